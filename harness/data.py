@@ -1,0 +1,53 @@
+"""Real text as bytes, without a download: the sources of the Python that is running, or a file."""
+
+import sysconfig
+from pathlib import Path
+
+import torch
+
+DEFAULT_BYTES = 4 * 2**20  # enough that no batch of a short run repeats
+
+
+def load_text(path: str | None = None) -> torch.Tensor:
+    """The corpus as a 1-D uint8 tensor.
+
+    By default the top-level modules of the standard library, in alphabetical order, so that it is
+    the same on every rank (of one Python version). Raises ValueError naming a file that cannot
+    be read or is too short to cut a batch from.
+    """
+    if path is None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = b"".join(file.read_bytes() for file in files)[:DEFAULT_BYTES]
+    else:
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise ValueError(f"cannot read --data {path!r}: {error.strerror or error}") from error
+    if len(text) < 2:
+        raise ValueError(f"--data {path!r} holds {len(text)} bytes; training needs at least one sequence and one byte")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+class Batches:
+    """Batch number `step` of rank `rank`: the same for every engine, another for every rank.
+
+    Returns (inputs, targets), both (batch, seq) int64; targets are the inputs moved by one byte.
+    """
+
+    def __init__(self, text: torch.Tensor, batch: int, seq: int, seed: int, device="cpu"):
+        if len(text) < seq + 1:
+            raise ValueError(f"the text holds {len(text)} bytes; a sequence of {seq} needs at least {seq + 1}")
+        self.text, self.batch, self.seq, self.seed, self.device = text, batch, seq, seed, device
+
+    def __call__(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # One generator per (seed, step, rank): any rank can make any other's batch, which is how
+        # the single process of the referee gets the whole batch.
+        generator = torch.Generator().manual_seed(hash((self.seed, step, rank)) % 2**63)
+        starts = torch.randint(len(self.text) - self.seq, (self.batch,), generator=generator)
+        rows = torch.stack([self.text[start : start + self.seq + 1] for start in starts.tolist()]).long()
+        return rows[:, :-1].to(self.device), rows[:, 1:].to(self.device)
+
+    def whole(self, step: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All ranks' batches of this step as one of (world_size * batch, seq)."""
+        parts = [self(step, rank) for rank in range(world_size)]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])

@@ -1,0 +1,302 @@
+"""What a training loop needs around the lesson, alike in all three stages.
+
+Plain functions over a model, its buckets (see `zero1.Bucket`) and a process group: checks before
+anything can hang, and weights in and out.
+"""
+
+import dataclasses
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+MAX_NAMES = 5  # in an error message
+
+
+def name_some(names: list[str]) -> str:
+    """The first few names, quoted, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:MAX_NAMES])
+    return shown + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of what is trained, in the model's order; a tied parameter once."""
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+def not_in_buckets(model: nn.Module, buckets) -> list[torch.Tensor]:
+    """Parameters that no bucket holds, and buffers."""
+    held = {id(param) for bucket in buckets for param in bucket.params}
+    return [param.data for param in model.parameters() if id(param) not in held] + list(model.buffers())
+
+
+def check(model: nn.Module, group, **options) -> tuple[int, int]:
+    """(rank, world size) in `group`, after every check that can be made before anything is changed.
+
+    Raises RuntimeError without a process group; ValueError or TypeError for a model or an option that
+    cannot work. The ranks compare notes, so that what is wrong on one rank is an error on all.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group() first, "
+            "or start this file by ./launch.sh or torchrun, which set one up"
+        )
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
+    problem = _problem(model, options)
+    _agree(problem, _fingerprint(model, options), model, group, rank, world_size)
+    return rank, world_size
+
+
+def _problem(model: nn.Module, options: dict) -> Exception | None:
+    if not isinstance(model, nn.Module):
+        return TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {model!r}")
+    named = list(model.named_parameters())
+    for name, param in named:
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
+        if type(param).__name__ == "ShardedParameter":
+            return ValueError(f"parameter {name!r} is sharded by another engine already; build a new model")
+        if param.is_meta:
+            return ValueError(
+                f"parameter {name!r} is still on the meta device and has no values: "
+                "materialise the model first, for example model.to_empty(device=...) and initialise it"
+            )
+    if not any(param.requires_grad for _, param in named):
+        return ValueError(
+            f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "
+            "Set requires_grad on what is to be trained"
+        )
+    devices = {param.device: name for name, param in reversed(named)}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        return ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
+    bucket_mb = options.get("bucket_mb", 0)
+    if not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0:
+        return ValueError(f"bucket_mb must be a number of MiB, 0 or more, got {bucket_mb!r}")
+    prefetch = options.get("prefetch", 0)
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        return ValueError(f"prefetch must be a whole number of units, 0 or more, got {prefetch!r}")
+    return _units_problem(model, options.get("units"))
+
+
+def _units_problem(model: nn.Module, units) -> Exception | None:
+    """What is wrong with ZeRO-3's `units`: entries that are no modules, not in the model, or overlapping."""
+    if units is None:
+        return None
+    try:
+        units = list(units)
+    except TypeError:
+        return TypeError(f"units must be a list of modules of the model, got {type(units).__name__}")
+    names = {id(module): name or type(model).__name__ for name, module in model.named_modules(remove_duplicate=True)}
+    for index, unit in enumerate(units):
+        if not isinstance(unit, nn.Module):
+            return TypeError(f"units[{index}] must be a module of the model, got {type(unit).__name__}: {unit!r}")
+        if id(unit) not in names:
+            return ValueError(
+                f"units[{index}] ({type(unit).__name__}) is not a module of the model; "
+                "take the entries from model.modules(), for example list(model.blocks)"
+            )
+        if isinstance(unit, (nn.ModuleList, nn.ModuleDict)):
+            return ValueError(
+                f"units[{index}] is {names[id(unit)]!r}, a {type(unit).__name__}: it is never called itself, "
+                "so nothing could gather it in time; pass its entries instead"
+            )
+    for index, unit in enumerate(units):
+        inside = {id(module) for module in unit.modules()}
+        for other in range(len(units)):
+            if other != index and id(units[other]) in inside:
+                a, b = sorted((index, other))
+                return ValueError(
+                    f"units[{a}] ({names[id(units[a])]!r}) and units[{b}] ({names[id(units[b])]!r}) overlap: "
+                    "a parameter can be gathered with one unit only; drop one of the two"
+                )
+    return None
+
+
+def _fingerprint(model: nn.Module, options: dict) -> str:
+    """What must be the same on every rank for the collectives to match: names, shapes, dtypes and options."""
+    if not isinstance(model, nn.Module):
+        return ""
+    params = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    names = {id(module): name for name, module in model.named_modules()}
+    units = options.get("units")
+    if isinstance(units, (list, tuple)):
+        options = {**options, "units": [names.get(id(unit)) for unit in units]}
+    return repr((params, buffers, options))
+
+
+def _agree(problem, fingerprint: str, model, group, rank: int, world_size: int) -> None:
+    """Raise on every rank if one has a problem, or if the ranks are about to shard different models."""
+    if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
+        if problem is not None:
+            raise problem
+        return
+    # The collective runs where the group's backend can run one, whatever is wrong with the model.
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    digest = hashlib.sha256(fingerprint.encode()).digest()[:7]  # 7 bytes: positive as an int64
+    mine = torch.tensor([-1 if problem is not None else int.from_bytes(digest, "big")], device=device)
+    everyone = torch.empty(world_size, dtype=mine.dtype, device=device)
+    dist.all_gather_single(everyone, mine, group=group)
+    if problem is not None:
+        raise problem
+    everyone = everyone.tolist()
+    failed = [other for other, value in enumerate(everyone) if value == -1]
+    if failed:
+        raise RuntimeError(f"rank {rank} cannot go on: the checks failed on rank(s) {failed}, see the error there")
+    different = [other for other, value in enumerate(everyone) if value != everyone[0]]
+    if different:
+        raise ValueError(
+            f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad) or other options than "
+            "rank 0: every rank must build the same engine"
+        )
+
+
+def make_optimizer(optimizer_cls, pieces: list[torch.Tensor], buckets) -> torch.optim.Optimizer:
+    """`optimizer_cls(pieces)`, checked. A rank that owns only padding hands in one empty tensor.
+
+    Raises TypeError when no optimizer comes back, ValueError when it holds tensors that are not pieces.
+    """
+    pieces = pieces or [buckets[0].shard[:0].detach().requires_grad_()]  # optimizers refuse an empty list
+    optimizer = optimizer_cls(pieces)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer_cls returned {type(optimizer).__name__}, not a torch.optim.Optimizer: pass a callable that "
+            "takes a list of tensors, for example functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    known = {id(piece) for piece in pieces}
+    foreign = sum(id(param) not in known for group in optimizer.param_groups for param in group["params"])
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds {foreign} tensor(s) that are not this rank's pieces: optimizer_cls must build it "
+            "over the list that it is called with, not over model.parameters()"
+        )
+    return optimizer
+
+
+def gradient_arrived(bucket, param: nn.Parameter) -> None:
+    """Note that backward has finished `param`, and refuse what would be reduced wrongly."""
+    name = bucket.names[next(i for i, p in enumerate(bucket.params) if p is param)]
+    if param not in bucket.missing:
+        raise RuntimeError(
+            f"a second gradient of {name!r} arrived before its bucket was reduced. Either a backward before "
+            "this one was interrupted or left some parameter without a gradient; call engine.zero_grad() "
+            "before the next forward"
+        )
+    if param.grad.layout != torch.strided:
+        raise RuntimeError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+    bucket.missing.discard(param)
+
+
+def without_gradient(buckets) -> list[str]:
+    """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached."""
+    names = []
+    for bucket in buckets:
+        if bucket.gradient is None or len(bucket.missing) < len(bucket.params):
+            names += [name for name, param in zip(bucket.names, bucket.params) if param in bucket.missing]
+    return names
+
+
+def require_gradients(names: list[str]) -> None:
+    """Raise RuntimeError naming the parameters that the step left without a gradient, if there are any."""
+    if names:
+        raise RuntimeError(
+            f"no gradient for {name_some(names)}: the loss does not depend on {'it' if len(names) == 1 else 'them'}, "
+            "or backward() was not called since zero_grad(). Use every parameter in forward, or freeze "
+            "those that are not trained with requires_grad_(False) before building the engine"
+        )
+
+
+def full_state_dict(model: nn.Module, buckets, group) -> dict[str, torch.Tensor]:
+    """Names, shapes and values of the whole model's `state_dict()`, on CPU, on every rank. A collective.
+
+    Parameters are gathered from the shards, bucket by bucket. Buffers (BatchNorm's running statistics,
+    for example) may differ between the ranks, which have seen different data: rank 0's are returned.
+    """
+    values = {}  # id of the model's own tensor -> its whole value on CPU
+    with torch.no_grad():
+        for bucket in buckets:
+            flat = bucket.shard.new_empty(bucket.numel)
+            dist.all_gather_single(flat, bucket.shard, group=group)
+            for param, view in zip(bucket.params, bucket.views(flat)):
+                values[id(param)] = view.to("cpu", copy=True)
+        state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
+        for key, tensor in state.items():
+            if id(tensor) in values:
+                state[key] = values[id(tensor)]
+            elif isinstance(tensor, torch.Tensor):
+                whole = tensor.detach().clone()
+                dist.broadcast(whole, group_src=0, group=group)
+                state[key] = values[id(tensor)] = whole.cpu()
+    return state
+
+
+def load_full_state_dict(model: nn.Module, buckets, state: dict[str, torch.Tensor], group) -> None:
+    """Copy this rank's part of every parameter into its shards, and buffers whole.
+
+    Raises KeyError for missing or unexpected names and ValueError for another shape, before anything
+    is written. Every rank passes the whole `state`.
+    """
+    own = model.state_dict(keep_vars=True)
+    missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
+    if missing or unexpected:
+        raise KeyError(
+            f"the state does not fit the model: missing {name_some(missing) or 'nothing'}; "
+            f"unexpected {name_some(unexpected) or 'nothing'}"
+        )
+    for key, tensor in own.items():
+        if isinstance(tensor, torch.Tensor) and tensor.shape != state[key].shape:
+            raise ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
+    with torch.no_grad():
+        keys = {id(tensor): key for key, tensor in own.items()}
+        sharded = set()
+        for bucket in buckets:
+            sharded.update(id(param) for param in bucket.params)
+            for index, part in bucket.cut(bucket.shard):
+                value = state[keys[id(bucket.params[index])]].reshape(-1)
+                first = max(0, bucket.start - bucket.offsets[index])
+                part.copy_(value[first : first + part.numel()])
+        for key, tensor in own.items():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
+                tensor.copy_(state[key])
+
+
+def default_units(model: nn.Module) -> list[nn.Module]:
+    """The entries of every outermost ModuleList or Sequential, each once: what ZeRO-3 gathers as one.
+
+    An entry that is a ModuleList or ModuleDict itself is never called, so its own entries take its place.
+    """
+    found: dict[int, nn.Module] = {}
+
+    def entries(container: nn.Module) -> None:
+        for entry in container.children():
+            if isinstance(entry, (nn.ModuleList, nn.ModuleDict)):
+                entries(entry)
+            else:
+                found.setdefault(id(entry), entry)
+
+    def search(module: nn.Module) -> None:
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            entries(module)
+        else:
+            for child in module.children():
+                search(child)
+
+    search(model)
+    return list(found.values())
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists, dictionaries and dataclasses, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault(id(leaf), leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                found.update((id(tensor), tensor) for tensor in tensors_in(getattr(leaf, field.name, None)))
+    return list(found.values())

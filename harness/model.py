@@ -1,0 +1,94 @@
+"""The one model of the project: a decoder-only GPT on bytes, from a laptop's size to 7B."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a GPT: `layers` blocks of width `width` over `vocab` tokens, at most `seq` positions."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 256
+    seq: int = 128
+
+
+# `tiny` is for two CPU cores, `7b` is the model of the articles' tables (6.986e9 parameters).
+PRESETS = {
+    "toy": GPTConfig(layers=2, width=32, heads=2, seq=32),
+    "tiny": GPTConfig(layers=6, width=256, heads=4, seq=128),
+    "small": GPTConfig(layers=12, width=768, heads=12, seq=512),
+    "medium": GPTConfig(layers=24, width=1024, heads=16, seq=1024),
+    "1b": GPTConfig(layers=20, width=2048, heads=16, vocab=32_000, seq=2048),
+    "7b": GPTConfig(layers=34, width=4096, heads=32, vocab=32_000, seq=2048),
+}
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: (batch, seq, width) -> the same."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, seq, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Tokens (batch, seq) int64 -> logits (batch, seq, vocab). Embedding and head share one weight."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.seq, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        self.head.weight = self.tokens.weight
+        self.apply(self._initialize)
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        seq = tokens.shape[1]
+        if seq > self.config.seq:
+            raise ValueError(f"a sequence of {seq} tokens, but this GPT has {self.config.seq} positions")
+        x = self.tokens(tokens) + self.positions(torch.arange(seq, device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats: logits (batch, seq, vocab), targets (batch, seq) int64 -> scalar."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def preset(name: str) -> GPTConfig:
+    """The named shape. Raises ValueError naming the presets there are."""
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
+    return PRESETS[name]

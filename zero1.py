@@ -1,0 +1,234 @@
+"""ZeRO-1: every rank keeps 1/N of the optimizer state.
+
+Data-parallel training repeats everything N times. With Ψ = the bytes of all parameters (4 per
+element in float32) and AdamW's two moments, each rank of DDP holds
+
+    parameters Ψ  +  gradients Ψ  +  optimizer state 2Ψ  =  4Ψ      (7e9 parameters: 112 GB)
+
+although all N copies of the optimizer state are equal, because all ranks see the same averaged
+gradient. ZeRO-1 lets each rank update only 1/N of the parameters, so it needs only the state for these:
+
+    parameters Ψ  +  gradients Ψ  +  optimizer state 2Ψ/N           (N = 8: 63 GB)
+
+and pays with one more collective, since a rank now lacks what the others have updated. Sent per rank
+and step, all with the factor (N-1)/N: DDP's all-reduce 2Ψ, and here all-reduce 2Ψ + all-gather Ψ = 3Ψ.
+
+Words used in all three chapters:
+
+    rank, world size  one process of the group, and their number N
+    bucket            a run of parameters laid end to end in one flat buffer, zero-padded and cut into N
+    shard             one of the N equal parts of a bucket; rank r owns shard r and updates it
+    piece             one parameter's elements inside this rank's shard: what the optimizer is handed
+    all-reduce        every rank gets the sum of all ranks' buffers
+    all-gather        every rank gets all shards, in the order of the ranks
+    reduce-scatter    rank r gets shard r of the sum: the first half of an all-reduce
+
+The steps, numbered alike in all three chapters:
+
+    0 partition    1 forward    2 backward    3 reduce gradients    4 update the shard    5 gather parameters
+
+Paper: ZeRO (Rajbhandari et al., 2020), section 5.1, "P_os". Article: "AI in Multiple GPUs: ZeRO & FSDP".
+Run it: ./launch.sh zero1 2
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from harness import loop
+
+
+class Bucket:
+    """A run of parameters in one flat buffer, cut into one equal shard per rank.
+
+    The articles cut every parameter by itself: with N = 2 and W of 5 elements, W is padded to 6, rank 0
+    owns W[0:3] and rank 1 owns W[3:5] and the padding. That is a bucket of one parameter. A collective
+    has a fixed cost however little it moves, so here many parameters share a bucket, and the cuts fall
+    where they fall, often inside a parameter:
+
+        flat   | embedding ............ | norm | weight ................... | bias |pad|
+        cut    | shard 0           | shard 1           | shard 2            | shard 3  |
+
+    Attributes: `names` and `params` of the parameters; `offsets`, where each starts, in elements;
+    `numel` of the whole buffer and `shard_numel` = numel / N; `start`, where this rank's shard begins;
+    `flat`, 1-D of numel elements; `shard`, 1-D of shard_numel elements; `pieces`, see `cut`.
+    """
+
+    def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int):
+        self.names = [name for name, _ in named_params]
+        self.params = [param for _, param in named_params]
+        # Matrix kernels take other paths, with other last bits, for operands that do not start on a
+        # 16-byte boundary. Starting every parameter and every shard on one keeps results those of plain PyTorch.
+        align = max(1, 16 // self.params[0].element_size())
+        self.offsets, end = [], 0
+        for param in self.params:
+            self.offsets.append(end)
+            end += -(-param.numel() // align) * align  # rounded up
+        self.shard_numel = -(-end // (world_size * align)) * align
+        self.numel = self.shard_numel * world_size
+        self.start = rank * self.shard_numel
+
+    def flatten(self) -> None:
+        """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
+        self.flat = self.params[0].new_zeros(self.numel)  # zeros: padding must never hold a NaN
+        for param, view in zip(self.params, self.views(self.flat)):
+            view.copy_(param.detach())
+            # Only the storage behind the parameter changes. It stays the same object, so the model and
+            # whoever else holds it notice nothing, and a collective into `flat` writes into the weights.
+            param.data = view
+        self.shard = self.flat[self.start : self.start + self.shard_numel]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of a whole buffer (numel,), in the parameter's shape."""
+        return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.params)]
+
+    def cut(self, shard: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """(index of the parameter, its 1-D part of `shard`) wherever this rank owns some of it."""
+        parts = []
+        for index, (offset, param) in enumerate(zip(self.offsets, self.params)):
+            first = max(offset, self.start) - self.start
+            last = min(offset + param.numel(), self.start + self.shard_numel) - self.start
+            if first < last:
+                parts.append((index, shard[first:last]))
+        return parts
+
+    def make_pieces(self) -> list[torch.Tensor]:
+        """What the optimizer is handed: one leaf per parameter that this rank owns some of.
+
+        Pieces and not the flat shard as one tensor, so that parameter groups, and parameters without a
+        gradient, behave as in plain PyTorch. Each is a view of the shard: updating it updates the shard.
+        """
+        self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
+        return [piece for _, piece in self.pieces]
+
+    def flatten_gradients(self) -> torch.Tensor:
+        """The parameters' gradients as one buffer (numel,). Each `.grad` is freed as soon as it is copied."""
+        flat = torch.zeros_like(self.flat)
+        for param, view in zip(self.params, self.views(flat)):
+            view.copy_(param.grad)
+            param.grad = None
+        return flat
+
+
+def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int) -> list[Bucket]:
+    """Fill buckets of at most `bucket_mb` MiB, last parameter first: backward finishes them in that order.
+
+    With 0 every parameter gets a bucket of its own, the articles' layout; so does one that is larger
+    than `bucket_mb`. A buffer has one dtype, so a change of dtype starts a new bucket as well.
+    """
+    runs, run_bytes = [], 0.0
+    for name, param in reversed(named_params):
+        nbytes = param.numel() * param.element_size()
+        if not runs or run_bytes + nbytes > bucket_mb * 2**20 or param.dtype != runs[-1][-1][1].dtype:
+            runs.append([])
+            run_bytes = 0
+        runs[-1].append((name, param))
+        run_bytes += nbytes
+    return [Bucket(run, rank, world_size) for run in runs]
+
+
+class ZeRO1:
+    """Data-parallel training of `model` with the optimizer state cut into N.
+
+    `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a
+    `torch.optim.Optimizer`; `group` is the process group to shard over (default: all ranks);
+    `bucket_mb` the size of a bucket in MiB, 0 for a bucket per parameter. All ranks start from rank 0's
+    parameters and buffers. Losses and updates are those of plain PyTorch for every optimizer that treats each
+    element by itself (SGD, Adam, AdamW, RMSprop, Adagrad). One that looks at a whole matrix or layer (Muon,
+    Shampoo, LAMB's norm per layer) cannot work here: a rank sees 1-D pieces cut at arbitrary places.
+
+    Raises RuntimeError without a process group, ValueError or TypeError for a model, option or optimizer
+    that cannot work, each on every rank. Source: ZeRO paper section 5.1; article class `ZeRO_1`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0):
+        self.model, self.group = model, group
+        self.rank, self.world_size = loop.check(model, group, bucket_mb=bucket_mb)
+        with record_function("step 0 partition"), torch.no_grad():
+            self.buckets = make_buckets(loop.trainable(model), bucket_mb, self.rank, self.world_size)
+            for bucket in self.buckets:
+                bucket.flatten()
+                dist.broadcast(bucket.flat, group_src=0, group=group)
+            for tensor in loop.not_in_buckets(model, self.buckets):  # buffers and frozen parameters stay whole
+                dist.broadcast(tensor, group_src=0, group=group)
+            pieces = [piece for bucket in self.buckets for piece in bucket.make_pieces()]
+        self.optimizer = loop.make_optimizer(optimizer_cls, pieces, self.buckets)
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+        """One whole step on this rank's batch; returns this rank's loss, detached."""
+        with record_function("step 1 forward"):
+            loss = loss_fn(self(inputs), targets)
+        with record_function("step 2 backward"):
+            loss.backward()
+        self.step()
+        self.zero_grad()
+        return loss.detach()
+
+    def step(self) -> None:
+        """Steps 3 to 5, after `backward()`: from local gradients to updated parameters on every rank."""
+        with record_function("step 3 reduce gradients"):
+            self._sync_gradients()
+        with record_function("step 4 update the shard"):
+            self.optimizer.step()
+        with record_function("step 5 gather parameters"):
+            self._sync_params()
+
+    def _sync_gradients(self) -> None:
+        """Step 3: average the gradients over the ranks, and hand this rank's slices to the optimizer."""
+        loop.require_gradients([n for b in self.buckets for n, p in zip(b.names, b.params) if p.grad is None])
+        reductions = []
+        for bucket in self.buckets:
+            flat = bucket.flatten_gradients()
+            # Every rank gets all averaged gradients and uses 1/N of them: the articles' sequence, which
+            # sends 2Ψ here and 3Ψ in all. A reduce-scatter would send Ψ, and 2Ψ in all, as the paper has it
+            # for this stage too. ZeRO-2 does that, and then need not keep the other (N-1)/N either.
+            work = dist.all_reduce(flat, group=self.group, async_op=True)  # returns at once, so that the
+            reductions.append((bucket, flat, work))  # next bucket is copied while this one is on its way
+        for bucket, flat, work in reductions:
+            work.wait()
+            flat.div_(self.world_size)  # after the sum: exact wherever the sum is
+            for param, view in zip(bucket.params, bucket.views(flat)):
+                param.grad = view
+            shard = flat[bucket.start : bucket.start + bucket.shard_numel]
+            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
+                piece.grad = gradient
+
+    def _sync_params(self) -> None:
+        """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
+        works = [
+            dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True)
+            for bucket in self.buckets
+        ]
+        for work in works:
+            work.wait()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients. Call it after `step()`."""
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.grad = None
+            for _, piece in bucket.pieces:
+                piece.grad = None
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""
+        return loop.full_state_dict(self.model, self.buckets, self.group)
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load what `full_state_dict` returned, at any world size. A collective."""
+        loop.load_full_state_dict(self.model, self.buckets, state, self.group)
+        self._sync_params()
+
+
+def main() -> None:
+    from harness import walkthrough
+
+    walkthrough.run(ZeRO1, __doc__)
+
+
+if __name__ == "__main__":
+    main()

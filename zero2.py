@@ -1,0 +1,195 @@
+"""ZeRO-2: every rank keeps 1/N of the gradients as well.
+
+A rank updates only its shard, so the gradients of the other shards are of no use to it once they are
+summed. ZeRO-2 never has them all: as soon as backward has finished the last gradient of a bucket, the
+bucket is reduce-scattered, the rank keeps its 1/N of the sum, and the whole gradients are freed while backward
+goes on with the layers below.
+
+    parameters Ψ  +  gradients Ψ/N  +  optimizer state 2Ψ/N         (7e9 parameters, N = 8: 38.5 GB)
+
+and on top of it, during backward only, at most two buckets of whole gradients: the one that backward
+is filling and the one on its way. A smaller bucket means a lower peak and more collectives. Sent per rank
+and step, with the factor (N-1)/N: reduce-scatter Ψ + all-gather Ψ = 2Ψ, the same as DDP, whose
+all-reduce is a reduce-scatter and an all-gather in one.
+
+The article's simplified version keeps all gradients until backward is over, and says so. What it
+takes to do better is this chapter: steps 2 and 3 are no longer one after the other. Step 3 runs inside
+step 2, from a hook that autograd calls whenever it has finished a parameter's gradient:
+
+    backward  | layer 2's gradients | layer 1's gradients | layer 0's gradients |
+    reduce                          | bucket 0            | bucket 1            | bucket 2 |
+
+Steps: 0 partition, 1 forward, 2 backward with 3 reduce gradients inside, 4 update the shard, 5 gather
+parameters. The words, `Bucket` and `make_buckets` are those of zero1.py.
+
+See what changes between the chapters: diff <(sed -n '/^class ZeRO1/,/^def main/p' zero1.py) \
+<(sed -n '/^class ZeRO2/,/^def main/p' zero2.py)
+
+Paper: ZeRO (Rajbhandari et al., 2020), section 5.2, "P_os+g". Article: "AI in Multiple GPUs: ZeRO & FSDP".
+Run it: ./launch.sh zero2 2
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from harness import loop
+from zero1 import Bucket, make_buckets
+
+
+class Reduction:
+    """One bucket's gradients on their way from N whole copies to N shards of the mean.
+
+    Step 3 of one bucket, in two halves: `__init__` sends, `finish` receives. Between the two the whole
+    buffer must stay alive, because the collective still reads it.
+    """
+
+    def __init__(self, bucket: Bucket, group):
+        self.bucket = bucket
+        self.flat = bucket.flatten_gradients()  # (numel,); frees the parameters' own gradients
+        self.shard = self.flat.new_empty(bucket.shard_numel)
+        self.work = dist.reduce_scatter_single(self.shard, self.flat, group=group, async_op=True)
+
+    def finish(self, world_size: int) -> None:
+        """Add this rank's shard of the mean to what the bucket has from earlier backwards of this step."""
+        self.work.wait()  # on CUDA the stream waits, not the host
+        self.flat = None  # the whole gradients are gone; this is what makes it ZeRO-2
+        self.shard.div_(world_size)
+        if self.bucket.gradient is None:
+            self.bucket.gradient = self.shard
+        else:
+            self.bucket.gradient += self.shard
+
+
+class ZeRO2:
+    """Data-parallel training of `model` with optimizer state and gradients cut into N.
+
+    `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a
+    `torch.optim.Optimizer`; `group` is the process group to shard over (default: all ranks);
+    `bucket_mb` the size of a bucket in MiB, 0 for a bucket per parameter. All ranks start from rank 0's
+    parameters and buffers. Elementwise optimizers only, see `ZeRO1`.
+
+    Buckets are reduced in one fixed order on every rank, the last parameters' first, whatever order
+    autograd finishes in: a collective is matched with the others by its turn alone. At most two
+    buckets of whole gradients are alive while gradients finish in that order. A model that finishes
+    them in the opposite order (its first parameters are used last) still trains right, but every bucket
+    waits for bucket 0, and in the end all gradients are whole at once.
+
+    Raises RuntimeError without a process group, ValueError or TypeError for a model, option or optimizer
+    that cannot work, each on every rank. Source: ZeRO paper section 5.2; article class `ZeRO_2`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0):
+        self.model, self.group = model, group
+        self.rank, self.world_size = loop.check(model, group, bucket_mb=bucket_mb)
+        with record_function("step 0 partition"), torch.no_grad():
+            self.buckets = make_buckets(loop.trainable(model), bucket_mb, self.rank, self.world_size)
+            for bucket in self.buckets:
+                bucket.flatten()
+                dist.broadcast(bucket.flat, group_src=0, group=group)
+            for tensor in loop.not_in_buckets(model, self.buckets):  # buffers and frozen parameters stay whole
+                dist.broadcast(tensor, group_src=0, group=group)
+            pieces = [piece for bucket in self.buckets for piece in bucket.make_pieces()]
+        self.optimizer = loop.make_optimizer(optimizer_cls, pieces, self.buckets)
+        self._in_flight = None
+        self.zero_grad()
+        for bucket in self.buckets:
+            for param in bucket.params:
+                # Called when `param.grad` is final for this backward, however often the parameter was used.
+                param.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+        """One whole step on this rank's batch; returns this rank's loss, detached."""
+        with record_function("step 1 forward"):
+            loss = loss_fn(self(inputs), targets)
+        with record_function("step 2 backward"):
+            loss.backward()  # and step 3 inside it, bucket by bucket
+        self.step()
+        self.zero_grad()
+        return loss.detach()
+
+    def step(self) -> None:
+        """The end of step 3, and steps 4 and 5: from reduced gradients to updated parameters everywhere."""
+        with record_function("step 3 reduce gradients"):
+            self._sync_gradients()
+        with record_function("step 4 update the shard"):
+            self.optimizer.step()
+        with record_function("step 5 gather parameters"):
+            self._sync_params()
+
+    def _on_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
+        """Step 3, called inside step 2: `param.grad` is final. Reduce the buckets whose turn has come."""
+        loop.gradient_arrived(bucket, param)
+        while self._turn < len(self.buckets) and not self.buckets[self._turn].missing:
+            with record_function("step 3 reduce gradients"):
+                self._reduce_bucket(self.buckets[self._turn])
+            self._turn += 1
+        if self._turn == len(self.buckets):
+            self._turn = 0  # all reduced: the next backward starts over
+
+    def _reduce_bucket(self, bucket: Bucket) -> None:
+        """Send one complete bucket, and let backward go on meanwhile."""
+        # The bucket before has had all of this bucket's backward for its way. Receiving it first frees its
+        # buffer before another is made, which keeps the promise of two.
+        self._finish_reduction()
+        self._in_flight = Reduction(bucket, self.group)
+        bucket.missing = set(bucket.params)
+
+    def _finish_reduction(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.finish(self.world_size)
+            self._in_flight = None
+
+    def _sync_gradients(self) -> None:
+        """The end of step 3: receive the last bucket, and hand this rank's slices to the optimizer."""
+        self._finish_reduction()
+        loop.require_gradients(loop.without_gradient(self.buckets))
+        for bucket in self.buckets:
+            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(bucket.gradient)):
+                piece.grad = gradient
+
+    def _sync_params(self) -> None:
+        """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
+        works = [
+            dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True)
+            for bucket in self.buckets
+        ]
+        for work in works:
+            work.wait()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
+        self._finish_reduction()
+        self._turn = 0  # the next bucket to reduce
+        for bucket in self.buckets:
+            bucket.gradient = None  # this rank's shard of the mean gradient, (shard_numel,)
+            bucket.missing = set(bucket.params)  # what this backward has not finished yet
+            for param in bucket.params:
+                param.grad = None
+            for _, piece in bucket.pieces:
+                piece.grad = None
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""
+        return loop.full_state_dict(self.model, self.buckets, self.group)
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load what `full_state_dict` returned, at any world size. A collective."""
+        loop.load_full_state_dict(self.model, self.buckets, state, self.group)
+        self._sync_params()
+
+
+def main() -> None:
+    from harness import walkthrough
+
+    walkthrough.run(ZeRO2, __doc__)
+
+
+if __name__ == "__main__":
+    main()

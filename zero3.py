@@ -1,0 +1,372 @@
+"""ZeRO-3: every rank keeps 1/N of the parameters too.
+
+At any moment a model computes in one layer, so only that layer's parameters need to be whole. ZeRO-3
+cuts the model into units (a transformer block each), gathers a unit's parameters right before its
+forward, frees them right after, and does both once more in backward.
+
+    parameters Ψ/N  +  gradients Ψ/N  +  optimizer state 2Ψ/N       (7e9 parameters, N = 8: 14 GB)
+
+and on top of it, inside forward and backward only, whole parameters of the root (what belongs to no
+unit: embedding, head), of the unit at work and of `prefetch` more; in backward also, as in ZeRO-2, at
+most two units' whole gradients. Sent per rank and step, with the factor (N-1)/N: all-gather Ψ in forward,
+all-gather Ψ in backward, reduce-scatter Ψ = 3Ψ, half as much again as DDP's 2Ψ, less what stays
+gathered between the two: the root, and the unit that forward ends and backward starts with.
+
+Step 5 has moved into steps 1 and 2: that is the whole difference. The updated shard is gathered when
+the next forward needs it, a unit at a time. In the order in which things happen, with prefetch = 1:
+
+    forward   gather root, 0 | embedding | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | ...
+    backward  ... | gather 0 | compute 1 | free 1, reduce 1 | compute 0 | free 0, reduce 0 | reduce, free root
+
+A gather stands left of the computation that it hides behind: it is issued first and waited for later.
+
+Words that are new here (the others are those of zero1.py):
+
+    unit              a module whose parameters share a bucket, and are gathered and freed as one
+    root              the unit of everything that no other unit holds; whole from forward to the end of backward
+    gathered, freed   whole parameters in memory; or only this rank's shard of them
+    prefetch          issuing a unit's all-gather before the unit in front of it computes
+
+Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`: nobody holds
+the whole tensor any more. But somebody does. `F.linear` has saved `weight.t()` for backward, a view, and a view
+keeps the whole storage alive. Measured on a small GPT, two thirds of all gathered bytes were still there
+after a forward that freed every layer this way. And those saved views are needed: backward multiplies by
+them. So the views stay, and the storage under them goes: `storage.resize_(0)` gives the memory back
+and leaves every tensor on it in place, shape and all; resizing it back and gathering into it fills all of them
+again, the model's weights and autograd's saved views alike. (FSDP does the same.) A tensor whose storage has no
+bytes must not be read, or the process dies; harness/guard.py turns that into an error.
+
+Steps: 0 partition, 1 forward, 2 backward, 3 reduce gradients inside 2, 4 update the shard, 5 gather
+parameters inside 1 and 2.
+
+Paper: ZeRO (Rajbhandari et al., 2020), section 5.3, "P_os+g+p". Article: "AI in Multiple GPUs: ZeRO & FSDP".
+Run it: ./launch.sh zero3 2
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.profiler import record_function
+
+from harness import guard, loop
+from zero1 import Bucket
+from zero2 import Reduction
+
+
+class Unit:
+    """A module whose parameters are gathered and freed together: (name, module, buckets).
+
+    It has one bucket as a rule. A frozen parameter needs gathering but no reducing, and a buffer has one
+    dtype, so a unit that mixes frozen and trainable ones, or dtypes, has a bucket for each kind.
+    """
+
+    def __init__(self, name: str, module: nn.Module, named_params, rank: int, world_size: int):
+        self.name, self.module = name, module
+        kinds = {}
+        for param_name, param in named_params:
+            kinds.setdefault((param.dtype, param.requires_grad), []).append((param_name, param))
+        self.buckets = [Bucket(kind, rank, world_size) for kind in kinds.values()]
+        self.trained = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
+        self.params = [param for bucket in self.buckets for param in bucket.params]
+        self.whole = True  # gathered, or being gathered
+        self.works = []  # the all-gathers on their way
+
+
+def make_units(model: nn.Module, modules, rank: int, world_size: int) -> tuple[list[Unit], Unit]:
+    """(units, root): every parameter in exactly one of them, in the model's order.
+
+    Without `modules`: the entries of every outermost ModuleList or Sequential. A parameter that two units
+    share (tied weights) belongs to the root, which is whole whenever either needs it.
+    """
+    modules = loop.default_units(model) if modules is None else list(modules)
+    names = {id(module): name for name, module in model.named_modules()}
+    owners = {}  # id of a parameter -> the modules that hold it
+    for module in modules:
+        for param in module.parameters():
+            owners.setdefault(id(param), []).append(module)
+    held = {id(module): [] for module in (model, *modules)}
+    rest = []
+    for name, param in model.named_parameters():
+        owner = owners.get(id(param), [])
+        (held[id(owner[0])] if len(owner) == 1 else rest).append((name, param))
+    units = [Unit(names[id(m)], m, held[id(m)], rank, world_size) for m in modules if held[id(m)]]
+    return units, Unit("root", model, rest, rank, world_size)
+
+
+class ZeRO3:
+    """Data-parallel training of `model` with optimizer state, gradients and parameters cut into N.
+
+    `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a
+    `torch.optim.Optimizer`; `group` is the process group to shard over (default: all ranks); `units` the
+    modules that are gathered and freed as one (default: the entries of every outermost ModuleList or
+    Sequential; what no unit holds forms the root); `prefetch` how many units ahead to gather;
+    `reshard_after_forward=False` keeps what forward has gathered for backward, which sends 2Ψ instead
+    of 3Ψ and holds the whole parameters in between. All ranks start from rank 0's parameters and buffers.
+    Elementwise optimizers only, see `ZeRO1`.
+
+    Raises RuntimeError without a process group or when a freed weight is used, ValueError or TypeError for a
+    model, option or optimizer that cannot work. Source: ZeRO paper section 5.3; article class `ZeRO_3`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_cls,
+        *,
+        group=None,
+        units=None,
+        prefetch: int = 1,
+        reshard_after_forward: bool = True,
+    ):
+        self.model, self.group = model, group
+        self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
+        self.rank, self.world_size = loop.check(
+            model, group, units=units, prefetch=prefetch, reshard_after_forward=reshard_after_forward
+        )
+        with record_function("step 0 partition"), torch.no_grad():
+            self.units, self.root = make_units(model, units, self.rank, self.world_size)
+            self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]
+            for unit in (*self.units, self.root):
+                for bucket in unit.buckets:
+                    bucket.flatten()
+                    dist.broadcast(bucket.flat, group_src=0, group=group)
+                    bucket.shard = bucket.shard.clone()  # all that stays when the buffer is freed
+                    for name, param in zip(bucket.names, bucket.params):
+                        guard.name_parameter(param, name)
+                self._reshard_unit(unit)
+            for tensor in loop.not_in_buckets(model, self.buckets):  # buffers stay whole
+                dist.broadcast(tensor, group_src=0, group=group)
+            self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
+            pieces = [piece for bucket in self.trained for piece in bucket.make_pieces()]
+        self.optimizer = loop.make_optimizer(optimizer_cls, pieces, self.trained)
+        self._in_flight = None
+        self._in_forward = False
+        self._backward = None  # autograd's number of the backward that is running
+        self._order = self.units  # in which forward runs the units: as declared, until one was seen
+        self._seen = []
+        self.zero_grad()
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        self.model.register_forward_pre_hook(self._pre_forward_root)
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True)
+            unit.module.register_forward_hook(partial(self._post_forward, unit))
+        # always_call: an exception in forward must not leave gathered units behind.
+        self.model.register_forward_hook(self._post_forward_root, always_call=True)
+        for unit in (*self.units, self.root):
+            for bucket in unit.trained:
+                for param in bucket.params:
+                    # Called when `param.grad` is final for this backward, however often the parameter was used.
+                    param.register_post_accumulate_grad_hook(partial(self._on_gradient, unit, bucket))
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+        """One whole step on this rank's batch; returns this rank's loss, detached."""
+        with record_function("step 1 forward"):
+            loss = loss_fn(self(inputs), targets)  # and step 5 inside it, unit by unit
+        with record_function("step 2 backward"):
+            loss.backward()  # and steps 5 and 3 inside it, unit by unit
+        self.step()
+        self.zero_grad()
+        return loss.detach()
+
+    def step(self) -> None:
+        """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
+        with record_function("step 3 reduce gradients"):
+            self._sync_gradients()
+        with record_function("step 4 update the shard"):
+            self.optimizer.step()
+        for unit in (*self.units, self.root):
+            self._reshard_unit(unit)  # whatever is still gathered holds the old values
+
+    # Step 5, gather parameters: start, wait, and free again.
+
+    def _gather_unit(self, unit: Unit) -> None:
+        """Start to gather `unit`, if it is not whole already. Nobody may use it before `_wait_for_unit`."""
+        if unit.whole:
+            return
+        with record_function("step 5 gather parameters"):
+            for bucket in unit.buckets:
+                bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
+                # Straight into the weights: the model's parameters are views of `flat`, and so are the views that
+                # autograd saved. On CUDA the buffer must come from the stream that computes, which is
+                # why it is resized here and not in the collective's own stream: then no event is needed.
+                unit.works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True))
+        unit.whole = True
+
+    def _wait_for_unit(self, unit: Unit) -> None:
+        for work in unit.works:
+            work.wait()
+        unit.works = []
+        guard.open(unit.params)
+
+    def _reshard_unit(self, unit: Unit) -> None:
+        """Free the whole parameters. This rank's shard stays."""
+        if unit.whole:
+            self._wait_for_unit(unit)  # never free a buffer that a collective still writes to
+            for bucket in unit.buckets:
+                bucket.flat.untyped_storage().resize_(0)
+            guard.close(unit.params)
+            unit.whole = False
+
+    # Step 1, forward.
+
+    def _pre_forward_root(self, module, args) -> None:
+        if self._backward_running():  # activation checkpointing runs forward again inside backward
+            return
+        if self._backward is not None:
+            raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
+        self._in_forward, self._seen = True, []
+        self._gather_unit(self.root)
+        for unit in self._order[: self.prefetch]:
+            self._gather_unit(unit)
+        self._wait_for_unit(self.root)
+
+    def _pre_forward(self, unit: Unit, module, args, kwargs) -> None:
+        if not self._backward_running():
+            if not self._in_forward:
+                raise RuntimeError(
+                    f"unit {unit.name!r} was called by itself, outside the model's forward, while its parameters "
+                    "are sharded: call engine(inputs), or read weights with engine.full_state_dict()"
+                )
+            self._seen.append(unit)
+        self._gather_unit(unit)
+        if not self._backward_running():
+            position = len(self._seen)
+            if self._order[position - 1 : position] == [unit]:  # as the last forward went, so we know what is next
+                for following in self._order[position : position + self.prefetch]:
+                    self._gather_unit(following)
+            if len(unit.trained) < len(unit.buckets) and torch.is_grad_enabled():
+                self._reshard_after_inputs(unit, (args, kwargs))
+        self._wait_for_unit(unit)
+
+    def _post_forward(self, unit: Unit, module, args, output) -> None:
+        if self._backward_running():
+            return  # recomputed for backward, which needs it whole: `_on_gradient` or `_end_backward` frees it
+        before = self._seen[max(0, len(self._seen) - 1 - self.prefetch) : len(self._seen) - 1]
+        needs_backward = self._gather_before_backward(unit, output, list(reversed(before)))
+        # The last unit of forward is the first of backward: freeing it would be for nothing.
+        last = len(self._seen) == len(self._order) and self._order[-1] is unit
+        if not (needs_backward and (last or not self.reshard_after_forward)):
+            self._reshard_unit(unit)
+
+    def _post_forward_root(self, module, args, output) -> None:
+        if self._backward_running():
+            return
+        self._in_forward = False
+        first = list(reversed(self._seen))[: self.prefetch]
+        if self._seen:
+            self._order = self._seen
+        if not self._gather_before_backward(self.root, output, first):
+            for unit in (*self.units, self.root):  # no backward will come (evaluation, or an exception in forward)
+                self._reshard_unit(unit)
+
+    # Step 2, backward.
+
+    def _backward_running(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def _gather_before_backward(self, unit: Unit, output, upcoming: list[Unit]) -> bool:
+        """Have `unit` gathered when the gradient of its output is there. False if none can come."""
+        outputs = [leaf for leaf in loop.tensors_in(output) if leaf.requires_grad]
+        for tensor in outputs:
+            # A hook on the tensor and not on the module: those miss outputs that are dictionaries or dataclasses.
+            tensor.register_hook(lambda gradient: self._pre_backward(unit, upcoming))
+        return bool(outputs)
+
+    def _pre_backward(self, unit: Unit, upcoming: list[Unit]) -> None:
+        """The gradient of `unit`'s output is known: its backward is next, and after it that of `upcoming`."""
+        if self._backward is None:
+            self._backward = torch._C._current_graph_task_id()
+            Variable._execution_engine.queue_callback(self._end_backward)
+        self._gather_unit(unit)
+        for following in upcoming:
+            self._gather_unit(following)
+        self._wait_for_unit(unit)
+
+    def _on_gradient(self, unit: Unit, bucket: Bucket, param: nn.Parameter) -> None:
+        """Step 3, called inside step 2: `param.grad` is final. Free and reduce the unit if it was the last."""
+        loop.gradient_arrived(bucket, param)
+        if any(b.missing for b in unit.trained):
+            return
+        # Every use of a weight adds to its gradient, so when all gradients are final nobody needs the weights any
+        # more. A frozen weight has no gradient to tell: a unit with one waits for its inputs' gradients.
+        if len(unit.trained) == len(unit.buckets):
+            self._reshard_unit(unit)
+        for bucket in unit.trained:
+            with record_function("step 3 reduce gradients"):
+                self._reduce_bucket(bucket)
+
+    def _reshard_after_inputs(self, unit: Unit, inputs) -> None:
+        """Free `unit` in backward once the gradients of all its inputs are there."""
+        leaves = [leaf for leaf in loop.tensors_in(inputs) if leaf.requires_grad]
+        if leaves:
+            register_multi_grad_hook(leaves, lambda gradients: self._reshard_unit(unit))
+
+    def _end_backward(self) -> None:
+        """Backward is over: free what no gradient has freed, and receive the last reduction."""
+        self._backward = None
+        for unit in (*self.units, self.root):
+            self._reshard_unit(unit)
+        self._finish_reduction()
+
+    # Step 3, reduce gradients, as in ZeRO-2 with the unit as the bucket.
+
+    def _reduce_bucket(self, bucket: Bucket) -> None:
+        """Send one complete bucket, and let backward go on meanwhile."""
+        self._finish_reduction()  # the one before: at most two units' whole gradients are alive
+        self._in_flight = Reduction(bucket, self.group)
+        bucket.missing = set(bucket.params)
+
+    def _finish_reduction(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.finish(self.world_size)
+            self._in_flight = None
+
+    def _sync_gradients(self) -> None:
+        """The end of step 3: hand this rank's slices to the optimizer."""
+        self._finish_reduction()
+        loop.require_gradients(loop.without_gradient(self.trained))
+        for bucket in self.trained:
+            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(bucket.gradient)):
+                piece.grad = gradient
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
+        if self._backward is not None:
+            self._end_backward()
+        self._finish_reduction()
+        for bucket in self.trained:
+            bucket.gradient = None  # this rank's shard of the mean gradient, (shard_numel,)
+            bucket.missing = set(bucket.params)  # what this backward has not finished yet
+            for param in bucket.params:
+                param.grad = None
+            for _, piece in bucket.pieces:
+                piece.grad = None
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""
+        return loop.full_state_dict(self.model, self.buckets, self.group)
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load what `full_state_dict` returned, at any world size. A collective."""
+        loop.load_full_state_dict(self.model, self.buckets, state, self.group)
+        for unit in (*self.units, self.root):
+            self._reshard_unit(unit)  # whatever is still gathered holds the old values
+
+
+def main() -> None:
+    from harness import walkthrough
+
+    walkthrough.run(ZeRO3, __doc__)
+
+
+if __name__ == "__main__":
+    main()
