@@ -1,0 +1,404 @@
+"""The referee: one GPT, one text, the same steps under every engine; who agrees, who holds, sends and takes what.
+
+    single                      one process on the batches of all ranks together: what the others must equal
+    ddp                         DistributedDataParallel(gradient_as_bucket_view=True)
+    zero1                       beside zero_redundancy_optimizer, torch's ZeroRedundancyOptimizer over DDP
+    zero2                       beside fsdp2_no_reshard, fully_shard(reshard_after_forward=False)
+    zero3                       beside fsdp2, fully_shard
+    fsdp1 (only when asked for) FullyShardedDataParallel with an auto-wrap policy
+
+Two passes. The first trains each engine alone, from the same weights on the same batches, and takes losses,
+bytes held, peak and traffic; nothing is timed. The second has all engines alive and gives each one step in
+turn, so that whatever disturbs the machine disturbs all of them.
+
+Run it: ./launch.sh compare 2 --preset tiny
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import process_group
+from harness.data import Batches, load_text
+from harness.memory import MemoryLedger, held_bytes
+from harness.model import GPT, PRESETS, Block, next_token_loss, preset
+from harness.process_group import Rank
+from harness.traffic import TrafficLedger
+from zero1 import ZeRO1
+from zero2 import ZeRO2
+from zero3 import ZeRO3
+
+# In float32 at N = 2 every engine adds the same two numbers and halves them: equal to the bit. With more ranks,
+# or the whole batch in one process, the same sums are taken in another order. Each sum is off by some 1e-7 of
+# its size, and AdamW, which divides a gradient by its own size, passes that on at full strength where a
+# gradient is nearly zero. Losses are of the order of 1; seen after 40 steps of `tiny`: see the README.
+TOLERANCE = 1e-3
+
+
+class PlainStep:
+    """A model and an optimizer over it, used as one is used without an engine: the counterparts' training step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+        loss = loss_fn(self.model(inputs), targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def _distributed_data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
+    ids = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def _fully_shard(model: nn.Module, **options) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def _fsdp1(model: nn.Module, device: torch.device) -> nn.Module:
+    wrap = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(model, auto_wrap_policy=wrap, device_id=device, use_orig_params=True)
+
+
+def build(name: str, model: GPT, adamw, device: torch.device):
+    """The engine `name` around `model`. `adamw` is the optimizer class with its options bound."""
+    if name == "zero1":
+        return ZeRO1(model, adamw)
+    if name == "zero2":
+        return ZeRO2(model, adamw)
+    if name == "zero3":
+        return ZeRO3(model, adamw)
+    if name == "zero_redundancy_optimizer":
+        model = _distributed_data_parallel(model, device)
+        return PlainStep(model, ZeroRedundancyOptimizer(model.parameters(), adamw.func, **adamw.keywords))
+    if name == "ddp":
+        model = _distributed_data_parallel(model, device)
+    elif name == "fsdp2":
+        model = _fully_shard(model)
+    elif name == "fsdp2_no_reshard":
+        model = _fully_shard(model, reshard_after_forward=False)
+    elif name == "fsdp1":
+        model = _fsdp1(model, device)
+    return PlainStep(model, adamw(model.parameters()))
+
+
+ENGINES = ("single", "ddp", "zero1", "zero_redundancy_optimizer", "zero2", "fsdp2_no_reshard", "zero3", "fsdp2")
+ON_REQUEST = ("fsdp1",)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="fsdp2_compare.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    parser.add_argument("--steps", type=int, default=40, help="training steps per engine (default 40)")
+    parser.add_argument("--timed-steps", type=int, default=12, help="steps to time per engine, 0 for none (default 12)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
+    parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES + ON_REQUEST)}")
+    parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default 1e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--json", help="write the results to this file")
+    options = parser.parse_args(argv)
+    config = preset(options.preset)
+    options.seq = config.seq if options.seq is None else options.seq
+    for name, least in (("steps", 1), ("timed_steps", 0), ("batch", 1), ("seq", 1)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(options, name)}")
+    if options.seq > config.seq:
+        raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
+    options.engines = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
+    for name in options.engines:
+        if name not in ENGINES + ON_REQUEST:
+            raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES + ON_REQUEST)}")
+    if not options.engines:
+        raise ValueError(f"--engines is empty; there are: {', '.join(ENGINES + ON_REQUEST)}")
+    return options
+
+
+class Referee:
+    """One comparison: what the engines share, and the two passes."""
+
+    def __init__(self, options: argparse.Namespace, me: Rank):
+        self.options, self.me = options, me
+        self.batches = Batches(load_text(options.data), options.batch, options.seq, options.seed, me.device)
+        # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
+        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
+
+    def model(self) -> GPT:
+        torch.manual_seed(self.options.seed)
+        return GPT(preset(self.options.preset)).to(self.me.device)
+
+    def batch(self, name: str, step: int):
+        if name == "single":
+            return self.batches.whole(step, self.me.world_size)
+        return self.batches(step, self.me.rank)
+
+    def mine(self, name: str) -> bool:
+        """Whether this rank takes part: `single` runs on rank 0 alone, the others wait."""
+        return name != "single" or self.me.rank == 0
+
+    def train(self, name: str) -> dict:
+        """First pass, one engine: losses, bytes held, peak and traffic, each the maximum over the ranks.
+
+        `held_bytes` are those right before the optimizer's step, when all gradients are there (the articles'
+        way of counting); peak and traffic those of one whole step, the third, when all states exist.
+        """
+        measured = min(2, self.options.steps - 1)
+        losses, held, peak, sent = [], {"parameters": 0, "gradients": 0, "optimizer": 0}, 0, 0
+        started = time.perf_counter()
+        if self.mine(name):
+            batches = [self.batch(name, step) for step in range(self.options.steps)]
+            if self.me.device.type == "cuda":
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+            with MemoryLedger() as memory:
+                engine = build(name, self.model(), self.adamw, self.me.device)
+
+                def look(optimizer, *_):
+                    held.update(held_bytes(engine.model, optimizer))
+
+                for step in range(measured):
+                    losses.append(engine.training_step(*batches[step], next_token_loss))
+                memory.reset_peak()
+                if self.me.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                handle = engine.optimizer.register_step_pre_hook(look)
+                with TrafficLedger() as traffic:
+                    losses.append(engine.training_step(*batches[measured], next_token_loss))
+                handle.remove()
+                peak, sent = memory.peak, traffic.sent_bytes
+                if self.me.device.type == "cuda":
+                    peak = torch.cuda.max_memory_allocated() - before
+            for inputs, targets in batches[measured + 1 :]:
+                losses.append(engine.training_step(inputs, targets, next_token_loss))
+                if time.perf_counter() - started > 2:
+                    self.me.print(f"  {name}: step {len(losses)} of {self.options.steps}, loss {losses[-1].item():.4f}")
+                    started = time.perf_counter()
+            del engine, look, handle, memory
+        gc.collect()
+        everyone = self.over_ranks([*held.values(), peak, sent])
+        result = {
+            "losses": [round(loss.item(), 10) for loss in losses],
+            "held_bytes": dict(zip(held, everyone)),
+            "peak_bytes": everyone[3],
+            "sent_bytes": everyone[4],
+        }
+        return result
+
+    def over_ranks(self, values: list[float]) -> list[int]:
+        """The maximum over the ranks of each value."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.me.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return [int(value) for value in tensor.tolist()]
+
+    def compare(self, runs: dict[str, dict]) -> tuple[str, bool]:
+        """Fill in `difference` (largest, over steps and ranks) and `match`; returns (reference, all match)."""
+        reference = "ddp" if "ddp" in runs else next(iter(runs))
+        mine = torch.tensor([runs[name]["losses"] or [0.0] * self.options.steps for name in runs], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.me.world_size)]
+        _all_gather(everyone, mine, self.me)
+        everyone = torch.stack(everyone)  # (rank, engine, step)
+        index = {name: position for position, name in enumerate(runs)}
+        mean = everyone.mean(0)
+        for name, run in runs.items():
+            if "single" in (name, reference):
+                # its loss is the mean over the whole batch: compare it with the mean of the ranks' losses
+                a = everyone[0, index[name]] if name == "single" else mean[index[name]]
+                b = everyone[0, index[reference]] if reference == "single" else mean[index[reference]]
+            else:
+                a, b = everyone[:, index[name]], everyone[:, index[reference]]
+            exact = self.me.world_size <= 2 and "single" not in (name, reference)
+            # NaN compares false with everything: a run that diverged does not match
+            difference = (a - b).abs().max().item()
+            run["tolerance"] = 0.0 if exact else TOLERANCE
+            run["difference"] = difference
+            run["match"] = difference <= run["tolerance"]
+            if name != "single":
+                run["losses"] = mean[index[name]].tolist()
+            else:
+                run["losses"] = everyone[0, index[name]].tolist()
+        return reference, all(run["match"] for run in runs.values())
+
+    def time(self, runs: dict[str, dict]) -> None:
+        """Second pass: the engines take turns; fills in `step_ms` (median of the slowest rank) and `tokens_per_s`."""
+        names, rounds = list(runs), self.options.timed_steps
+        groups = [names] if self._all_fit(runs) else [[name] for name in names]
+        for group in groups:
+            self.me.print(f"timing {rounds} rounds of {', '.join(group)}" + (", interleaved" if len(group) > 1 else ""))
+            engines = {n: build(n, self.model(), self.adamw, self.me.device) for n in group if self.mine(n)}
+            batches = {name: self.batch(name, 0) for name in engines}
+            times = {name: [] for name in group}
+            shown = time.perf_counter()
+            for turn in range(-2, rounds):  # two rounds to warm up
+                for name in group[turn % len(group) :] + group[: turn % len(group)]:  # nobody is always the first
+                    seconds = self._time_step(engines.get(name), batches.get(name))
+                    if turn >= 0:
+                        times[name].append(seconds)
+                if time.perf_counter() - shown > 2:
+                    self.me.print(f"  round {turn + 1} of {rounds}" if turn >= 0 else "  warming up")
+                    shown = time.perf_counter()
+            for name in group:
+                runs[name]["step_ms"] = round(statistics.median(times[name]) * 1000, 3)
+                tokens = self.options.batch * self.options.seq * self.me.world_size
+                runs[name]["tokens_per_s"] = round(tokens / statistics.median(times[name]), 1)
+            del engines
+            gc.collect()
+
+    def _time_step(self, engine, batch) -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        if engine is not None:
+            engine.training_step(*batch, next_token_loss)
+            if self.me.device.type == "cuda":
+                torch.cuda.synchronize()
+        slowest = torch.tensor([time.perf_counter() - started if engine is not None else 0.0], device=self.me.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return slowest.item()
+
+    def _all_fit(self, runs: dict[str, dict]) -> bool:
+        if self.me.device.type != "cuda":
+            return True
+        held = sum(sum(run["held_bytes"].values()) for run in runs.values())
+        most = max(run["peak_bytes"] for run in runs.values())
+        ranks_per_gpu = max(1, -(-self.me.world_size // max(1, torch.cuda.device_count())))
+        fits = (held + most) * ranks_per_gpu < 0.8 * torch.cuda.get_device_properties(self.me.device).total_memory
+        return bool(self.over_ranks([not fits])[0] == 0)
+
+
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, me: Rank) -> None:
+    on_device = [output.to(me.device) for output in outputs]
+    dist.all_gather(on_device, tensor.to(me.device))
+    for output, received in zip(outputs, on_device):
+        output.copy_(received)
+
+
+def table(runs: dict[str, dict], reference: str) -> str:
+    """The results as text; MB are 10^6 bytes, as in the articles."""
+    head = ["engine", "first loss", "last loss", f"diff to {reference}", "params MB", "grads MB", "optim MB", "peak MB"]
+    head += ["sent MB/step", "step ms", f"x {reference}", "tokens/s"]
+    rows = [head]
+    for name, run in runs.items():
+        held = run["held_bytes"]
+        row = [name, f"{run['losses'][0]:.4f}", f"{run['losses'][-1]:.4f}"]
+        row.append("0 (to the bit)" if run["difference"] == 0 else f"{run['difference']:.1e}")
+        row += [f"{held[kind] / 1e6:.2f}" for kind in ("parameters", "gradients", "optimizer")]
+        row += [f"{run['peak_bytes'] / 1e6:.2f}", f"{run['sent_bytes'] / 1e6:.2f}"]
+        if run["step_ms"] is None:
+            row += ["-"] * 3
+        else:
+            ratio = run["step_ms"] / runs[reference]["step_ms"]
+            row += [f"{run['step_ms']:.1f}", f"{ratio:.2f}", f"{run['tokens_per_s']:.0f}"]
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths))) for r in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def verdict(runs: dict[str, dict], reference: str, world_size: int) -> str:
+    """One plain sentence or two on whether the losses match, and why they may differ where they do."""
+    wrong = [name for name, run in runs.items() if not run["match"]]
+    exact = [name for name, run in runs.items() if run["difference"] == 0 and name != reference]
+    loose = [name for name, run in runs.items() if run["difference"] != 0 and run["match"]]
+    lines = []
+    if wrong:
+        for name in wrong:
+            run = runs[name]
+            lines.append(
+                f"DOES NOT MATCH: {name} is off by {run['difference']:.3g} from {reference}, allowed {run['tolerance']:g}."
+            )
+    else:
+        lines.append("MATCH: all engines have the same losses.")
+    if exact:
+        lines.append(f"Equal to {reference} to the bit at every step: {', '.join(exact)}.")
+    if loose:
+        lines.append(
+            f"Within {TOLERANCE:g} nats: {', '.join(loose)}. These add the same numbers in another order "
+            f"({world_size} ranks, or the whole batch at once), and float32 sums depend on the order."
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = arguments()
+    me = process_group.start(options.backend, options.device)
+    try:
+        referee = Referee(options, me)
+        parameters = sum(param.numel() for param in referee.model().parameters())
+    except ValueError:
+        process_group.stop()  # the same on every rank: nobody waits for us
+        raise
+    me.print(
+        f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
+        f"GPT {options.preset}: {parameters:,} parameters; {options.batch} x {options.seq} tokens per rank and step, "
+        f"{options.steps} steps, AdamW lr {options.lr:g}, float32"
+    )
+    runs = {}
+    deterministic = me.device.type == "cuda"
+    torch.use_deterministic_algorithms(deterministic)  # CUDA adds atomically in some backwards, in any order
+    for name in options.engines:
+        started = time.perf_counter()
+        runs[name] = referee.train(name)
+        me.print(f"losses, memory and traffic of {name}: {time.perf_counter() - started:.1f} s")
+    torch.use_deterministic_algorithms(False)
+    reference, match = referee.compare(runs)
+    for run in runs.values():
+        run["step_ms"] = run["tokens_per_s"] = None
+    if options.timed_steps:
+        referee.time(runs)
+    me.print("\n" + table(runs, reference))
+    me.print(
+        "\nHeld: after the gradients are reduced and before the optimizer's step. "
+        + ("fsdp2_no_reshard holds the parameters whole then, but only 1/N of them between steps.\n" * ("fsdp2_no_reshard" in runs))
+        + ("Peak: the CUDA allocator's. " if me.device.type == "cuda" else "Peak: all live storages of one step. ")
+        + "Sent: logical bytes of the collectives issued, per rank.\n\n"
+        + verdict(runs, reference, me.world_size)
+    )
+    if options.json and me.rank == 0:
+        result = {
+            "device": torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu",
+            "backend": me.backend,
+            "world_size": me.world_size,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}",
+            "preset": options.preset,
+            "parameters": parameters,
+            "batch": options.batch,
+            "seq": options.seq,
+            "steps": options.steps,
+            "timed_steps": options.timed_steps,
+            "seed": options.seed,
+            "command": "torchrun --nproc-per-node N fsdp2_compare.py " + " ".join(sys.argv[1:]),
+            "runs": runs,
+            "match": match,
+        }
+        with open(options.json, "w") as file:
+            json.dump(result, file, indent=1)
+        me.print(f"\nwritten: {options.json}")
+    process_group.stop()
+    if not match:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    process_group.run(main)

@@ -1,0 +1,103 @@
+"""The memory ledger: which bytes are alive, now and at the worst moment, and what is held between steps.
+
+Memory means live storages: whole ones, each counted once, whoever keeps it alive (a variable, the model, or
+autograd for backward). On CUDA use the allocator's own peak, which sees temporaries of kernels as well.
+"""
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryLedger(TorchDispatchMode):
+    """`with MemoryLedger() as memory:` around building an engine and its steps; read `live` and `peak` (bytes).
+
+    It sees every operation's results, so it must be open when the storages are made; `track` adds older
+    tensors. Resizing a storage, which is no operation, is watched as well.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._bytes: dict[int, int] = {}  # a storage's address -> its bytes
+        self._references: dict[int, weakref.ref] = {}
+
+    def reset_peak(self) -> None:
+        """Forget earlier peaks: from now on `peak` is the most since this call."""
+        self.peak = self.live
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Count the storage under `tensor`, if it is not counted yet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own part
+            if tensor.is_meta and type(tensor) is torch.Tensor or tensor.layout != torch.strided:
+                return
+            storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._bytes:
+            self._bytes[key] = 0
+            # torch keeps one Python object per storage for as long as C++ keeps the storage, so
+            # this reference dies with the memory and not with the variable.
+            self._references[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
+        self._set(key, storage.nbytes())
+
+    def _set(self, key: int, nbytes: int) -> None:
+        self.live += nbytes - self._bytes[key]
+        self._bytes[key] = nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int) -> None:
+        self._references.pop(key, None)
+        self.live -= self._bytes.pop(key, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.track(leaf)
+        return result
+
+    def __enter__(self):
+        plain = self._plain_resize = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):
+            plain(storage, size)
+            if storage._cdata in self._bytes:
+                self._set(storage._cdata, storage.nbytes())
+            return storage
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.UntypedStorage.resize_ = self._plain_resize
+        return super().__exit__(*exception)
+
+
+def storage_bytes(tensors) -> int:
+    """Bytes of the storages under `tensors`: whole, each once, of a DTensor this rank's part."""
+    storages = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            tensor = getattr(tensor, "_local_tensor", tensor)
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """{"parameters", "gradients", "optimizer"}: bytes that this rank holds now, of any engine.
+
+    Parameters are the model's and those that the optimizer updates (a sharded engine's shards), gradients
+    theirs, optimizer its state with AdamW's 4-byte step counters.
+    """
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer wraps the one that has the state
+    params = list(model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
+    state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
+    return {
+        "parameters": storage_bytes(params),
+        "gradients": storage_bytes([param.grad for param in params if param.grad is not None]),
+        "optimizer": storage_bytes(state),
+    }

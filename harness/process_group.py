@@ -1,0 +1,121 @@
+"""Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+TIMEOUT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the others: its number, how many there are, device, backend and why that one."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    why: str
+
+    def print(self, *values) -> None:
+        """Print on rank 0 only, at once."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+
+def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: int) -> tuple[str, str, str]:
+    """(backend, device, why) for `ranks_here` ranks on a machine with `gpus` GPUs; "auto" leaves the choice to us.
+
+    Raises ValueError for a combination that cannot work.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}")
+    if backend not in ("auto", "gloo", "nccl"):
+        raise ValueError(f"--backend must be auto, gloo or nccl, got {backend!r}")
+    if device == "cuda" and gpus == 0:
+        raise ValueError("--device cuda, but torch sees no GPU here: use --device cpu")
+    if backend == "nccl":
+        if device == "cpu" or gpus == 0:
+            raise ValueError(f"--backend nccl needs GPUs, found {gpus} (and --device {device}): use --backend gloo")
+        if ranks_here > gpus:
+            raise ValueError(
+                f"{ranks_here} NCCL ranks on a machine with {gpus} GPU(s): NCCL takes one GPU per rank "
+                f"(it would say 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
+            )
+    if device == "cpu" or gpus == 0:
+        return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"
+    if backend == "nccl" or (backend == "auto" and ranks_here <= gpus):
+        return "nccl", f"cuda:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
+    return (
+        "gloo",
+        f"cuda:{local_rank % gpus}",
+        f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses; gloo goes through host memory: right, but slow",
+    )
+
+
+def start(backend: str = "auto", device: str = "auto") -> Rank:
+    """Join the process group that torchrun has described in the environment.
+
+    Raises RuntimeError outside torchrun, ValueError for a backend or device that cannot work here.
+    """
+    if "RANK" not in os.environ:
+        name = os.path.basename(sys.argv[0]).removesuffix(".py")
+        raise RuntimeError(
+            f"no ranks: start this file by ./launch.sh {name if name.startswith('zero') else 'compare'} 2, "
+            f"or by torchrun --standalone --nproc-per-node 2 {name}.py"
+        )
+    local_rank = int(os.environ["LOCAL_RANK"])
+    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    backend, device, why = choose(backend, device, local_rank, ranks_here, torch.cuda.device_count())
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)  # before anything else touches a GPU
+    dist.init_process_group(
+        backend,
+        # Nothing waits for ever: a rank that never comes is an error on the others after this time.
+        timeout=timedelta(seconds=float(os.environ.get("ZERO_TIMEOUT", TIMEOUT_SECONDS))),
+        device_id=chosen if backend == "nccl" else None,
+    )
+    return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
+
+
+def stop() -> None:
+    """Leave together: a rank that leaves first can make the others abort in gloo's destructor."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(main) -> None:
+    """Call `main()`; turn an exception into one readable message per rank and exit status 1.
+
+    The other ranks do not wait for this one in vain: torchrun stops them when it exits.
+    """
+    try:
+        record(_reporting)(main)  # `record` lets torchrun name the first failure in its summary
+    except (ValueError, RuntimeError, TypeError, OSError):
+        sys.stdout.flush()
+        os._exit(1)  # no destructors: gloo's may abort or wait for ranks that have gone
+
+
+def _reporting(main) -> None:
+    try:
+        main()
+    except (ValueError, TypeError, OSError) as error:
+        _say(error)
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        lost = any(sign in text for sign in ("imed out", "onnection closed", "onnection reset", "peer"))
+        _say(error, "\nAnother rank has failed or hangs: look for the first error of another rank." if lost else "")
+        raise
+
+
+def _say(error: BaseException, hint: str = "") -> None:
+    rank = os.environ.get("RANK")
+    where = f"[rank {rank}] " if rank is not None else ""
+    print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)

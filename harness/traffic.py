@@ -1,0 +1,98 @@
+"""The collective ledger: which collectives an engine really issued, in which step, and how many bytes they send."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_KINDS = {
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "broadcast_": "broadcast",
+    # what DTensor and other functional code calls
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "broadcast": "broadcast",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: kind, bytes of the whole buffer, bytes this rank sends for it, and the step's label."""
+
+    kind: str
+    whole_bytes: int
+    sent_bytes: float
+    step: str
+
+
+def sent_bytes(kind: str, whole_bytes: int, world_size: int) -> float:
+    """Logical bytes a rank sends, for a buffer of `whole_bytes` (the whole one, not the shard).
+
+    All-gather and reduce-scatter: (N-1)/N of it; all-reduce: both, one after the other. A broadcast brings
+    the buffer to N-1 ranks; that is (N-1)/N of it per rank when the ranks take turns at sending, which
+    is how `ZeroRedundancyOptimizer` uses it. What a backend does inside may be more: gloo
+    implements reduce-scatter as an all-reduce and a slice.
+    """
+    return (2 if kind == "all-reduce" else 1) * whole_bytes * (world_size - 1) / world_size
+
+
+class TrafficLedger(TorchDispatchMode):
+    """`with TrafficLedger() as traffic: engine.training_step(...)`; then `traffic.collectives`, in order.
+
+    It watches from outside: every collective passes torch's dispatcher, whoever issued it (Python, DDP's reducer
+    in C++, FSDP), and so do `record_function` labels, which tell the step.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.collectives: list[Collective] = []
+        self._steps: list[str] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank sent while the ledger was open, rounded to whole bytes."""
+        return round(sum(collective.sent_bytes for collective in self.collectives))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, name = func.namespace, func._schema.name.split("::")[1]
+        if namespace == "profiler":
+            if name == "_record_function_enter_new":
+                self._steps.append(args[0])
+            elif name == "_record_function_exit" and self._steps:
+                self._steps.pop()
+        elif namespace in ("c10d", "_c10d_functional") and name in _KINDS:
+            self._note(_KINDS[name], args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, kind: str, args) -> None:
+        # The whole buffer is the larger of a collective's tensors: output of an all-gather, input of a reduce-scatter.
+        whole = max(_nbytes(argument) for argument in args[:2])
+        if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
+            whole *= _world_size(args)
+        step = next((label for label in reversed(self._steps) if label.startswith("step ")), "")
+        self.collectives.append(Collective(kind, whole, sent_bytes(kind, whole, _world_size(args)), step))
+
+
+def _nbytes(value) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(_nbytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
+
+
+def _world_size(args) -> int:
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(argument).size()
+            except (RuntimeError, TypeError):
+                continue  # the ReduceOp is a script object as well
+    return dist.distributed_c10d._resolve_process_group(args[-1]).size()
