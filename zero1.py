@@ -31,6 +31,8 @@ Paper: ZeRO (Rajbhandari et al., 2020), section 5.1, "P_os". Article: "AI in Mul
 Run it: ./launch.sh zero1 2
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -102,13 +104,12 @@ class Bucket:
         self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
         return [piece for _, piece in self.pieces]
 
-    def flatten_gradients(self) -> torch.Tensor:
-        """The parameters' gradients as one buffer (numel,). Each `.grad` is freed as soon as it is copied."""
-        flat = torch.zeros_like(self.flat)
-        for param, view in zip(self.params, self.views(flat)):
-            view.copy_(param.grad)
-            param.grad = None
-        return flat
+    def new_buffer(self) -> torch.Tensor:
+        """A buffer like `flat` for something else (gradients), with nothing in it but zeros as padding."""
+        buffer = torch.empty_like(self.flat)
+        for offset, param, end in zip(self.offsets, self.params, [*self.offsets[1:], self.numel]):
+            buffer[offset + param.numel() : end].zero_()  # it is sent along, and must never hold a NaN
+        return buffer
 
 
 def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int) -> list[Bucket]:
@@ -154,6 +155,11 @@ class ZeRO1:
                 dist.broadcast(tensor, group_src=0, group=group)
             pieces = [piece for bucket in self.buckets for piece in bucket.make_pieces()]
         self.optimizer = loop.make_optimizer(optimizer_cls, pieces, self.buckets)
+        self.zero_grad()
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                # Called when `param.grad` is final for this backward, however often the parameter was used.
+                param.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -177,23 +183,27 @@ class ZeRO1:
         with record_function("step 5 gather parameters"):
             self._sync_params()
 
+    def _on_gradient(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
+        """Called inside step 2: move `param.grad` into the bucket's buffer, so that it exists only once."""
+        if bucket.gradients is None:
+            bucket.flat_gradient = bucket.new_buffer()  # (numel,)
+            bucket.gradients = bucket.views(bucket.flat_gradient)
+        if param.grad is not bucket.gradients[index]:  # else a second backward has added to it in place
+            param.grad = bucket.gradients[index].copy_(param.grad)
+
     def _sync_gradients(self) -> None:
         """Step 3: average the gradients over the ranks, and hand this rank's slices to the optimizer."""
         loop.require_gradients([n for b in self.buckets for n, p in zip(b.names, b.params) if p.grad is None])
-        reductions = []
+        works = []
         for bucket in self.buckets:
-            flat = bucket.flatten_gradients()
             # Every rank gets all averaged gradients and uses 1/N of them: the articles' sequence, which
             # sends 2Ψ here and 3Ψ in all. A reduce-scatter would send Ψ, and 2Ψ in all, as the paper has it
             # for this stage too. ZeRO-2 does that, and then need not keep the other (N-1)/N either.
-            work = dist.all_reduce(flat, group=self.group, async_op=True)  # returns at once, so that the
-            reductions.append((bucket, flat, work))  # next bucket is copied while this one is on its way
-        for bucket, flat, work in reductions:
+            works.append(dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True))
+        for bucket, work in zip(self.buckets, works):
             work.wait()
-            flat.div_(self.world_size)  # after the sum: exact wherever the sum is
-            for param, view in zip(bucket.params, bucket.views(flat)):
-                param.grad = view
-            shard = flat[bucket.start : bucket.start + bucket.shard_numel]
+            bucket.flat_gradient.div_(self.world_size)  # after the sum: exact wherever the sum is
+            shard = bucket.flat_gradient[bucket.start : bucket.start + bucket.shard_numel]
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient
 
@@ -209,6 +219,7 @@ class ZeRO1:
     def zero_grad(self) -> None:
         """Drop all gradients. Call it after `step()`."""
         for bucket in self.buckets:
+            bucket.flat_gradient = bucket.gradients = None
             for param in bucket.params:
                 param.grad = None
             for _, piece in bucket.pieces:

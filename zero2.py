@@ -49,19 +49,20 @@ class Reduction:
 
     def __init__(self, bucket: Bucket, group):
         self.bucket = bucket
-        self.flat = bucket.flatten_gradients()  # (numel,); frees the parameters' own gradients
+        self.flat = bucket.new_buffer()  # (numel,)
+        for param, view in zip(bucket.params, bucket.views(self.flat)):
+            view.copy_(param.grad)
+            param.grad = None
         self.shard = self.flat.new_empty(bucket.shard_numel)
         self.work = dist.reduce_scatter_single(self.shard, self.flat, group=group, async_op=True)
 
     def finish(self, world_size: int) -> None:
-        """Add this rank's shard of the mean to what the bucket has from earlier backwards of this step."""
+        """Add this rank's shard of the mean to what the pieces have from earlier backwards of this step."""
         self.work.wait()  # on CUDA the stream waits, not the host
         self.flat = None  # the whole gradients are gone; this is what makes it ZeRO-2
-        self.shard.div_(world_size)
-        if self.bucket.gradient is None:
-            self.bucket.gradient = self.shard
-        else:
-            self.bucket.gradient += self.shard
+        self.shard.div_(world_size)  # after the sum: exact wherever the sum is
+        for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard)):
+            piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
 
 
 class ZeRO2:
@@ -139,7 +140,7 @@ class ZeRO2:
         # buffer before another is made, which keeps the promise of two.
         self._finish_reduction()
         self._in_flight = Reduction(bucket, self.group)
-        bucket.missing = set(bucket.params)
+        bucket.missing, bucket.reduced = set(bucket.params), True
 
     def _finish_reduction(self) -> None:
         if self._in_flight is not None:
@@ -147,12 +148,9 @@ class ZeRO2:
             self._in_flight = None
 
     def _sync_gradients(self) -> None:
-        """The end of step 3: receive the last bucket, and hand this rank's slices to the optimizer."""
+        """The end of step 3: receive the last bucket."""
         self._finish_reduction()
         loop.require_gradients(loop.without_gradient(self.buckets))
-        for bucket in self.buckets:
-            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(bucket.gradient)):
-                piece.grad = gradient
 
     def _sync_params(self) -> None:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
@@ -168,8 +166,8 @@ class ZeRO2:
         self._finish_reduction()
         self._turn = 0  # the next bucket to reduce
         for bucket in self.buckets:
-            bucket.gradient = None  # this rank's shard of the mean gradient, (shard_numel,)
             bucket.missing = set(bucket.params)  # what this backward has not finished yet
+            bucket.reduced = False  # since the last zero_grad
             for param in bucket.params:
                 param.grad = None
             for _, piece in bucket.pieces:

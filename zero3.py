@@ -323,7 +323,7 @@ class ZeRO3:
         """Send one complete bucket, and let backward go on meanwhile."""
         self._finish_reduction()  # the one before: at most two units' whole gradients are alive
         self._in_flight = Reduction(bucket, self.group)
-        bucket.missing = set(bucket.params)
+        bucket.missing, bucket.reduced = set(bucket.params), True
 
     def _finish_reduction(self) -> None:
         if self._in_flight is not None:
@@ -331,12 +331,9 @@ class ZeRO3:
             self._in_flight = None
 
     def _sync_gradients(self) -> None:
-        """The end of step 3: hand this rank's slices to the optimizer."""
+        """The end of step 3: receive the last unit, if backward could not."""
         self._finish_reduction()
         loop.require_gradients(loop.without_gradient(self.trained))
-        for bucket in self.trained:
-            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(bucket.gradient)):
-                piece.grad = gradient
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
@@ -344,8 +341,8 @@ class ZeRO3:
             self._end_backward()
         self._finish_reduction()
         for bucket in self.trained:
-            bucket.gradient = None  # this rank's shard of the mean gradient, (shard_numel,)
             bucket.missing = set(bucket.params)  # what this backward has not finished yet
+            bucket.reduced = False  # since the last zero_grad
             for param in bucket.params:
                 param.grad = None
             for _, piece in bucket.pieces:

@@ -196,7 +196,7 @@ def without_gradient(buckets) -> list[str]:
     """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached."""
     names = []
     for bucket in buckets:
-        if bucket.gradient is None or len(bucket.missing) < len(bucket.params):
+        if not bucket.reduced or len(bucket.missing) < len(bucket.params):
             names += [name for name, param in zip(bucket.names, bucket.params) if param in bucket.missing]
     return names
 
