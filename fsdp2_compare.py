@@ -47,6 +47,11 @@ from zero3 import ZeRO3
 # gradient is nearly zero. Losses are of the order of 1; seen after 40 steps of `tiny`: see the README.
 TOLERANCE = 1e-3
 
+NO_RESHARD_NOTE = (
+    "fsdp2_no_reshard holds the parameters whole only from forward to the end of backward, "
+    "and 1/N of them otherwise: it is not quite ZeRO-2.\n"
+)
+
 
 class PlainStep:
     """A model and an optimizer over it, used as one is used without an engine: the counterparts' training step."""
@@ -138,9 +143,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 class Referee:
     """One comparison: what the engines share, and the two passes."""
 
-    def __init__(self, options: argparse.Namespace, me: Rank):
+    def __init__(self, options: argparse.Namespace, text: torch.Tensor, me: Rank):
         self.options, self.me = options, me
-        self.batches = Batches(load_text(options.data), options.batch, options.seq, options.seed, me.device)
+        self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
         # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
         self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
 
@@ -310,7 +315,7 @@ def table(runs: dict[str, dict], reference: str) -> str:
             row += [f"{run['step_ms']:.1f}", f"{ratio:.2f}", f"{run['tokens_per_s']:.0f}"]
         rows.append(row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths))) for r in rows]
+    lines = ["  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]) for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -320,13 +325,10 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int) -> str:
     exact = [name for name, run in runs.items() if run["difference"] == 0 and name != reference]
     loose = [name for name, run in runs.items() if run["difference"] != 0 and run["match"]]
     lines = []
-    if wrong:
-        for name in wrong:
-            run = runs[name]
-            lines.append(
-                f"DOES NOT MATCH: {name} is off by {run['difference']:.3g} from {reference}, allowed {run['tolerance']:g}."
-            )
-    else:
+    for name in wrong:
+        off, allowed = runs[name]["difference"], runs[name]["tolerance"]
+        lines.append(f"DOES NOT MATCH: {name} is off by {off:.3g} from {reference}, allowed {allowed:g}.")
+    if not wrong:
         lines.append("MATCH: all engines have the same losses.")
     if exact:
         lines.append(f"Equal to {reference} to the bit at every step: {', '.join(exact)}.")
@@ -340,13 +342,10 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int) -> str:
 
 def main() -> None:
     options = arguments()
+    text = load_text(options.data, options.seq)
     me = process_group.start(options.backend, options.device)
-    try:
-        referee = Referee(options, me)
-        parameters = sum(param.numel() for param in referee.model().parameters())
-    except ValueError:
-        process_group.stop()  # the same on every rank: nobody waits for us
-        raise
+    referee = Referee(options, text, me)
+    parameters = sum(param.numel() for param in referee.model().parameters())
     me.print(
         f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
         f"GPT {options.preset}: {parameters:,} parameters; {options.batch} x {options.seq} tokens per rank and step, "
@@ -368,7 +367,7 @@ def main() -> None:
     me.print("\n" + table(runs, reference))
     me.print(
         "\nHeld: after the gradients are reduced and before the optimizer's step. "
-        + ("fsdp2_no_reshard holds the parameters whole then, but only 1/N of them between steps.\n" * ("fsdp2_no_reshard" in runs))
+        + (NO_RESHARD_NOTE if "fsdp2_no_reshard" in runs else "")
         + ("Peak: the CUDA allocator's. " if me.device.type == "cuda" else "Peak: all live storages of one step. ")
         + "Sent: logical bytes of the collectives issued, per rank.\n\n"
         + verdict(runs, reference, me.world_size)

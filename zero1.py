@@ -104,13 +104,6 @@ class Bucket:
         self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
         return [piece for _, piece in self.pieces]
 
-    def new_buffer(self) -> torch.Tensor:
-        """A buffer like `flat` for something else (gradients), with nothing in it but zeros as padding."""
-        buffer = torch.empty_like(self.flat)
-        for offset, param, end in zip(self.offsets, self.params, [*self.offsets[1:], self.numel]):
-            buffer[offset + param.numel() : end].zero_()  # it is sent along, and must never hold a NaN
-        return buffer
-
 
 def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int) -> list[Bucket]:
     """Fill buckets of at most `bucket_mb` MiB, last parameter first: backward finishes them in that order.
@@ -151,11 +144,13 @@ class ZeRO1:
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(bucket.flat, group_src=0, group=group)
+                # The gradients' buffer stays from step to step: a large allocation costs more than filling it.
+                bucket.flat_gradient = torch.zeros_like(bucket.flat)
+                bucket.gradients = bucket.views(bucket.flat_gradient)
             for tensor in loop.not_in_buckets(model, self.buckets):  # buffers and frozen parameters stay whole
                 dist.broadcast(tensor, group_src=0, group=group)
             pieces = [piece for bucket in self.buckets for piece in bucket.make_pieces()]
         self.optimizer = loop.make_optimizer(optimizer_cls, pieces, self.buckets)
-        self.zero_grad()
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
                 # Called when `param.grad` is final for this backward, however often the parameter was used.
@@ -185,9 +180,6 @@ class ZeRO1:
 
     def _on_gradient(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Called inside step 2: move `param.grad` into the bucket's buffer, so that it exists only once."""
-        if bucket.gradients is None:
-            bucket.flat_gradient = bucket.new_buffer()  # (numel,)
-            bucket.gradients = bucket.views(bucket.flat_gradient)
         if param.grad is not bucket.gradients[index]:  # else a second backward has added to it in place
             param.grad = bucket.gradients[index].copy_(param.grad)
 
@@ -217,9 +209,8 @@ class ZeRO1:
             work.wait()
 
     def zero_grad(self) -> None:
-        """Drop all gradients. Call it after `step()`."""
+        """Drop all gradients (their buffer stays for the next backward). Call it after `step()`."""
         for bucket in self.buckets:
-            bucket.flat_gradient = bucket.gradients = None
             for param in bucket.params:
                 param.grad = None
             for _, piece in bucket.pieces:

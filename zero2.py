@@ -49,7 +49,7 @@ class Reduction:
 
     def __init__(self, bucket: Bucket, group):
         self.bucket = bucket
-        self.flat = bucket.new_buffer()  # (numel,)
+        self.flat = torch.zeros_like(bucket.flat)  # (numel,); zeros: padding is sent along, and must never hold a NaN
         for param, view in zip(bucket.params, bucket.views(self.flat)):
             view.copy_(param.grad)
             param.grad = None

@@ -8,8 +8,8 @@ import torch
 DEFAULT_BYTES = 4 * 2**20  # enough that no batch of a short run repeats
 
 
-def load_text(path: str | None = None) -> torch.Tensor:
-    """The corpus as a 1-D uint8 tensor.
+def load_text(path: str | None = None, seq: int = 1) -> torch.Tensor:
+    """The corpus as a 1-D uint8 tensor, long enough for one sequence of `seq` bytes and its targets.
 
     By default the top-level modules of the standard library, in alphabetical order, so that it is
     the same on every rank (of one Python version). Raises ValueError naming a file that cannot
@@ -23,8 +23,11 @@ def load_text(path: str | None = None) -> torch.Tensor:
             text = Path(path).read_bytes()
         except OSError as error:
             raise ValueError(f"cannot read --data {path!r}: {error.strerror or error}") from error
-    if len(text) < 2:
-        raise ValueError(f"--data {path!r} holds {len(text)} bytes; training needs at least one sequence and one byte")
+    if len(text) <= seq:
+        raise ValueError(
+            f"{path or 'the standard library'} holds {len(text)} bytes; sequences of {seq} need at least {seq + 1}: "
+            "take a longer --data or a preset with a shorter sequence"
+        )
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
@@ -35,8 +38,6 @@ class Batches:
     """
 
     def __init__(self, text: torch.Tensor, batch: int, seq: int, seed: int, device="cpu"):
-        if len(text) < seq + 1:
-            raise ValueError(f"the text holds {len(text)} bytes; a sequence of {seq} needs at least {seq + 1}")
         self.text, self.batch, self.seq, self.seed, self.device = text, batch, seq, seed, device
 
     def __call__(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,11 +58,30 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
     )
 
 
+def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
+    """How many ranks to start on this machine when nobody says: one per GPU, and two where there would be only one."""
+    if gpus == 0 or device == "cpu":
+        return 2
+    return gpus if gpus > 1 or machines > 1 or backend == "nccl" else 2
+
+
+def preflight(ranks: str, backend: str, device: str) -> None:
+    """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
+    gpus, machines = torch.cuda.device_count(), int(os.environ.get("NNODES", 1))
+    number = default_ranks(backend, device, gpus, machines) if ranks == "auto" else int(ranks)
+    backend, device, why = choose(backend, device, 0, number, gpus)
+    where = "the GPU" if device != "cpu" else "the CPU"
+    print(f"{number}\n{number} rank(s){' per machine' * (machines > 1)} over {backend} on {where}: {why}")
+
+
 def start(backend: str = "auto", device: str = "auto") -> Rank:
     """Join the process group that torchrun has described in the environment.
 
     Raises RuntimeError outside torchrun, ValueError for a backend or device that cannot work here.
     """
+    if "ZERO_PREFLIGHT" in os.environ:  # everything up to here was a check that needs no ranks
+        preflight(os.environ["ZERO_PREFLIGHT"], backend, device)
+        sys.exit(0)
     if "RANK" not in os.environ:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
         raise RuntimeError(

@@ -52,10 +52,12 @@ class TrafficLedger(TorchDispatchMode):
     in C++, FSDP), and so do `record_function` labels, which tell the step.
     """
 
-    def __init__(self):
+    def __init__(self, on_event=None):
+        """`on_event(what, depth, collective)` is called for every label entered or left, and every collective."""
         super().__init__()
         self.collectives: list[Collective] = []
         self._steps: list[str] = []
+        self._on_event = on_event or (lambda what, depth, collective: None)
 
     @property
     def sent_bytes(self) -> int:
@@ -67,8 +69,9 @@ class TrafficLedger(TorchDispatchMode):
         if namespace == "profiler":
             if name == "_record_function_enter_new":
                 self._steps.append(args[0])
+                self._on_event(f"enter {args[0]}", len(self._steps), None)
             elif name == "_record_function_exit" and self._steps:
-                self._steps.pop()
+                self._on_event(f"leave {self._steps.pop()}", len(self._steps) + 1, None)
         elif namespace in ("c10d", "_c10d_functional") and name in _KINDS:
             self._note(_KINDS[name], args)
         return func(*args, **(kwargs or {}))
@@ -79,7 +82,9 @@ class TrafficLedger(TorchDispatchMode):
         if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
             whole *= _world_size(args)
         step = next((label for label in reversed(self._steps) if label.startswith("step ")), "")
-        self.collectives.append(Collective(kind, whole, sent_bytes(kind, whole, _world_size(args)), step))
+        collective = Collective(kind, whole, sent_bytes(kind, whole, _world_size(args)), step)
+        self.collectives.append(collective)
+        self._on_event(kind, len(self._steps), collective)
 
 
 def _nbytes(value) -> int:

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# The one door: sets up the environment, chooses ranks and backend, and runs torchrun.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$here"
+
+usage() {
+    cat <<'TEXT'
+./launch.sh                              the referee: one GPT under six engines and their counterparts
+./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
+./launch.sh zero1|zero2|zero3 [N] [options]   a chapter's exercise: a few steps, then one told event by event
+./launch.sh test [pytest options]        the tests
+./launch.sh help                         this text
+
+Without N: one rank per GPU over NCCL where there are two GPUs or more, else two ranks over gloo.
+
+Environment:
+  PYTHON=python3       use this Python as it is and install nothing (default: .venv, made on the first start)
+  NNODES, NODE_RANK, RDZV_ENDPOINT=host:port    the same line on every machine; N is then the ranks per machine
+  OMP_NUM_THREADS      threads per rank (default 1: the ranks share the cores)
+  ZERO_TIMEOUT         seconds until a collective that somebody never joins is an error (default 120)
+TEXT
+}
+
+fail() {
+    echo "launch.sh: $*" >&2
+    exit 2
+}
+
+# Everything that can be refused is refused before anything is installed.
+command=${1:-compare}
+[ $# -gt 0 ] && shift
+case "$command" in
+help | -h | --help) usage && exit 0 ;;
+compare) file=fsdp2_compare.py ;;
+zero1 | zero2 | zero3) file=$command.py ;;
+test) file= ;;
+*) fail "no command '$command'; there are: compare, zero1, zero2, zero3, test, help" ;;
+esac
+
+ranks=
+if [ -n "$file" ] && [ $# -gt 0 ] && [[ $1 != -* ]]; then
+    ranks=$1
+    shift
+    [[ $ranks =~ ^[1-9][0-9]{0,4}$ ]] || fail "N must be a number of ranks, 1 or more, got '$ranks'"
+fi
+if [ "${NNODES:-1}" != 1 ]; then
+    [[ $NNODES =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a number of machines, got '$NNODES'"
+    [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of one machine that all can reach"
+    [[ ${NODE_RANK:-} =~ ^[0-9]+$ ]] || fail "NNODES=$NNODES needs NODE_RANK=0..$((NNODES - 1)), another on each machine"
+    [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK, but with NNODES=$NNODES the last one is $((NNODES - 1))"
+fi
+
+# The environment: yours, or .venv with what requirements.txt pins, made once.
+if [ -n "${PYTHON:-}" ]; then
+    python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not a command"
+    "$python" -c 'import torch' 2>/dev/null || fail "PYTHON=$PYTHON has no torch; unset PYTHON to have .venv made"
+else
+    python=$here/.venv/bin/python
+    wanted=$(cksum <requirements.txt)
+    if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
+        echo "making .venv and installing requirements.txt (once; torch is large, this takes minutes)"
+        python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+            fail "python3 is $(python3 --version 2>&1), 3.10 or newer is needed; or set PYTHON to an environment with torch"
+        python3 -m venv .venv || fail "python3 -m venv failed (on Debian and Ubuntu: apt install python3-venv)"
+        "$python" -m pip install -qq --disable-pip-version-check -r requirements.txt ||
+            fail "the installation failed, see above; the next start tries again"
+        echo "$wanted" >.venv/installed # last: an interrupted installation is started over
+    fi
+fi
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+if [ "$command" = test ]; then
+    echo "+ $(basename "$python") -m pytest $*"
+    exec "$python" -m pytest "$@"
+fi
+for option in "$@"; do # an answer that needs no ranks
+    case "$option" in -h | --help) exec "$python" "$file" "$@" ;; esac
+done
+
+# One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
+# the number of ranks (harness/process_group.py): first line N, second why.
+plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$file" "$@") || exit 2
+ranks=${plan%%$'\n'*}
+echo "${plan#*$'\n'}"
+export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # cuBLAS is deterministic only with this set
+
+if [ "${NNODES:-1}" = 1 ]; then
+    where=(--standalone)
+else
+    where=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend c10d --rdzv-id zero --rdzv-endpoint "$RDZV_ENDPOINT")
+fi
+echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${where[*]} --nproc-per-node $ranks $file $*"
+exec "$python" -m torch.distributed.run "${where[@]}" --nproc-per-node "$ranks" "$file" "$@"
