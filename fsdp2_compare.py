@@ -17,6 +17,7 @@ Run it: ./launch.sh compare 2 --preset tiny
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import sys
@@ -135,6 +136,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in options.engines:
         if name not in ENGINES + ON_REQUEST:
             raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES + ON_REQUEST)}")
+    if options.json and not os.access(os.path.dirname(os.path.abspath(options.json)), os.W_OK):
+        raise ValueError(f"cannot write --json {options.json!r}: its folder does not exist or is not writable")
     if not options.engines:
         raise ValueError(f"--engines is empty; there are: {', '.join(ENGINES + ON_REQUEST)}")
     return options
@@ -180,7 +183,7 @@ class Referee:
                 engine = build(name, self.model(), self.adamw, self.me.device)
 
                 def look(optimizer, *_):
-                    held.update(held_bytes(engine.model, optimizer))
+                    held.update(held_bytes(engine))
 
                 for step in range(measured):
                     losses.append(engine.training_step(*batches[step], next_token_loss))

@@ -9,8 +9,8 @@ forward, frees them right after, and does both once more in backward.
 and on top of it, inside forward and backward only, whole parameters of the root (what belongs to no
 unit: embedding, head), of the unit at work and of `prefetch` more; in backward also, as in ZeRO-2, at
 most two units' whole gradients. Sent per rank and step, with the factor (N-1)/N: all-gather Ψ in forward,
-all-gather Ψ in backward, reduce-scatter Ψ = 3Ψ, half as much again as DDP's 2Ψ, less what stays
-gathered between the two: the root, and the unit that forward ends and backward starts with.
+all-gather Ψ in backward, reduce-scatter Ψ = 3Ψ, half as much again as DDP's 2Ψ, less the root's second
+all-gather, because the root stays whole from forward into backward.
 
 Step 5 has moved into steps 1 and 2: that is the whole difference. The updated shard is gathered when
 the next forward needs it, a unit at a time. In the order in which things happen, with prefetch = 1:
@@ -252,9 +252,8 @@ class ZeRO3:
             return  # recomputed for backward, which needs it whole: `_on_gradient` or `_end_backward` frees it
         before = self._seen[max(0, len(self._seen) - 1 - self.prefetch) : len(self._seen) - 1]
         needs_backward = self._gather_before_backward(unit, output, list(reversed(before)))
-        # The last unit of forward is the first of backward: freeing it would be for nothing.
-        last = len(self._seen) == len(self._order) and self._order[-1] is unit
-        if not (needs_backward and (last or not self.reshard_after_forward)):
+        # The last unit as well, which backward needs first: the loss comes in between, and with it the peak.
+        if self.reshard_after_forward or not needs_backward:
             self._reshard_unit(unit)
 
     def _post_forward_root(self, module, args, output) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 # What may be asked of a freed parameter: everything that does not look at its values.
 _METADATA = {
-    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn",
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "names", "_backward_hooks",
     "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous",
     "is_floating_point", "is_complex", "get_device", "register_post_accumulate_grad_hook", "register_hook",

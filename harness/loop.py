@@ -47,7 +47,7 @@ def check(model: nn.Module, group, **options) -> tuple[int, int]:
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
     problem = _problem(model, options)
-    _agree(problem, _fingerprint(model, options), model, group, rank, world_size)
+    _agree(problem, "" if problem else _fingerprint(model, options), group, rank, world_size)
     return rank, world_size
 
 
@@ -119,8 +119,6 @@ def _units_problem(model: nn.Module, units) -> Exception | None:
 
 def _fingerprint(model: nn.Module, options: dict) -> str:
     """What must be the same on every rank for the collectives to match: names, shapes, dtypes and options."""
-    if not isinstance(model, nn.Module):
-        return ""
     params = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     names = {id(module): name for name, module in model.named_modules()}
@@ -130,7 +128,7 @@ def _fingerprint(model: nn.Module, options: dict) -> str:
     return repr((params, buffers, options))
 
 
-def _agree(problem, fingerprint: str, model, group, rank: int, world_size: int) -> None:
+def _agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None:
     """Raise on every rank if one has a problem, or if the ranks are about to shard different models."""
     if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
         if problem is not None:

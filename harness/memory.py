@@ -87,14 +87,16 @@ def storage_bytes(tensors) -> int:
     return sum(storages.values())
 
 
-def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """{"parameters", "gradients", "optimizer"}: bytes that this rank holds now, of any engine.
+def held_bytes(engine) -> dict[str, int]:
+    """{"parameters", "gradients", "optimizer"}: bytes that this rank holds now, of anything with model and optimizer.
 
-    Parameters are the model's and those that the optimizer updates (a sharded engine's shards), gradients
-    theirs, optimizer its state with AdamW's 4-byte step counters.
+    Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
+    frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
     """
-    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer wraps the one that has the state
-    params = list(model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
+    # ZeroRedundancyOptimizer wraps the one that has the state
+    inner = getattr(engine.optimizer, "optim", engine.optimizer)
+    params = list(engine.model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
+    params += [bucket.shard for bucket in getattr(engine, "buckets", ())]
     state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
     return {
         "parameters": storage_bytes(params),

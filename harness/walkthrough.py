@@ -116,7 +116,7 @@ def _owners(engine, world_size: int, everything: bool) -> str:
 
 
 def _held(engine) -> str:
-    return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine.model, engine.optimizer).items())
+    return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
 
 
 class _Story:

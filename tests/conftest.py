@@ -1,0 +1,28 @@
+"""The ranks of the whole suite: `ranks(3)` is a pool of three, started when first asked for."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    from pool import Pool
+
+    pools: dict[int, Pool] = {}
+
+    def of(world_size: int) -> Pool:
+        if world_size not in pools:
+            pools[world_size] = Pool(world_size)
+        return pools[world_size]
+
+    yield of
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,209 @@
+"""launch.sh and the referee as a user runs them, mistakes included."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run ./launch.sh with this Python, and no variable of a torchrun around us."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    return subprocess.run(
+        [str(ROOT / "launch.sh"), *arguments],
+        env={**clean, "PYTHON": sys.executable, "ZERO_TIMEOUT": "60", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    file = tmp_path_factory.mktemp("referee") / "out.json"
+    options = ("--preset", "toy", "--steps", "8", "--timed-steps", "2", "--batch", "2")
+    engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1"
+    result = launch("compare", "2", *options, "--engines", engines, "--json", str(file))
+    return result, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_the_referee_compares(comparison):
+    result, report = comparison
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "MATCH: all engines have the same losses." in result.stdout
+    assert "torchrun --standalone --nproc-per-node 2 fsdp2_compare.py" in result.stdout
+    assert "Warning" not in result.stderr and "Warning" not in result.stdout, result.stderr[-3000:]
+    for key, value in {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 8}.items():
+        assert report[key] == value
+    assert report["match"] is True and report["parameters"] == 34_688
+    psi, state = 4 * 34_688, 8 * 34_688
+    expected = {  # (parameters, gradients, optimizer's state without its counters) held, and sent in units of psi / 2
+        "single": (1, 1, 1, 0),
+        "ddp": (1, 1, 1, 2),
+        "zero1": (1, 1, 1 / 2, 3),
+        "zero_redundancy_optimizer": (1, 1, None, 3),
+        "zero2": (1, 1 / 2, 1 / 2, 2),
+        "fsdp2_no_reshard": (1 / 2, 1 / 2, 1 / 2, 2),
+        "zero3": (1 / 2, 1 / 2, 1 / 2, 3 - 37_120 / psi),  # less the root's second all-gather
+        "fsdp2": (1 / 2, 1 / 2, 1 / 2, 3 - 37_120 / psi),
+    }
+    for name, (parameters, gradients, optimizer, sent) in expected.items():
+        run = report["runs"][name]
+        held = run["held_bytes"]
+        assert len(run["losses"]) == 8 and run["losses"][-1] < run["losses"][0]
+        assert held["parameters"] == parameters * psi and held["gradients"] == gradients * psi, name
+        if optimizer is not None:
+            assert 0 < held["optimizer"] - optimizer * state <= 4 * 40, name
+        assert run["sent_bytes"] == sent * psi / 2, name
+        assert run["peak_bytes"] > sum(held.values()) and run["step_ms"] > 0 and run["tokens_per_s"] > 0
+    assert {name for name, run in report["runs"].items() if run["difference"] == 0} >= set(expected) - {"single"}
+    for ours, theirs in (
+        ("zero1", "zero_redundancy_optimizer"),
+        ("zero2", "fsdp2_no_reshard"),
+        ("zero3", "fsdp2"),
+    ):
+        assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"], ours
+
+
+def test_the_referee_fails_when_losses_differ(ranks):
+    """Its judgement alone, on made-up losses: a wrong engine, and one that has become NaN."""
+    for world_size in (2, 3):
+        for broken, value in (("zero2", 3.0), ("zero2", float("nan")), ("single", 3.0)):
+            for match, text in ranks(world_size).run(judge, broken=broken, value=value):
+                assert match is False and f"DOES NOT MATCH: {broken}" in text and "MATCH: all" not in text
+        for match, text in ranks(world_size).run(judge, broken="", value=0.0):
+            assert match is True and "DOES NOT" not in text
+
+
+def judge(broken: str, value: float):
+    import torch
+    import torch.distributed as dist
+
+    import fsdp2_compare as referee
+
+    options = referee.arguments(["--preset", "toy", "--steps", "3"])
+    me = referee.Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    text = torch.zeros(100, dtype=torch.uint8)
+    runs = {}
+    for name in ("single", "ddp", "zero2"):
+        own = [5.0 + 0.125 * me.rank, 4.0, 3.5]
+        if name == "single":
+            own = [5.0 + 0.125 * (me.world_size - 1) / 2, 4.0, 3.5] if me.rank == 0 else []
+        if name == broken and own:
+            own[1] = value
+        runs[name] = {"losses": own}
+    reference, match = referee.Referee(options, text, me).compare(runs)
+    return match, referee.verdict(runs, reference, me.world_size)
+
+
+@pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero2", "2.000"), ("zero3", None)))
+def test_each_chapter_walks_through_a_step(stage, sent):
+    result = launch(stage, "2", "--preset", "toy", "--steps", "2")
+    assert result.returncode == 0, result.stderr[-3000:]
+    for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
+        assert words in result.stdout, words
+    assert ("Step 5 gather parameters" if stage != "zero3" else "5 gather parameters: all-gather") in result.stdout
+    assert f"torchrun --standalone --nproc-per-node 2 {stage}.py --preset toy --steps 2" in result.stdout
+    assert "Warning" not in result.stderr
+    if sent:
+        assert f"{sent} Ψ x (N-1)/N" in result.stdout
+
+
+def test_the_articles_layout_can_be_printed():
+    result = launch("zero1", "2", "--preset", "toy", "--steps", "2", "--bucket-mb", "0", "--map")
+    lines = [line for line in result.stdout.splitlines() if "ranks 0 to 1" in line]
+    assert len(lines) == 28, result.stdout  # with a bucket per parameter every rank owns a part of each
+    assert "blocks.0.qkv.weight" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    (
+        (["zero4"], ["zero4", "zero1, zero2, zero3"]),
+        (["zero1", "0"], ["'0'"]),
+        (["zero1", "two"], ["'two'"]),
+        (["zero1", "-1"], ["-1"]),
+        (["zero2", "2", "--preset", "gigantic"], ["'gigantic'", "tiny"]),
+        (["zero3", "2", "--data", "/nowhere/text"], ["/nowhere/text", "No such file"]),
+        (["zero3", "2", "--prefetch", "x"], ["--prefetch", "'x'"]),
+        (["compare", "2", "--engines", "zero9"], ["'zero9'", "zero_redundancy_optimizer"]),
+        (["compare", "2", "--engines", ","], ["--engines is empty"]),
+        (["compare", "2", "--steps", "0"], ["--steps", "0"]),
+        (["compare", "2", "--seq", "4096"], ["4096", "tiny"]),
+        (["compare", "2", "--seq", "-3"], ["--seq", "-3"]),
+        (["compare", "2", "--backend", "mpi"], ["mpi"]),
+        (["compare", "2", "--json", "/nowhere/out.json"], ["/nowhere/out.json"]),
+    ),
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_answered_in_one_clear_line(arguments, words):
+    result = launch(*arguments)
+    assert result.returncode != 0
+    assert len(result.stderr.strip().splitlines()) <= 14 and "Traceback" not in result.stderr, result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    (
+        ({"NNODES": "2"}, "RDZV_ENDPOINT"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400"}, "NODE_RANK"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NODE_RANK": "2"}, "NODE_RANK=2"),
+        ({"NNODES": "two"}, "'two'"),
+        ({"PYTHON": "/nowhere/python"}, "/nowhere/python"),
+    ),
+    ids=str,
+)
+def test_mistakes_in_the_environment(environment, words):
+    result = launch("zero1", "2", **environment)
+    assert result.returncode == 2 and words in result.stderr, result.stderr
+
+
+def test_a_stage_file_without_ranks_says_how_to_start_it():
+    clean = {key: value for key, value in os.environ.items() if key != "RANK"}
+    result = subprocess.run([sys.executable, str(ROOT / "zero2.py")], env=clean, capture_output=True, text=True)
+    assert result.returncode == 1 and "./launch.sh zero2 2" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_help_and_the_options_need_no_ranks():
+    assert "./launch.sh compare [N]" in launch("help").stdout
+    result = launch("compare", "--help")
+    assert result.returncode == 0
+    for option in ("--preset", "--steps", "--batch", "--seq", "--engines", "--data", "--seed", "--json"):
+        assert option in result.stdout
+
+
+def test_a_rank_that_dies_takes_the_others_down(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from harness import process_group\n"
+        "import torch, torch.distributed as dist\n"
+        "def main():\n"
+        "    me = process_group.start()\n"
+        "    if me.rank == 1: raise ValueError('rank 1 has had enough')\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "process_group.run(main)\n"
+    )
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(script),
+            str(ROOT),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode != 0 and "[rank 1] error: rank 1 has had enough" in result.stderr

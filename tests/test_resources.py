@@ -1,0 +1,70 @@
+"""What each stage holds, sends, and when; and that an engine which shards nothing fails these very checks."""
+
+import cases_resources as cases
+import parts
+import pytest
+from pool import CaseFailed
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_bytes_held_equal_the_theory_to_the_byte(ranks, world_size, stage):
+    ranks(world_size).run(cases.held_after_step_3, stage=stage)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+@pytest.mark.parametrize("reverse", (False, True))
+def test_zero2_keeps_two_buckets_of_whole_gradients_at_most(ranks, world_size, reverse):
+    ranks(world_size).run(cases.gradients_in_backward, reverse=reverse)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+@pytest.mark.parametrize("options", ({}, {"prefetch": 0}, {"prefetch": 3}, {"reshard_after_forward": False}), ids=str)
+def test_zero3_keeps_only_the_units_in_use_whole(ranks, world_size, options):
+    ranks(world_size).run(cases.parameters_in_a_step, options=options)
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_sequence_and_bytes_of_collectives(ranks, world_size, stage):
+    ranks(world_size).run(cases.sequence_of_collectives, stage=stage)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("prefetch", (0, 1, 2))
+def test_zero3_issues_the_next_gather_before_it_computes(ranks, world_size, prefetch):
+    ranks(world_size).run(cases.prefetch_is_issued_before_the_compute, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("reverse", (False, True))
+def test_zero2_reduces_in_one_order(ranks, world_size, reverse):
+    ranks(world_size).run(cases.order_of_reductions, reverse=reverse)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_parameters_start_on_16_byte_boundaries(ranks, stage):
+    ranks(3).run(cases.weights_start_aligned, stage=stage)
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_a_rank_that_owns_only_padding(ranks, world_size, stage):
+    ranks(world_size).run(cases.only_padding, stage=stage)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_unsharded_adamw_under_ddp_fails_on_memory(ranks, stage):
+    with pytest.raises(CaseFailed, match="held .* expected"):
+        ranks(2).run(cases.held_after_step_3, stage=stage, engine_name="impostor")
+
+
+def test_unsharded_adamw_under_ddp_fails_on_gradients_in_backward(ranks):
+    with pytest.raises(CaseFailed, match="bytes of gradients at the worst moment"):
+        ranks(2).run(cases.gradients_in_backward, engine_name="impostor")
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_unsharded_adamw_under_ddp_fails_on_traffic(ranks, stage):
+    with pytest.raises(CaseFailed, match="found .* expected"):
+        ranks(2).run(cases.sequence_of_collectives, stage=stage, engine_name="impostor")
