@@ -293,6 +293,18 @@ class Referee:
         return bool(self.over_ranks([not fits])[0] == 0)
 
 
+def hardware(device: torch.device) -> str:
+    """The name of what was measured on: the GPU with its CUDA and driver versions, or the processor and its cores."""
+    if device.type == "cuda":
+        driver = torch._C._cuda_getDriverVersion()
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, driver for CUDA {driver // 1000}"
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            name = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), name)
+    return f"{os.cpu_count()} cores of {name}"
+
+
 def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, me: Rank) -> None:
     on_device = [output.to(me.device) for output in outputs]
     dist.all_gather(on_device, tensor.to(me.device))
@@ -346,13 +358,14 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int) -> str:
 def main() -> None:
     options = arguments()
     text = load_text(options.data, options.seq)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     me = process_group.start(options.backend, options.device)
     referee = Referee(options, text, me)
     parameters = sum(param.numel() for param in referee.model().parameters())
     me.print(
         f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
         f"GPT {options.preset}: {parameters:,} parameters; {options.batch} x {options.seq} tokens per rank and step, "
-        f"{options.steps} steps, AdamW lr {options.lr:g}, float32"
+        f"{options.steps} steps, AdamW lr {options.lr:g}, float32" + ", TF32 off" * (me.device.type == "cuda")
     )
     runs = {}
     deterministic = me.device.type == "cuda"
@@ -377,12 +390,12 @@ def main() -> None:
     )
     if options.json and me.rank == 0:
         result = {
-            "device": torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu",
+            "device": me.device.type,
+            "hardware": hardware(me.device),
             "backend": me.backend,
             "world_size": me.world_size,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "machine": f"{platform.system()} {platform.machine()}",
             "preset": options.preset,
             "parameters": parameters,
             "batch": options.batch,

@@ -60,8 +60,8 @@ else
     wanted=$(cksum <requirements.txt)
     if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
         echo "making .venv and installing requirements.txt (once; torch is large, this takes minutes)"
-        python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-            fail "python3 is $(python3 --version 2>&1), 3.10 or newer is needed; or set PYTHON to an environment with torch"
+        python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+            fail "python3 is $(python3 --version 2>&1), 3.11 or newer is needed; or set PYTHON to an environment with torch"
         python3 -m venv .venv || fail "python3 -m venv failed (on Debian and Ubuntu: apt install python3-venv)"
         "$python" -m pip install -qq --disable-pip-version-check -r requirements.txt ||
             fail "the installation failed, see above; the next start tries again"
@@ -83,8 +83,6 @@ done
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$file" "$@") || exit 2
 ranks=${plan%%$'\n'*}
 echo "${plan#*$'\n'}"
-export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # cuBLAS is deterministic only with this set
-
 if [ "${NNODES:-1}" = 1 ]; then
     where=(--standalone)
 else

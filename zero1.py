@@ -31,6 +31,7 @@ Paper: ZeRO (Rajbhandari et al., 2020), section 5.1, "P_os". Article: "AI in Mul
 Run it: ./launch.sh zero1 2
 """
 
+import contextlib
 from functools import partial
 
 import torch
@@ -67,7 +68,7 @@ class Bucket:
         for param in self.params:
             self.offsets.append(end)
             end += -(-param.numel() // align) * align  # rounded up
-        self.shard_numel = -(-end // (world_size * align)) * align
+        self.shard_numel = max(1, -(-end // (world_size * align))) * align
         self.numel = self.shard_numel * world_size
         self.start = rank * self.shard_numel
 
@@ -95,14 +96,13 @@ class Bucket:
                 parts.append((index, shard[first:last]))
         return parts
 
-    def make_pieces(self) -> list[torch.Tensor]:
+    def make_pieces(self) -> None:
         """What the optimizer is handed: one leaf per parameter that this rank owns some of.
 
         Pieces and not the flat shard as one tensor, so that parameter groups, and parameters without a
         gradient, behave as in plain PyTorch. Each is a view of the shard: updating it updates the shard.
         """
         self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
-        return [piece for _, piece in self.pieces]
 
 
 def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int) -> list[Bucket]:
@@ -132,11 +132,14 @@ class ZeRO1:
     element by itself (SGD, Adam, AdamW, RMSprop, Adagrad). One that looks at a whole matrix or layer (Muon,
     Shampoo, LAMB's norm per layer) cannot work here: a rank sees 1-D pieces cut at arbitrary places.
 
+    Several backwards before a step add up, and cost no more than one: 3Ψ. `param_groups` are a torch optimizer's,
+    over the model's own parameters.
+
     Raises RuntimeError without a process group, ValueError or TypeError for a model, option or optimizer
     that cannot work, each on every rank. Source: ZeRO paper section 5.1; article class `ZeRO_1`.
     """
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0):
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None):
         self.model, self.group = model, group
         self.rank, self.world_size = loop.check(model, group, bucket_mb=bucket_mb)
         with record_function("step 0 partition"), torch.no_grad():
@@ -144,13 +147,14 @@ class ZeRO1:
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(bucket.flat, group_src=0, group=group)
+                bucket.make_pieces()
                 # The gradients' buffer stays from step to step: a large allocation costs more than filling it.
                 bucket.flat_gradient = torch.zeros_like(bucket.flat)
                 bucket.gradients = bucket.views(bucket.flat_gradient)
             for tensor in loop.not_in_buckets(model, self.buckets):  # buffers and frozen parameters stay whole
                 dist.broadcast(tensor, group_src=0, group=group)
-            pieces = [piece for bucket in self.buckets for piece in bucket.make_pieces()]
-        self.optimizer = loop.make_optimizer(optimizer_cls, pieces, self.buckets)
+        self.optimizer = loop.make_optimizer(optimizer_cls, self.buckets, param_groups)
+        self._reduced = False
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
                 # Called when `param.grad` is final for this backward, however often the parameter was used.
@@ -180,11 +184,18 @@ class ZeRO1:
 
     def _on_gradient(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Called inside step 2: move `param.grad` into the bucket's buffer, so that it exists only once."""
+        self._reduced = False
         if param.grad is not bucket.gradients[index]:  # else a second backward has added to it in place
             param.grad = bucket.gradients[index].copy_(param.grad)
 
+    def no_sync(self):
+        """For all but the last of several backwards before a step. ZeRO-1 sends nothing before `step()` anyway."""
+        return contextlib.nullcontext()
+
     def _sync_gradients(self) -> None:
         """Step 3: average the gradients over the ranks, and hand this rank's slices to the optimizer."""
+        if self._reduced:
+            return  # `clip_grad_norm_` has been here
         loop.require_gradients([n for b in self.buckets for n, p in zip(b.names, b.params) if p.grad is None])
         works = []
         for bucket in self.buckets:
@@ -198,6 +209,7 @@ class ZeRO1:
             shard = bucket.flat_gradient[bucket.start : bucket.start + bucket.shard_numel]
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient
+        self._reduced = True
 
     def _sync_params(self) -> None:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
@@ -210,11 +222,17 @@ class ZeRO1:
 
     def zero_grad(self) -> None:
         """Drop all gradients (their buffer stays for the next backward). Call it after `step()`."""
+        self._reduced = False
         for bucket in self.buckets:
             for param in bucket.params:
                 param.grad = None
             for _, piece in bucket.pieces:
                 piece.grad = None
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Between backward and `step()`: clip the norm of all gradients, and return what it was. A collective."""
+        self._sync_gradients()
+        return loop.clip_grad_norm_(self.buckets, max_norm, norm_type, self.group)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""

@@ -29,6 +29,7 @@ Paper: ZeRO (Rajbhandari et al., 2020), section 5.2, "P_os+g". Article: "AI in M
 Run it: ./launch.sh zero2 2
 """
 
+import contextlib
 from functools import partial
 
 import torch
@@ -79,11 +80,15 @@ class ZeRO2:
     them in the opposite order (its first parameters are used last) still trains right, but every bucket
     waits for bucket 0, and in the end all gradients are whole at once.
 
+    Several backwards before a step add up: k of them send (k+1)Ψ with nothing whole kept between them, or
+    2Ψ with the first k-1 under `no_sync()`, which keeps Ψ of whole gradients. ZeRO-1 keeps them whole in any
+    case, which is why it is still of use. `param_groups` are a torch optimizer's, over the model's own parameters.
+
     Raises RuntimeError without a process group, ValueError or TypeError for a model, option or optimizer
     that cannot work, each on every rank. Source: ZeRO paper section 5.2; article class `ZeRO_2`.
     """
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0):
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None):
         self.model, self.group = model, group
         self.rank, self.world_size = loop.check(model, group, bucket_mb=bucket_mb)
         with record_function("step 0 partition"), torch.no_grad():
@@ -91,11 +96,12 @@ class ZeRO2:
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(bucket.flat, group_src=0, group=group)
+                bucket.make_pieces()
             for tensor in loop.not_in_buckets(model, self.buckets):  # buffers and frozen parameters stay whole
                 dist.broadcast(tensor, group_src=0, group=group)
-            pieces = [piece for bucket in self.buckets for piece in bucket.make_pieces()]
-        self.optimizer = loop.make_optimizer(optimizer_cls, pieces, self.buckets)
+        self.optimizer = loop.make_optimizer(optimizer_cls, self.buckets, param_groups)
         self._in_flight = None
+        self._sync = True
         self.zero_grad()
         for bucket in self.buckets:
             for param in bucket.params:
@@ -126,6 +132,8 @@ class ZeRO2:
 
     def _on_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
         """Step 3, called inside step 2: `param.grad` is final. Reduce the buckets whose turn has come."""
+        if not self._sync:
+            return
         loop.gradient_arrived(bucket, param)
         while self._turn < len(self.buckets) and not self.buckets[self._turn].missing:
             with record_function("step 3 reduce gradients"):
@@ -133,6 +141,15 @@ class ZeRO2:
             self._turn += 1
         if self._turn == len(self.buckets):
             self._turn = 0  # all reduced: the next backward starts over
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """For all but the last of several backwards before a step: gradients add up on this rank, whole, unsent."""
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
 
     def _reduce_bucket(self, bucket: Bucket) -> None:
         """Send one complete bucket, and let backward go on meanwhile."""
@@ -172,6 +189,11 @@ class ZeRO2:
                 param.grad = None
             for _, piece in bucket.pieces:
                 piece.grad = None
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Between backward and `step()`: clip the norm of all gradients, and return what it was. A collective."""
+        self._sync_gradients()
+        return loop.clip_grad_norm_(self.buckets, max_norm, norm_type, self.group)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""

@@ -43,6 +43,7 @@ Paper: ZeRO (Rajbhandari et al., 2020), section 5.3, "P_os+g+p". Article: "AI in
 Run it: ./launch.sh zero3 2
 """
 
+import contextlib
 from functools import partial
 
 import torch
@@ -79,21 +80,24 @@ class Unit:
 def make_units(model: nn.Module, modules, rank: int, world_size: int) -> tuple[list[Unit], Unit]:
     """(units, root): every parameter in exactly one of them, in the model's order.
 
-    Without `modules`: the entries of every outermost ModuleList or Sequential. A parameter that two units
-    share (tied weights) belongs to the root, which is whole whenever either needs it.
+    Without `modules`: the entries of every outermost ModuleList or Sequential. A parameter that is used in two
+    units, or in one and outside (tied weights), belongs to the root, which is whole whenever either needs it.
     """
     modules = loop.default_units(model) if modules is None else list(modules)
-    names = {id(module): name for name, module in model.named_modules()}
-    owners = {}  # id of a parameter -> the modules that hold it
-    for module in modules:
-        for param in module.parameters():
-            owners.setdefault(id(param), []).append(module)
-    held = {id(module): [] for module in (model, *modules)}
-    rest = []
+    home = {}  # id of a module -> the unit it lies in; None where two units share it
+    for unit in modules:
+        for inside in unit.modules():
+            home[id(inside)] = None if id(inside) in home else unit
+    homes = {}  # id of a parameter -> the units that use it, with None for the root
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            homes.setdefault(id(param), set()).add(home.get(id(module)))
+    held, rest = {unit: [] for unit in modules}, []
     for name, param in model.named_parameters():
-        owner = owners.get(id(param), [])
-        (held[id(owner[0])] if len(owner) == 1 else rest).append((name, param))
-    units = [Unit(names[id(m)], m, held[id(m)], rank, world_size) for m in modules if held[id(m)]]
+        unit = homes[id(param)].pop() if len(homes[id(param)]) == 1 else None
+        (rest if unit is None else held[unit]).append((name, param))
+    names = {module: name for name, module in model.named_modules()}
+    units = [Unit(names[m], m, held[m], rank, world_size) for m in modules if held[m]]
     return units, Unit("root", model, rest, rank, world_size)
 
 
@@ -108,6 +112,10 @@ class ZeRO3:
     of 3Ψ and holds the whole parameters in between. All ranks start from rank 0's parameters and buffers.
     Elementwise optimizers only, see `ZeRO1`.
 
+    Several backwards before a step add up: k of them send 3kΨ, less the root's second gathers, or (2k+1)Ψ with the
+    first k-1 under `no_sync()`, which keeps Ψ of whole gradients. `param_groups` are a torch optimizer's, over the
+    model's own parameters.
+
     Raises RuntimeError without a process group or when a freed weight is used, ValueError or TypeError for a
     model, option or optimizer that cannot work. Source: ZeRO paper section 5.3; article class `ZeRO_3`.
     """
@@ -121,6 +129,7 @@ class ZeRO3:
         units=None,
         prefetch: int = 1,
         reshard_after_forward: bool = True,
+        param_groups=None,
     ):
         self.model, self.group = model, group
         self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
@@ -135,15 +144,16 @@ class ZeRO3:
                     bucket.flatten()
                     dist.broadcast(bucket.flat, group_src=0, group=group)
                     bucket.shard = bucket.shard.clone()  # all that stays when the buffer is freed
+                    bucket.make_pieces()
                     for name, param in zip(bucket.names, bucket.params):
                         guard.name_parameter(param, name)
                 self._reshard_unit(unit)
             for tensor in loop.not_in_buckets(model, self.buckets):  # buffers stay whole
                 dist.broadcast(tensor, group_src=0, group=group)
             self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
-            pieces = [piece for bucket in self.trained for piece in bucket.make_pieces()]
-        self.optimizer = loop.make_optimizer(optimizer_cls, pieces, self.trained)
+        self.optimizer = loop.make_optimizer(optimizer_cls, self.trained, param_groups)
         self._in_flight = None
+        self._sync = True
         self._in_forward = False
         self._backward = None  # autograd's number of the backward that is running
         self._order = self.units  # in which forward runs the units: as declared, until one was seen
@@ -300,6 +310,9 @@ class ZeRO3:
         if len(unit.trained) == len(unit.buckets):
             self._reshard_unit(unit)
         for bucket in unit.trained:
+            if not self._sync:
+                bucket.missing = set(bucket.params)
+                continue
             with record_function("step 3 reduce gradients"):
                 self._reduce_bucket(bucket)
 
@@ -315,6 +328,15 @@ class ZeRO3:
         for unit in (*self.units, self.root):
             self._reshard_unit(unit)
         self._finish_reduction()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """For all but the last of several backwards before a step: gradients add up on this rank, whole, unsent."""
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
 
     # Step 3, reduce gradients, as in ZeRO-2 with the unit as the bucket.
 
@@ -346,6 +368,11 @@ class ZeRO3:
                 param.grad = None
             for _, piece in bucket.pieces:
                 piece.grad = None
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Between backward and `step()`: clip the norm of all gradients, and return what it was. A collective."""
+        self._sync_gradients()
+        return loop.clip_grad_norm_(self.trained, max_norm, norm_type, self.group)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""

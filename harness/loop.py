@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from harness import guard
+
 MAX_NAMES = 5  # in an error message
 
 
@@ -46,19 +48,19 @@ def check(model: nn.Module, group, **options) -> tuple[int, int]:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
-    problem = _problem(model, options)
+    problem = _problem(model, options, dist.get_backend(group))
     _agree(problem, "" if problem else _fingerprint(model, options), group, rank, world_size)
     return rank, world_size
 
 
-def _problem(model: nn.Module, options: dict) -> Exception | None:
+def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
     if not isinstance(model, nn.Module):
         return TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {model!r}")
     named = list(model.named_parameters())
     for name, param in named:
         if isinstance(param, nn.parameter.UninitializedParameter):
             return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
-        if type(param).__name__ == "ShardedParameter":
+        if type(param) is guard.ShardedParameter:
             return ValueError(f"parameter {name!r} is sharded by another engine already; build a new model")
         if param.is_meta:
             return ValueError(
@@ -74,6 +76,10 @@ def _problem(model: nn.Module, options: dict) -> Exception | None:
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         return ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
+    if backend == "nccl" and next(iter(devices)).type == "cpu":
+        return ValueError(
+            "the parameters are on the CPU, but the group's backend is nccl: move the model to the GPU first"
+        )
     bucket_mb = options.get("bucket_mb", 0)
     if not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0:
         return ValueError(f"bucket_mb must be a number of MiB, 0 or more, got {bucket_mb!r}")
@@ -154,13 +160,17 @@ def _agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None
         )
 
 
-def make_optimizer(optimizer_cls, pieces: list[torch.Tensor], buckets) -> torch.optim.Optimizer:
-    """`optimizer_cls(pieces)`, checked. A rank that owns only padding hands in one empty tensor.
+def make_optimizer(optimizer_cls, buckets, param_groups=None) -> torch.optim.Optimizer:
+    """`optimizer_cls` called with this rank's pieces, or with one group of pieces per entry of `param_groups`.
 
-    Raises TypeError when no optimizer comes back, ValueError when it holds tensors that are not pieces.
+    `param_groups` are the dictionaries that a torch optimizer takes, over the model's own parameters; a group
+    of which this rank owns nothing stays, empty, so that every rank has the same groups. A rank that owns only
+    padding hands in one empty tensor. Raises TypeError when no optimizer comes back, ValueError when it holds
+    tensors that are not pieces, or when a parameter is in no group or in two.
     """
+    pieces = [piece for bucket in buckets for _, piece in bucket.pieces]
     pieces = pieces or [buckets[0].shard[:0].detach().requires_grad_()]  # optimizers refuse an empty list
-    optimizer = optimizer_cls(pieces)
+    optimizer = optimizer_cls(pieces if param_groups is None else _groups_of_pieces(buckets, param_groups))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer_cls returned {type(optimizer).__name__}, not a torch.optim.Optimizer: pass a callable that "
@@ -176,16 +186,63 @@ def make_optimizer(optimizer_cls, pieces: list[torch.Tensor], buckets) -> torch.
     return optimizer
 
 
+def _groups_of_pieces(buckets, param_groups) -> list[dict]:
+    pieces = {id(bucket.params[index]): piece for bucket in buckets for index, piece in bucket.pieces}
+    names = {id(param): name for bucket in buckets for name, param in zip(bucket.names, bucket.params)}
+    groups, seen = [], set()
+    for number, group in enumerate(param_groups):
+        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        for param in params:
+            if id(param) not in names:
+                raise ValueError(
+                    f"param_groups[{number}] holds a tensor of shape {tuple(param.shape)} that is not a trainable "
+                    "parameter of the model: take the entries from model.parameters(), the frozen ones left out"
+                )
+            if id(param) in seen:
+                raise ValueError(f"parameter {names[id(param)]!r} is twice in param_groups; leave it in one group")
+            seen.add(id(param))
+        groups.append({**group, "params": [pieces[id(param)] for param in params if id(param) in pieces]})
+    forgotten = [name for key, name in names.items() if key not in seen]
+    if forgotten:
+        raise ValueError(
+            f"{name_some(forgotten)} in no group of param_groups: add a group, or freeze what is not trained"
+        )
+    return groups
+
+
+def clip_grad_norm_(buckets, max_norm: float, norm_type: float, group) -> torch.Tensor:
+    """Scale the pieces' gradients so that the norm over all ranks is at most `max_norm`; returns the norm before.
+
+    A 0-d tensor, the same on every rank: what `torch.nn.utils.clip_grad_norm_` gives for the whole model.
+    Only pieces count, so padding does not, and a tied parameter counts once. One small all-gather.
+    """
+    gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
+    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else buckets[0].shard.new_zeros(())
+    # All values and not their all-reduced maximum: a maximum may lose a NaN.
+    everyone = local.new_empty(dist.get_world_size(group))
+    dist.all_gather_single(everyone, local.reshape(1), group=group)
+    total = torch.linalg.vector_norm(everyone, norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return total
+
+
+def name_of(bucket, param: nn.Parameter) -> str:
+    return next(name for name, other in zip(bucket.names, bucket.params) if other is param)
+
+
 def gradient_arrived(bucket, param: nn.Parameter) -> None:
     """Note that backward has finished `param`, and refuse what would be reduced wrongly."""
-    name = bucket.names[next(i for i, p in enumerate(bucket.params) if p is param)]
     if param not in bucket.missing:
         raise RuntimeError(
-            f"a second gradient of {name!r} arrived before its bucket was reduced. Either a backward before "
-            "this one was interrupted or left some parameter without a gradient; call engine.zero_grad() "
+            f"a second gradient of {name_of(bucket, param)!r} arrived before its bucket was reduced. Either a backward "
+            "before this one was interrupted or left some parameter without a gradient; call engine.zero_grad() "
             "before the next forward"
         )
     if param.grad.layout != torch.strided:
+        name = name_of(bucket, param)
         raise RuntimeError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
     bucket.missing.discard(param)
 
@@ -204,8 +261,8 @@ def require_gradients(names: list[str]) -> None:
     if names:
         raise RuntimeError(
             f"no gradient for {name_some(names)}: the loss does not depend on {'it' if len(names) == 1 else 'them'}, "
-            "or backward() was not called since zero_grad(). Use every parameter in forward, or freeze "
-            "those that are not trained with requires_grad_(False) before building the engine"
+            "or no backward() was called since zero_grad() (outside no_sync()). Use every parameter in forward, or "
+            "freeze those that are not trained with requires_grad_(False) before building the engine"
         )
 
 

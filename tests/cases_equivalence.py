@@ -241,28 +241,11 @@ def backwards_that_add_up(stage: str, options: dict) -> None:
     parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
 
 
-class Twice(nn.Module):
-    """A block that runs twice in one forward, weights tied between embedding and head, two dtypes."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.ModuleList([parts.OddBlock(5, 7), parts.OddBlock(5, 9)])
-        self.head = nn.Linear(5, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
-            x = block(x)
-        return self.head(x)[:, :3]
-
-
 def awkward_models(stage: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     adam = parts.OPTIMIZERS["adamw"]
-    losses, expected = parts.oracle(parts.seeded(Twice), adam, F.cross_entropy, parts.token_batch, 10, world_size)
-    engine = parts.STAGES[stage](parts.seeded(Twice), adam)
+    losses, expected = parts.oracle(parts.seeded(parts.Twice), adam, F.cross_entropy, parts.token_batch, 10, world_size)
+    engine = parts.STAGES[stage](parts.seeded(parts.Twice), adam)
     for step in range(10):
         loss = engine.training_step(*parts.token_batch(step, rank), F.cross_entropy)
         torch.testing.assert_close(parts.mean_over_ranks(loss), losses[step], rtol=0, atol=1e-12)

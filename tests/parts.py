@@ -60,6 +60,23 @@ class OddModel(nn.Module):
         return self.head(x)
 
 
+class Twice(nn.Module):
+    """A block that runs twice in one forward, and a weight that embedding and head share."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList([OddBlock(5, 7), OddBlock(5, 9)])
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = block(x)
+        return self.head(x)[:, :3]
+
+
 class Stack(nn.Module):
     """Wide layers and hardly any activations, so that live bytes are parameters and gradients."""
 
