@@ -53,9 +53,8 @@ class Bucket:
         flat   | embedding ............ | norm | weight ................... | bias |pad|
         cut    | shard 0           | shard 1           | shard 2            | shard 3  |
 
-    Attributes: `names` and `params` of the parameters; `offsets`, where each starts, in elements;
-    `numel` of the whole buffer and `shard_numel` = numel / N; `start`, where this rank's shard begins;
-    `flat`, 1-D of numel elements; `shard`, 1-D of shard_numel elements; `pieces`, see `cut`.
+    Attributes: `names`, `params`; `offsets`, where each starts, and `start`, where this rank's shard begins, in
+    elements; `numel` of the buffer `flat`, `shard_numel` = numel / N of this rank's `shard`; `pieces`, see `cut`.
     """
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int):
@@ -132,11 +131,9 @@ class ZeRO1:
     element by itself (SGD, Adam, AdamW, RMSprop, Adagrad). One that looks at a whole matrix or layer (Muon,
     Shampoo, LAMB's norm per layer) cannot work here: a rank sees 1-D pieces cut at arbitrary places.
 
-    Several backwards before a step add up, and cost no more than one: 3Ψ. `param_groups` are a torch optimizer's,
-    over the model's own parameters.
-
-    Raises RuntimeError without a process group, ValueError or TypeError for a model, option or optimizer
-    that cannot work, each on every rank. Source: ZeRO paper section 5.1; article class `ZeRO_1`.
+    Several backwards before a step add up, and send no more than one. `param_groups` are a torch optimizer's, over
+    the model's own parameters. Raises RuntimeError without a process group, ValueError or TypeError for a model,
+    option or optimizer that cannot work, each on every rank. Source: ZeRO paper section 5.1; article class `ZeRO_1`.
     """
 
     def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None):
@@ -213,10 +210,9 @@ class ZeRO1:
 
     def _sync_params(self) -> None:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
-        works = [
-            dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True)
-            for bucket in self.buckets
-        ]
+        group, works = self.group, []
+        for bucket in self.buckets:
+            works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=group, async_op=True))
         for work in works:
             work.wait()
 

@@ -171,10 +171,9 @@ class ZeRO2:
 
     def _sync_params(self) -> None:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
-        works = [
-            dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True)
-            for bucket in self.buckets
-        ]
+        group, works = self.group, []
+        for bucket in self.buckets:
+            works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=group, async_op=True))
         for work in works:
             work.wait()
 

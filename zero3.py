@@ -240,21 +240,23 @@ class ZeRO3:
         self._wait_for_unit(self.root)
 
     def _pre_forward(self, unit: Unit, module, args, kwargs) -> None:
-        if not self._backward_running():
-            if not self._in_forward:
-                raise RuntimeError(
-                    f"unit {unit.name!r} was called by itself, outside the model's forward, while its parameters "
-                    "are sharded: call engine(inputs), or read weights with engine.full_state_dict()"
-                )
-            self._seen.append(unit)
-        self._gather_unit(unit)
-        if not self._backward_running():
-            position = len(self._seen)
-            if self._order[position - 1 : position] == [unit]:  # as the last forward went, so we know what is next
-                for following in self._order[position : position + self.prefetch]:
-                    self._gather_unit(following)
-            if len(unit.trained) < len(unit.buckets) and torch.is_grad_enabled():
-                self._reshard_after_inputs(unit, (args, kwargs))
+        if self._backward_running():  # recomputed by activation checkpointing: no telling which unit is next
+            self._gather_unit(unit)
+            self._wait_for_unit(unit)
+            return
+        if not self._in_forward:
+            raise RuntimeError(
+                f"unit {unit.name!r} was called by itself, outside the model's forward, while its parameters "
+                "are sharded: call engine(inputs), or read weights with engine.full_state_dict()"
+            )
+        position = len(self._seen)
+        self._seen.append(unit)
+        self._gather_unit(unit)  # nothing to do if it was prefetched
+        if self._order[position : position + 1] == [unit]:  # as the last forward went, so we know what is next
+            for following in self._order[position + 1 : position + 1 + self.prefetch]:
+                self._gather_unit(following)
+        if len(unit.trained) < len(unit.buckets) and torch.is_grad_enabled():
+            self._reshard_after_inputs(unit, (args, kwargs))
         self._wait_for_unit(unit)
 
     def _post_forward(self, unit: Unit, module, args, output) -> None:

@@ -265,6 +265,67 @@ def prefetch_is_issued_before_the_compute(prefetch: int) -> None:
         assert order.events == expected, f"step {step}: {order.events}, expected {expected}"
 
 
+class _Watched:
+    """A collective's work that notes when it is waited for."""
+
+    def __init__(self, work, events: list, name: tuple):
+        self.work, self.events, self.name = work, events, name
+
+    def wait(self):
+        self.events.append(("wait", *self.name))
+        return self.work.wait()
+
+
+class _Products(TorchDispatchMode):
+    """Notes every matrix product, the work that a collective can hide behind."""
+
+    def __init__(self, events: list):
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::addmm", "aten::mm"):
+            self.events.append("compute")
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_run_while_computing(stage: str) -> None:
+    """Between issuing a collective and waiting for it the rank computes: reductions and prefetched gathers."""
+    rank, layers, events, issued = dist.get_rank(), 6, [], {"gather": 0, "reduce": 0}
+    options = {} if stage == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
+    engine = parts.STAGES[stage](parts.seeded(lambda: parts.Stack(layers, 16), dtype=torch.float32), ADAMW, **options)
+    engine.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
+    real = {"gather": dist.all_gather_single, "reduce": dist.reduce_scatter_single}
+
+    def watched(kind):
+        def issue(*args, **kwargs):
+            name = (kind, issued[kind])
+            issued[kind] += 1
+            events.append(("issue", *name))
+            return _Watched(real[kind](*args, **kwargs), events, name)
+
+        return issue
+
+    dist.all_gather_single, dist.reduce_scatter_single = watched("gather"), watched("reduce")
+    try:
+        with _Products(events):
+            engine.training_step(*parts.vector_batch(1, rank, 16), F.mse_loss)
+    finally:
+        dist.all_gather_single, dist.reduce_scatter_single = real["gather"], real["reduce"]
+
+    def computed_meanwhile(kind, number) -> bool:
+        start, end = events.index(("issue", kind, number)), events.index(("wait", kind, number))
+        return "compute" in events[start:end]
+
+    # the last reduction has no backward left to hide behind
+    assert issued["reduce"] == layers
+    assert [computed_meanwhile("reduce", n) for n in range(layers)] == [True] * (layers - 1) + [False], events
+    if stage == "zero3":
+        # in forward the first gather has nothing in front of it, in backward (this model has no root) the last unit's
+        expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
+        assert [computed_meanwhile("gather", n) for n in range(2 * layers)] == expected, events
+
+
 def order_of_reductions(reverse: bool) -> None:
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -169,6 +169,13 @@ def engine_class(name: str):
     return DDPInDisguise if name == "impostor" else STAGES[name]
 
 
+def build_engine(stage: str, model: nn.Module, optimizer_cls, options: dict):
+    """The stage over `model`; options travel to the ranks by name, so a unit that is the model itself is named."""
+    if options.get("units") == ["the whole model"]:
+        options = {**options, "units": [model]}
+    return STAGES[stage](model, optimizer_cls, **options)
+
+
 def silent_group():
     """A process group whose collectives move nothing and take no memory.
 

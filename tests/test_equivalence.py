@@ -17,6 +17,7 @@ LAYOUTS = [
     ("zero3", {"prefetch": 5}),
     ("zero3", {"reshard_after_forward": False}),
     ("zero3", {"units": []}),
+    ("zero3", {"units": ["the whole model"]}),
 ]
 
 
@@ -60,6 +61,11 @@ def test_one_step_on_integers_is_exact(ranks, world_size, stage):
 )
 def test_models_and_loops_of_ones_own(ranks, world_size, stage, case):
     ranks(world_size).run(case, stage=stage)
+
+
+@pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
+def test_every_layout_in_a_loop_of_ones_own(ranks, stage, options):
+    ranks(2).run(cases.own_loop, stage=stage, options=options)
 
 
 @pytest.mark.parametrize("world_size", (2, 3))

@@ -36,6 +36,11 @@ def test_zero3_issues_the_next_gather_before_it_computes(ranks, world_size, pref
     ranks(world_size).run(cases.prefetch_is_issued_before_the_compute, prefetch=prefetch)
 
 
+@pytest.mark.parametrize("stage", ("zero2", "zero3"))
+def test_collectives_run_while_the_rank_computes(ranks, stage):
+    ranks(2).run(cases.collectives_run_while_computing, stage=stage)
+
+
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("reverse", (False, True))
 def test_zero2_reduces_in_one_order(ranks, world_size, reverse):
