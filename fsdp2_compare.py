@@ -27,6 +27,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -73,7 +74,9 @@ def _distributed_data_parallel(model: nn.Module, device: torch.device) -> nn.Mod
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
-def _fully_shard(model: nn.Module, **options) -> nn.Module:
+def _fully_shard(model: nn.Module, device: torch.device, **options) -> nn.Module:
+    # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU.
+    options["mesh"] = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -98,9 +101,9 @@ def build(name: str, model: GPT, adamw, device: torch.device):
     if name == "ddp":
         model = _distributed_data_parallel(model, device)
     elif name == "fsdp2":
-        model = _fully_shard(model)
+        model = _fully_shard(model, device)
     elif name == "fsdp2_no_reshard":
-        model = _fully_shard(model, reshard_after_forward=False)
+        model = _fully_shard(model, device, reshard_after_forward=False)
     elif name == "fsdp1":
         model = _fsdp1(model, device)
     return PlainStep(model, adamw(model.parameters()))
@@ -403,7 +406,7 @@ def main() -> None:
             "steps": options.steps,
             "timed_steps": options.timed_steps,
             "seed": options.seed,
-            "command": "torchrun --nproc-per-node N fsdp2_compare.py " + " ".join(sys.argv[1:]),
+            "command": " ".join(["./launch.sh compare", os.environ["LOCAL_WORLD_SIZE"], *sys.argv[1:]]),
             "runs": runs,
             "match": match,
         }

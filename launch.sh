@@ -80,6 +80,7 @@ done
 
 # One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
 # the number of ranks (harness/process_group.py): first line N, second why.
+echo "checking the options (importing torch takes a few seconds)"
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$file" "$@") || exit 2
 ranks=${plan%%$'\n'*}
 echo "${plan#*$'\n'}"

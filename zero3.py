@@ -44,6 +44,7 @@ Run it: ./launch.sh zero3 2
 """
 
 import contextlib
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -131,6 +132,7 @@ class ZeRO3:
         reshard_after_forward: bool = True,
         param_groups=None,
     ):
+        units = list(units) if isinstance(units, Iterable) else units
         self.model, self.group = model, group
         self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
         self.rank, self.world_size = loop.check(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -70,8 +71,16 @@ def preflight(ranks: str, backend: str, device: str) -> None:
     gpus, machines = torch.cuda.device_count(), int(os.environ.get("NNODES", 1))
     number = default_ranks(backend, device, gpus, machines) if ranks == "auto" else int(ranks)
     backend, device, why = choose(backend, device, 0, number, gpus)
+    _timeout()
     where = "the GPU" if device != "cpu" else "the CPU"
     print(f"{number}\n{number} rank(s){' per machine' * (machines > 1)} over {backend} on {where}: {why}")
+
+
+def _timeout() -> float:
+    given = os.environ.get("ZERO_TIMEOUT", str(TIMEOUT_SECONDS))
+    if not given.replace(".", "", 1).isdigit() or float(given) == 0:
+        raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0, got {given!r}")
+    return float(given)
 
 
 def start(backend: str = "auto", device: str = "auto") -> Rank:
@@ -97,7 +106,7 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
     dist.init_process_group(
         backend,
         # Nothing waits for ever: a rank that never comes is an error on the others after this time.
-        timeout=timedelta(seconds=float(os.environ.get("ZERO_TIMEOUT", TIMEOUT_SECONDS))),
+        timeout=timedelta(seconds=_timeout()),
         device_id=chosen if backend == "nccl" else None,
     )
     return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
@@ -116,7 +125,7 @@ def run(main) -> None:
     """
     try:
         record(_reporting)(main)  # `record` lets torchrun name the first failure in its summary
-    except (ValueError, RuntimeError, TypeError, OSError):
+    except Exception:
         sys.stdout.flush()
         os._exit(1)  # no destructors: gloo's may abort or wait for ranks that have gone
 
@@ -131,6 +140,9 @@ def _reporting(main) -> None:
         text = str(error)
         lost = any(sign in text for sign in ("imed out", "onnection closed", "onnection reset", "peer"))
         _say(error, "\nAnother rank has failed or hangs: look for the first error of another rank." if lost else "")
+        raise
+    except Exception:
+        traceback.print_exc()  # nothing that was foreseen: show where
         raise
 
 

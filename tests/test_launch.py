@@ -157,6 +157,7 @@ def test_mistakes_are_answered_in_one_clear_line(arguments, words):
         ({"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NODE_RANK": "2"}, "NODE_RANK=2"),
         ({"NNODES": "two"}, "'two'"),
         ({"PYTHON": "/nowhere/python"}, "/nowhere/python"),
+        ({"ZERO_TIMEOUT": "soon"}, "'soon'"),
     ),
     ids=str,
 )
