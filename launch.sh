@@ -46,7 +46,7 @@ if [ -n "$file" ] && [ $# -gt 0 ] && [[ $1 != -* ]]; then
 fi
 if [ "${NNODES:-1}" != 1 ]; then
     [[ $NNODES =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a number of machines, got '$NNODES'"
-    [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of one machine that all can reach"
+    [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of machine 0, reachable from all"
     [[ ${NODE_RANK:-} =~ ^[0-9]+$ ]] || fail "NNODES=$NNODES needs NODE_RANK=0..$((NNODES - 1)), another on each machine"
     [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK, but with NNODES=$NNODES the last one is $((NNODES - 1))"
 fi
@@ -54,7 +54,8 @@ fi
 # The environment: yours, or .venv with what requirements.txt pins, made once.
 if [ -n "${PYTHON:-}" ]; then
     python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not a command"
-    "$python" -c 'import torch' 2>/dev/null || fail "PYTHON=$PYTHON has no torch; unset PYTHON to have .venv made"
+    "$python" -c 'import torch; v = torch.__version__.split("."); assert (int(v[0]), int(v[1])) >= (2, 11)' 2>/dev/null ||
+        fail "PYTHON=$PYTHON has no torch, or one before 2.11; unset PYTHON to have .venv made"
 else
     python=$here/.venv/bin/python
     wanted=$(cksum <requirements.txt)
@@ -87,7 +88,7 @@ echo "${plan#*$'\n'}"
 if [ "${NNODES:-1}" = 1 ]; then
     where=(--standalone)
 else
-    where=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend c10d --rdzv-id zero --rdzv-endpoint "$RDZV_ENDPOINT")
+    where=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
 echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${where[*]} --nproc-per-node $ranks $file $*"
 exec "$python" -m torch.distributed.run "${where[@]}" --nproc-per-node "$ranks" "$file" "$@"

@@ -10,11 +10,10 @@ gradient. ZeRO-1 lets each rank update only 1/N of the parameters, so it needs o
 
     parameters Ψ  +  gradients Ψ  +  optimizer state 2Ψ/N           (N = 8: 63 GB)
 
-and pays with one more collective, since a rank now lacks what the others have updated. Sent per rank
-and step, all with the factor (N-1)/N: DDP's all-reduce 2Ψ, and here all-reduce 2Ψ + all-gather Ψ = 3Ψ.
+and pays with one more collective, since a rank lacks what the others have updated. Sent per rank and step, with the
+factor (N-1)/N: DDP's all-reduce 2Ψ; here all-reduce 2Ψ + all-gather Ψ = 3Ψ (in the paper 2Ψ, see `_sync_gradients`).
 
-Words used in all three chapters:
-
+Words of all three chapters:
     rank, world size  one process of the group, and their number N
     bucket            a run of parameters laid end to end in one flat buffer, zero-padded and cut into N
     shard             one of the N equal parts of a bucket; rank r owns shard r and updates it
@@ -45,10 +44,10 @@ from harness import loop
 class Bucket:
     """A run of parameters in one flat buffer, cut into one equal shard per rank.
 
-    The articles cut every parameter by itself: with N = 2 and W of 5 elements, W is padded to 6, rank 0
-    owns W[0:3] and rank 1 owns W[3:5] and the padding. That is a bucket of one parameter. A collective
-    has a fixed cost however little it moves, so here many parameters share a bucket, and the cuts fall
-    where they fall, often inside a parameter:
+    The articles cut every parameter by itself: with N = 2 and W of 6 elements, rank 0 owns W[0:3] and rank 1
+    W[3:6]. That is a bucket of one parameter (here every start is rounded up to 16 bytes: W[0:4] and W[4:6]).
+    A collective has a fixed cost however little it moves, so many parameters share a bucket, and the cuts
+    fall where they fall, often inside a parameter:
 
         flat   | embedding ............ | norm | weight ................... | bias |pad|
         cut    | shard 0           | shard 1           | shard 2            | shard 3  |
@@ -60,8 +59,8 @@ class Bucket:
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int):
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
-        # Matrix kernels take other paths, with other last bits, for operands that do not start on a
-        # 16-byte boundary. Starting every parameter and every shard on one keeps results those of plain PyTorch.
+        # Matrix kernels take other paths, with other last bits, for operands that do not start on a 16-byte
+        # boundary. Starting every parameter and every shard on one keeps results those of plain PyTorch.
         align = max(1, 16 // self.params[0].element_size())
         self.offsets, end = [], 0
         for param in self.params:
@@ -131,7 +130,7 @@ class ZeRO1:
     element by itself (SGD, Adam, AdamW, RMSprop, Adagrad). One that looks at a whole matrix or layer (Muon,
     Shampoo, LAMB's norm per layer) cannot work here: a rank sees 1-D pieces cut at arbitrary places.
 
-    Several backwards before a step add up, and send no more than one. `param_groups` are a torch optimizer's, over
+    Several backwards before a step add up, and send as much as one would. `param_groups` are a torch optimizer's, over
     the model's own parameters. Raises RuntimeError without a process group, ValueError or TypeError for a model,
     option or optimizer that cannot work, each on every rank. Source: ZeRO paper section 5.1; article class `ZeRO_1`.
     """
@@ -210,9 +209,9 @@ class ZeRO1:
 
     def _sync_params(self) -> None:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
-        group, works = self.group, []
+        works = []
         for bucket in self.buckets:
-            works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=group, async_op=True))
+            works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True))
         for work in works:
             work.wait()
 
@@ -228,7 +227,8 @@ class ZeRO1:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Between backward and `step()`: clip the norm of all gradients, and return what it was. A collective."""
         self._sync_gradients()
-        return loop.clip_grad_norm_(self.buckets, max_norm, norm_type, self.group)
+        whole = [bucket.flat_gradient for bucket in self.buckets]  # scaled as a whole: a later backward adds to it
+        return loop.clip_grad_norm_(self.buckets, max_norm, norm_type, self.group, whole)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""

@@ -80,9 +80,10 @@ class ZeRO2:
     them in the opposite order (its first parameters are used last) still trains right, but every bucket
     waits for bucket 0, and in the end all gradients are whole at once.
 
-    Several backwards before a step add up: k of them send (k+1)Ψ with nothing whole kept between them, or
-    2Ψ with the first k-1 under `no_sync()`, which keeps Ψ of whole gradients. ZeRO-1 keeps them whole in any
-    case, which is why it is still of use. `param_groups` are a torch optimizer's, over the model's own parameters.
+    Several backwards before a step add up: k of them send (k+1)Ψ (k reduce-scatters, one all-gather) and keep
+    nothing whole, or 2Ψ with the first k-1 under `no_sync()`, which keeps Ψ of whole gradients. ZeRO-1 keeps them
+    whole in any case and sends 3Ψ for any k, which is why it is still of use. `param_groups` are a torch
+    optimizer's, over the model's own parameters.
 
     Raises RuntimeError without a process group, ValueError or TypeError for a model, option or optimizer
     that cannot work, each on every rank. Source: ZeRO paper section 5.2; article class `ZeRO_2`.
@@ -134,7 +135,8 @@ class ZeRO2:
         """Step 3, called inside step 2: `param.grad` is final. Reduce the buckets whose turn has come."""
         if not self._sync:
             return
-        loop.gradient_arrived(bucket, param)
+        loop.check_gradient(bucket, param)
+        bucket.missing.discard(param)  # what is left of the bucket's parameters before it can be reduced
         while self._turn < len(self.buckets) and not self.buckets[self._turn].missing:
             with record_function("step 3 reduce gradients"):
                 self._reduce_bucket(self.buckets[self._turn])
@@ -171,9 +173,9 @@ class ZeRO2:
 
     def _sync_params(self) -> None:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
-        group, works = self.group, []
+        works = []
         for bucket in self.buckets:
-            works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=group, async_op=True))
+            works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True))
         for work in works:
             work.wait()
 

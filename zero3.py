@@ -24,7 +24,7 @@ Words that are new here (the others are those of zero1.py):
 
     unit              a module whose parameters share a bucket, and are gathered and freed as one
     root              the unit of everything that no other unit holds; whole from forward to the end of backward
-    gathered, freed   whole parameters in memory; or only this rank's shard of them
+    gathered, freed   whole parameters in memory, or on their way there; or only this rank's shard of them
     prefetch          issuing a unit's all-gather before the unit in front of it computes
 
 Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`: nobody holds
@@ -89,7 +89,7 @@ def make_units(model: nn.Module, modules, rank: int, world_size: int) -> tuple[l
     for unit in modules:
         for inside in unit.modules():
             home[id(inside)] = None if id(inside) in home else unit
-    homes = {}  # id of a parameter -> the units that use it, with None for the root
+    homes = {}  # id of a parameter -> the units that use it, None for the root: {None, block} for a tied weight
     for module in model.modules():
         for param in module.parameters(recurse=False):
             homes.setdefault(id(param), set()).add(home.get(id(module)))
@@ -217,7 +217,7 @@ class ZeRO3:
         for work in unit.works:
             work.wait()
         unit.works = []
-        guard.open(unit.params)
+        guard.open(unit.params)  # until `guard.close`, using one of them is allowed
 
     def _reshard_unit(self, unit: Unit) -> None:
         """Free the whole parameters. This rank's shard stays."""
@@ -284,6 +284,7 @@ class ZeRO3:
     # Step 2, backward.
 
     def _backward_running(self) -> bool:
+        """Whether autograd is in a backward on this thread: it numbers them, and says -1 outside."""
         return torch._C._current_graph_task_id() != -1
 
     def _gather_before_backward(self, unit: Unit, output, upcoming: list[Unit]) -> bool:
@@ -298,7 +299,7 @@ class ZeRO3:
         """The gradient of `unit`'s output is known: its backward is next, and after it that of `upcoming`."""
         if self._backward is None:
             self._backward = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(self._end_backward)
+            Variable._execution_engine.queue_callback(self._end_backward)  # autograd calls it when it is done
         self._gather_unit(unit)
         for following in upcoming:
             self._gather_unit(following)
@@ -306,7 +307,8 @@ class ZeRO3:
 
     def _on_gradient(self, unit: Unit, bucket: Bucket, param: nn.Parameter) -> None:
         """Step 3, called inside step 2: `param.grad` is final. Free and reduce the unit if it was the last."""
-        loop.gradient_arrived(bucket, param)
+        loop.check_gradient(bucket, param)
+        bucket.missing.discard(param)  # what is left of the bucket's parameters before it can be reduced
         if any(b.missing for b in unit.trained):
             return
         # Every use of a weight adds to its gradient, so when all gradients are final nobody needs the weights any

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from harness import guard
-
 MAX_NAMES = 5  # in an error message
 
 
@@ -60,7 +58,7 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
     for name, param in named:
         if isinstance(param, nn.parameter.UninitializedParameter):
             return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
-        if type(param) is guard.ShardedParameter:
+        if getattr(param, "zero_engine", False):
             return ValueError(f"parameter {name!r} is sharded by another engine already; build a new model")
         if param.is_meta:
             return ValueError(
@@ -169,6 +167,13 @@ def make_optimizer(optimizer_cls, buckets, param_groups=None) -> torch.optim.Opt
     tensors that are not pieces, or when a parameter is in no group or in two.
     """
     pieces = [piece for bucket in buckets for _, piece in bucket.pieces]
+    if not callable(optimizer_cls):
+        raise TypeError(
+            f"optimizer_cls is of type {type(optimizer_cls).__name__}, which cannot be called: pass a callable that "
+            "takes a list of tensors, for example functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    for param in (param for bucket in buckets for param in bucket.params):
+        param.zero_engine = True  # a second engine on the same model would reduce its gradients twice
     pieces = pieces or [buckets[0].shard[:0].detach().requires_grad_()]  # optimizers refuse an empty list
     optimizer = optimizer_cls(pieces if param_groups is None else _groups_of_pieces(buckets, param_groups))
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -191,6 +196,11 @@ def _groups_of_pieces(buckets, param_groups) -> list[dict]:
     names = {id(param): name for bucket in buckets for name, param in zip(bucket.names, bucket.params)}
     groups, seen = [], set()
     for number, group in enumerate(param_groups):
+        if not isinstance(group, dict) or "params" not in group:
+            raise TypeError(
+                f"param_groups[{number}] is {type(group).__name__}, not a dictionary with 'params': pass "
+                '[{"params": [...], "weight_decay": 0.0}, ...] over the model\'s own parameters'
+            )
         params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         for param in params:
             if id(param) not in names:
@@ -210,11 +220,12 @@ def _groups_of_pieces(buckets, param_groups) -> list[dict]:
     return groups
 
 
-def clip_grad_norm_(buckets, max_norm: float, norm_type: float, group) -> torch.Tensor:
-    """Scale the pieces' gradients so that the norm over all ranks is at most `max_norm`; returns the norm before.
+def clip_grad_norm_(buckets, max_norm: float, norm_type: float, group, buffers=None) -> torch.Tensor:
+    """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
     A 0-d tensor, the same on every rank: what `torch.nn.utils.clip_grad_norm_` gives for the whole model.
-    Only pieces count, so padding does not, and a tied parameter counts once. One small all-gather.
+    Only pieces count, so padding does not, and a tied parameter counts once. One small all-gather. What is
+    scaled are the pieces' gradients, or `buffers` where these are views of larger ones.
     """
     gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
@@ -224,7 +235,7 @@ def clip_grad_norm_(buckets, max_norm: float, norm_type: float, group) -> torch.
     dist.all_gather_single(everyone, local.reshape(1), group=group)
     total = torch.linalg.vector_norm(everyone, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
-    for gradient in gradients:
+    for gradient in gradients if buffers is None else buffers:
         gradient.mul_(factor)
     return total
 
@@ -233,8 +244,8 @@ def name_of(bucket, param: nn.Parameter) -> str:
     return next(name for name, other in zip(bucket.names, bucket.params) if other is param)
 
 
-def gradient_arrived(bucket, param: nn.Parameter) -> None:
-    """Note that backward has finished `param`, and refuse what would be reduced wrongly."""
+def check_gradient(bucket, param: nn.Parameter) -> None:
+    """Refuse a gradient that would be reduced wrongly: one that is sparse, or that nobody waits for any more."""
     if param not in bucket.missing:
         raise RuntimeError(
             f"a second gradient of {name_of(bucket, param)!r} arrived before its bucket was reduced. Either a backward "
@@ -244,11 +255,14 @@ def gradient_arrived(bucket, param: nn.Parameter) -> None:
     if param.grad.layout != torch.strided:
         name = name_of(bucket, param)
         raise RuntimeError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
-    bucket.missing.discard(param)
 
 
 def without_gradient(buckets) -> list[str]:
-    """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached."""
+    """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached.
+
+    A bucket's `missing` are the parameters that the backward under way has not finished, all of them between
+    two backwards; `reduced` tells whether it has been reduced since the last `zero_grad()`.
+    """
     names = []
     for bucket in buckets:
         if not bucket.reduced or len(bucket.missing) < len(bucket.params):

@@ -113,21 +113,27 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
 
 
 def stop() -> None:
-    """Leave together: a rank that leaves first can make the others abort in gloo's destructor."""
+    """Leave together: a rank that leaves first can make the others abort."""
     dist.barrier()
-    dist.destroy_process_group()
+    if dist.get_backend() == "nccl":  # gloo's destructor may abort when another rank has gone; `run` goes without
+        dist.destroy_process_group()
 
 
 def run(main) -> None:
-    """Call `main()`; turn an exception into one readable message per rank and exit status 1.
+    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1.
 
     The other ranks do not wait for this one in vain: torchrun stops them when it exits.
     """
+    status = 0
     try:
         record(_reporting)(main)  # `record` lets torchrun name the first failure in its summary
+    except SystemExit as leaving:
+        status = leaving.code or 0
     except Exception:
-        sys.stdout.flush()
-        os._exit(1)  # no destructors: gloo's may abort or wait for ranks that have gone
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
 
 
 def _reporting(main) -> None:

@@ -40,6 +40,9 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     for name, least in (("steps", 2), ("batch", 1)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} must be {least} or more, got {getattr(options, name)}")
+    for name in ("bucket_mb", "prefetch"):
+        if not getattr(options, name, 0) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(options, name)}")
     return options
 
 
@@ -81,6 +84,9 @@ def _walk(engine_cls, doc: str) -> None:
             loss = engine.training_step(*ready[-1], next_token_loss)
         story.flush()
     me.print("\n".join(story.lines))
+    me.print(
+        "\nlive: bytes alive when the event began; holds: when the step ended; x 6: six such events, live at the last"
+    )
     me.print(f"\nloss {loss.item():.4f}; between steps this rank holds {_held(engine)}")
     me.print(f"alive in all, buffers kept for the next step included: {memory.live / 1e6:.2f} MB")
     factor = (me.world_size - 1) / me.world_size

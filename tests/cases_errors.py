@@ -49,13 +49,13 @@ def bad_models_and_options(stage: str) -> list[str]:
             message(lambda: engine(whole, ADAMW, units=3)),
             message(lambda: engine(whole, ADAMW, prefetch=-1)),
         ]
-        used = model()
-        engine(used, ADAMW)
-        found.append(message(lambda: engine(used, ADAMW)))
     else:
         found += [message(lambda: engine(model(), ADAMW, bucket_mb=-1))]
         found += [message(lambda: engine(model(), ADAMW, bucket_mb="25"))]
-    engine(model(), ADAMW).training_step(*parts.token_batch(0, dist.get_rank()), F.cross_entropy)
+    used = model()
+    engine(used, ADAMW).training_step(*parts.token_batch(0, dist.get_rank()), F.cross_entropy)
+    found.append(message(lambda: engine(used, ADAMW)))
+    found.append(message(lambda: engine(model(), torch.optim.SGD(model().parameters()))))
     return found
 
 

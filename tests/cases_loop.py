@@ -43,6 +43,29 @@ def clipping(stage: str, norm_type: float, model: str = "OddModel") -> None:
     parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
 
 
+def clipping_between_backwards(stage: str) -> None:
+    """Backward, clip, backward, step: the second backward adds to clipped gradients, on every rank the same."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sgd = parts.OPTIMIZERS["momentum"]
+    plain = parts.seeded(parts.OddModel)
+    optimizer = sgd([param for param in plain.parameters() if param.requires_grad])
+    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), sgd)
+    for step in range(10):
+        for micro in (2 * step, 2 * step + 1):
+            tokens, targets = parts.whole(parts.token_batch, micro, world_size)
+            F.cross_entropy(plain(tokens), targets).backward()
+            tokens, targets = parts.token_batch(micro, rank)
+            F.cross_entropy(engine(tokens), targets).backward()
+            if micro % 2 == 0:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+                engine.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+        engine.zero_grad()
+    parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+
+
 def clipping_sees_a_nan(stage: str, value: float, norm_type: float) -> list[float]:
     """One element of one parameter gets a NaN or inf on rank 0 only: every rank sees it in the norm."""
     engine = parts.STAGES[stage](parts.seeded(parts.OddModel), ADAMW)
@@ -96,11 +119,12 @@ def wrong_groups(stage: str) -> list[str]:
         lambda model, groups: groups[:2],  # the head in no group
         lambda model, groups: [*groups, {"params": [model.head.weight]}],  # twice
         lambda model, groups: [*groups, {"params": [model.frozen]}],  # not trained
+        lambda model, groups: list(model.parameters()),  # no groups at all
     ):
         model = parts.seeded(parts.OddModel)
         try:
             parts.STAGES[stage](model, ADAMW, param_groups=change(model, groups_of(model)))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             found.append(str(error))
     return found
 

@@ -131,6 +131,8 @@ def test_the_articles_layout_can_be_printed():
         (["zero2", "2", "--preset", "gigantic"], ["'gigantic'", "tiny"]),
         (["zero3", "2", "--data", "/nowhere/text"], ["/nowhere/text", "No such file"]),
         (["zero3", "2", "--prefetch", "x"], ["--prefetch", "'x'"]),
+        (["zero3", "2", "--prefetch", "-1"], ["--prefetch", "-1"]),
+        (["zero2", "2", "--bucket-mb", "-1"], ["--bucket-mb", "-1"]),
         (["compare", "2", "--engines", "zero9"], ["'zero9'", "zero_redundancy_optimizer"]),
         (["compare", "2", "--engines", ","], ["--engines is empty"]),
         (["compare", "2", "--steps", "0"], ["--steps", "0"]),

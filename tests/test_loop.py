@@ -19,6 +19,12 @@ def test_clipping_counts_a_tied_weight_once(ranks, stage):
     ranks(3).run(cases.clipping, stage=stage, norm_type=2.0, model="Twice")
 
 
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_clipping_between_two_backwards(ranks, world_size, stage):
+    ranks(world_size).run(cases.clipping_between_backwards, stage=stage)
+
+
 @pytest.mark.parametrize("norm_type", (2.0, math.inf))
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_clipping_shows_a_nan_or_inf_of_one_rank_to_all(ranks, stage, norm_type):
@@ -39,9 +45,10 @@ def test_parameter_groups_and_schedulers(ranks, world_size, stage, options):
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_wrong_groups_are_refused(ranks, stage):
     for messages in ranks(2).run(cases.wrong_groups, stage=stage):
-        assert len(messages) == 3
+        assert len(messages) == 4
         assert "'head.weight'" in messages[0] and "'head.bias'" in messages[0] and "in no group" in messages[0]
         assert "'head.weight' is twice" in messages[1] and "(5,)" in messages[2]
+        assert "param_groups[0]" in messages[3] and "dictionary" in messages[3]
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
