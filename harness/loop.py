@@ -1,7 +1,7 @@
 """What a training loop needs around the lesson, alike in all three stages.
 
 Plain functions over a model, its buckets (see `zero1.Bucket`) and a process group: checks before
-anything can hang, and weights in and out.
+anything can hang, the optimizer over the pieces, clipping, and weights in and out.
 """
 
 import dataclasses
