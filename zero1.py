@@ -5,8 +5,8 @@ element in float32) and AdamW's two moments, each rank of DDP holds
 
     parameters Ψ  +  gradients Ψ  +  optimizer state 2Ψ  =  4Ψ      (7e9 parameters: 112 GB)
 
-although all N copies of the optimizer state are equal, because all ranks see the same averaged
-gradient. ZeRO-1 lets each rank update only 1/N of the parameters, so it needs only the state for these:
+although all N copies of the optimizer state are equal, as all ranks see the same averaged gradient.
+ZeRO-1 lets each rank update only 1/N of the parameters, so it needs only the state for these:
 
     parameters Ψ  +  gradients Ψ  +  optimizer state 2Ψ/N           (N = 8: 63 GB)
 
@@ -22,9 +22,8 @@ Words of all three chapters:
     all-gather        every rank gets all shards, in the order of the ranks
     reduce-scatter    rank r gets shard r of the sum: the first half of an all-reduce
 
-The steps, numbered alike in all three chapters:
-
-    0 partition    1 forward    2 backward    3 reduce gradients    4 update the shard    5 gather parameters
+The steps, numbered alike in all three chapters: 0 partition, 1 forward, 2 backward, 3 reduce gradients,
+4 update the shard, 5 gather parameters.
 
 Paper: ZeRO (Rajbhandari et al., 2020), section 5.1, "P_os". Article: "AI in Multiple GPUs: ZeRO & FSDP".
 Run it: ./launch.sh zero1 2
@@ -38,30 +37,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from harness import loop
+from harness import checks, loop
 
 
 class Bucket:
     """A run of parameters in one flat buffer, cut into one equal shard per rank.
 
-    The articles cut every parameter by itself: with N = 2 and W of 6 elements, rank 0 owns W[0:3] and rank 1
-    W[3:6]. That is a bucket of one parameter (here every start is rounded up to 16 bytes: W[0:4] and W[4:6]).
-    A collective has a fixed cost however little it moves, so many parameters share a bucket, and the cuts
-    fall where they fall, often inside a parameter:
+    The articles cut every parameter by itself: with N = 2 and W of 6 elements, rank 0 owns W[0:3] and rank 1 W[3:6].
+    That is a bucket of one parameter (here with starts rounded up to 16 bytes: W[0:4] and W[4:6]). A collective has
+    a fixed cost however little it moves, so many parameters share a bucket, and the cuts fall where they fall:
 
         flat   | embedding ............ | norm | weight ................... | bias |pad|
         cut    | shard 0           | shard 1           | shard 2            | shard 3  |
 
     Attributes: `names`, `params`; `offsets`, where each starts, and `start`, where this rank's shard begins, in
-    elements; `numel` of the buffer `flat`, `shard_numel` = numel / N of this rank's `shard`; `pieces`, see `cut`.
+    elements; `numel` of the buffer `flat`, `shard_numel` = numel / N of the rank's `shard`; `pieces`, see `make_shard`;
+    `param_dtype` of `flat`, `reduce_dtype` of gradients under way: by default the parameters' own.
     """
 
-    def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int):
+    def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
+        self.param_dtype, self.reduce_dtype = loop.bucket_dtypes(self.params[0].dtype, *dtypes)
         # Matrix kernels take other paths, with other last bits, for operands that do not start on a 16-byte
         # boundary. Starting every parameter and every shard on one keeps results those of plain PyTorch.
-        align = max(1, 16 // self.params[0].element_size())
+        align = max(1, 16 // min(self.params[0].dtype.itemsize, self.param_dtype.itemsize))
         self.offsets, end = [], 0
         for param in self.params:
             self.offsets.append(end)
@@ -78,11 +78,14 @@ class Bucket:
             # Only the storage behind the parameter changes. It stays the same object, so the model and
             # whoever else holds it notice nothing, and a collective into `flat` writes into the weights.
             param.data = view
-        self.shard = self.flat[self.start : self.start + self.shard_numel]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of a whole buffer (numel,), in the parameter's shape."""
         return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.params)]
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part (shard_numel,) of a whole buffer (numel,)."""
+        return flat[self.start : self.start + self.shard_numel]
 
     def cut(self, shard: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """(index of the parameter, its 1-D part of `shard`) wherever this rank owns some of it."""
@@ -94,66 +97,79 @@ class Bucket:
                 parts.append((index, shard[first:last]))
         return parts
 
-    def make_pieces(self) -> None:
-        """What the optimizer is handed: one leaf per parameter that this rank owns some of.
+    def make_shard(self, alone: bool = False) -> None:
+        """Step 0: the `shard` that this rank updates, in `flat` or (`alone`) beside it, and its pieces.
 
-        Pieces and not the flat shard as one tensor, so that parameter groups, and parameters without a
-        gradient, behave as in plain PyTorch. Each is a view of the shard: updating it updates the shard.
+        Pieces, one leaf per parameter that this rank owns some of, and not the shard as one tensor: then parameter
+        groups, and parameters without a gradient, behave as in plain PyTorch. Updating a view updates the shard.
         """
+        low_precision = self.param_dtype != self.flat.dtype
+        self.shard = self.own(self.flat).clone() if alone or low_precision else self.own(self.flat)
+        if (
+            low_precision
+        ):  # the shard stays float32: bfloat16 has no digits for an update that is small beside its weight
+            self.flat = self.flat.to(self.param_dtype)
+            for param, view in zip(self.params, self.views(self.flat)):
+                param.data = view
         self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
 
 
-def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int) -> list[Bucket]:
+def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int, dtypes=(None, None)) -> list[Bucket]:
     """Fill buckets of at most `bucket_mb` MiB, last parameter first: backward finishes them in that order.
 
-    With 0 every parameter gets a bucket of its own, the articles' layout; so does one that is larger
-    than `bucket_mb`. A buffer has one dtype, so a change of dtype starts a new bucket as well.
+    With 0 every parameter gets a bucket of its own, the articles' layout; so does one that is larger than `bucket_mb`.
     """
     runs, run_bytes = [], 0.0
     for name, param in reversed(named_params):
         nbytes = param.numel() * param.element_size()
         if not runs or run_bytes + nbytes > bucket_mb * 2**20 or param.dtype != runs[-1][-1][1].dtype:
-            runs.append([])
+            runs.append([])  # a dtype of its own as well: a buffer has only one
             run_bytes = 0
         runs[-1].append((name, param))
         run_bytes += nbytes
-    return [Bucket(run, rank, world_size) for run in runs]
+    return [Bucket(run, rank, world_size, dtypes) for run in runs]
 
 
 class ZeRO1:
     """Data-parallel training of `model` with the optimizer state cut into N.
 
-    `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a
-    `torch.optim.Optimizer`; `group` is the process group to shard over (default: all ranks);
-    `bucket_mb` the size of a bucket in MiB, 0 for a bucket per parameter. All ranks start from rank 0's
-    parameters and buffers. Losses and updates are those of plain PyTorch for every optimizer that treats each
-    element by itself (SGD, Adam, AdamW, RMSprop, Adagrad). One that looks at a whole matrix or layer (Muon,
-    Shampoo, LAMB's norm per layer) cannot work here: a rank sees 1-D pieces cut at arbitrary places.
-
-    Several backwards before a step add up, and send as much as one would. `param_groups` are a torch optimizer's, over
-    the model's own parameters. Raises RuntimeError without a process group, ValueError or TypeError for a model,
-    option or optimizer that cannot work, each on every rank. Source: ZeRO paper section 5.1; article class `ZeRO_1`.
+    `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a `torch.optim.Optimizer` that
+    treats each element by itself (SGD, Adam, AdamW, RMSprop, Adagrad; not Muon, Shampoo or LAMB, which look at whole
+    matrices); `param_groups` are a torch optimizer's, over the model's own parameters; `group` is the process group to
+    shard over (default: all ranks); `bucket_mb` MiB go into a bucket, 0: one parameter. All ranks start from
+    rank 0's parameters and buffers. Several backwards before a step add up, and send as much as one would.
+    `param_dtype` is the dtype of weights and computation, `reduce_dtype` (default: the same) of the gradients' buffer;
+    the shard keeps the model's. bfloat16 with float32 holds 2 + 4 + (4 + 8)/N bytes per parameter. `find_unused=True`
+    lets a step leave parameters without gradient, on some ranks or on all, for one small all-reduce.
+    Raises RuntimeError without a process group, ValueError or TypeError for what cannot work, each on every rank.
+    Source: ZeRO paper section 5.1; article class `ZeRO_1`.
     """
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None):
-        self.model, self.group = model, group
-        self.rank, self.world_size = loop.check(model, group, bucket_mb=bucket_mb)
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
+                 param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
+        self.model, self.group, self.find_unused = model, group, find_unused
+        dtypes = param_dtype, reduce_dtype
+        self.rank, self.world_size = checks.check(model, group, dtypes, find_unused, bucket_mb=bucket_mb)
         with record_function("step 0 partition"), torch.no_grad():
-            self.buckets = make_buckets(loop.trainable(model), bucket_mb, self.rank, self.world_size)
+            layout = bucket_mb, self.rank, self.world_size, dtypes
+            self.trained = make_buckets(loop.trainable(model), *layout)
+            self.buckets = self.trained + make_buckets(loop.frozen(model), *layout)
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(bucket.flat, group_src=0, group=group)
-                bucket.make_pieces()
+                bucket.make_shard()
+            for bucket in self.trained:
                 # The gradients' buffer stays from step to step: a large allocation costs more than filling it.
-                bucket.flat_gradient = torch.zeros_like(bucket.flat)
+                bucket.flat_gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
                 bucket.gradients = bucket.views(bucket.flat_gradient)
-            for tensor in loop.not_in_buckets(model, self.buckets):  # buffers and frozen parameters stay whole
-                dist.broadcast(tensor, group_src=0, group=group)
-        self.optimizer = loop.make_optimizer(optimizer_cls, self.buckets, param_groups)
-        self._reduced = False
-        for bucket in self.buckets:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, group_src=0, group=group)
+        loop.prepare_forward(model, self.buckets, param_dtype)
+        self.optimizer = loop.make_optimizer(optimizer_cls, self.trained, param_groups)
+        self.zero_grad()
+        for bucket in self.trained:
             for index, param in enumerate(bucket.params):
-                # Called when `param.grad` is final for this backward, however often the parameter was used.
+                # Called when `param.grad` is final for this backward, however often `param` was used.
                 param.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
 
     def __call__(self, *args, **kwargs):
@@ -176,13 +192,14 @@ class ZeRO1:
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         with record_function("step 5 gather parameters"):
-            self._sync_params()
+            self._sync_params(self.trained)
 
     def _on_gradient(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Called inside step 2: move `param.grad` into the bucket's buffer, so that it exists only once."""
-        self._reduced = False
-        if param.grad is not bucket.gradients[index]:  # else a second backward has added to it in place
-            param.grad = bucket.gradients[index].copy_(param.grad)
+        gradient = bucket.gradients[index]
+        gradient.add_(param.grad) if param in bucket.used else gradient.copy_(param.grad)
+        bucket.used.add(param)  # since `zero_grad`
+        param.grad, self._reduced = None, False
 
     def no_sync(self):
         """For all but the last of several backwards before a step. ZeRO-1 sends nothing before `step()` anyway."""
@@ -192,52 +209,46 @@ class ZeRO1:
         """Step 3: average the gradients over the ranks, and hand this rank's slices to the optimizer."""
         if self._reduced:
             return  # `clip_grad_norm_` has been here
-        loop.require_gradients([n for b in self.buckets for n, p in zip(b.names, b.params) if p.grad is None])
+        loop.require_gradients(self.trained, self.find_unused)
         works = []
-        for bucket in self.buckets:
+        for bucket in self.trained:
             # Every rank gets all averaged gradients and uses 1/N of them: the articles' sequence, which
             # sends 2Ψ here and 3Ψ in all. A reduce-scatter would send Ψ, and 2Ψ in all, as the paper has it
             # for this stage too. ZeRO-2 does that, and then need not keep the other (N-1)/N either.
             works.append(dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True))
-        for bucket, work in zip(self.buckets, works):
-            work.wait()
+        for bucket, work in zip(self.trained, works):
+            loop.wait(work, "all-reduce", bucket)
             bucket.flat_gradient.div_(self.world_size)  # after the sum: exact wherever the sum is
-            shard = bucket.flat_gradient[bucket.start : bucket.start + bucket.shard_numel]
-            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
-                piece.grad = gradient
+            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(bucket.own(bucket.flat_gradient))):
+                piece.grad = gradient.to(piece.dtype)
+        if self.find_unused:
+            loop.drop_unused(self.trained, self.group)
         self._reduced = True
 
-    def _sync_params(self) -> None:
+    def _sync_params(self, buckets: list[Bucket]) -> None:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
         works = []
-        for bucket in self.buckets:
-            works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True))
-        for work in works:
-            work.wait()
+        for bucket in buckets:
+            shard = bucket.shard.to(bucket.param_dtype)  # itself, but in mixed precision; alive until it has been sent
+            works.append((dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True), shard))
+        for bucket, (work, _) in zip(buckets, works):
+            loop.wait(work, "all-gather", bucket)
 
     def zero_grad(self) -> None:
         """Drop all gradients (their buffer stays for the next backward). Call it after `step()`."""
+        self.model.zero_grad()
         self._reduced = False
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.grad = None
+        for bucket in self.trained:
+            bucket.used = set()  # the parameters that got a gradient since
+            if self.find_unused:
+                bucket.flat_gradient.zero_()  # what stays unused must not send an old gradient
             for _, piece in bucket.pieces:
                 piece.grad = None
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Between backward and `step()`: clip the norm of all gradients, and return what it was. A collective."""
-        self._sync_gradients()
-        whole = [bucket.flat_gradient for bucket in self.buckets]  # scaled as a whole: a later backward adds to it
-        return loop.clip_grad_norm_(self.buckets, max_norm, norm_type, self.group, whole)
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""
-        return loop.full_state_dict(self.model, self.buckets, self.group)
-
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what `full_state_dict` returned, at any world size. A collective."""
-        loop.load_full_state_dict(self.model, self.buckets, state, self.group)
-        self._sync_params()
+    # Not the lesson, and alike in every stage: the docstrings are in harness/loop.py.
+    clip_grad_norm_ = loop.clip_grad_norm_
+    full_state_dict = loop.full_state_dict
+    load_full_state_dict = loop.load_full_state_dict
 
 
 def main() -> None:

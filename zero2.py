@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from harness import loop
+from harness import checks, loop
 from zero1 import Bucket, make_buckets
 
 
@@ -50,19 +50,24 @@ class Reduction:
 
     def __init__(self, bucket: Bucket, group):
         self.bucket = bucket
-        self.flat = torch.zeros_like(bucket.flat)  # (numel,); zeros: padding is sent along, and must never hold a NaN
+        # (numel,); zeros: padding is sent along, and must never hold a NaN
+        self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
         for param, view in zip(bucket.params, bucket.views(self.flat)):
-            view.copy_(param.grad)
-            param.grad = None
+            if param.grad is not None:  # None with `find_unused` only, and counts as zeros
+                view.copy_(param.grad)
+                param.grad = None
+            if param in bucket.kept:  # from earlier backwards, under `no_sync`
+                view.add_(bucket.kept.pop(param))
         self.shard = self.flat.new_empty(bucket.shard_numel)
         self.work = dist.reduce_scatter_single(self.shard, self.flat, group=group, async_op=True)
 
     def finish(self, world_size: int) -> None:
         """Add this rank's shard of the mean to what the pieces have from earlier backwards of this step."""
-        self.work.wait()  # on CUDA the stream waits, not the host
+        loop.wait(self.work, "reduce-scatter", self.bucket)  # on CUDA the stream waits, not the host
         self.flat = None  # the whole gradients are gone; this is what makes it ZeRO-2
         self.shard.div_(world_size)  # after the sum: exact wherever the sum is
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard)):
+            gradient = gradient.to(piece.dtype)
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
 
 
@@ -85,28 +90,38 @@ class ZeRO2:
     whole in any case and sends 3Ψ for any k, which is why it is still of use. `param_groups` are a torch
     optimizer's, over the model's own parameters.
 
+    `param_dtype` is the dtype of weights and computation, `reduce_dtype` (default: the same) of gradients on their way;
+    shards keep the model's. bfloat16 with float32 holds 2 + (4 + 4 + 8)/N bytes per parameter. `find_unused=True`
+    lets a step leave parameters without gradient, on some ranks or on all, for one small all-reduce. A bucket that
+    lacks one waits for the end of backward, and the buckets behind it wait with it.
+
     Raises RuntimeError without a process group, ValueError or TypeError for a model, option or optimizer
     that cannot work, each on every rank. Source: ZeRO paper section 5.2; article class `ZeRO_2`.
     """
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None):
-        self.model, self.group = model, group
-        self.rank, self.world_size = loop.check(model, group, bucket_mb=bucket_mb)
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
+                 param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
+        self.model, self.group, self.find_unused = model, group, find_unused
+        dtypes = param_dtype, reduce_dtype
+        self.rank, self.world_size = checks.check(model, group, dtypes, find_unused, bucket_mb=bucket_mb)
         with record_function("step 0 partition"), torch.no_grad():
-            self.buckets = make_buckets(loop.trainable(model), bucket_mb, self.rank, self.world_size)
+            layout = bucket_mb, self.rank, self.world_size, dtypes
+            self.trained = make_buckets(loop.trainable(model), *layout)
+            self.buckets = self.trained + make_buckets(loop.frozen(model), *layout)
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(bucket.flat, group_src=0, group=group)
-                bucket.make_pieces()
-            for tensor in loop.not_in_buckets(model, self.buckets):  # buffers and frozen parameters stay whole
-                dist.broadcast(tensor, group_src=0, group=group)
-        self.optimizer = loop.make_optimizer(optimizer_cls, self.buckets, param_groups)
-        self._in_flight = None
+                bucket.make_shard()
+            for buffer in model.buffers():
+                dist.broadcast(buffer, group_src=0, group=group)
+        loop.prepare_forward(model, self.buckets, param_dtype)
+        self.optimizer = loop.make_optimizer(optimizer_cls, self.trained, param_groups)
+        self._in_flight = self._backward = None
         self._sync = True
         self.zero_grad()
-        for bucket in self.buckets:
+        for bucket in self.trained:
             for param in bucket.params:
-                # Called when `param.grad` is final for this backward, however often the parameter was used.
+                # Called when `param.grad` is final for this backward, however often `param` was used.
                 param.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
 
     def __call__(self, *args, **kwargs):
@@ -129,20 +144,28 @@ class ZeRO2:
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         with record_function("step 5 gather parameters"):
-            self._sync_params()
+            self._sync_params(self.trained)
 
     def _on_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
         """Step 3, called inside step 2: `param.grad` is final. Reduce the buckets whose turn has come."""
         if not self._sync:
+            loop.keep_gradient(bucket, param)
             return
+        if self.find_unused and self._backward is None:
+            self._backward = loop.when_backward_ends(self._end_backward)
         loop.check_gradient(bucket, param)
+        bucket.used.add(param)  # since `zero_grad`
         bucket.missing.discard(param)  # what is left of the bucket's parameters before it can be reduced
-        while self._turn < len(self.buckets) and not self.buckets[self._turn].missing:
-            with record_function("step 3 reduce gradients"):
-                self._reduce_bucket(self.buckets[self._turn])
-            self._turn += 1
-        if self._turn == len(self.buckets):
-            self._turn = 0  # all reduced: the next backward starts over
+        if not self._waiting:
+            self._waiting = list(self.trained)  # another backward begins
+        while self._waiting and not self._waiting[0].missing:
+            self._reduce_bucket(self._waiting.pop(0))
+
+    def _end_backward(self) -> None:
+        """With `find_unused`: reduce what waits for gradients that do not come, zeros on this rank."""
+        self._backward = None
+        while self._waiting:
+            self._reduce_bucket(self._waiting.pop(0))
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -157,9 +180,10 @@ class ZeRO2:
         """Send one complete bucket, and let backward go on meanwhile."""
         # The bucket before has had all of this bucket's backward for its way. Receiving it first frees its
         # buffer before another is made, which keeps the promise of two.
-        self._finish_reduction()
-        self._in_flight = Reduction(bucket, self.group)
-        bucket.missing, bucket.reduced = set(bucket.params), True
+        with record_function("step 3 reduce gradients"):
+            self._finish_reduction()
+            self._in_flight = Reduction(bucket, self.group)
+        bucket.missing, bucket.reduced, self._unused_known = set(bucket.params), True, False
 
     def _finish_reduction(self) -> None:
         if self._in_flight is not None:
@@ -169,41 +193,38 @@ class ZeRO2:
     def _sync_gradients(self) -> None:
         """The end of step 3: receive the last bucket."""
         self._finish_reduction()
-        loop.require_gradients(loop.without_gradient(self.buckets))
+        loop.require_gradients(self.trained, self.find_unused)
+        if self.find_unused and not self._unused_known:
+            loop.drop_unused(self.trained, self.group)
+            self._unused_known = True
 
-    def _sync_params(self) -> None:
+    def _sync_params(self, buckets: list[Bucket]) -> None:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
         works = []
-        for bucket in self.buckets:
-            works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True))
-        for work in works:
-            work.wait()
+        for bucket in buckets:
+            shard = bucket.shard.to(bucket.param_dtype)  # itself, but in mixed precision; alive until it has been sent
+            works.append((dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True), shard))
+        for bucket, (work, _) in zip(buckets, works):
+            loop.wait(work, "all-gather", bucket)
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
         self._finish_reduction()
-        self._turn = 0  # the next bucket to reduce
-        for bucket in self.buckets:
+        self.model.zero_grad()
+        self._backward, self._unused_known = None, False
+        self._waiting = []  # the buckets that this backward has not reduced yet
+        for bucket in self.trained:
+            bucket.used = set()  # the parameters that got a gradient since
+            bucket.kept = {}  # parameter -> its whole gradient, under `no_sync`
             bucket.missing = set(bucket.params)  # what this backward has not finished yet
             bucket.reduced = False  # since the last zero_grad
-            for param in bucket.params:
-                param.grad = None
             for _, piece in bucket.pieces:
                 piece.grad = None
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Between backward and `step()`: clip the norm of all gradients, and return what it was. A collective."""
-        self._sync_gradients()
-        return loop.clip_grad_norm_(self.buckets, max_norm, norm_type, self.group)
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""
-        return loop.full_state_dict(self.model, self.buckets, self.group)
-
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what `full_state_dict` returned, at any world size. A collective."""
-        loop.load_full_state_dict(self.model, self.buckets, state, self.group)
-        self._sync_params()
+    # Not the lesson, and alike in every stage: the docstrings are in harness/loop.py.
+    clip_grad_norm_ = loop.clip_grad_norm_
+    full_state_dict = loop.full_state_dict
+    load_full_state_dict = loop.load_full_state_dict
 
 
 def main() -> None:

@@ -50,11 +50,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.profiler import record_function
 
-from harness import guard, loop
+from harness import checks, guard, loop, materialise
 from zero1 import Bucket
 from zero2 import Reduction
 
@@ -66,20 +65,22 @@ class Unit:
     dtype, so a unit that mixes frozen and trainable ones, or dtypes, has a bucket for each kind.
     """
 
-    def __init__(self, name: str, module: nn.Module, named_params, rank: int, world_size: int):
+    def __init__(self, name: str, module: nn.Module, named_params, *layout):
         self.name, self.module = name, module
         kinds = {}
         for param_name, param in named_params:
             kinds.setdefault((param.dtype, param.requires_grad), []).append((param_name, param))
-        self.buckets = [Bucket(kind, rank, world_size) for kind in kinds.values()]
+        self.buckets = [Bucket(kind, *layout) for kind in kinds.values()]
+        for bucket in self.buckets:
+            bucket.label = f"unit {name!r}"  # in messages
         self.trained = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
         self.params = [param for bucket in self.buckets for param in bucket.params]
         self.whole = True  # gathered, or being gathered
         self.works = []  # the all-gathers on their way
 
 
-def make_units(model: nn.Module, modules, rank: int, world_size: int) -> tuple[list[Unit], Unit]:
-    """(units, root): every parameter in exactly one of them, in the model's order.
+def make_units(model: nn.Module, modules, *layout) -> tuple[list[Unit], Unit]:
+    """(units, root): every parameter in exactly one of them, in the model's order. `layout` goes to `Bucket`.
 
     Without `modules`: the entries of every outermost ModuleList or Sequential. A parameter that is used in two
     units, or in one and outside (tied weights), belongs to the root, which is whole whenever either needs it.
@@ -98,8 +99,8 @@ def make_units(model: nn.Module, modules, rank: int, world_size: int) -> tuple[l
         unit = homes[id(param)].pop() if len(homes[id(param)]) == 1 else None
         (rest if unit is None else held[unit]).append((name, param))
     names = {module: name for name, module in model.named_modules()}
-    units = [Unit(names[m], m, held[m], rank, world_size) for m in modules if held[m]]
-    return units, Unit("root", model, rest, rank, world_size)
+    units = [Unit(names[module], module, held[module], *layout) for module in modules if held[module]]
+    return units, Unit("root", model, rest, *layout)
 
 
 class ZeRO3:
@@ -117,49 +118,55 @@ class ZeRO3:
     first k-1 under `no_sync()`, which keeps Ψ of whole gradients. `param_groups` are a torch optimizer's, over the
     model's own parameters.
 
+    `param_dtype` is the dtype of gathered weights and computation, `reduce_dtype` (default: the same) of gradients on
+    their way; shards keep the model's. bfloat16 with float32 holds (4 + 4 + 8)/N bytes a parameter, the articles' 16/N.
+    `find_unused=True` lets a step leave parameters without gradient, on some ranks or on all, for one small all-reduce.
+    Every rank must run the same units all the same: a unit that only some run is an error, see `harness/order.py`.
+
+    A model on `meta`, too large to be built, is materialised a unit at a time: at most the shards and one unit
+    exist. `init_fn(name, tensor)` is called for every parameter and buffer, to fill it in place; or `state_dict` has
+    the values (`torch.load(file, mmap=True)` reads them when they are needed).
+
     Raises RuntimeError without a process group or when a freed weight is used, ValueError or TypeError for a
     model, option or optimizer that cannot work. Source: ZeRO paper section 5.3; article class `ZeRO_3`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer_cls,
-        *,
-        group=None,
-        units=None,
-        prefetch: int = 1,
-        reshard_after_forward: bool = True,
-        param_groups=None,
-    ):
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, units=None, prefetch: int = 1,
+                 reshard_after_forward: bool = True, param_groups=None, param_dtype=None, reduce_dtype=None,
+                 find_unused: bool = False, init_fn=None, state_dict=None):  # fmt: skip
         units = list(units) if isinstance(units, Iterable) else units
-        self.model, self.group = model, group
+        self.model, self.group, self.find_unused = model, group, find_unused
         self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
-        self.rank, self.world_size = loop.check(
-            model, group, units=units, prefetch=prefetch, reshard_after_forward=reshard_after_forward
-        )
+        dtypes, source = (param_dtype, reduce_dtype), (init_fn, state_dict)
+        self.rank, self.world_size = checks.check(
+            model, group, dtypes, find_unused, source,
+            units=units, prefetch=prefetch, reshard_after_forward=reshard_after_forward,
+        )  # fmt: skip
         with record_function("step 0 partition"), torch.no_grad():
-            self.units, self.root = make_units(model, units, self.rank, self.world_size)
+            self.units, self.root = make_units(model, units, self.rank, self.world_size, dtypes)
             self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]
+            self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
             for unit in (*self.units, self.root):
                 for bucket in unit.buckets:
+                    filled = materialise.parameters(bucket, group)  # those that were on `meta`
                     bucket.flatten()
+                    materialise.fill(filled, *source)
                     dist.broadcast(bucket.flat, group_src=0, group=group)
-                    bucket.shard = bucket.shard.clone()  # all that stays when the buffer is freed
-                    bucket.make_pieces()
+                    bucket.make_shard(alone=True)  # all that stays when the buffer is freed
                     for name, param in zip(bucket.names, bucket.params):
                         guard.name_parameter(param, name)
                 self._reshard_unit(unit)
-            for tensor in loop.not_in_buckets(model, self.buckets):  # buffers stay whole
-                dist.broadcast(tensor, group_src=0, group=group)
-            self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
+            materialise.buffers(model, group, *source)
+            for buffer in model.buffers():  # they stay whole
+                dist.broadcast(buffer, group_src=0, group=group)
+        loop.prepare_forward(model, self.buckets, param_dtype, [unit.module for unit in self.units])
         self.optimizer = loop.make_optimizer(optimizer_cls, self.trained, param_groups)
         self._in_flight = None
         self._sync = True
         self._in_forward = False
-        self._backward = None  # autograd's number of the backward that is running
         self._order = self.units  # in which forward runs the units: as declared, until one was seen
         self._seen = []
+        self._backward = None  # autograd's number of the backward that is running
         self.zero_grad()
         self._register_hooks()
 
@@ -195,8 +202,12 @@ class ZeRO3:
             self._sync_gradients()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
+        self._sync_params(self.buckets)
+
+    def _sync_params(self, buckets: list[Bucket]) -> None:
+        """In ZeRO-1 and -2 step 5. Here it is enough to free what is still gathered, for it holds the old values."""
         for unit in (*self.units, self.root):
-            self._reshard_unit(unit)  # whatever is still gathered holds the old values
+            self._reshard_unit(unit)
 
     # Step 5, gather parameters: start, wait, and free again.
 
@@ -210,12 +221,16 @@ class ZeRO3:
                 # Straight into the weights: the model's parameters are views of `flat`, and so are the views that
                 # autograd saved. On CUDA the buffer must come from the stream that computes, which is
                 # why it is resized here and not in the collective's own stream: then no event is needed.
-                unit.works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True))
+                shard = bucket.shard.to(
+                    bucket.param_dtype
+                )  # itself, but in mixed precision; alive until it has been sent
+                work = dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True)
+                unit.works.append((work, bucket, shard))
         unit.whole = True
 
     def _wait_for_unit(self, unit: Unit) -> None:
-        for work in unit.works:
-            work.wait()
+        for work, bucket, _ in unit.works:
+            loop.wait(work, "all-gather", bucket)
         unit.works = []
         guard.open(unit.params)  # until `guard.close`, using one of them is allowed
 
@@ -231,7 +246,8 @@ class ZeRO3:
     # Step 1, forward.
 
     def _pre_forward_root(self, module, args) -> None:
-        if self._backward_running():  # activation checkpointing runs forward again inside backward
+        if loop.backward_now() is not None:  # activation checkpointing runs forward again inside backward
+            loop.refuse_reentrant(self._backward is None)  # its forward left no trace in autograd's graph
             return
         if self._backward is not None:
             raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
@@ -242,7 +258,7 @@ class ZeRO3:
         self._wait_for_unit(self.root)
 
     def _pre_forward(self, unit: Unit, module, args, kwargs) -> None:
-        if self._backward_running():  # recomputed by activation checkpointing: no telling which unit is next
+        if loop.backward_now() is not None:  # recomputed by activation checkpointing: no telling which unit is next
             self._gather_unit(unit)
             self._wait_for_unit(unit)
             return
@@ -262,7 +278,7 @@ class ZeRO3:
         self._wait_for_unit(unit)
 
     def _post_forward(self, unit: Unit, module, args, output) -> None:
-        if self._backward_running():
+        if loop.backward_now() is not None:
             return  # recomputed for backward, which needs it whole: `_on_gradient` or `_end_backward` frees it
         before = self._seen[max(0, len(self._seen) - 1 - self.prefetch) : len(self._seen) - 1]
         needs_backward = self._gather_before_backward(unit, output, list(reversed(before)))
@@ -271,7 +287,7 @@ class ZeRO3:
             self._reshard_unit(unit)
 
     def _post_forward_root(self, module, args, output) -> None:
-        if self._backward_running():
+        if loop.backward_now() is not None:
             return
         self._in_forward = False
         first = list(reversed(self._seen))[: self.prefetch]
@@ -283,23 +299,29 @@ class ZeRO3:
 
     # Step 2, backward.
 
-    def _backward_running(self) -> bool:
-        """Whether autograd is in a backward on this thread: it numbers them, and says -1 outside."""
-        return torch._C._current_graph_task_id() != -1
-
     def _gather_before_backward(self, unit: Unit, output, upcoming: list[Unit]) -> bool:
         """Have `unit` gathered when the gradient of its output is there. False if none can come."""
         outputs = [leaf for leaf in loop.tensors_in(output) if leaf.requires_grad]
+        begun = set()  # the backwards through this output that have begun: several tensors, one beginning
+
+        def begin(gradient):
+            if loop.backward_now() not in begun:
+                begun.add(loop.backward_now())
+                self._pre_backward(unit, upcoming)
+
         for tensor in outputs:
             # A hook on the tensor and not on the module: those miss outputs that are dictionaries or dataclasses.
-            tensor.register_hook(lambda gradient: self._pre_backward(unit, upcoming))
+            tensor.register_hook(begin)
         return bool(outputs)
 
     def _pre_backward(self, unit: Unit, upcoming: list[Unit]) -> None:
         """The gradient of `unit`'s output is known: its backward is next, and after it that of `upcoming`."""
         if self._backward is None:
-            self._backward = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(self._end_backward)  # autograd calls it when it is done
+            self._backward = loop.when_backward_ends(self._end_backward)
+            self._begun, self._waiting = self.root, [*self.units, self.root]
+        if self.find_unused:
+            self._reduce_begun()
+            self._begun = unit
         self._gather_unit(unit)
         for following in upcoming:
             self._gather_unit(following)
@@ -307,7 +329,11 @@ class ZeRO3:
 
     def _on_gradient(self, unit: Unit, bucket: Bucket, param: nn.Parameter) -> None:
         """Step 3, called inside step 2: `param.grad` is final. Free and reduce the unit if it was the last."""
+        loop.refuse_reentrant(loop.backward_now() != self._backward)
         loop.check_gradient(bucket, param)
+        if not self._sync:
+            loop.keep_gradient(bucket, param)
+        bucket.used.add(param)  # since `zero_grad`
         bucket.missing.discard(param)  # what is left of the bucket's parameters before it can be reduced
         if any(b.missing for b in unit.trained):
             return
@@ -315,12 +341,19 @@ class ZeRO3:
         # more. A frozen weight has no gradient to tell: a unit with one waits for its inputs' gradients.
         if len(unit.trained) == len(unit.buckets):
             self._reshard_unit(unit)
-        for bucket in unit.trained:
-            if not self._sync:
-                bucket.missing = set(bucket.params)
-                continue
-            with record_function("step 3 reduce gradients"):
-                self._reduce_bucket(bucket)
+        if not self.find_unused:
+            self._reduce_unit(unit)
+
+    def _reduce_begun(self) -> None:
+        """With `find_unused`: another unit's backward begins, or none any more, so this one's gradients are all there.
+
+        Only now are they reduced, and not when they are complete: on another rank they never may be. Collectives
+        match by their order alone, the gathers in between included, so no rank may reduce earlier than another.
+        """
+        if self._begun is not self.root:  # which is at work until the end
+            self._reshard_unit(self._begun)
+            self._reduce_unit(self._begun)
+            self._waiting = [unit for unit in self._waiting if unit is not self._begun]
 
     def _reshard_after_inputs(self, unit: Unit, inputs) -> None:
         """Free `unit` in backward once the gradients of all its inputs are there."""
@@ -328,12 +361,16 @@ class ZeRO3:
         if leaves:
             register_multi_grad_hook(leaves, lambda gradients: self._reshard_unit(unit))
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, completed: bool = True) -> None:
         """Backward is over: free what no gradient has freed, and receive the last reduction."""
-        self._backward = None
         for unit in (*self.units, self.root):
             self._reshard_unit(unit)
+        if self.find_unused and completed:
+            self._reduce_begun()
+            for unit in self._waiting:  # whose outputs got no gradient, and the root
+                self._reduce_unit(unit)
         self._finish_reduction()
+        self._backward = None
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -346,11 +383,18 @@ class ZeRO3:
 
     # Step 3, reduce gradients, as in ZeRO-2 with the unit as the bucket.
 
+    def _reduce_unit(self, unit: Unit) -> None:
+        for bucket in unit.trained:
+            bucket.missing = set(bucket.params)
+            if self._sync:
+                self._reduce_bucket(bucket)
+
     def _reduce_bucket(self, bucket: Bucket) -> None:
-        """Send one complete bucket, and let backward go on meanwhile."""
-        self._finish_reduction()  # the one before: at most two units' whole gradients are alive
-        self._in_flight = Reduction(bucket, self.group)
-        bucket.missing, bucket.reduced = set(bucket.params), True
+        """Send one bucket, and let backward go on meanwhile."""
+        with record_function("step 3 reduce gradients"):
+            self._finish_reduction()  # the one before: at most two units' whole gradients are alive
+            self._in_flight = Reduction(bucket, self.group)
+        bucket.reduced, self._unused_known = True, False
 
     def _finish_reduction(self) -> None:
         if self._in_flight is not None:
@@ -360,35 +404,30 @@ class ZeRO3:
     def _sync_gradients(self) -> None:
         """The end of step 3: receive the last unit, if backward could not."""
         self._finish_reduction()
-        loop.require_gradients(loop.without_gradient(self.trained))
+        loop.require_gradients(self.trained, self.find_unused)
+        if self.find_unused and not self._unused_known:
+            loop.drop_unused(self.trained, self.group)
+            self._unused_known = True
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
         if self._backward is not None:
-            self._end_backward()
+            self._end_backward(completed=False)
         self._finish_reduction()
+        self.model.zero_grad()
+        self._unused_known = False
         for bucket in self.trained:
+            bucket.used = set()  # the parameters that got a gradient since
+            bucket.kept = {}  # parameter -> its whole gradient, under `no_sync`
             bucket.missing = set(bucket.params)  # what this backward has not finished yet
             bucket.reduced = False  # since the last zero_grad
-            for param in bucket.params:
-                param.grad = None
             for _, piece in bucket.pieces:
                 piece.grad = None
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Between backward and `step()`: clip the norm of all gradients, and return what it was. A collective."""
-        self._sync_gradients()
-        return loop.clip_grad_norm_(self.trained, max_norm, norm_type, self.group)
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's `state_dict()` on CPU, on every rank. A collective: all ranks must call it."""
-        return loop.full_state_dict(self.model, self.buckets, self.group)
-
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what `full_state_dict` returned, at any world size. A collective."""
-        loop.load_full_state_dict(self.model, self.buckets, state, self.group)
-        for unit in (*self.units, self.root):
-            self._reshard_unit(unit)  # whatever is still gathered holds the old values
+    # Not the lesson, and alike in every stage: the docstrings are in harness/loop.py.
+    clip_grad_norm_ = loop.clip_grad_norm_
+    full_state_dict = loop.full_state_dict
+    load_full_state_dict = loop.load_full_state_dict
 
 
 def main() -> None:

@@ -1,24 +1,22 @@
 """What a training loop needs around the lesson, alike in all three stages.
 
-Plain functions over a model, its buckets (see `zero1.Bucket`) and a process group: checks before
-anything can hang, the optimizer over the pieces, clipping, and weights in and out.
+Plain functions over an engine, or over a model, its buckets (see `zero1.Bucket`) and a process group: dtypes, the
+optimizer over the pieces, clipping, loss scaling, gradients that are missing, errors that tell what happened,
+and weights in and out.
 """
 
+import contextlib
 import dataclasses
-import hashlib
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves, tree_map
 
-MAX_NAMES = 5  # in an error message
+from harness.checks import name_some
 
-
-def name_some(names: list[str]) -> str:
-    """The first few names, quoted, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:MAX_NAMES])
-    return shown + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+# Before and around forward.
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -26,136 +24,259 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
 
-def not_in_buckets(model: nn.Module, buckets) -> list[torch.Tensor]:
-    """Parameters that no bucket holds, and buffers."""
-    held = {id(param) for bucket in buckets for param in bucket.params}
-    return [param.data for param in model.parameters() if id(param) not in held] + list(model.buffers())
+def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of the rest."""
+    return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
 
-def check(model: nn.Module, group, **options) -> tuple[int, int]:
-    """(rank, world size) in `group`, after every check that can be made before anything is changed.
+def bucket_dtypes(own: torch.dtype, param_dtype=None, reduce_dtype=None) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype to compute in, dtype to reduce gradients in) for parameters of dtype `own`, as FSDP2's policy has it."""
+    if not own.is_floating_point:  # quantized weights, for example, which nobody trains
+        return own, own
+    param_dtype = param_dtype or own
+    return param_dtype, reduce_dtype or param_dtype
 
-    Raises RuntimeError without a process group; ValueError or TypeError for a model or an option that
-    cannot work. The ranks compare notes, so that what is wrong on one rank is an error on all.
+
+def prepare_forward(model: nn.Module, buckets, param_dtype, units=None) -> None:
+    """Have every forward cast its floating point inputs, and refuse parameters that were frozen or unfrozen since.
+
+    With `param_dtype` the inputs of the model and of every unit are cast, as FSDP2 does at each module that it
+    wraps, so that a float32 buffer in between does no harm. Buffers and outputs keep their dtype.
     """
-    if not dist.is_initialized():
+    flags = [(bucket, [param.requires_grad for param in bucket.params]) for bucket in buckets]
+
+    def look(module, args, kwargs):
+        changed = []
+        for bucket, was in flags:
+            for name, param, before in zip(bucket.names, bucket.params, was):
+                if param.requires_grad != before:
+                    changed.append(name)
+        if changed and backward_now() is None:
+            raise RuntimeError(
+                f"requires_grad of {name_some(changed)} was changed after the engine was built, which has buckets, "
+                "hooks and optimizer state for the flags as they were. Change it back, or take state = "
+                "engine.full_state_dict(), build a new model, load the state into it, set the flags, and build a new "
+                "engine (its optimizer starts afresh). A parameter that only rests for some steps can be left out of "
+                "the loss with find_unused=True"
+            )
+
+    def cast(module, args, kwargs):
+        def one(value):
+            return value.to(param_dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return tree_map(one, args), tree_map(one, kwargs)
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    if param_dtype is not None:
+        for module in (model, *(default_units(model) if units is None else units)):
+            module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+# Around autograd's backward.
+
+
+def backward_now() -> int | None:
+    """Autograd's number of the backward that runs on this thread; None outside."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def when_backward_ends(callback) -> int:
+    """Have autograd call `callback()` when the backward that is running is over; returns that backward's number."""
+    Variable._execution_engine.queue_callback(callback)
+    return backward_now()
+
+
+def refuse_reentrant(found: bool) -> None:
+    """Raise RuntimeError if a backward inside a backward was `found`, as reentrant checkpointing makes it."""
+    if found:
         raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group() first, "
-            "or start this file by ./launch.sh or torchrun, which set one up"
+            "the model runs inside a backward that the engine does not know: that is reentrant activation "
+            "checkpointing, which hides whole modules from autograd, so that nothing tells when to gather and free. "
+            "Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), then engine.zero_grad() and go on"
         )
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
-    problem = _problem(model, options, dist.get_backend(group))
-    _agree(problem, "" if problem else _fingerprint(model, options), group, rank, world_size)
-    return rank, world_size
 
 
-def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
-    if not isinstance(model, nn.Module):
-        return TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {model!r}")
-    named = list(model.named_parameters())
-    for name, param in named:
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
-        if getattr(param, "zero_engine", False):
-            return ValueError(f"parameter {name!r} is sharded by another engine already; build a new model")
-        if param.is_meta:
-            return ValueError(
-                f"parameter {name!r} is still on the meta device and has no values: "
-                "materialise the model first, for example model.to_empty(device=...) and initialise it"
-            )
-    if not any(param.requires_grad for _, param in named):
-        return ValueError(
-            f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "
-            "Set requires_grad on what is to be trained"
-        )
-    devices = {param.device: name for name, param in reversed(named)}
-    if len(devices) > 1:
-        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        return ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
-    if backend == "nccl" and next(iter(devices)).type == "cpu":
-        return ValueError(
-            "the parameters are on the CPU, but the group's backend is nccl: move the model to the GPU first"
-        )
-    bucket_mb = options.get("bucket_mb", 0)
-    if not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0:
-        return ValueError(f"bucket_mb must be a number of MiB, 0 or more, got {bucket_mb!r}")
-    prefetch = options.get("prefetch", 0)
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        return ValueError(f"prefetch must be a whole number of units, 0 or more, got {prefetch!r}")
-    return _units_problem(model, options.get("units"))
+# Collectives that may wait in vain.
 
 
-def _units_problem(model: nn.Module, units) -> Exception | None:
-    """What is wrong with ZeRO-3's `units`: entries that are no modules, not in the model, or overlapping."""
-    if units is None:
-        return None
+@contextlib.contextmanager
+def waiting_for(what: str):
+    """Let an error of a collective inside say what this rank waited for."""
     try:
-        units = list(units)
-    except TypeError:
-        return TypeError(f"units must be a list of modules of the model, got {type(units).__name__}")
-    names = {id(module): name or type(model).__name__ for name, module in model.named_modules(remove_duplicate=True)}
-    for index, unit in enumerate(units):
-        if not isinstance(unit, nn.Module):
-            return TypeError(f"units[{index}] must be a module of the model, got {type(unit).__name__}: {unit!r}")
-        if id(unit) not in names:
-            return ValueError(
-                f"units[{index}] ({type(unit).__name__}) is not a module of the model; "
-                "take the entries from model.modules(), for example list(model.blocks)"
-            )
-        if isinstance(unit, (nn.ModuleList, nn.ModuleDict)):
-            return ValueError(
-                f"units[{index}] is {names[id(unit)]!r}, a {type(unit).__name__}: it is never called itself, "
-                "so nothing could gather it in time; pass its entries instead"
-            )
-    for index, unit in enumerate(units):
-        inside = {id(module) for module in unit.modules()}
-        for other in range(len(units)):
-            if other != index and id(units[other]) in inside:
-                a, b = sorted((index, other))
-                return ValueError(
-                    f"units[{a}] ({names[id(units[a])]!r}) and units[{b}] ({names[id(units[b])]!r}) overlap: "
-                    "a parameter can be gathered with one unit only; drop one of the two"
-                )
-    return None
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} waited in vain for {what}: some rank has died, hangs, or went another way "
+            f"(a branch or a unit that not all ranks run). {error}"
+        ) from error
 
 
-def _fingerprint(model: nn.Module, options: dict) -> str:
-    """What must be the same on every rank for the collectives to match: names, shapes, dtypes and options."""
-    params = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
-    names = {id(module): name for name, module in model.named_modules()}
-    units = options.get("units")
-    if isinstance(units, (list, tuple)):
-        options = {**options, "units": [names.get(id(unit)) for unit in units]}
-    return repr((params, buffers, options))
+def wait(work, collective: str, bucket) -> None:
+    """`work.wait()`; on CUDA the stream waits and not the host. An error names the collective and the bucket."""
+    with waiting_for(f"the {collective} of {label(bucket)}"):
+        work.wait()
 
 
-def _agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None:
-    """Raise on every rank if one has a problem, or if the ranks are about to shard different models."""
-    if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
-        if problem is not None:
-            raise problem
-        return
-    # The collective runs where the group's backend can run one, whatever is wrong with the model.
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-    digest = hashlib.sha256(fingerprint.encode()).digest()[:7]  # 7 bytes: positive as an int64
-    mine = torch.tensor([-1 if problem is not None else int.from_bytes(digest, "big")], device=device)
-    everyone = torch.empty(world_size, dtype=mine.dtype, device=device)
-    dist.all_gather_single(everyone, mine, group=group)
-    if problem is not None:
-        raise problem
-    everyone = everyone.tolist()
-    failed = [other for other, value in enumerate(everyone) if value == -1]
-    if failed:
-        raise RuntimeError(f"rank {rank} cannot go on: the checks failed on rank(s) {failed}, see the error there")
-    different = [other for other, value in enumerate(everyone) if value != everyone[0]]
-    if different:
-        raise ValueError(
-            f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad) or other options than "
-            "rank 0: every rank must build the same engine"
+def label(bucket) -> str:
+    """What a message calls `bucket`: its unit, or the names of its parameters."""
+    return getattr(bucket, "label", None) or f"the bucket of {name_some(bucket.names)}"
+
+
+# Gradients.
+
+
+def name_of(bucket, param: nn.Parameter) -> str:
+    return next(name for name, other in zip(bucket.names, bucket.params) if other is param)
+
+
+def check_gradient(bucket, param: nn.Parameter) -> None:
+    """Refuse a gradient that would be reduced wrongly: one that is sparse, or that nobody waits for any more."""
+    if param not in bucket.missing:
+        raise RuntimeError(
+            f"a second gradient of {name_of(bucket, param)!r} arrived before its bucket was reduced. Either a backward "
+            "before this one was interrupted or left some parameter without a gradient (build the engine with "
+            "find_unused=True if that is meant); call engine.zero_grad() before the next forward"
         )
+    if param.grad.layout != torch.strided:
+        name = name_of(bucket, param)
+        raise RuntimeError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+
+
+def keep_gradient(bucket, param: nn.Parameter) -> None:
+    """Under `no_sync`: move `param.grad` to `bucket.kept`, where several backwards add up in the reduce dtype."""
+    gradient, param.grad = param.grad.to(bucket.reduce_dtype), None
+    if param in bucket.kept:
+        bucket.kept[param].add_(gradient)
+    else:
+        bucket.kept[param] = gradient
+    bucket.used.add(param)
+
+
+def without_gradient(buckets) -> list[str]:
+    """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached.
+
+    In ZeRO-1 those not in a bucket's `used`. Where buckets are reduced during backward, `missing` are those that
+    the backward under way has not finished, all of them between two backwards, and `reduced` tells whether
+    the bucket has been reduced since the last `zero_grad()`.
+    """
+    names = []
+    for bucket in buckets:
+        named = zip(bucket.names, bucket.params)
+        if not hasattr(bucket, "missing"):
+            names += [name for name, param in named if param not in bucket.used]
+        elif not bucket.reduced or len(bucket.missing) < len(bucket.params):
+            names += [name for name, param in named if param in bucket.missing]
+    return names
+
+
+def require_gradients(buckets, find_unused: bool) -> None:
+    """Raise RuntimeError for parameters that the step left without a gradient, unless `find_unused`, and for
+    gradients that were not reduced, which would otherwise be lost."""
+    names = [] if find_unused else without_gradient(buckets)
+    if names:
+        raise RuntimeError(
+            f"no gradient for {name_some(names)}: the loss does not depend on {'it' if len(names) == 1 else 'them'}, "
+            "or no backward() was called since zero_grad() (outside no_sync()). Use every parameter in forward, freeze "
+            "those that are not trained with requires_grad_(False) before building the engine, or build it with "
+            "find_unused=True"
+        )
+    left = []
+    for bucket in buckets:
+        kept = getattr(bucket, "kept", ())
+        left += [name for name, p in zip(bucket.names, bucket.params) if p.grad is not None or p in kept]
+    if left:
+        raise RuntimeError(
+            f"gradients of {name_some(left)} were not reduced: the last backward before step() must run outside "
+            "no_sync() and reach the same buckets as those before it, or the engine be built with find_unused=True"
+        )
+
+
+def drop_unused(buckets, group) -> None:
+    """With `find_unused`: take the gradient, which is zero, from the pieces of parameters that no rank has used.
+
+    Then the optimizer leaves them alone, as in plain PyTorch: no weight decay, no momentum, no state. One
+    all-reduce of a byte per parameter; the host waits for its result.
+    """
+    used = [param in bucket.used for bucket in buckets for param in bucket.params]
+    used = torch.tensor(used, dtype=torch.uint8, device=buckets[0].flat.device)
+    with waiting_for("the all-reduce of which parameters were used (find_unused)"):
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    flags = iter(used.tolist())
+    for bucket in buckets:
+        flag = [next(flags) for _ in bucket.params]
+        for index, piece in bucket.pieces:
+            if not flag[index]:
+                piece.grad = None
+
+
+def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Between backward and `step()`: scale the gradients so that their norm is at most `max_norm`. A collective.
+
+    Returns the norm before, a 0-d tensor that is the same on every rank: what `torch.nn.utils.clip_grad_norm_` gives
+    for the whole model. Padding does not count, a tied parameter counts once, a NaN or inf on one rank is seen by all.
+    """
+    engine._sync_gradients()
+    buckets = engine.trained
+    gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
+    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else buckets[0].shard.new_zeros(())
+    # All values and not their all-reduced maximum: a maximum may lose a NaN.
+    everyone = local.new_empty(engine.world_size)
+    with waiting_for("the all-gather of the gradients' norms"):
+        dist.all_gather_single(everyone, local.reshape(1), group=engine.group)
+    total = torch.linalg.vector_norm(everyone, norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
+    # ZeRO-1's gradients are views of a whole buffer, to which a later backward adds: all of it is scaled.
+    buffers = [bucket.flat_gradient for bucket in buckets if hasattr(bucket, "flat_gradient")]
+    storages = {buffer.untyped_storage()._cdata for buffer in buffers}
+    for gradient in gradients:
+        if gradient.untyped_storage()._cdata not in storages:
+            gradient.mul_(factor)
+    for buffer in buffers:
+        buffer.mul_(factor)
+    return total
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for float16 (its documentation has the why), over an engine in place of an optimizer:
+
+        scaler = GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.unscale_(engine)        # if the gradients are to be clipped
+        engine.clip_grad_norm_(1.0)
+        scaler.step(engine)            # all ranks, or none
+        scaler.update()
+        engine.zero_grad()
+
+    After step 3 an inf lies in one rank's shard alone. torch's own scaler would skip the step there and nowhere else,
+    and the ranks would part; here the verdict is that of all ranks, for one all-reduce of 4 bytes.
+    """
+
+    def unscale_(self, engine) -> None:
+        """Divide the gradients by the scale, and find out whether some rank has an inf or NaN. A collective."""
+        if not self.is_enabled():
+            return
+        engine._sync_gradients()
+        super().unscale_(engine.optimizer)
+        found = self._found_inf_per_device(engine.optimizer)  # nothing on a rank that owns only padding
+        device = engine.trained[0].shard.device
+        anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
+        with waiting_for("the all-reduce of whether gradients are finite"):
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=engine.group)
+        found[device] = anywhere
+
+    def step(self, engine) -> None:
+        """`engine.step()`, unless a gradient on some rank is inf or NaN. Unscales first if that was not done."""
+        if not self.is_enabled():
+            return engine.step()
+        if not self._found_inf_per_device(engine.optimizer):
+            self.unscale_(engine)
+        if not any(flag.item() for flag in self._found_inf_per_device(engine.optimizer).values()):
+            engine.step()
+
+
+# The optimizer, and weights in and out.
 
 
 def make_optimizer(optimizer_cls, buckets, param_groups=None) -> torch.optim.Optimizer:
@@ -220,77 +341,19 @@ def _groups_of_pieces(buckets, param_groups) -> list[dict]:
     return groups
 
 
-def clip_grad_norm_(buckets, max_norm: float, norm_type: float, group, buffers=None) -> torch.Tensor:
-    """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
-
-    A 0-d tensor, the same on every rank: what `torch.nn.utils.clip_grad_norm_` gives for the whole model.
-    Only pieces count, so padding does not, and a tied parameter counts once. One small all-gather. What is
-    scaled are the pieces' gradients, or `buffers` where these are views of larger ones.
-    """
-    gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
-    norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
-    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else buckets[0].shard.new_zeros(())
-    # All values and not their all-reduced maximum: a maximum may lose a NaN.
-    everyone = local.new_empty(dist.get_world_size(group))
-    dist.all_gather_single(everyone, local.reshape(1), group=group)
-    total = torch.linalg.vector_norm(everyone, norm_type)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
-    for gradient in gradients if buffers is None else buffers:
-        gradient.mul_(factor)
-    return total
-
-
-def name_of(bucket, param: nn.Parameter) -> str:
-    return next(name for name, other in zip(bucket.names, bucket.params) if other is param)
-
-
-def check_gradient(bucket, param: nn.Parameter) -> None:
-    """Refuse a gradient that would be reduced wrongly: one that is sparse, or that nobody waits for any more."""
-    if param not in bucket.missing:
-        raise RuntimeError(
-            f"a second gradient of {name_of(bucket, param)!r} arrived before its bucket was reduced. Either a backward "
-            "before this one was interrupted or left some parameter without a gradient; call engine.zero_grad() "
-            "before the next forward"
-        )
-    if param.grad.layout != torch.strided:
-        name = name_of(bucket, param)
-        raise RuntimeError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
-
-
-def without_gradient(buckets) -> list[str]:
-    """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached.
-
-    A bucket's `missing` are the parameters that the backward under way has not finished, all of them between
-    two backwards; `reduced` tells whether it has been reduced since the last `zero_grad()`.
-    """
-    names = []
-    for bucket in buckets:
-        if not bucket.reduced or len(bucket.missing) < len(bucket.params):
-            names += [name for name, param in zip(bucket.names, bucket.params) if param in bucket.missing]
-    return names
-
-
-def require_gradients(names: list[str]) -> None:
-    """Raise RuntimeError naming the parameters that the step left without a gradient, if there are any."""
-    if names:
-        raise RuntimeError(
-            f"no gradient for {name_some(names)}: the loss does not depend on {'it' if len(names) == 1 else 'them'}, "
-            "or no backward() was called since zero_grad() (outside no_sync()). Use every parameter in forward, or "
-            "freeze those that are not trained with requires_grad_(False) before building the engine"
-        )
-
-
-def full_state_dict(model: nn.Module, buckets, group) -> dict[str, torch.Tensor]:
-    """Names, shapes and values of the whole model's `state_dict()`, on CPU, on every rank. A collective.
+def full_state_dict(engine) -> dict[str, torch.Tensor]:
+    """Names, shapes, dtypes and values of the whole model's `state_dict()`, on CPU, on every rank. A collective.
 
     Parameters are gathered from the shards, bucket by bucket. Buffers (BatchNorm's running statistics,
-    for example) may differ between the ranks, which have seen different data: rank 0's are returned.
+    for example) are every rank's own and may differ, as each has seen other data: rank 0's are returned.
     """
+    model, group = engine.model, engine.group
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
-        for bucket in buckets:
+        for bucket in engine.buckets:
             flat = bucket.shard.new_empty(bucket.numel)
-            dist.all_gather_single(flat, bucket.shard, group=group)
+            with waiting_for(f"the all-gather of {label(bucket)}"):
+                dist.all_gather_single(flat, bucket.shard, group=group)
             for param, view in zip(bucket.params, bucket.views(flat)):
                 values[id(param)] = view.to("cpu", copy=True)
         state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
@@ -304,13 +367,13 @@ def full_state_dict(model: nn.Module, buckets, group) -> dict[str, torch.Tensor]
     return state
 
 
-def load_full_state_dict(model: nn.Module, buckets, state: dict[str, torch.Tensor], group) -> None:
-    """Copy this rank's part of every parameter into its shards, and buffers whole.
+def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
+    """Load what `full_state_dict` returned, at any world size: this rank's part of every parameter. A collective.
 
     Raises KeyError for missing or unexpected names and ValueError for another shape, before anything
     is written. Every rank passes the whole `state`.
     """
-    own = model.state_dict(keep_vars=True)
+    own = engine.model.state_dict(keep_vars=True)
     missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
     if missing or unexpected:
         raise KeyError(
@@ -323,7 +386,7 @@ def load_full_state_dict(model: nn.Module, buckets, state: dict[str, torch.Tenso
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
         sharded = set()
-        for bucket in buckets:
+        for bucket in engine.buckets:
             sharded.update(id(param) for param in bucket.params)
             for index, part in bucket.cut(bucket.shard):
                 value = state[keys[id(bucket.params[index])]].reshape(-1)
@@ -332,6 +395,7 @@ def load_full_state_dict(model: nn.Module, buckets, state: dict[str, torch.Tenso
         for key, tensor in own.items():
             if isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
                 tensor.copy_(state[key])
+    engine._sync_params(engine.buckets)
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
@@ -360,12 +424,19 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
 
 def tensors_in(value) -> list[torch.Tensor]:
-    """All tensors in nested tuples, lists, dictionaries and dataclasses, each once."""
+    """All tensors in nested tuples, lists, dictionaries, dataclasses and other plain objects, each once."""
     found: dict[int, torch.Tensor] = {}
+    _search(value, found, set())  # no inner function: one that calls itself is a cycle, and would keep tensors alive
+    return list(found.values())
+
+
+def _search(value, found: dict[int, torch.Tensor], seen: set[int]) -> None:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             found.setdefault(id(leaf), leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                found.update((id(tensor), tensor) for tensor in tensors_in(getattr(leaf, field.name, None)))
-    return list(found.values())
+        elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
+            seen.add(id(leaf))
+            if dataclasses.is_dataclass(leaf):
+                _search([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], found, seen)
+            elif hasattr(leaf, "__dict__"):
+                _search(list(vars(leaf).values()), found, seen)

@@ -98,8 +98,12 @@ def held_bytes(engine) -> dict[str, int]:
     params = list(engine.model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
     params += [bucket.shard for bucket in getattr(engine, "buckets", ())]
     state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
+    gradients = [param.grad for param in params if param.grad is not None]
+    for bucket in getattr(engine, "trained", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
+        gradients += [*getattr(bucket, "kept", {}).values()]
+        gradients += [bucket.flat_gradient] if hasattr(bucket, "flat_gradient") else []
     return {
         "parameters": storage_bytes(params),
-        "gradients": storage_bytes([param.grad for param in params if param.grad is not None]),
+        "gradients": storage_bytes(gradients),
         "optimizer": storage_bytes(state),
     }

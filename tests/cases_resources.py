@@ -96,7 +96,9 @@ def held_after_step_3(stage: str, engine_name: str | None = None) -> None:
     shard = 4 * sum(padded(sizes, world_size)[1] for sizes in trained)
     pieces = [size for sizes in trained for size in owned(sizes, rank, world_size)]
     expected = {
-        "parameters": shard + 4 * padded([frozen], world_size)[1] if stage == "zero3" else whole + 4 * frozen,
+        "parameters": shard + 4 * padded([frozen], world_size)[1]
+        if stage == "zero3"
+        else whole + 4 * padded([frozen], world_size)[0],
         "gradients": whole if stage == "zero1" else shard,
         # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
         "optimizer": 8 * sum(pieces) + 4 * len(pieces),

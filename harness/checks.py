@@ -1,0 +1,197 @@
+"""What is wrong with a model or an option is said before anything is changed, and on every rank.
+
+The ranks compare notes in one small collective, so that nobody waits for a rank that has given up.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+MAX_NAMES = 5  # in an error message
+
+
+def name_some(names: list[str]) -> str:
+    """The first few names, quoted, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:MAX_NAMES])
+    return shown + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+
+
+def check(model: nn.Module, group, dtypes, find_unused, source=None, **options) -> tuple[int, int]:
+    """(rank, world size) in `group`, after every check that can be made before anything is changed.
+
+    `dtypes` are (param_dtype, reduce_dtype), `source` is where a model on `meta` gets its values from,
+    (init_fn, state_dict), or None in a stage that takes no such model. Raises RuntimeError without a process group;
+    ValueError, TypeError or KeyError for a model or an option that cannot work.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group() first, "
+            "or start this file by ./launch.sh or torchrun, which set one up"
+        )
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
+    problem = _problem(model, options, dist.get_backend(group))
+    problem = problem or _dtypes_problem(dtypes, find_unused) or _source_problem(model, source)
+    options = {**options, "dtypes": dtypes, "find_unused": find_unused}
+    _agree(problem, "" if problem else _fingerprint(model, options), group, rank, world_size)
+    return rank, world_size
+
+
+def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
+    if not isinstance(model, nn.Module):
+        return TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {model!r}")
+    named = list(model.named_parameters())
+    for name, param in named:
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
+        if getattr(param, "zero_engine", False):
+            return ValueError(f"parameter {name!r} is sharded by another engine already; build a new model")
+    if not any(param.requires_grad for _, param in named):
+        return ValueError(
+            f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "
+            "Set requires_grad on what is to be trained"
+        )
+    devices = {param.device: name for name, param in reversed(named) if not param.is_meta}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        return ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
+    if backend == "nccl" and any(device.type == "cpu" for device in devices):
+        return ValueError(
+            "the parameters are on the CPU, but the group's backend is nccl: move the model to the GPU first"
+        )
+    bucket_mb = options.get("bucket_mb", 0)
+    if not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0:
+        return ValueError(f"bucket_mb must be a number of MiB, 0 or more, got {bucket_mb!r}")
+    prefetch = options.get("prefetch", 0)
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        return ValueError(f"prefetch must be a whole number of units, 0 or more, got {prefetch!r}")
+    return _units_problem(model, options.get("units"))
+
+
+def _dtypes_problem(dtypes, find_unused) -> Exception | None:
+    for name, dtype in zip(("param_dtype", "reduce_dtype"), dtypes):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            return ValueError(f"{name} must be a floating point dtype such as torch.bfloat16, or None, got {dtype!r}")
+    if not isinstance(find_unused, bool):
+        return ValueError(f"find_unused must be True or False, got {find_unused!r}")
+    return None
+
+
+def _source_problem(model: nn.Module, source) -> Exception | None:
+    """What is wrong with a model on `meta`, or with where its values are to come from."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    meta = {name: tensor for name, tensor in named if tensor.is_meta}
+    if not meta:
+        if source and source != (None, None):
+            return ValueError(
+                "init_fn and state_dict are for a model on the meta device, and nothing of this one is: leave them out "
+                "(engine.load_full_state_dict(state) loads weights into any engine)"
+            )
+        return None
+    if source is None:
+        return ValueError(
+            f"{name_some(list(meta))} on the meta device, without values: this stage holds all parameters whole, so "
+            "materialise the model first (model.to_empty(device=...), then initialise it), or shard it by "
+            "ZeRO3(model, ..., init_fn=...)"
+        )
+    init_fn, state = source
+    if init_fn is None and state is None:
+        return ValueError(
+            f"{name_some(list(meta))} on the meta device, without values: pass init_fn=, called as"
+            " init_fn(name, tensor), to fill each parameter and buffer in place, or state_dict=, which has their values"
+        )
+    if init_fn is not None and not callable(init_fn):
+        return TypeError(f"init_fn must be callable as init_fn(name, tensor), got {type(init_fn).__name__}")
+    if state is None:
+        return None
+    if not isinstance(state, Mapping):
+        return TypeError(f"state_dict must be a dictionary of names and tensors, got {type(state).__name__}")
+    own = model.state_dict(keep_vars=True)
+    missing = [name for name in meta if name not in state] if init_fn is None else []
+    unexpected = [name for name in state if name not in own]
+    if missing or unexpected:
+        return KeyError(
+            f"the state_dict does not fit the model: missing {name_some(missing) or 'nothing'} (init_fn= may fill it); "
+            f"unexpected {name_some(unexpected) or 'nothing'}"
+        )
+    for name, tensor in meta.items():
+        if name in state and state[name].shape != tensor.shape:
+            return ValueError(
+                f"{name!r} has shape {tuple(state[name].shape)} in state_dict, {tuple(tensor.shape)} here"
+            )
+    return None
+
+
+def _units_problem(model: nn.Module, units) -> Exception | None:
+    """What is wrong with ZeRO-3's `units`: entries that are no modules, not in the model, or overlapping."""
+    if units is None:
+        return None
+    try:
+        units = list(units)
+    except TypeError:
+        return TypeError(f"units must be a list of modules of the model, got {type(units).__name__}")
+    names = {id(module): name or type(model).__name__ for name, module in model.named_modules(remove_duplicate=True)}
+    for index, unit in enumerate(units):
+        if not isinstance(unit, nn.Module):
+            return TypeError(f"units[{index}] must be a module of the model, got {type(unit).__name__}: {unit!r}")
+        if id(unit) not in names:
+            return ValueError(
+                f"units[{index}] ({type(unit).__name__}) is not a module of the model; "
+                "take the entries from model.modules(), for example list(model.blocks)"
+            )
+        if isinstance(unit, (nn.ModuleList, nn.ModuleDict)):
+            return ValueError(
+                f"units[{index}] is {names[id(unit)]!r}, a {type(unit).__name__}: it is never called itself, "
+                "so nothing could gather it in time; pass its entries instead"
+            )
+    for index, unit in enumerate(units):
+        inside = {id(module) for module in unit.modules()}
+        for other in range(len(units)):
+            if other != index and id(units[other]) in inside:
+                a, b = sorted((index, other))
+                return ValueError(
+                    f"units[{a}] ({names[id(units[a])]!r}) and units[{b}] ({names[id(units[b])]!r}) overlap: "
+                    "a parameter can be gathered with one unit only; drop one of the two"
+                )
+    return None
+
+
+def _fingerprint(model: nn.Module, options: dict) -> str:
+    """What must be the same on every rank for the collectives to match: names, shapes, dtypes and options."""
+    params = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    names = {id(module): name for name, module in model.named_modules()}
+    units = options.get("units")
+    if isinstance(units, (list, tuple)):
+        options = {**options, "units": [names.get(id(unit)) for unit in units]}
+    return repr((params, buffers, options))
+
+
+def _agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None:
+    """Raise on every rank if one has a problem, or if the ranks are about to shard different models."""
+    if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
+        if problem is not None:
+            raise problem
+        return
+    # The collective runs where the group's backend can run one, whatever is wrong with the model.
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    digest = hashlib.sha256(fingerprint.encode()).digest()[:7]  # 7 bytes: positive as an int64
+    mine = torch.tensor([-1 if problem is not None else int.from_bytes(digest, "big")], device=device)
+    everyone = torch.empty(world_size, dtype=mine.dtype, device=device)
+    dist.all_gather_single(everyone, mine, group=group)
+    if problem is not None:
+        raise problem
+    everyone = everyone.tolist()
+    failed = [other for other, value in enumerate(everyone) if value == -1]
+    if failed:
+        raise RuntimeError(f"rank {rank} cannot go on: the checks failed on rank(s) {failed}, see the error there")
+    different = [other for other, value in enumerate(everyone) if value != everyone[0]]
+    if different:
+        raise ValueError(
+            f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad) or other options than "
+            "rank 0: every rank must build the same engine"
+        )
