@@ -318,8 +318,8 @@ class ZeRO3:
         """The gradient of `unit`'s output is known: its backward is next, and after it that of `upcoming`."""
         if self._backward is None:
             self._backward = loop.when_backward_ends(self._end_backward)
-            self._begun, self._waiting = self.root, [*self.units, self.root]
-        if self.find_unused:
+            self._begun, self._waiting = None, [*self.units, self.root]
+        if self.find_unused and unit is not self.root:  # the root is at work from the first to the last
             self._reduce_begun()
             self._begun = unit
         self._gather_unit(unit)
@@ -350,7 +350,7 @@ class ZeRO3:
         Only now are they reduced, and not when they are complete: on another rank they never may be. Collectives
         match by their order alone, the gathers in between included, so no rank may reduce earlier than another.
         """
-        if self._begun is not self.root:  # which is at work until the end
+        if self._begun is not None:
             self._reshard_unit(self._begun)
             self._reduce_unit(self._begun)
             self._waiting = [unit for unit in self._waiting if unit is not self._begun]

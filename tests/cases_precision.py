@@ -1,0 +1,241 @@
+"""Run on every rank: mixed precision against FSDP2's, its bytes, and loss scaling."""
+
+from functools import partial
+
+import parts
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+
+from harness.loop import GradScaler
+from harness.memory import MemoryLedger, held_bytes
+from harness.model import GPT, PRESETS, next_token_loss
+from harness.traffic import TrafficLedger
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def gpt() -> GPT:
+    return parts.seeded(lambda: GPT(PRESETS["toy"]), dtype=torch.float32)
+
+
+def byte_batch(step: int, rank: int):
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    tokens = torch.randint(256, (2, 17), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def equals_fsdp2(stage: str, param_dtype, reduce_dtype, micro_batches: int = 1, no_sync: bool = False) -> float:
+    """Losses and weights of the stage and of `fully_shard` with the same policy; returns the largest difference."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = gpt()
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in reference.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(reference, mesh=mesh, mp_policy=policy)
+    optimizer = ADAMW(reference.parameters())
+    engine = parts.STAGES[stage](gpt(), ADAMW, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    differences = []
+    for step in range(6):
+        for micro in range(micro_batches):
+            inputs, targets = byte_batch(step * micro_batches + micro, rank)
+            last = micro == micro_batches - 1
+            reference.set_requires_gradient_sync(last or not no_sync)
+            logits = reference(inputs)
+            expected = next_token_loss(logits, targets) / micro_batches
+            expected.backward()
+            if no_sync and not last:
+                with engine.no_sync():
+                    loss = next_token_loss(engine(inputs), targets) / micro_batches
+                    loss.backward()
+            else:
+                outputs = engine(inputs)
+                assert outputs.dtype == logits.dtype == (param_dtype or torch.float32)
+                loss = next_token_loss(outputs, targets) / micro_batches
+                loss.backward()
+            differences.append((loss - expected).abs().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+        engine.zero_grad()
+    state = engine.full_state_dict()
+    for name, param in reference.named_parameters():
+        whole = param.full_tensor()
+        assert state[name].dtype == whole.dtype == torch.float32  # the master weights, not their low-precision copy
+        differences.append((state[name] - whole).abs().max().item())
+    return max(differences)
+
+
+def bytes_per_parameter(stage: str) -> dict[str, float]:
+    """Held after step 3 per parameter, by dtype and category; and what the collectives of one step sent."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    width, layers = 48, 4
+
+    def build():
+        model = parts.Stack(layers, width)
+        for layer in model.layers:
+            layer.bias = None  # every shard of a weight is a multiple of 16 bytes at N = 2, 3 and 4: no padding
+        return model
+
+    def batch_of(step):
+        return parts.vector_batch(step, rank, width)
+
+    params = layers * width * width
+    engine = parts.STAGES[stage](
+        parts.seeded(build, dtype=torch.float32), ADAMW, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    held = {}
+    engine.training_step(*batch_of(0), F.mse_loss)
+    engine.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(engine)))
+    with TrafficLedger() as traffic:
+        engine.training_step(*batch_of(1), F.mse_loss)
+    for group in engine.optimizer.param_groups:
+        for piece in group["params"]:
+            state = engine.optimizer.state[piece]
+            assert piece.dtype == state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    sent = {}
+    factor = params * max(1, world_size - 1) / world_size
+    for collective in traffic.collectives:
+        sent[collective.kind] = sent.get(collective.kind, 0) + collective.sent_bytes / factor
+    pieces = len(engine.optimizer.param_groups[0]["params"])
+    held["optimizer"] -= 4 * pieces  # AdamW's counters
+    return {**{kind: n / params for kind, n in held.items()}, **sent}
+
+
+class Mixed(nn.Module):
+    """A float32 buffer between bfloat16 modules, a frozen scale, integer inputs, keywords, a dictionary out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.scale = nn.Parameter(torch.full((6,), 1.0 + 2**-12), requires_grad=False)  # not a bfloat16
+        self.register_buffer("shift", torch.linspace(-1, 1, 6))
+        self.head = nn.Linear(6, 3)
+        self.seen = []
+
+    def forward(self, tokens, *, extra=None):
+        self.seen = [self.embedding.weight.dtype, self.scale.dtype, self.shift.dtype, tokens.dtype, extra.dtype]
+        x = self.embedding(tokens).mean(1) * self.scale + extra
+        for block in self.blocks:
+            x = block(x + self.shift)  # float32 goes in; the unit casts it
+        return {"logits": self.head(x)}
+
+
+def dtypes_of_a_mixed_model(stage: str) -> None:
+    rank = dist.get_rank()
+    model = parts.seeded(Mixed, dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = parts.STAGES[stage](model, ADAMW, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    state = engine.full_state_dict()
+    parts.assert_same_state(state, before, atol=0)  # float32, the frozen one too
+    tokens, targets = parts.token_batch(0, rank)
+    extra = torch.full((6,), 1.0 + 2**-12)
+    for _ in range(3):
+        output = engine(tokens, extra=extra)["logits"]
+        assert output.dtype == torch.bfloat16
+        low = torch.bfloat16
+        assert model.seen == [low, low, torch.float32, torch.int64, low], model.seen
+        F.cross_entropy(output.float(), targets).backward()
+        engine.step()
+        engine.zero_grad()
+    after = engine.full_state_dict()
+    assert all(value.dtype == torch.float32 for value in after.values())
+    assert torch.equal(after["scale"], before["scale"]) and not torch.equal(after["head.weight"], before["head.weight"])
+    # an update too small for bfloat16 is not lost: lr 1e-3 beside weights near 1 rounds away there
+    changed = after["blocks.0.weight"] != after["blocks.0.weight"].bfloat16().float()
+    assert changed.float().mean() > 0.9
+    # and the way back in
+    fresh = parts.STAGES[stage](parts.seeded(Mixed, 1, torch.float32), ADAMW, param_dtype=torch.bfloat16)
+    fresh.load_full_state_dict(after)
+    parts.assert_same_state(fresh.full_state_dict(), after, atol=0)
+    a, b = engine(tokens, extra=extra)["logits"], fresh(tokens, extra=extra)["logits"]
+    assert torch.equal(a, b)
+
+
+def clipping_in_mixed_precision(stage: str, reduce_dtype) -> None:
+    """What clip returns is the norm of what the optimizer gets, and the pieces are really scaled."""
+    rank = dist.get_rank()
+    engine = parts.STAGES[stage](gpt(), ADAMW, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    inputs, targets = byte_batch(0, rank)
+    next_token_loss(engine(inputs), targets).backward()
+    before = engine.clip_grad_norm_(1e9)
+    after = engine.clip_grad_norm_(before.item() / 4)
+    assert torch.equal(before, after) and before > 0
+    torch.testing.assert_close(engine.clip_grad_norm_(1e9), before / 4, rtol=2e-2, atol=0)
+
+
+def scaling_skips_on_all(stage: str, overflow_on: int) -> list:
+    """float16 with an overflow in one step on one rank: all ranks skip that step and no other."""
+    rank = dist.get_rank()
+    engine = parts.STAGES[stage](gpt(), ADAMW, param_dtype=torch.float16, reduce_dtype=torch.float32)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    changed, scales = [], []
+    before = engine.full_state_dict()
+    for step in range(5):
+        inputs, targets = byte_batch(step, rank)
+        loss = next_token_loss(engine(inputs), targets)
+        if step == 2 and rank == overflow_on:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(engine)
+            engine.clip_grad_norm_(1.0)
+        scaler.step(engine)
+        scaler.update()
+        engine.zero_grad()
+        after = engine.full_state_dict()
+        changed.append(any(not torch.equal(before[name], after[name]) for name in after))
+        assert all(torch.isfinite(value).all() for value in after.values())
+        before = after
+        scales.append(scaler.get_scale())
+    return [changed, scales]
+
+
+def scaling_changes_nothing_else(stage: str) -> None:
+    """A scale that is a power of two leaves float32 losses and weights as they are, to the bit."""
+    rank = dist.get_rank()
+    plain = parts.STAGES[stage](gpt(), ADAMW)
+    scaled = parts.STAGES[stage](gpt(), ADAMW)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    for step in range(3):
+        inputs, targets = byte_batch(step, rank)
+        plain.training_step(inputs, targets, next_token_loss)
+        scaler.scale(next_token_loss(scaled(inputs), targets)).backward()
+        scaler.step(scaled)
+        scaler.update()
+        scaled.zero_grad()
+    parts.assert_same_state(scaled.full_state_dict(), plain.full_state_dict(), atol=0)
+
+
+def a_rank_of_padding_scales_along(stage: str) -> None:
+    """One parameter of one element at N > 1: ranks without a piece must still join the verdict."""
+    model = nn.Linear(1, 1, bias=False)
+    engine = parts.STAGES[stage](parts.seeded(lambda: model, dtype=torch.float32), ADAMW)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for value in (1.0, torch.inf):
+        before = engine.full_state_dict()["weight"]
+        scaler.scale((engine(torch.ones(1, 1)) * value).sum()).backward()
+        scaler.step(engine)
+        scaler.update()
+        engine.zero_grad()
+        assert torch.equal(before, engine.full_state_dict()["weight"]) == (value == torch.inf)
+    assert scaler.get_scale() == 2.0
+
+
+def peak_in_forward(dtype) -> int:
+    """ZeRO-3's whole parameters in forward: half as many bytes in bfloat16."""
+    engine = parts.ZeRO3(
+        parts.seeded(lambda: parts.Stack(8, 64), dtype=torch.float32),
+        ADAMW,
+        group=parts.silent_group(),
+        param_dtype=dtype,
+    )
+    x, _ = parts.vector_batch(0, dist.get_rank())
+    with MemoryLedger() as memory, torch.no_grad():
+        engine(x)
+    return memory.peak

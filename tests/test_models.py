@@ -1,0 +1,83 @@
+"""Models as they are, and what a step may do with them, in every stage."""
+
+import cases_models as cases
+import parts
+import pytest
+
+OPTIONS = [("zero2", {"bucket_mb": 0}), ("zero3", {"prefetch": 0}), ("zero3", {"reshard_after_forward": False})]
+
+
+@pytest.mark.parametrize("micro_batches, no_sync", ((1, False), (3, False), (3, True)))
+@pytest.mark.parametrize("world_size, same", ((1, True), (2, True), (2, False), (3, False)))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_unused_parameters(ranks, world_size, same, stage, micro_batches, no_sync):
+    case = {"stage": stage, "same": same, "options": {}, "micro_batches": micro_batches, "no_sync": no_sync}
+    ranks(world_size).run(cases.find_unused, **case)
+
+
+@pytest.mark.parametrize("stage, options", OPTIONS, ids=str)
+def test_unused_parameters_with_other_options(ranks, stage, options):
+    case = {"stage": stage, "same": False, "options": options}
+    ranks(3).run(cases.find_unused, **case, micro_batches=1, no_sync=False)
+    ranks(3).run(cases.find_unused, **case, micro_batches=2, no_sync=True)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_finding_them_costs_one_small_all_reduce(ranks, world_size, stage):
+    for nbytes in ranks(world_size).run(cases.find_unused_traffic, stage=stage):
+        assert nbytes == 18  # one byte for each trainable parameter of the model
+
+
+def test_finding_them_keeps_the_bound_on_gradients_in_zero3(ranks):
+    ranks(2).run(cases.find_unused_memory)
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_unused_parameters_are_an_error_by_default(ranks, world_size, stage):
+    for message in ranks(world_size).run(cases.unused_by_default, stage=stage):
+        unused = "'heads.b.weight'" if stage != "zero3" else "'blocks.0.adapters.0', 'blocks.0.adapters.2'"
+        assert unused in message and "find_unused=True" in message and " more" in message
+        assert "adapters.1" not in message and "'early'" not in message and "heads.a" not in message
+
+
+@pytest.mark.parametrize("stage", ("zero2", "zero3"))
+def test_gradients_that_were_not_reduced_are_not_dropped(ranks, stage):
+    for message in ranks(3).run(cases.nothing_is_lost, stage=stage):
+        assert "not reduced" in message and "no_sync" in message
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_changing_requires_grad_is_refused_with_the_way_out(ranks, world_size, stage):
+    for frozen, unfrozen in ranks(world_size).run(cases.changed_flags, stage=stage):
+        assert "'head.bias'" in frozen and "full_state_dict" in frozen and "'frozen'" not in frozen
+        assert "'frozen'" in unfrozen and "find_unused=True" in unfrozen and "head" not in unfrozen
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("form", ("dict", "dataclass", "tuple", "object"))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_outputs_of_any_form(ranks, world_size, form, stage):
+    ranks(world_size).run(cases.outputs, stage=stage, form=form)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_running_statistics_are_rank_0s(ranks, world_size, stage):
+    ranks(world_size).run(cases.batch_norm_keeps_rank_0, stage=stage)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_reentrant_checkpointing(ranks, world_size, stage):
+    for messages in ranks(world_size).run(cases.reentrant_checkpoint, stage=stage):
+        assert len(messages) == 3 * (stage == "zero3")
+        assert all("use_reentrant=False" in message for message in messages)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_checkpointing_the_whole_model(ranks, world_size, stage):
+    ranks(world_size).run(cases.checkpoint_around_the_model, stage=stage)
