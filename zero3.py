@@ -53,7 +53,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.profiler import record_function
 
-from harness import checks, guard, loop, materialise
+from harness import checks, guard, loop, materialise, order
 from zero1 import Bucket
 from zero2 import Reduction
 
@@ -168,6 +168,7 @@ class ZeRO3:
         self._seen = []
         self._backward = None  # autograd's number of the backward that is running
         self.zero_grad()
+        self._sequence = order.Sequence(group)
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -215,6 +216,7 @@ class ZeRO3:
         """Start to gather `unit`, if it is not whole already. Nobody may use it before `_wait_for_unit`."""
         if unit.whole:
             return
+        self._sequence.next(f"the all-gather of unit {unit.name!r}")  # or an error, if other ranks gather another one
         with record_function("step 5 gather parameters"):
             for bucket in unit.buckets:
                 bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
@@ -252,6 +254,7 @@ class ZeRO3:
         if self._backward is not None:
             raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
         self._in_forward, self._seen = True, []
+        self._sequence.begin((torch.is_grad_enabled(), self._sync))
         self._gather_unit(self.root)
         for unit in self._order[: self.prefetch]:
             self._gather_unit(unit)
@@ -384,6 +387,8 @@ class ZeRO3:
     # Step 3, reduce gradients, as in ZeRO-2 with the unit as the bucket.
 
     def _reduce_unit(self, unit: Unit) -> None:
+        if self._sync and unit.trained:
+            self._sequence.next(f"the reduce-scatter of unit {unit.name!r}")
         for bucket in unit.trained:
             bucket.missing = set(bucket.params)
             if self._sync:
