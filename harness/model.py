@@ -1,5 +1,6 @@
 """The one model of the project: a decoder-only GPT on bytes, from a laptop's size to 7B."""
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +53,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, seq) int64 -> logits (batch, seq, vocab). Embedding and head share one weight."""
+    """Tokens (batch, seq) int64 -> logits (batch, seq, vocab). Embedding and head share one weight.
 
-    def __init__(self, config: GPTConfig):
+    The weights follow from `seed` alone, see `initialize`; on the meta device there are none.
+    """
+
+    def __init__(self, config: GPTConfig, seed: int = 0):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -63,14 +67,9 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(self._initialize)
-
-    @staticmethod
-    def _initialize(module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        for name, param in self.named_parameters():
+            if not param.is_meta:
+                initialize(name, param.data, seed)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         seq = tokens.shape[1]
@@ -82,8 +81,28 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def initialize(name: str, tensor: torch.Tensor, seed: int = 0) -> None:
+    """Fill the GPT's parameter `name` in place: biases 0, norms 1, all else normal with deviation 0.02.
+
+    Seeded per name: the same values in whatever order, on whatever device and rank the parameters are made, so
+    `ZeRO3(model_on_meta, ..., init_fn=partial(initialize, seed=0))` starts from the weights of `GPT(config, seed=0)`.
+    """
+    if name.endswith("bias"):
+        tensor.zero_()
+    elif "norm" in name:
+        tensor.fill_(1)
+    else:
+        # One number of 32 bits from both: the CPU's generator looks at no more of its seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        on_cpu = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+        on_cpu.normal_(std=0.02, generator=generator)
+        if on_cpu is not tensor:
+            tensor.copy_(on_cpu)
+
+
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats: logits (batch, seq, vocab), targets (batch, seq) int64 -> scalar."""
+    """Mean cross-entropy in nats, at least in float32: logits (batch, seq, vocab), targets (batch, seq) -> 0-d."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 has two or three digits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -66,10 +66,8 @@ def _walk(engine_cls, doc: str) -> None:
     me.print(f"{engine_cls.__name__}: {doc.splitlines()[0]}")
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with MemoryLedger() as memory:
-        torch.manual_seed(options.seed + me.rank)  # every rank another start: the engine takes rank 0's
-        engine = engine_cls(
-            GPT(config).to(me.device), partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda"), **own
-        )
+        model = GPT(config, options.seed + me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
+        engine = engine_cls(model, partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda"), **own)
         psi = 4 * sum(param.numel() for param in engine.model.parameters())
         me.print(f"\nGPT {options.preset}: {psi // 4:,} parameters, Ψ = {psi / 1e6:.2f} MB")
         me.print(f"\nStep {STEPS[0]}: {_partition(engine)}")

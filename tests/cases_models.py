@@ -1,12 +1,15 @@
 """Run on every rank: models as they are. Unused parameters, odd outputs, buffers, changed flags, checkpoints, meta."""
 
 import dataclasses
+import datetime
+import time
 
 import parts
 import torch
 import torch.distributed as dist
 from cases_errors import message
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -369,3 +372,103 @@ def checkpoint_around_the_model(stage: str) -> None:
         engine.step()
         engine.zero_grad()
     parts.assert_same_state(engine.full_state_dict(), expected, atol=1e-12)
+
+
+# Ranks that part, die, or share a mesh.
+
+
+def short_group(seconds: float):
+    """All ranks, with a timeout of their own, so that what goes wrong there leaves the other cases alone."""
+    return dist.new_group(timeout=datetime.timedelta(seconds=seconds), backend="gloo")
+
+
+class Skipping(nn.Module):
+    """Units of different sizes or of the same, of which one may be skipped."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes])
+        self.skip = None
+
+    def forward(self, x):
+        for index, block in enumerate(self.blocks):
+            if index != self.skip:
+                x = block(x)
+        return x
+
+
+def a_unit_that_only_some_ranks_run(sizes: tuple, at_step: int, skip: int, prefetch: int) -> str:
+    """The last rank skips a unit in one step: an error on every rank, by the timeout at the latest."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = short_group(2)
+    model = parts.seeded(lambda: Skipping(sizes), dtype=torch.float32)
+    engine = parts.ZeRO3(model, DECAY, group=group, find_unused=True, prefetch=prefetch)
+    for step in range(at_step):
+        engine.training_step(*parts.vector_batch(step, rank, 8), F.mse_loss)
+    model.skip = skip if rank == world_size - 1 else None
+    found = message(lambda: engine.training_step(*parts.vector_batch(9, rank, 8), F.mse_loss), RuntimeError)
+    dist.barrier()  # the others may still be on their way to their error
+    return found
+
+
+def all_ranks_may_skip_alike(stage: str) -> None:
+    """A unit that no rank runs in a step is no mistake: with `find_unused` training goes on right."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plain = parts.seeded(lambda: Skipping((8, 9, 8, 9)))
+    optimizer = DECAY(plain.parameters())
+    model = parts.seeded(lambda: Skipping((8, 9, 8, 9)))
+    engine = parts.STAGES[stage](model, DECAY, find_unused=True)
+    for step in range(8):
+        plain.skip = model.skip = (None, 1, 1, None, 3, 0, None, 2)[step]
+
+        def batch_of(step, who):
+            return parts.vector_batch(step, who, 8, torch.float64)
+
+        x, y = parts.whole(batch_of, step, world_size)
+        F.mse_loss(plain(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.training_step(*batch_of(step, rank), F.mse_loss)
+        with torch.no_grad():  # another kind of forward in between
+            engine(x)
+    parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+
+
+def a_rank_that_does_not_come(stage: str, late: int) -> str:
+    """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
+    rank = dist.get_rank()
+    group = short_group(1)
+    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), DECAY, group=group)
+    engine.training_step(*parts.token_batch(0, rank), F.cross_entropy)
+    found = ""
+    if rank != late:
+        started = time.monotonic()
+        found = message(lambda: engine.training_step(*parts.token_batch(1, rank), F.cross_entropy), RuntimeError)
+        assert time.monotonic() - started < 10
+    dist.barrier()
+    return found
+
+
+def one_dimension_of_a_mesh(stage: str) -> None:
+    """Four ranks as 2 x 2: sharded over one dimension, each pair trains on its own data and alone."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))
+    row, column = mesh.get_local_rank("tensor"), mesh.get_local_rank("data")
+    assert rank == 2 * row + column
+    build = parts.OddModel
+    plain = parts.seeded(build, seed=row)
+    optimizer = DECAY([param for param in plain.parameters() if param.requires_grad])
+    engine = parts.STAGES[stage](parts.seeded(build, seed=row), DECAY, group=mesh.get_group("data"))
+    assert engine.world_size == 2 and engine.rank == column
+    for step in range(5):
+        for other in range(2):
+            tokens, targets = parts.token_batch(step, 2 * row + other)
+            (F.cross_entropy(plain(tokens), targets) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.training_step(*parts.token_batch(step, rank), F.cross_entropy)
+        dist.barrier()
+    parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+    shards = sum(bucket.shard_numel for bucket in engine.trained)
+    whole = sum(bucket.numel for bucket in engine.trained)
+    assert whole == 2 * shards

@@ -70,6 +70,26 @@ def test_the_referee_compares(comparison):
         assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"], ours
 
 
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_the_referee_in_bfloat16(tmp_path, world_size):
+    file = tmp_path / "out.json"
+    engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1"
+    options = ("--preset", "toy", "--steps", "6", "--timed-steps", "0", "--batch", "2", "--engines", engines)
+    result = launch("compare", str(world_size), "--dtype", "bf16", *options, "--json", str(file))
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "bfloat16 with float32 reduction" in result.stdout and "Warning" not in result.stderr
+    report = json.loads(file.read_text())
+    assert report["dtype"] == "bf16" and report["match"] is True
+    runs = report["runs"]
+    for name, run in runs.items():
+        assert run["tolerance"] == (0.0 if world_size == 2 and name != "single" else 0.1)
+        if world_size == 2 and name != "single":  # to the bit: stages, DDP over plain PyTorch's casts, FSDP1 and 2
+            assert run["losses"] == runs["ddp"]["losses"], name
+    low, full = runs["zero3"]["held_bytes"], runs["ddp"]["held_bytes"]
+    assert sum(low.values()) < 1.1 * sum(full.values()) / world_size
+    assert 2 * runs["zero1"]["sent_bytes"] == 5 * runs["ddp"]["sent_bytes"] / 2  # 4 + 4 and 2 bytes to 4 + 4
+
+
 def test_the_referee_fails_when_losses_differ(ranks):
     """Its judgement alone, on made-up losses: a wrong engine, and one that has become NaN."""
     for world_size in (2, 3):
@@ -139,6 +159,7 @@ def test_the_articles_layout_can_be_printed():
         (["compare", "2", "--seq", "4096"], ["4096", "tiny"]),
         (["compare", "2", "--seq", "-3"], ["--seq", "-3"]),
         (["compare", "2", "--backend", "mpi"], ["mpi"]),
+        (["compare", "2", "--dtype", "fp8"], ["fp32 or bf16", "'fp8'"]),
         (["compare", "2", "--json", "/nowhere/out.json"], ["/nowhere/out.json"]),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -210,3 +231,48 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path):
         timeout=100,
     )
     assert result.returncode != 0 and "[rank 1] error: rank 1 has had enough" in result.stderr
+
+
+DYING = """
+import os, sys, time
+from functools import partial
+import torch
+from harness import process_group
+from zero{stage} import ZeRO{stage}
+
+def main():
+    me = process_group.start()
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+    engine = ZeRO{stage}(model, partial(torch.optim.SGD, lr=0.1))
+    for step in range(3):
+        if step == 2 and me.rank == me.world_size - 1:
+            {fate}
+        engine.training_step(torch.ones(1, 8), torch.ones(1, 8), torch.nn.functional.mse_loss)
+
+process_group.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "stage, world_size, fate, collective",
+    (
+        (1, 2, "os.kill(os.getpid(), 9)", "all-reduce of the bucket of '3.bias'"),
+        (2, 3, "os._exit(3)", "reduce-scatter of the bucket of '3.bias'"),
+        (3, 2, "time.sleep(600)", "all-gather of unit"),
+    ),
+    ids=("killed", "gone", "hangs"),
+)
+def test_a_rank_that_dies_takes_the_job_down_and_the_others_say_where(tmp_path, stage, world_size, fate, collective):
+    file = tmp_path / "dying.py"
+    file.write_text(DYING.format(stage=stage, fate=fate))
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size), str(file)],
+        env={**clean, "PYTHONPATH": str(ROOT), "ZERO_TIMEOUT": "3"},
+        capture_output=True,
+        text=True,
+        timeout=60,  # far less than the rank that hangs would take
+    )
+    assert result.returncode != 0
+    assert f"[rank 0] error: rank 0 waited in vain for the {collective}" in result.stderr, result.stderr[-3000:]
+    assert "look for the first error of another rank" in result.stderr
