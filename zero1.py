@@ -10,8 +10,8 @@ ZeRO-1 lets each rank update only 1/N of the parameters, so it needs only the st
 
     parameters Ψ  +  gradients Ψ  +  optimizer state 2Ψ/N           (N = 8: 63 GB)
 
-and pays with one more collective, since a rank lacks what the others have updated. Sent per rank and step, with the
-factor (N-1)/N: DDP's all-reduce 2Ψ; here all-reduce 2Ψ + all-gather Ψ = 3Ψ (in the paper 2Ψ, see `_sync_gradients`).
+and pays with one more collective, as a rank lacks what the others have updated. Sent per rank and step, times (N-1)/N:
+DDP's all-reduce 2Ψ; here all-reduce 2Ψ + all-gather Ψ = 3Ψ (in the paper 2Ψ, see `_sync_gradients`).
 
 Words of all three chapters:
     rank, world size  one process of the group, and their number N
@@ -51,13 +51,12 @@ class Bucket:
         cut    | shard 0           | shard 1           | shard 2            | shard 3  |
 
     Attributes: `names`, `params`; `offsets`, where each starts, and `start`, where this rank's shard begins, in
-    elements; `numel` of the buffer `flat`, `shard_numel` = numel / N of the rank's `shard`; `pieces`, see `make_shard`;
+    elements; `numel` of the buffer `flat`, `shard_numel` = numel / N of its `shard`; `pieces`, see `make_pieces`;
     `param_dtype` of `flat`, `reduce_dtype` of gradients under way: by default the parameters' own.
     """
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
-        self.names = [name for name, _ in named_params]
-        self.params = [param for _, param in named_params]
+        self.names, self.params = zip(*named_params)
         self.param_dtype, self.reduce_dtype = loop.bucket_dtypes(self.params[0].dtype, *dtypes)
         # Matrix kernels take other paths, with other last bits, for operands that do not start on a 16-byte
         # boundary. Starting every parameter and every shard on one keeps results those of plain PyTorch.
@@ -78,14 +77,11 @@ class Bucket:
             # Only the storage behind the parameter changes. It stays the same object, so the model and
             # whoever else holds it notice nothing, and a collective into `flat` writes into the weights.
             param.data = view
+        self.shard = self.flat[self.start : self.start + self.shard_numel]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of a whole buffer (numel,), in the parameter's shape."""
         return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.params)]
-
-    def own(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part (shard_numel,) of a whole buffer (numel,)."""
-        return flat[self.start : self.start + self.shard_numel]
 
     def cut(self, shard: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """(index of the parameter, its 1-D part of `shard`) wherever this rank owns some of it."""
@@ -97,17 +93,16 @@ class Bucket:
                 parts.append((index, shard[first:last]))
         return parts
 
-    def make_shard(self, alone: bool = False) -> None:
-        """Step 0: the `shard` that this rank updates, in `flat` or (`alone`) beside it, and its pieces.
+    def make_pieces(self) -> None:
+        """Step 0: what the optimizer is handed: one leaf per parameter that this rank owns some of.
 
-        Pieces, one leaf per parameter that this rank owns some of, and not the shard as one tensor: then parameter
-        groups, and parameters without a gradient, behave as in plain PyTorch. Updating a view updates the shard.
+        Pieces and not the shard as one tensor, so that parameter groups, and parameters without a gradient, behave
+        as in plain PyTorch. Each is a view of the shard: updating it updates the shard.
         """
-        low_precision = self.param_dtype != self.flat.dtype
-        self.shard = self.own(self.flat).clone() if alone or low_precision else self.own(self.flat)
         if (
-            low_precision
-        ):  # the shard stays float32: bfloat16 has no digits for an update that is small beside its weight
+            self.param_dtype != self.flat.dtype
+        ):  # bfloat16 lacks the digits for an update that is small beside its weight,
+            self.shard = self.shard.clone()  # so the shard stays float32, and `flat` gets a rounded copy
             self.flat = self.flat.to(self.param_dtype)
             for param, view in zip(self.params, self.views(self.flat)):
                 param.data = view
@@ -117,7 +112,7 @@ class Bucket:
 def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int, dtypes=(None, None)) -> list[Bucket]:
     """Fill buckets of at most `bucket_mb` MiB, last parameter first: backward finishes them in that order.
 
-    With 0 every parameter gets a bucket of its own, the articles' layout; so does one that is larger than `bucket_mb`.
+    With 0 every parameter gets its own, the articles' layout; so does a larger one.
     """
     runs, run_bytes = [], 0.0
     for name, param in reversed(named_params):
@@ -136,13 +131,12 @@ class ZeRO1:
     `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a `torch.optim.Optimizer` that
     treats each element by itself (SGD, Adam, AdamW, RMSprop, Adagrad; not Muon, Shampoo or LAMB, which look at whole
     matrices); `param_groups` are a torch optimizer's, over the model's own parameters; `group` is the process group to
-    shard over (default: all ranks); `bucket_mb` MiB go into a bucket, 0: one parameter. All ranks start from
-    rank 0's parameters and buffers. Several backwards before a step add up, and send as much as one would.
-    `param_dtype` is the dtype of weights and computation, `reduce_dtype` (default: the same) of the gradients' buffer;
-    the shard keeps the model's. bfloat16 with float32 holds 2 + 4 + (4 + 8)/N bytes per parameter. `find_unused=True`
-    lets a step leave parameters without gradient, on some ranks or on all, for one small all-reduce.
-    Raises RuntimeError without a process group, ValueError or TypeError for what cannot work, each on every rank.
-    Source: ZeRO paper section 5.1; article class `ZeRO_1`.
+    shard over (default: all ranks); `bucket_mb` the size of a bucket in MiB, 0 for one parameter. All start from rank
+    0's parameters and buffers. Several backwards before a step add up, and send as much as one. `param_dtype` is that
+    of weights and computation, `reduce_dtype` (default: the same) that of the gradients' buffer; the shard keeps the
+    model's: bfloat16 with float32 holds 2 + 4 + (4 + 8)/N bytes per parameter. With `find_unused` a step may leave
+    parameters without gradient, on some ranks or all, for one small all-reduce. Raises RuntimeError without a process
+    group, ValueError or TypeError for what cannot work, on every rank. ZeRO paper section 5.1; article class `ZeRO_1`.
     """
 
     def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
@@ -157,7 +151,7 @@ class ZeRO1:
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(bucket.flat, group_src=0, group=group)
-                bucket.make_shard()
+                bucket.make_pieces()
             for bucket in self.trained:
                 # The gradients' buffer stays from step to step: a large allocation costs more than filling it.
                 bucket.flat_gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
@@ -219,7 +213,8 @@ class ZeRO1:
         for bucket, work in zip(self.trained, works):
             loop.wait(work, "all-reduce", bucket)
             bucket.flat_gradient.div_(self.world_size)  # after the sum: exact wherever the sum is
-            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(bucket.own(bucket.flat_gradient))):
+            shard = bucket.flat_gradient[bucket.start : bucket.start + bucket.shard_numel]
+            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient.to(piece.dtype)
         if self.find_unused:
             loop.drop_unused(self.trained, self.group)
@@ -229,7 +224,7 @@ class ZeRO1:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
         works = []
         for bucket in buckets:
-            shard = bucket.shard.to(bucket.param_dtype)  # itself, but in mixed precision; alive until it has been sent
+            shard = bucket.shard.to(bucket.param_dtype)  # a rounded copy in mixed precision; kept until it is sent
             works.append((dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True), shard))
         for bucket, (work, _) in zip(buckets, works):
             loop.wait(work, "all-gather", bucket)

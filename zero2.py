@@ -111,7 +111,7 @@ class ZeRO2:
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(bucket.flat, group_src=0, group=group)
-                bucket.make_shard()
+                bucket.make_pieces()
             for buffer in model.buffers():
                 dist.broadcast(buffer, group_src=0, group=group)
         loop.prepare_forward(model, self.buckets, param_dtype)
@@ -202,7 +202,7 @@ class ZeRO2:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
         works = []
         for bucket in buckets:
-            shard = bucket.shard.to(bucket.param_dtype)  # itself, but in mixed precision; alive until it has been sent
+            shard = bucket.shard.to(bucket.param_dtype)  # a rounded copy in mixed precision; kept until it is sent
             works.append((dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True), shard))
         for bucket, (work, _) in zip(buckets, works):
             loop.wait(work, "all-gather", bucket)

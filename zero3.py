@@ -148,11 +148,12 @@ class ZeRO3:
             self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
             for unit in (*self.units, self.root):
                 for bucket in unit.buckets:
-                    filled = materialise.parameters(bucket, group)  # those that were on `meta`
+                    on_meta = materialise.parameters(bucket, group)  # they get a device here, memory in `flatten`
                     bucket.flatten()
-                    materialise.fill(filled, *source)
+                    materialise.fill(on_meta, *source)  # and their values here
                     dist.broadcast(bucket.flat, group_src=0, group=group)
-                    bucket.make_shard(alone=True)  # all that stays when the buffer is freed
+                    bucket.shard = bucket.shard.clone()  # all that stays when the buffer is freed
+                    bucket.make_pieces()
                     for name, param in zip(bucket.names, bucket.params):
                         guard.name_parameter(param, name)
                 self._reshard_unit(unit)
@@ -223,9 +224,7 @@ class ZeRO3:
                 # Straight into the weights: the model's parameters are views of `flat`, and so are the views that
                 # autograd saved. On CUDA the buffer must come from the stream that computes, which is
                 # why it is resized here and not in the collective's own stream: then no event is needed.
-                shard = bucket.shard.to(
-                    bucket.param_dtype
-                )  # itself, but in mixed precision; alive until it has been sent
+                shard = bucket.shard.to(bucket.param_dtype)  # a rounded copy in mixed precision; kept until it is sent
                 work = dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True)
                 unit.works.append((work, bucket, shard))
         unit.whole = True

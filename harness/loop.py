@@ -255,6 +255,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, engine) -> None:
         """Divide the gradients by the scale, and find out whether some rank has an inf or NaN. A collective."""
+        _require_engine(engine)
         if not self.is_enabled():
             return
         engine._sync_gradients()
@@ -268,12 +269,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, engine) -> None:
         """`engine.step()`, unless a gradient on some rank is inf or NaN. Unscales first if that was not done."""
+        _require_engine(engine)
         if not self.is_enabled():
             return engine.step()
         if not self._found_inf_per_device(engine.optimizer):
             self.unscale_(engine)
         if not any(flag.item() for flag in self._found_inf_per_device(engine.optimizer).values()):
             engine.step()
+
+
+def _require_engine(engine) -> None:
+    if not hasattr(engine, "trained"):
+        raise TypeError(f"expected the engine, got {type(engine).__name__}: the ranks must decide together")
 
 
 # The optimizer, and weights in and out.

@@ -43,6 +43,12 @@ def same_as_built_whole(options: dict) -> None:
     parts.assert_same_state(engine.full_state_dict(), expected, atol=0)
     assert model.head.weight is model.tokens.weight and model.blocks[0].up.weight is held_elsewhere
     assert not torch.equal(expected["tokens.weight"], GPT(config, seed=8).tokens.weight)
+    assert not torch.equal(expected["blocks.0.up.weight"], expected["blocks.1.up.weight"])
+    for name, value in expected.items():  # a GPT as it should start
+        if value.ndim > 1:
+            assert abs(value.mean()) < 2e-3 and abs(value.std() - 0.02) < 2e-3, name
+        else:
+            assert (value == ("norm" in name and name.endswith("weight"))).all(), name
     groups = [{**group, "params": []} for group in groups]
     for param in whole.parameters():
         groups[param.ndim < 2]["params"].append(param)

@@ -5,6 +5,7 @@ from functools import partial
 import parts
 import torch
 import torch.distributed as dist
+from cases_errors import message
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -210,6 +211,19 @@ def scaling_changes_nothing_else(stage: str) -> None:
         scaler.update()
         scaled.zero_grad()
     parts.assert_same_state(scaled.full_state_dict(), plain.full_state_dict(), atol=0)
+
+
+def the_scaler_takes_an_engine(stage: str) -> str:
+    """Not the optimizer, which would skip on one rank alone; and a scaler that is switched off does nothing."""
+    engine = parts.STAGES[stage](parts.seeded(lambda: nn.Linear(3, 3), dtype=torch.float32), ADAMW)
+    scaler = GradScaler("cpu", enabled=False)
+    before = engine.full_state_dict()["weight"]
+    scaler.scale(engine(torch.ones(1, 3)).sum()).backward()
+    scaler.unscale_(engine)
+    scaler.step(engine)
+    scaler.update()
+    assert not torch.equal(before, engine.full_state_dict()["weight"])
+    return message(lambda: GradScaler("cpu").step(engine.optimizer), TypeError)
 
 
 def a_rank_of_padding_scales_along(stage: str) -> None:

@@ -88,6 +88,12 @@ def test_scaling_by_a_power_of_two_changes_nothing(ranks, stage):
     ranks(3).run(cases.a_rank_of_padding_scales_along, stage=stage)
 
 
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_scaler_takes_an_engine(ranks, stage):
+    for message in ranks(2).run(cases.the_scaler_takes_an_engine, stage=stage):
+        assert "expected the engine, got AdamW" in message
+
+
 def test_gathered_units_are_half_as_large_in_bfloat16(ranks):
     for full, half in zip(
         ranks(2).run(cases.peak_in_forward, dtype=None), ranks(2).run(cases.peak_in_forward, dtype=BF16)
