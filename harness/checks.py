@@ -31,6 +31,11 @@ def check(model: nn.Module, group, dtypes, find_unused, source=None, **options) 
             "no process group: call torch.distributed.init_process_group() first, "
             "or start this file by ./launch.sh or torchrun, which set one up"
         )
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise TypeError(
+            f"group must be a process group, as dist.new_group() or mesh.get_group('name of a dimension') return it, "
+            f"got {type(group).__name__}"
+        )
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")

@@ -56,6 +56,10 @@ def bad_models_and_options(stage: str) -> list[str]:
     engine(used, ADAMW).training_step(*parts.token_batch(0, dist.get_rank()), F.cross_entropy)
     found.append(message(lambda: engine(used, ADAMW)))
     found.append(message(lambda: engine(model(), torch.optim.SGD(model().parameters()))))
+    found.append(message(lambda: engine(model(), ADAMW, group=[0, 1])))
+    found.append(message(lambda: engine(model(), ADAMW, param_dtype=torch.int8)))
+    found.append(message(lambda: engine(model(), ADAMW, reduce_dtype="bf16")))
+    found.append(message(lambda: engine(model(), ADAMW, find_unused="yes")))
     return found
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import time
 
+import cases_loop
 import parts
 import torch
 import torch.distributed as dist
@@ -486,3 +487,65 @@ def one_dimension_of_a_mesh(stage: str) -> None:
     shards = sum(bucket.shard_numel for bucket in engine.trained)
     whole = sum(bucket.numel for bucket in engine.trained)
     assert whole == 2 * shards
+
+
+def combinations(stage: str, model: str, options: dict) -> None:
+    """`find_unused` where everything is used, with units that run twice, ties, checkpoints: nothing may change."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    build = {
+        "twice": parts.Twice,
+        "tied": cases_loop.TiedAcross,
+        "around": lambda: cases_loop.Checkpointed("around"),
+        "inside": lambda: cases_loop.Checkpointed("inside"),
+        "several": lambda: cases_loop.Checkpointed("around several"),
+        "odd": parts.OddModel,
+    }[model]
+    _, expected = parts.oracle(parts.seeded(build), DECAY, F.cross_entropy, parts.token_batch, 6, world_size)
+    engine = parts.STAGES[stage](parts.seeded(build), DECAY, find_unused=True, **options)
+    for step in range(6):
+        tokens, targets = parts.token_batch(step, rank)
+        if step % 2:  # two forwards, one backward
+            loss = F.cross_entropy(engine(tokens), targets) / 2
+            loss = loss + F.cross_entropy(engine(tokens), targets) / 2
+        else:
+            loss = F.cross_entropy(engine(tokens), targets)
+        loss.backward()
+        if stage == "zero3":
+            assert storage_bytes(engine.model.parameters()) == 0
+        engine.step()
+        engine.zero_grad()
+    parts.assert_same_state(engine.full_state_dict(), expected, atol=1e-12)
+
+
+def low_precision_everywhere(model: str) -> None:
+    """bfloat16 through every stage and option: the same losses and weights, to the bit on two ranks."""
+    rank = dist.get_rank()
+    build = {
+        "twice": parts.Twice,
+        "tied": cases_loop.TiedAcross,
+        "around": lambda: cases_loop.Checkpointed("around"),
+    }[model]
+    found = []
+    for stage, options in (
+        ("zero1", {}),
+        ("zero2", {"bucket_mb": 0}),
+        ("zero3", {}),
+        ("zero3", {"prefetch": 0, "find_unused": True}),
+        ("zero3", {"reshard_after_forward": False}),
+    ):
+        engine = parts.STAGES[stage](
+            parts.seeded(build, dtype=torch.float32),
+            DECAY,
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            **options,
+        )
+        for step in range(4):
+            tokens, targets = parts.token_batch(step, rank)
+            F.cross_entropy(engine(tokens).float(), targets).backward()
+            engine.clip_grad_norm_(1e9)
+            engine.step()
+            engine.zero_grad()
+        found.append(engine.full_state_dict())
+    for other in found[1:]:
+        parts.assert_same_state(other, found[0], atol=0)

@@ -31,7 +31,8 @@ def test_bad_models_and_options(ranks, world_size, stage):
         ]
     else:
         expected += [("bucket_mb", "-1"), ("bucket_mb", "'25'")]
-    expected += [("sharded by another engine",), ("SGD", "cannot be called")]
+    expected += [("sharded by another engine",), ("SGD", "cannot be called"), ("mesh.get_group", "list")]
+    expected += [("param_dtype", "torch.int8"), ("reduce_dtype", "'bf16'"), ("find_unused", "'yes'")]
     for messages in answers:
         assert len(messages) == len(expected)
         for message, words in zip(messages, expected):

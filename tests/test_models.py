@@ -120,3 +120,18 @@ def test_a_rank_that_does_not_come_is_an_error_that_names_the_collective(ranks, 
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_one_dimension_of_a_device_mesh(ranks, stage):
     ranks(4).run(cases.one_dimension_of_a_mesh, stage=stage)
+
+
+@pytest.mark.parametrize("model", ("twice", "tied", "around", "inside", "several", "odd"))
+@pytest.mark.parametrize(
+    "stage, options",
+    [*((stage, {}) for stage in parts.STAGES), ("zero3", {"prefetch": 0}), ("zero3", {"reshard_after_forward": False})],
+    ids=str,
+)
+def test_find_unused_changes_nothing_where_all_is_used(ranks, model, stage, options):
+    ranks(3).run(cases.combinations, stage=stage, model=model, options=options)
+
+
+@pytest.mark.parametrize("model", ("twice", "tied", "around"))
+def test_bfloat16_is_the_same_in_every_stage(ranks, model):
+    ranks(2).run(cases.low_precision_everywhere, model=model)
