@@ -230,9 +230,9 @@ class ZeRO3:
         unit.whole = True
 
     def _wait_for_unit(self, unit: Unit) -> None:
-        for work, bucket, _ in unit.works:
+        while unit.works:
+            work, bucket, _ = unit.works.pop(0)
             loop.wait(work, "all-gather", bucket)
-        unit.works = []
         guard.open(unit.params)  # until `guard.close`, using one of them is allowed
 
     def _reshard_unit(self, unit: Unit) -> None:

@@ -32,7 +32,7 @@ class Sequence:
     def begin(self, kind) -> None:
         """Another forward begins, of a `kind` of its own: with gradients or without, under `no_sync` or not."""
         if len(self._events) < len(self._known.get(self._kind, [])):
-            self._compare("the next forward")  # the last time something came between
+            self._compare("the next forward", len(self._events))  # the last time something came before it
         self._known[self._kind] = self._events
         self._kind, self._events = kind, []
 
@@ -42,12 +42,12 @@ class Sequence:
         position = len(self._events)
         self._events.append(event)
         if known[position : position + 1] != [event]:
-            self._compare(event)
+            self._compare(event, position)
 
-    def _compare(self, event: str) -> None:
+    def _compare(self, event: str, position: int) -> None:
         if self._control is None:
             return
-        known, position = self._known.get(self._kind, []), max(0, len(self._events) - 1)
+        known = self._known.get(self._kind, [])
         before = f" (the last time it was {known[position]})" if position < len(known) else ""
         digest = hashlib.sha256(event.encode()).digest()[:7]  # 7 bytes: positive as an int64
         mine = torch.tensor([int.from_bytes(digest, "big")])

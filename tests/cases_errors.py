@@ -71,7 +71,9 @@ def wrong_on_one_rank(stage: str) -> list[str]:
     bad = model.requires_grad_(False) if rank == 1 else model
     first = message(lambda: engine(bad, ADAMW))
     second = message(lambda: engine(parts.seeded(lambda: parts.OddModel(blocks=2 + rank)), ADAMW))
-    return [first, second]
+    low = {0: torch.bfloat16}.get(rank)
+    third = message(lambda: engine(parts.seeded(parts.OddModel), ADAMW, param_dtype=low))
+    return [first, second, third]
 
 
 class Forgetful(parts.OddModel):

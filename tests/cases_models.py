@@ -131,12 +131,19 @@ def find_unused_traffic(stage: str) -> list:
 
 
 def find_unused_memory() -> None:
-    """ZeRO-3 with `find_unused`: still at most two units' whole gradients (and the root's) alive in backward."""
+    """ZeRO-3 with `find_unused`: what is alive in backward stays bounded, also where no unit is ever complete."""
     layers, width = 8, 64
+
+    def idle():
+        model = parts.Stack(layers, width)
+        for layer in model.layers:
+            layer.idle = nn.Parameter(torch.ones(1))
+        return model
+
     peaks = []
-    for option in (False, True):
+    for option, build in ((False, lambda: parts.Stack(layers, width)), (True, idle)):
         engine = parts.ZeRO3(
-            parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32),
+            parts.seeded(build, dtype=torch.float32),
             parts.OPTIMIZERS["adamw"],
             group=parts.silent_group(),
             find_unused=option,
@@ -423,6 +430,25 @@ def a_unit_that_only_some_ranks_run(sizes: tuple, at_step: int, skip: int, prefe
     model.skip = skip if rank == world_size - 1 else None
     found = message(lambda: engine.training_step(*parts.vector_batch(9, rank, 8), F.mse_loss), RuntimeError)
     dist.barrier()  # the others may still be on their way to their error
+    return found
+
+
+def a_unit_left_out_at_the_end() -> str:
+    """Evaluation, in which the last rank leaves out the last unit: its next forward must not meet their gather."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = parts.seeded(lambda: Skipping((8, 8, 8, 8)), dtype=torch.float32)
+    engine = parts.ZeRO3(model, DECAY, group=short_group(2), prefetch=0)
+    x, _ = parts.vector_batch(0, rank, 8)
+
+    def evaluate():
+        with torch.no_grad():
+            engine(x)
+            model.skip = 3 if rank == world_size - 1 else None
+            engine(x)
+            engine(x)
+
+    found = message(evaluate, RuntimeError)
+    dist.barrier()
     return found
 
 

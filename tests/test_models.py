@@ -99,6 +99,11 @@ def test_a_unit_that_only_some_ranks_run_is_named(ranks, world_size, sizes, at_s
     assert f"all-gather of unit 'blocks.{skip}'" in messages[-1], messages[-1]
 
 
+def test_a_unit_that_some_ranks_leave_out_at_the_end_is_named(ranks):
+    messages = ranks(3).run(cases.a_unit_left_out_at_the_end)
+    assert all("all-gather of unit 'blocks.3'" in message for message in messages), messages
+
+
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_a_unit_that_no_rank_runs_is_left_alone(ranks, world_size, stage):
