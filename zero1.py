@@ -99,13 +99,7 @@ class Bucket:
         Pieces and not the shard as one tensor, so that parameter groups, and parameters without a gradient, behave
         as in plain PyTorch. Each is a view of the shard: updating it updates the shard.
         """
-        if (
-            self.param_dtype != self.flat.dtype
-        ):  # bfloat16 lacks the digits for an update that is small beside its weight,
-            self.shard = self.shard.clone()  # so the shard stays float32, and `flat` gets a rounded copy
-            self.flat = self.flat.to(self.param_dtype)
-            for param, view in zip(self.params, self.views(self.flat)):
-                param.data = view
+        loop.round_weights(self)  # in mixed precision: `flat` becomes bfloat16, say, beside a shard that stays float32
         self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
 
 
@@ -224,9 +218,9 @@ class ZeRO1:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
         works = []
         for bucket in buckets:
-            shard = bucket.shard.to(bucket.param_dtype)  # a rounded copy in mixed precision; kept until it is sent
-            works.append((dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True), shard))
-        for bucket, (work, _) in zip(buckets, works):
+            shard = loop.rounded_shard(bucket)  # in float32 the shard itself
+            works.append(dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True))
+        for bucket, work in zip(buckets, works):
             loop.wait(work, "all-gather", bucket)
 
     def zero_grad(self) -> None:

@@ -202,9 +202,9 @@ class ZeRO2:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
         works = []
         for bucket in buckets:
-            shard = bucket.shard.to(bucket.param_dtype)  # a rounded copy in mixed precision; kept until it is sent
-            works.append((dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True), shard))
-        for bucket, (work, _) in zip(buckets, works):
+            shard = loop.rounded_shard(bucket)  # in float32 the shard itself
+            works.append(dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True))
+        for bucket, work in zip(buckets, works):
             loop.wait(work, "all-gather", bucket)
 
     def zero_grad(self) -> None:

@@ -224,15 +224,13 @@ class ZeRO3:
                 # Straight into the weights: the model's parameters are views of `flat`, and so are the views that
                 # autograd saved. On CUDA the buffer must come from the stream that computes, which is
                 # why it is resized here and not in the collective's own stream: then no event is needed.
-                shard = bucket.shard.to(bucket.param_dtype)  # a rounded copy in mixed precision; kept until it is sent
-                work = dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True)
-                unit.works.append((work, bucket, shard))
+                shard = loop.rounded_shard(bucket)  # in float32 the shard itself
+                unit.works.append(dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True))
         unit.whole = True
 
     def _wait_for_unit(self, unit: Unit) -> None:
         while unit.works:
-            work, bucket, _ = unit.works.pop(0)
-            loop.wait(work, "all-gather", bucket)
+            loop.wait(unit.works.pop(0), "all-gather", unit.buckets[0])
         guard.open(unit.params)  # until `guard.close`, using one of them is allowed
 
     def _reshard_unit(self, unit: Unit) -> None:

@@ -37,6 +37,23 @@ def bucket_dtypes(own: torch.dtype, param_dtype=None, reduce_dtype=None) -> tupl
     return param_dtype, reduce_dtype or param_dtype
 
 
+def round_weights(bucket) -> None:
+    """Mixed precision: let the model compute with a `flat` of `param_dtype`. The shard keeps the parameters' dtype,
+    because bfloat16 has no digits for an update that is small beside its weight."""
+    if bucket.param_dtype != bucket.flat.dtype:
+        bucket.shard = bucket.shard.clone()
+        bucket.flat = bucket.flat.to(bucket.param_dtype)
+        for param, view in zip(bucket.params, bucket.views(bucket.flat)):
+            param.data = view
+
+
+def rounded_shard(bucket) -> torch.Tensor:
+    """What this rank brings to an all-gather into `bucket.flat`: its shard, in mixed precision rounded into place."""
+    if bucket.param_dtype == bucket.shard.dtype:
+        return bucket.shard
+    return bucket.flat[bucket.start : bucket.start + bucket.shard_numel].copy_(bucket.shard)
+
+
 def prepare_forward(model: nn.Module, buckets, param_dtype, units=None) -> None:
     """Have every forward cast its floating point inputs, and refuse parameters that were frozen or unfrozen since.
 
