@@ -379,6 +379,8 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str =
     for name in wrong:
         off, allowed = runs[name]["difference"], runs[name]["tolerance"]
         lines.append(f"DOES NOT MATCH: {name} is off by {off:.3g} from {reference}, allowed {allowed:g}.")
+    if len(runs) == 1 and not wrong:
+        return "Only one engine ran: nothing was compared."
     if not wrong:
         lines.append("MATCH: all engines have the same losses.")
     if exact:

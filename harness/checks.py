@@ -42,15 +42,24 @@ def check(model: nn.Module, group, dtypes, find_unused, source=None, **options) 
     problem = _problem(model, options, dist.get_backend(group))
     problem = problem or _dtypes_problem(dtypes, find_unused) or _source_problem(model, source)
     options = {**options, "dtypes": dtypes, "find_unused": find_unused}
-    _agree(problem, "" if problem else _fingerprint(model, options), group, rank, world_size)
+    agree(problem, "" if problem else _fingerprint(model, options), group, rank, world_size)
     return rank, world_size
 
 
 def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
     if not isinstance(model, nn.Module):
         return TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {model!r}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return ValueError(
+            "the model is wrapped in DistributedDataParallel, which reduces gradients itself: pass its .module"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            return ValueError(f"the gradient of {name!r} would be sparse; build the embedding with sparse=False")
     named = list(model.named_parameters())
     for name, param in named:
+        if hasattr(param, "_local_tensor"):
+            return ValueError(f"parameter {name!r} is a DTensor, sharded by something else already; build a new model")
         if isinstance(param, nn.parameter.UninitializedParameter):
             return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
         if getattr(param, "zero_engine", False):
@@ -120,8 +129,9 @@ def _source_problem(model: nn.Module, source) -> Exception | None:
     unexpected = [name for name in state if name not in own]
     if missing or unexpected:
         return KeyError(
-            f"the state_dict does not fit the model: missing {name_some(missing) or 'nothing'} (init_fn= may fill it); "
-            f"unexpected {name_some(unexpected) or 'nothing'}"
+            f"the state_dict does not fit the model: missing {name_some(missing) or 'nothing'}"
+            + " (buffers that a state_dict leaves out, too; init_fn= may fill them)" * bool(missing)
+            + f"; unexpected {name_some(unexpected) or 'nothing'}"
         )
     for name, tensor in meta.items():
         if name in state and state[name].shape != tensor.shape:
@@ -176,7 +186,7 @@ def _fingerprint(model: nn.Module, options: dict) -> str:
     return repr((params, buffers, options))
 
 
-def _agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None:
+def agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None:
     """Raise on every rank if one has a problem, or if the ranks are about to shard different models."""
     if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
         if problem is not None:

@@ -7,6 +7,7 @@ and weights in and out.
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harness import checks
 from harness.checks import name_some
 
 # Before and around forward.
@@ -61,8 +63,15 @@ def prepare_forward(model: nn.Module, buckets, param_dtype, units=None) -> None:
     wraps, so that a float32 buffer in between does no harm. Buffers and outputs keep their dtype.
     """
     flags = [(bucket, [param.requires_grad for param in bucket.params]) for bucket in buckets]
+    known = {id(param) for bucket in buckets for param in bucket.params}
 
     def look(module, args, kwargs):
+        new = [name for name, param in model.named_parameters() if id(param) not in known]
+        if new:
+            raise RuntimeError(
+                f"{name_some(new)} came into the model after the engine was built, which does not train it: build the "
+                "whole model first, then the engine"
+            )
         changed = []
         for bucket, was in flags:
             for name, param, before in zip(bucket.names, bucket.params, was):
@@ -83,8 +92,16 @@ def prepare_forward(model: nn.Module, buckets, param_dtype, units=None) -> None:
 
         return tree_map(one, args), tree_map(one, kwargs)
 
+    def refuse_loading(module, *args):
+        raise RuntimeError(
+            "model.load_state_dict() would change the rounded weights and not the float32 ones that the optimizer "
+            "updates, and be undone by the next step: call engine.load_full_state_dict(state)"
+        )
+
     model.register_forward_pre_hook(look, with_kwargs=True)
     if param_dtype is not None:
+        for module in model.modules():
+            module.register_load_state_dict_pre_hook(refuse_loading)
         for module in (model, *(default_units(model) if units is None else units)):
             module.register_forward_pre_hook(cast, with_kwargs=True)
 
@@ -258,7 +275,7 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for float16 (its documentation has the why), over an engine in place of an optimizer:
 
-        scaler = GradScaler("cuda")
+        scaler = GradScaler()          # or with the options of torch's
         scaler.scale(loss).backward()
         scaler.unscale_(engine)        # if the gradients are to be clipped
         engine.clip_grad_norm_(1.0)
@@ -269,6 +286,9 @@ class GradScaler(torch.amp.GradScaler):
     After step 3 an inf lies in one rank's shard alone. torch's own scaler would skip the step there and nowhere else,
     and the ranks would part; here the verdict is that of all ranks, for one all-reduce of 4 bytes.
     """
+
+    def __init__(self, device: str | None = None, **options):
+        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
 
     def unscale_(self, engine) -> None:
         """Divide the gradients by the scale, and find out whether some rank has an inf or NaN. A collective."""
@@ -302,6 +322,8 @@ def _require_engine(engine) -> None:
 
 # The optimizer, and weights in and out.
 
+_LOOK_AT_WHOLE = {"Adafactor", "Muon", "Shampoo", "LBFGS", "LARS", "LAMB", "Lamb"}  # names, for most live elsewhere
+
 
 def make_optimizer(optimizer_cls, buckets, param_groups=None) -> torch.optim.Optimizer:
     """`optimizer_cls` called with this rank's pieces, or with one group of pieces per entry of `param_groups`.
@@ -325,6 +347,12 @@ def make_optimizer(optimizer_cls, buckets, param_groups=None) -> torch.optim.Opt
         raise TypeError(
             f"optimizer_cls returned {type(optimizer).__name__}, not a torch.optim.Optimizer: pass a callable that "
             "takes a list of tensors, for example functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    whole = {cls.__name__ for cls in type(optimizer).__mro__} & _LOOK_AT_WHOLE
+    if whole:
+        raise ValueError(
+            f"{whole.pop()} looks at a whole matrix or model, and a rank has flat pieces: it would run, and be wrong. "
+            "Take one that treats each element by itself: SGD, Adam, AdamW, RMSprop, Adagrad"
         )
     known = {id(piece) for piece in pieces}
     foreign = sum(id(param) not in known for group in optimizer.param_groups for param in group["params"])
@@ -394,19 +422,11 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
 def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     """Load what `full_state_dict` returned, at any world size: this rank's part of every parameter. A collective.
 
-    Raises KeyError for missing or unexpected names and ValueError for another shape, before anything
-    is written. Every rank passes the whole `state`.
+    Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
+    and ValueError for another shape, on every rank, before anything is written.
     """
+    checks.agree(_state_problem(engine, state), "", engine.group, engine.rank, engine.world_size)
     own = engine.model.state_dict(keep_vars=True)
-    missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
-    if missing or unexpected:
-        raise KeyError(
-            f"the state does not fit the model: missing {name_some(missing) or 'nothing'}; "
-            f"unexpected {name_some(unexpected) or 'nothing'}"
-        )
-    for key, tensor in own.items():
-        if isinstance(tensor, torch.Tensor) and tensor.shape != state[key].shape:
-            raise ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
         sharded = set()
@@ -420,6 +440,22 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
                 tensor.copy_(state[key])
     engine._sync_params(engine.buckets)
+
+
+def _state_problem(engine, state) -> Exception | None:
+    if not isinstance(state, Mapping):
+        return TypeError(f"every rank must pass the whole state, a dictionary of tensors, got {type(state).__name__}")
+    own = engine.model.state_dict(keep_vars=True)
+    missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
+    if missing or unexpected:
+        return KeyError(
+            f"the state does not fit the model: missing {name_some(missing) or 'nothing'}; "
+            f"unexpected {name_some(unexpected) or 'nothing'}"
+        )
+    for key, tensor in own.items():
+        if isinstance(tensor, torch.Tensor) and tensor.shape != state[key].shape:
+            return ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
+    return None
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:

@@ -33,8 +33,17 @@ def fill(named, init_fn, state) -> None:
     for name, tensor in named:
         if state is not None and name in state:
             tensor.data.copy_(state[name])
-        else:
-            init_fn(name, tensor.data)
+            continue
+        try:
+            result = init_fn(name, tensor.data)
+        except Exception as error:
+            error.add_note(f"while init_fn was to fill {name!r}, {tuple(tensor.shape)} of {tensor.dtype}")
+            raise
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            raise TypeError(
+                f"init_fn returned a new tensor for {name!r}: it must fill the one that it is given, in place, "
+                "for example tensor.normal_() or tensor.copy_(values)"
+            )
 
 
 def buffers(model: nn.Module, group, init_fn, state) -> None:

@@ -158,6 +158,8 @@ def refusals() -> list[str]:
     ):
         found.append(message(lambda s=source: parts.ZeRO3(on_meta(parts.OddModel), ADAMW, **s)))
     found.append(message(lambda: parts.ZeRO3(parts.OddModel(), ADAMW, init_fn=lambda name, tensor: None)))
+    model = on_meta(parts.OddModel)
+    found.append(message(lambda: parts.ZeRO3(model, ADAMW, init_fn=lambda name, tensor: torch.zeros_like(tensor))))
     # what is wrong on one rank is an error on all
     source = {"init_fn": lambda name, tensor: tensor.zero_()} if dist.get_rank() != 1 else {}
     found.append(message(lambda: parts.ZeRO3(on_meta(parts.OddModel), ADAMW, **source)))

@@ -210,6 +210,28 @@ def changed_flags(stage: str) -> list[str]:
     return found
 
 
+def behind_the_engines_back(stage: str) -> list[str]:
+    """What would be lost silently: a module added later, weights loaded past the shards, a state on one rank only."""
+    rank = dist.get_rank()
+    model = parts.seeded(parts.OddModel)
+    engine = parts.STAGES[stage](model, DECAY)
+    batch = parts.token_batch(0, rank)
+    engine.training_step(*batch, F.cross_entropy)
+    model.blocks.append(parts.seeded(lambda: parts.OddBlock(5, 7)))
+    found = [message(lambda: engine.training_step(*batch, F.cross_entropy), RuntimeError)]
+    del model.blocks[-1]
+    engine.training_step(*batch, F.cross_entropy)
+    low = parts.seeded(parts.OddModel, dtype=torch.float32)
+    parts.STAGES[stage](low, DECAY, param_dtype=torch.bfloat16)
+    found.append(message(lambda: low.load_state_dict(parts.OddModel().state_dict()), RuntimeError))
+    found.append(message(lambda: low.head.load_state_dict(parts.OddModel().head.state_dict()), RuntimeError))
+    state = engine.full_state_dict()
+    found.append(message(lambda: engine.load_full_state_dict(state if rank == 0 else None)))
+    engine.load_full_state_dict(state)
+    engine.training_step(*batch, F.cross_entropy)
+    return found
+
+
 @dataclasses.dataclass
 class Output:
     logits: torch.Tensor

@@ -174,7 +174,8 @@ def scaling_skips_on_all(stage: str, overflow_on: int) -> list:
     """float16 with an overflow in one step on one rank: all ranks skip that step and no other."""
     rank = dist.get_rank()
     engine = parts.STAGES[stage](gpt(), ADAMW, param_dtype=torch.float16, reduce_dtype=torch.float32)
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scaler = GradScaler(init_scale=2.0**10, growth_interval=2)
+    assert scaler.is_enabled()
     changed, scales = [], []
     before = engine.full_state_dict()
     for step in range(5):

@@ -32,6 +32,7 @@ def test_bad_models_and_options(ranks, world_size, stage):
     else:
         expected += [("bucket_mb", "-1"), ("bucket_mb", "'25'")]
     expected += [("sharded by another engine",), ("SGD", "cannot be called"), ("mesh.get_group", "list")]
+    expected += [("Adafactor", "AdamW"), ("DistributedDataParallel", ".module"), ("'0'", "sparse=False")]
     expected += [("param_dtype", "torch.int8"), ("reduce_dtype", "'bf16'"), ("find_unused", "'yes'")]
     for messages in answers:
         assert len(messages) == len(expected)

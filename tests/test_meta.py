@@ -39,6 +39,7 @@ def test_what_cannot_be_materialised_is_refused(ranks):
             ("missing nothing", "unexpected 'tail.weight'"),
             ("'head.weight'", "(3, 4)", "(3, 5)"),
             ("nothing of this one is", "load_full_state_dict"),
+            ("init_fn returned a new tensor", "in place"),
             ("init_fn=",) if rank == 1 else ("the checks failed on rank(s) [1]",),
         ]
         assert len(messages) == len(expected)
