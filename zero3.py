@@ -294,8 +294,10 @@ class ZeRO3:
         if self._seen:
             self._order = self._seen
         if not self._gather_before_backward(self.root, output, first):
-            for unit in (*self.units, self.root):  # no backward will come (evaluation, or an exception in forward)
-                self._reshard_unit(unit)
+            # No backward will come: an evaluation, or an exception in forward, which a second one must not hide.
+            with contextlib.suppress(RuntimeError) if output is None else contextlib.nullcontext():
+                for unit in (*self.units, self.root):
+                    self._reshard_unit(unit)
 
     # Step 2, backward.
 
