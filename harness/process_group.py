@@ -144,7 +144,8 @@ def _reporting(main) -> None:
         raise
     except RuntimeError as error:
         text = str(error)
-        lost = any(sign in text for sign in ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer"))
+        signs = ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer")
+        lost = any(sign in text for sign in signs)
         _say(error, "\nAnother rank has failed or hangs: look for the first error of another rank." if lost else "")
         raise
     except Exception:
