@@ -152,7 +152,8 @@ class ZeRO3:
                     bucket.flatten()
                     materialise.fill(on_meta, *source)  # and their values here
                     dist.broadcast(bucket.flat, group_src=0, group=group)
-                    bucket.shard = bucket.shard.clone()  # all that stays when the buffer is freed
+                    bucket.shard = bucket.shard.clone()  # all that stays, for the whole buffer is freed
+                    bucket.flat.untyped_storage().resize_(0)
                     bucket.make_pieces()
                     for name, param in zip(bucket.names, bucket.params):
                         guard.name_parameter(param, name)

@@ -41,12 +41,18 @@ def bucket_dtypes(own: torch.dtype, param_dtype=None, reduce_dtype=None) -> tupl
 
 def round_weights(bucket) -> None:
     """Mixed precision: let the model compute with a `flat` of `param_dtype`. The shard keeps the parameters' dtype,
-    because bfloat16 has no digits for an update that is small beside its weight."""
-    if bucket.param_dtype != bucket.flat.dtype:
-        bucket.shard = bucket.shard.clone()
-        bucket.flat = bucket.flat.to(bucket.param_dtype)
-        for param, view in zip(bucket.params, bucket.views(bucket.flat)):
-            param.data = view
+    because bfloat16 has no digits for an update that is small beside its weight. A freed `flat` stays freed."""
+    if bucket.param_dtype == bucket.flat.dtype:
+        return
+    freed = bucket.flat.untyped_storage().nbytes() == 0
+    if freed:
+        bucket.flat = torch.empty_like(bucket.flat, dtype=bucket.param_dtype)
+    else:
+        bucket.shard, bucket.flat = bucket.shard.clone(), bucket.flat.to(bucket.param_dtype)
+    for param, view in zip(bucket.params, bucket.views(bucket.flat)):
+        param.data = view
+    if freed:
+        bucket.flat.untyped_storage().resize_(0)
 
 
 def rounded_shard(bucket) -> torch.Tensor:

@@ -60,7 +60,7 @@ def same_as_built_whole(options: dict) -> None:
     parts.assert_same_state(engine.full_state_dict(), other.full_state_dict(), atol=0)
 
 
-def peak_at_construction(from_file: bool) -> dict[str, int]:
+def peak_at_construction(from_file: bool, param_dtype=None) -> dict[str, int]:
     """Bytes alive at the worst moment of building, those that stay, and the largest unit's whole."""
     config = GPTConfig(layers=6, width=64, heads=2, vocab=64, seq=16)
     source = {"init_fn": initialize}
@@ -71,7 +71,7 @@ def peak_at_construction(from_file: bool) -> dict[str, int]:
         source = {"state_dict": torch.load(file, mmap=True)}
     model = on_meta(lambda: GPT(config))
     with MemoryLedger() as memory:
-        engine = parts.ZeRO3(model, ADAMW, group=parts.silent_group(), **source)
+        engine = parts.ZeRO3(model, ADAMW, group=parts.silent_group(), param_dtype=param_dtype, **source)
     assert memory.live == held_bytes(engine)["parameters"], (memory.live, held_bytes(engine))
     return {
         "peak": memory.peak,

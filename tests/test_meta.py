@@ -12,9 +12,9 @@ def test_the_same_seed_gives_the_weights_of_the_whole_model(ranks, world_size, o
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
-@pytest.mark.parametrize("from_file", (False, True))
-def test_peak_at_construction_is_the_shards_and_one_unit(ranks, world_size, from_file):
-    for found in ranks(world_size).run(cases.peak_at_construction, from_file=from_file):
+@pytest.mark.parametrize("from_file, param_dtype", ((False, None), (True, None), (False, torch.bfloat16)))
+def test_peak_at_construction_is_the_shards_and_one_unit(ranks, world_size, from_file, param_dtype):
+    for found in ranks(world_size).run(cases.peak_at_construction, from_file=from_file, param_dtype=param_dtype):
         assert found["peak"] <= found["held"] + found["unit"] + 4, found
         assert found["held"] + found["unit"] < found["whole"]  # else this would say nothing
 
