@@ -106,7 +106,7 @@ class Bucket:
 def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int, dtypes=(None, None)) -> list[Bucket]:
     """Fill buckets of at most `bucket_mb` MiB, last parameter first: backward finishes them in that order.
 
-    With 0 every parameter gets its own, the articles' layout; so does a larger one.
+    With 0 every parameter gets its own, the articles' layout; so does one that is larger than `bucket_mb`.
     """
     runs, run_bytes = [], 0.0
     for name, param in reversed(named_params):

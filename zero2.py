@@ -116,7 +116,7 @@ class ZeRO2:
                 dist.broadcast(buffer, group_src=0, group=group)
         loop.prepare_forward(model, self.buckets, param_dtype)
         self.optimizer = loop.make_optimizer(optimizer_cls, self.trained, param_groups)
-        self._in_flight = self._backward = None
+        self._in_flight = None
         self._sync = True
         self.zero_grad()
         for bucket in self.trained:
@@ -148,13 +148,13 @@ class ZeRO2:
 
     def _on_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
         """Step 3, called inside step 2: `param.grad` is final. Reduce the buckets whose turn has come."""
+        bucket.used.add(param)  # since `zero_grad`
         if not self._sync:
             loop.keep_gradient(bucket, param)
             return
         if self.find_unused and self._backward is None:
             self._backward = loop.when_backward_ends(self._end_backward)
         loop.check_gradient(bucket, param)
-        bucket.used.add(param)  # since `zero_grad`
         bucket.missing.discard(param)  # what is left of the bucket's parameters before it can be reduced
         if not self._waiting:
             self._waiting = list(self.trained)  # another backward begins
@@ -183,7 +183,7 @@ class ZeRO2:
         with record_function("step 3 reduce gradients"):
             self._finish_reduction()
             self._in_flight = Reduction(bucket, self.group)
-        bucket.missing, bucket.reduced, self._unused_known = set(bucket.params), True, False
+        bucket.missing, self._unused_known = set(bucket.params), False
 
     def _finish_reduction(self) -> None:
         if self._in_flight is not None:
@@ -217,7 +217,6 @@ class ZeRO2:
             bucket.used = set()  # the parameters that got a gradient since
             bucket.kept = {}  # parameter -> its whole gradient, under `no_sync`
             bucket.missing = set(bucket.params)  # what this backward has not finished yet
-            bucket.reduced = False  # since the last zero_grad
             for _, piece in bucket.pieces:
                 piece.grad = None
 

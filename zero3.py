@@ -399,7 +399,7 @@ class ZeRO3:
         with record_function("step 3 reduce gradients"):
             self._finish_reduction()  # the one before: at most two units' whole gradients are alive
             self._in_flight = Reduction(bucket, self.group)
-        bucket.reduced, self._unused_known = True, False
+        self._unused_known = False
 
     def _finish_reduction(self) -> None:
         if self._in_flight is not None:
@@ -425,7 +425,6 @@ class ZeRO3:
             bucket.used = set()  # the parameters that got a gradient since
             bucket.kept = {}  # parameter -> its whole gradient, under `no_sync`
             bucket.missing = set(bucket.params)  # what this backward has not finished yet
-            bucket.reduced = False  # since the last zero_grad
             for _, piece in bucket.pieces:
                 piece.grad = None
 

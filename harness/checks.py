@@ -186,6 +186,11 @@ def _fingerprint(model: nn.Module, options: dict) -> str:
     return repr((params, buffers, options))
 
 
+def digest(text: str) -> int:
+    """A number that stands for `text` in a collective: 7 bytes of its SHA-256, positive as an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
 def agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None:
     """Raise on every rank if one has a problem, or if the ranks are about to shard different models."""
     if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
@@ -194,8 +199,7 @@ def agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None:
         return
     # The collective runs where the group's backend can run one, whatever is wrong with the model.
     device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-    digest = hashlib.sha256(fingerprint.encode()).digest()[:7]  # 7 bytes: positive as an int64
-    mine = torch.tensor([-1 if problem is not None else int.from_bytes(digest, "big")], device=device)
+    mine = torch.tensor([-1 if problem is not None else digest(fingerprint)], device=device)
     everyone = torch.empty(world_size, dtype=mine.dtype, device=device)
     dist.all_gather_single(everyone, mine, group=group)
     if problem is not None:

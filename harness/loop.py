@@ -72,6 +72,8 @@ def prepare_forward(model: nn.Module, buckets, param_dtype, units=None) -> None:
     known = {id(param) for bucket in buckets for param in bucket.params}
 
     def look(module, args, kwargs):
+        if backward_now() is not None:  # recomputed by activation checkpointing
+            return
         new = [name for name, param in model.named_parameters() if id(param) not in known]
         if new:
             raise RuntimeError(
@@ -83,7 +85,7 @@ def prepare_forward(model: nn.Module, buckets, param_dtype, units=None) -> None:
             for name, param, before in zip(bucket.names, bucket.params, was):
                 if param.requires_grad != before:
                     changed.append(name)
-        if changed and backward_now() is None:
+        if changed:
             raise RuntimeError(
                 f"requires_grad of {name_some(changed)} was changed after the engine was built, which has buckets, "
                 "hooks and optimizer state for the flags as they were. Change it back, or take state = "
@@ -190,23 +192,19 @@ def keep_gradient(bucket, param: nn.Parameter) -> None:
         bucket.kept[param].add_(gradient)
     else:
         bucket.kept[param] = gradient
-    bucket.used.add(param)
 
 
 def without_gradient(buckets) -> list[str]:
     """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached.
 
-    In ZeRO-1 those not in a bucket's `used`. Where buckets are reduced during backward, `missing` are those that
-    the backward under way has not finished, all of them between two backwards, and `reduced` tells whether
-    the bucket has been reduced since the last `zero_grad()`.
+    A bucket's `used` are those that got one. Where buckets are reduced during backward, `missing` are those that the
+    backward under way has not finished: all of them between two backwards, some when it stopped short.
     """
     names = []
     for bucket in buckets:
-        named = zip(bucket.names, bucket.params)
-        if not hasattr(bucket, "missing"):
-            names += [name for name, param in named if param not in bucket.used]
-        elif not bucket.reduced or len(bucket.missing) < len(bucket.params):
-            names += [name for name, param in named if param in bucket.missing]
+        missing = getattr(bucket, "missing", ())
+        short = missing if len(missing) < len(bucket.params) else ()
+        names += [n for n, param in zip(bucket.names, bucket.params) if param not in bucket.used or param in short]
     return names
 
 

@@ -5,11 +5,10 @@ another unit's: at best the sizes differ and the process is aborted, at worst th
 wrong. So whoever comes to something else than in the step before compares notes with the other ranks first.
 """
 
-import hashlib
-
 import torch
 import torch.distributed as dist
 
+from harness.checks import digest
 from harness.loop import waiting_for
 
 _control_groups: dict[tuple, dist.ProcessGroup] = {}  # (name, ranks) of a group -> a gloo group of the same ranks
@@ -49,8 +48,7 @@ class Sequence:
             return
         known = self._known.get(self._kind, [])
         before = f" (the last time it was {known[position]})" if position < len(known) else ""
-        digest = hashlib.sha256(event.encode()).digest()[:7]  # 7 bytes: positive as an int64
-        mine = torch.tensor([int.from_bytes(digest, "big")])
+        mine = torch.tensor([digest(event)])
         everyone = torch.empty(dist.get_world_size(self._control), dtype=torch.int64)
         with waiting_for(f"the others to come to {event}{before}"):
             dist.all_gather_single(everyone, mine, group=self._control)
