@@ -35,10 +35,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import process_group
 from harness.data import Batches, load_text
-from harness.memory import MemoryLedger, held_bytes
+from harness.instruments.memory import MemoryLedger, held_bytes
+from harness.instruments.traffic import TrafficLedger
 from harness.model import GPT, PRESETS, Block, next_token_loss, preset
 from harness.process_group import Rank
-from harness.traffic import TrafficLedger
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3

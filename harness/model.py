@@ -1,4 +1,4 @@
-"""The one model of the project: a decoder-only GPT on bytes, from a laptop's size to 7B."""
+"""The one model of the project: a decoder-only GPT on bytes, from a laptop's size to 70B."""
 
 import zlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class GPTConfig:
     seq: int = 128
 
 
-# `tiny` is for two CPU cores, `7b` is the model of the articles' tables (6.986e9 parameters).
+# `tiny` is for two CPU cores; `7b` and `70b` are the models of the articles' tables (6.986e9 and 69.81e9 parameters).
 PRESETS = {
     "toy": GPTConfig(layers=2, width=32, heads=2, seq=32),
     "tiny": GPTConfig(layers=6, width=256, heads=4, seq=128),
@@ -27,6 +27,7 @@ PRESETS = {
     "medium": GPTConfig(layers=24, width=1024, heads=16, seq=1024),
     "1b": GPTConfig(layers=20, width=2048, heads=16, vocab=32_000, seq=2048),
     "7b": GPTConfig(layers=34, width=4096, heads=32, vocab=32_000, seq=2048),
+    "70b": GPTConfig(layers=86, width=8192, heads=64, vocab=64_000, seq=2048),
 }
 
 

@@ -11,9 +11,9 @@ import torch
 
 from harness import process_group
 from harness.data import Batches, load_text
-from harness.memory import MemoryLedger, held_bytes
+from harness.instruments.memory import MemoryLedger, held_bytes
+from harness.instruments.traffic import TrafficLedger
 from harness.model import GPT, PRESETS, next_token_loss, preset
-from harness.traffic import TrafficLedger
 
 STEPS = ("0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters")
 

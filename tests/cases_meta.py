@@ -11,7 +11,7 @@ from cases_errors import message
 from torch import nn
 from torch.nn import functional as F
 
-from harness.memory import MemoryLedger, held_bytes
+from harness.instruments.memory import MemoryLedger, held_bytes
 from harness.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)

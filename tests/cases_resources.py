@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.memory import MemoryLedger, held_bytes
-from harness.traffic import TrafficLedger
+from harness.instruments.memory import MemoryLedger, held_bytes
+from harness.instruments.traffic import TrafficLedger
 
 ADAMW = parts.OPTIMIZERS["adamw"]
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from harness.memory import MemoryLedger, held_bytes, storage_bytes
-from harness.traffic import TrafficLedger, sent_bytes
+from harness.instruments.memory import MemoryLedger, held_bytes, storage_bytes
+from harness.instruments.traffic import TrafficLedger, sent_bytes
 
 
 def test_a_storage_counts_once_and_whole():
