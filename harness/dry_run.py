@@ -94,6 +94,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="memory", description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="7b", help=f"model shape: {', '.join(PRESETS)} (default 7b)")
     parser.add_argument("--ranks", type=int, default=8, help="world size N (default 8)")
+    parser.add_argument("--up-to", type=int, help="instead of --ranks: 1, 2, 4, ... up to so many ranks, peaks only")
     parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank (default 1)")
     parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
@@ -107,6 +108,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("ranks", "batch", "seq"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
+    if options.up_to is not None and options.up_to < 1:
+        raise ValueError(f"--up-to must be 1 or more, got {options.up_to}")
     if options.seq > config.seq:
         raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
     if options.precision not in FORMULAS:
@@ -344,10 +347,12 @@ def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
             started = time.perf_counter()
             engines[name] = measure(name, options)
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
+    return {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
+
+
+def _conditions(options: argparse.Namespace) -> dict:
     return {
         "preset": options.preset,
-        "parameters": parameters,
-        "ranks": options.ranks,
         "precision": options.precision,
         "batch": options.batch,
         "seq": options.seq,
@@ -355,9 +360,26 @@ def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
         "device": options.device,
         "hardware": referee.hardware(torch.device("cuda" if options.device == "cuda" else "cpu")),
         "torch": torch.__version__,
-        "command": "./launch.sh memory " + " ".join(sys.argv[1:]),
-        "engines": engines,
+        "command": " ".join(["./launch.sh memory", *sys.argv[1:]]),
     }
+
+
+def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
+    """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
+    numbers = [2**power for power in range(options.up_to.bit_length())]
+    engines = {name: [] for name in options.engines}
+    for options.ranks in numbers:
+        results = measure_all(options)
+        for name, row in results["engines"].items():
+            row.pop("curve", None)
+            engines[name].append(row)
+        peaks = [f"{name} {_peak(row)}" for name, row in results["engines"].items()]
+        say(f"  {options.ranks:>5} ranks, peak in GB: " + ", ".join(peaks))
+    return {"parameters": results["parameters"], "ranks": numbers, **_conditions(options), "engines": engines}
+
+
+def _peak(row: dict) -> str:
+    return "OUT OF MEMORY" if "out_of_memory" in row else f"{row['peak_bytes'] / 1e9:.2f}"
 
 
 def fits_on(nbytes: int) -> list[int]:

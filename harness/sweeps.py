@@ -155,9 +155,8 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
 
 
 def table(sweep: str, rows: dict[str, dict]) -> str:
-    lines = [
-        f"{sweep:<24}{'step ms':>9}{'lowest':>9}{'highest':>9}{'peak MB':>10}{'collectives':>13}{'all-gathers':>13}"
-    ]
+    head = f"{sweep:<24}{'step ms':>9}{'lowest':>9}{'highest':>9}"
+    lines = [head + f"{'peak MB':>10}{'collectives':>13}{'all-gathers':>13}"]
     for label, row in rows.items():
         numbers = f"{row['step_ms']:>9.1f}{row['step_ms_lowest']:>9.1f}{row['step_ms_highest']:>9.1f}"
         lines.append(
@@ -172,8 +171,8 @@ def main() -> None:
     me = process_group.start(options.backend, options.device)
     batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
     me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
-    me.print(f"GPT {options.preset}, {options.batch} sequence(s) of {options.seq} tokens per rank; medians of the ")
-    me.print(f"slowest rank over {options.rounds} rounds, MB are 10^6 bytes\n")
+    me.print(f"GPT {options.preset}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
+    me.print(f"Step times are medians of the slowest rank over {options.rounds} rounds; MB are 10^6 bytes\n")
     sweeps = {}
     for sweep in SWEEPS:
         if options.only in sweep:
