@@ -483,11 +483,14 @@ def main() -> None:
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
-    print(
-        f"Rank 0 of {options.ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.", flush=True
-    )
-    results = measure_all(options, partial(print, flush=True))
-    print("\n" + report(results))
+    ranks = options.ranks if options.up_to is None else f"1 to {options.up_to}"
+    say = partial(print, flush=True)
+    say(f"Rank 0 of {ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
+    if options.up_to is None:
+        results = measure_all(options, say)
+        print("\n" + report(results))
+    else:
+        results = measure_up_to(options, say)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file)
