@@ -8,14 +8,14 @@ goes on with the layers below.
     parameters Ψ  +  gradients Ψ/N  +  optimizer state 2Ψ/N         (7e9 parameters, N = 8: 38.5 GB)
 
 and on top of it, during backward only, at most two buckets of whole gradients: the one that backward
-is filling and the one on its way. A smaller bucket means a lower peak and more collectives. With B for the largest
-bucket (a parameter that is larger than `bucket_mb`, say, as embeddings are), if it is the last to be reduced,
+is filling and the one on its way. A smaller bucket means a lower peak and more collectives. With B for a bucket (and
+the weight behind it, if it ends in that weight's bias, whose gradient comes later), A for the larger of it and the one
+before, and T for it and all that is reduced after it
 
-    peak = Ψ + 2Ψ/N + (Ψ - B)/N + 2B      and activations
+    peak = Ψ + 2Ψ/N + (Ψ - T)/N + A + B      for the bucket that makes this most; and activations
 
-Sent per rank
-and step, with the factor (N-1)/N: reduce-scatter Ψ + all-gather Ψ = 2Ψ, the same as DDP, whose
-all-reduce is a reduce-scatter and an all-gather in one.
+Sent per rank and step, with the factor (N-1)/N: reduce-scatter Ψ + all-gather Ψ = 2Ψ, the same as DDP,
+whose all-reduce is a reduce-scatter and an all-gather in one.
 
 The article's simplified version keeps all gradients until backward is over, and says so. What it
 takes to do better is this chapter: steps 2 and 3 are no longer one after the other. Step 3 runs inside

@@ -145,14 +145,23 @@ def letters(model: GPT, ranks: int, bucket_mb: float = 25.0, prefetch: int = 1) 
     """What the letters of the chapters' formulas stand for (bytes, in float32) for a GPT, without its engine."""
     sizes = {name: 4 * param.numel() for name, param in model.named_parameters()}
     units = [4 * sum(param.numel() for param in block.parameters()) for block in model.blocks]
-    buckets, largest = [0], max(sizes.values())
-    for nbytes in reversed(sizes.values()):
+    buckets, early, last = [0], [0], ""
+    for name, nbytes in reversed(sizes.items()):
         if buckets[-1] and buckets[-1] + nbytes > bucket_mb * 2**20:
+            if name.rpartition(".")[0] == last.rpartition(".")[0]:
+                early[-1] = nbytes  # a weight whose bias ends the bucket before: its gradient comes first
             buckets.append(0)
+            early.append(0)
         buckets[-1] += nbytes
+        last = name
     total = sum(sizes.values())
-    return {"Ψ": total, "N": ranks, "G": largest, "B": max(buckets), "U": max(units), "R": total - sum(units),
-            "p": min(prefetch, len(units) - 1) if ranks > 1 else 0}  # fmt: skip
+    # Every bucket with the larger of it and the one before, and with all that is reduced from it on.
+    ahead = [max(buckets[max(0, i - 1) : i + 1]) for i in range(len(buckets))]
+    lines = [(ahead[i], buckets[i] + early[i], sum(buckets[i:])) for i in range(len(buckets))]
+    before, bucket, tail = max(lines, key=lambda line: line[0] + line[1] - line[2] / ranks)
+    prefetch = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
+    return {"Ψ": total, "N": ranks, "G": max(sizes.values()), "A": before, "B": bucket, "T": tail,
+            "U": max(units), "R": total - sum(units), "p": prefetch}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -101,7 +101,8 @@ def memory(results: dict, theme: dict):
 
 
 def live(results: dict, theme: dict):
-    """Live bytes along one step, one line per engine; phases of equal width. GB, logarithmic."""
+    """Live bytes along one step, one line per engine; phases of equal width. Logarithmic."""
+    unit, megabytes = ("GB (10⁹ bytes)", 1e3) if results["parameters"] > 2.5e8 else ("MB (10⁶ bytes)", 1)
     figure, axes = _new(theme, 1, height=5.2)
     phases = ("1 forward", "2 backward", "update")
     for number, phase in enumerate(phases):
@@ -120,19 +121,21 @@ def live(results: dict, theme: dict):
                 xs.append(phases.index(phase) + progress)
             else:
                 xs.append(2 + (last.index(phase) + progress) / max(1, len(last)))
-            ys.append(sum(curve[part][index] for part in PARTS) / 1e3)
+            ys.append(sum(curve[part][index] for part in PARTS) / megabytes)
         style = {"linestyle": ENGINE_LINES.get(name, "-"), "linewidth": 1.3, "color": ENGINE_COLOURS[name]}
         axes.plot([*xs, 3], [*ys, ys[-1]], label=name + (" (stand-in)" if row.get("stand_in") else ""), **style)
     axes.set_yscale("log")
     lowest, highest = axes.get_ylim()
-    ticks = [tick for tick in (5, 10, 20, 30, 40, 60, 80, 100, 140, 200, 400) if lowest < tick < highest]
+    axes.set_ylim(lowest, highest * (highest / lowest) ** 0.1)  # room for the phases' names
+    round_numbers = (*range(10, 100, 10), *range(100, 1000, 100), *range(1000, 5000, 500))
+    ticks = [number for number in round_numbers if lowest < number < highest]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(axis="y", linewidth=0.5)
     axes.set_xlim(0, 3)
     axes.set_xticks([0, 0.5, 1, 1.5, 2, 2.5, 3], ["0", "½", "1 | 0", "½", "1 | 0", "½", "1"])
     axes.set_xlabel("progress within the phase (fraction of its allocations and frees)")
-    axes.set_ylabel("live GB (10⁹ bytes) on one rank, log scale")
+    axes.set_ylabel(f"live {unit} on one rank, log scale")
     shape = f"GPT {results['preset']}, {results['ranks']} ranks, {results['precision']}"
     batch = f"{results['batch']} x {results['seq']} tokens per rank"
     axes.set_title(f"Live memory through one step: {shape}, {batch}", pad=12)
@@ -299,7 +302,7 @@ def scaling(results: dict, theme: dict):
 # figure: (function, the JSON files in results/ that it draws; several with the title that each gets)
 FIGURES = {
     "memory": (memory, ["memory-7b-8ranks.json"]),
-    "live": (live, ["memory-7b-8ranks-256-tokens.json"]),
+    "live": (live, ["memory-small-4ranks-64-tokens.json"]),
     "lanes": (lanes, ["trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"]),
     "losses": (losses, ["referee-cpu-2ranks-3.json"]),
     "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),

@@ -1,0 +1,177 @@
+"""The dry run: the articles' gigabytes, the chapters' formulas, the stand-in for DDP, and what it refuses."""
+
+import json
+from functools import partial
+
+import parts
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from harness import dry_run
+from harness.instruments.parts import HELD, PARTS, STATE, PartsLedger
+from harness.model import PRESETS
+
+
+def dry(name: str, *argv: str, device: str = "fake") -> dict:
+    options = dry_run.arguments(list(argv))
+    options.device = device
+    with dry_run.fake_ranks(options.ranks):
+        return dry_run.measure(name, options)
+
+
+@pytest.mark.parametrize("name, gigabytes", (("zero1", 63), ("zero2", 38.5), ("zero3", 14)))
+def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
+    row = dry(name, "--preset", "7b", "--ranks", "8", "--seq", "16")
+    held = sum(row["held_bytes"].values())
+    assert held == pytest.approx(gigabytes * 1e9, rel=0.005)
+    # All that the formula does not say: AdamW's counters, 4 bytes each. No bucket of this model needs padding.
+    assert held - row["formula_bytes"] == row["difference_bytes"] == row["step_counters_bytes"] > 0
+    assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.01)
+
+
+def test_the_formulas_stand_in_the_chapters_heads():
+    formulas = dry_run.peak_formulas()
+    assert list(formulas) == ["zero1", "zero2", "zero3"]
+    assert dry_run.evaluate("2Ψ + 2Ψ/N + G", Ψ=100, N=4, G=7) == 257
+    assert dry_run.evaluate("(4Ψ - R - (p + 1)U)/N + R + (p + 3)U", Ψ=100, N=4, R=8, U=20, p=1) == 88 + 88
+    assert all(set(formula) & set("GBRU") for formula in formulas.values())
+
+
+@pytest.mark.parametrize("ranks", (2, 100))
+@pytest.mark.parametrize(
+    "stage, own",
+    [
+        *(("zero1", {"bucket_mb": size}) for size in (0, 25)),
+        *(("zero2", {"bucket_mb": size}) for size in (0, 1, 25)),
+        *(("zero3", {"prefetch": ahead}) for ahead in (0, 1, 3)),
+    ],
+    ids=str,
+)
+def test_the_peak_is_what_the_chapters_formula_says(stage, own, ranks):
+    config = PRESETS["tiny"]
+    adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+    with dry_run.fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True), PartsLedger() as memory:
+        model = dry_run.make_model(config, torch.device("cpu"))
+        values = dry_run.letters(model, ranks, **own)
+        engine = parts.STAGES[stage](model, adamw, **own)
+        tokens = torch.zeros(1, 3, dtype=torch.int64)
+        dry_run.train_step(engine, tokens)
+        memory.begin(engine)
+        dry_run.train_step(engine, tokens)
+    state = memory.peak_moment(of=lambda moment: moment.state).state
+    assert state == pytest.approx(dry_run.evaluate(dry_run.peak_formulas()[stage], **values), rel=0.01)
+    # With two tokens there is hardly anything else, so this is the peak itself.
+    assert memory.peak == pytest.approx(state, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "ranks, more",
+    ((1, []), (3, []), (3, ["--precision", "bf16"]), (8, ["--checkpoint-activations", "--batch", "3"])),
+    ids=str,
+)
+def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
+    argv = ["--preset", "tiny", "--ranks", str(ranks), "--seq", "16", *more]
+    ours, theirs = dry("zero3", *argv), dry("fsdp2", *argv)
+    assert ours["peak_bytes"] <= theirs["peak_bytes"]
+    assert ours["sent_bytes"] <= theirs["sent_bytes"]
+
+
+@pytest.mark.parametrize("more", ([], ["--precision", "bf16"], ["--checkpoint-activations"]), ids=str)
+def test_the_stand_in_is_ddp_byte_for_byte(more):
+    argv = ["--preset", "tiny", "--ranks", "2", "--batch", "2", *more]
+    stand_in, real = dry("ddp", *argv), dry("ddp", *argv, device="cpu")
+    assert stand_in.pop("stand_in") and "stand_in" not in real
+    where = [row["peak_where"].pop("module") for row in (stand_in, real)]
+    assert where[1] == f"module.{where[0]}"  # DDP wraps the model in one more
+    for row in (stand_in, real):
+        row.pop("curve")
+    assert stand_in == real
+    assert stand_in["collectives"]["all-reduce"] > 1 and sum(stand_in["peak_parts"].values()) == stand_in["peak_bytes"]
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_fake_tensors_take_what_real_ones_take(stage):
+    argv = ["--preset", "toy", "--ranks", "3", "--batch", "2"]
+    fake, real = dry(stage, *argv), dry(stage, *argv, device="cpu")
+    assert fake == real
+
+
+def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "memory.json"
+    monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "--ranks", "4", "--json", str(file)])
+    dry_run.main()
+    text, results = capsys.readouterr().out, json.loads(file.read_text())
+    assert results["ranks"] == 4 and results["precision"] == "fp32" and results["device"] == "fake"
+    assert list(results["engines"]) == ["ddp", "zero1", "zero2", "zero3", "fsdp2_no_reshard", "fsdp2"]
+    psi = 4 * results["parameters"]
+    for name, row in results["engines"].items():
+        assert set(row["held_bytes"]) == set(HELD) and set(row["peak_parts"]) <= set(PARTS)
+        assert sum(row["peak_parts"].values()) == row["peak_bytes"], "every byte of the peak has a name"
+        assert sum(row["state_peak_parts"].values()) == row["state_peak_bytes"] <= row["peak_bytes"]
+        assert set(row["state_peak_parts"]) <= set(STATE)
+        assert row["peak_where"]["step"][0] in "12345", row["peak_where"]
+        assert sum(row["sent_by_collective"].values()) == pytest.approx(row["sent_bytes"], abs=3)
+        assert name in text
+    share = 3 / 4
+    assert results["engines"]["ddp"]["sent_bytes"] == pytest.approx(2 * psi * share)
+    assert results["engines"]["zero1"]["sent_bytes"] == pytest.approx(3 * psi * share, rel=0.01)
+    assert results["engines"]["zero2"]["sent_bytes"] == pytest.approx(2 * psi * share, rel=0.01)
+    assert "ddp (stand-in)" in text and "24 GB: ddp is the first that fits" in text
+
+
+def test_which_gpu_is_enough():
+    assert dry_run.fits_on(24 * 10**9) == [24, 40, 80, 141]
+    assert dry_run.fits_on(24 * 10**9 + 1) == [40, 80, 141]
+    assert dry_run.fits_on(142 * 10**9) == []
+
+
+def test_out_of_memory_is_a_row(monkeypatch):
+    def full(name, options, device):
+        if name == "ddp":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 500.00 MiB. GPU 0 has 1 GiB.")
+        return plain(name, options, device)
+
+    plain = dry_run._measure
+    monkeypatch.setattr(dry_run, "_measure", full)
+    results = dry_run.measure_all(dry_run.arguments(["--preset", "toy", "--engines", "ddp,zero3"]))
+    assert results["engines"]["ddp"] == {"out_of_memory": "CUDA out of memory"}
+    assert "ddp: OUT OF MEMORY here. CUDA out of memory" in dry_run.report(results)
+    assert "24 GB: zero3 is the first that fits" in dry_run.report(results)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    (
+        (["--preset", "8b"], ["'8b'", "70b"]),
+        (["--precision", "fp8"], ["'fp8'", "fp32 or bf16"]),
+        (["--ranks", "0"], ["--ranks", "0"]),
+        (["--up-to", "0"], ["--up-to", "0"]),
+        (["--batch", "0"], ["--batch", "0"]),
+        (["--seq", "4096"], ["4096", "2048"]),
+        (["--engines", "zero4"], ["'zero4'", "zero3"]),
+        (["--engines", ","], ["--engines", "empty"]),
+        (["--device", "tpu"], ["'tpu'", "fake or cuda"]),
+        (["--json", "/nowhere/x.json"], ["/nowhere/x.json"]),
+        (["--json", "/"], ["'/'"]),
+    ),
+)
+def test_bad_input_is_named(argv, said):
+    with pytest.raises(ValueError) as error:
+        dry_run.arguments(argv)
+    assert all(word in str(error.value) for word in said), error.value
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        dry_run.arguments(["--device", "cuda"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", dry_run.ENGINES)
+def test_real_allocations_are_close_to_the_dry_run(name):
+    argv = ["--preset", "small", "--ranks", "4"]
+    fake, real = dry(name, *argv), dry(name, *argv, device="cuda")
+    assert real["held_bytes"] == fake["held_bytes"]
+    assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)
