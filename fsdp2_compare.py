@@ -27,7 +27,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -102,8 +102,9 @@ def _distributed_data_parallel(model: nn.Module, device: torch.device) -> nn.Mod
 def _fully_shard(model: nn.Module, device: torch.device, dtype, **options) -> nn.Module:
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU.
-    options["mesh"] = init_device_mesh(device.type, (dist.get_world_size(),))
+    if options["mesh"] is None:
+        # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU.
+        options["mesh"] = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -117,8 +118,10 @@ def _fsdp1(model: nn.Module, device: torch.device, dtype) -> nn.Module:
     )
 
 
-def build(name: str, model: GPT, adamw, device: torch.device, dtype: torch.dtype | None = None):
-    """The engine `name` around `model`. `adamw` is the optimizer class with its options bound."""
+def build(
+    name: str, model: GPT, adamw, device: torch.device, dtype: torch.dtype | None = None, mesh: DeviceMesh | None = None
+):
+    """The engine `name` around `model`. `adamw` is the optimizer class with its options bound; `mesh` is FSDP2's."""
     stages = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
     if name in stages:
         return stages[name](model, adamw, param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
@@ -130,9 +133,9 @@ def build(name: str, model: GPT, adamw, device: torch.device, dtype: torch.dtype
     if name == "ddp":
         model = _distributed_data_parallel(model, device)
     elif name == "fsdp2":
-        model = _fully_shard(model, device, dtype)
+        model = _fully_shard(model, device, dtype, mesh=mesh)
     elif name == "fsdp2_no_reshard":
-        model = _fully_shard(model, device, dtype, reshard_after_forward=False)
+        model = _fully_shard(model, device, dtype, mesh=mesh, reshard_after_forward=False)
     elif name == "fsdp1":
         model = _fsdp1(model, device, dtype)
     return PlainStep(model, adamw(model.parameters()))

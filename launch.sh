@@ -9,6 +9,7 @@ usage() {
 ./launch.sh                              the referee: one GPT under six engines and their counterparts
 ./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
 ./launch.sh zero1|zero2|zero3 [N] [options]   a chapter's exercise: a few steps, then one told event by event
+./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
 ./launch.sh test [pytest options]        the tests
 ./launch.sh help                         this text
 
@@ -30,12 +31,14 @@ fail() {
 # Everything that can be refused is refused before anything is installed.
 command=${1:-compare}
 [ $# -gt 0 ] && shift
+file= module=
 case "$command" in
 help | -h | --help) usage && exit 0 ;;
 compare) file=fsdp2_compare.py ;;
 zero1 | zero2 | zero3) file=$command.py ;;
-test) file= ;;
-*) fail "no command '$command'; there are: compare, zero1, zero2, zero3, test, help" ;;
+memory) module=harness.dry_run ;;
+test) ;;
+*) fail "no command '$command'; there are: compare, zero1, zero2, zero3, memory, test, help" ;;
 esac
 
 ranks=
@@ -74,6 +77,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 if [ "$command" = test ]; then
     echo "+ $(basename "$python") -m pytest $*"
     exec "$python" -m pytest "$@"
+fi
+if [ -n "$module" ]; then # one process is enough
+    exec "$python" -m "$module" "$@"
 fi
 for option in "$@"; do # an answer that needs no ranks
     case "$option" in -h | --help) exec "$python" "$file" "$@" ;; esac

@@ -9,6 +9,7 @@ although all N copies of the optimizer state are equal, as all ranks see the sam
 ZeRO-1 lets each rank update only 1/N of the parameters, so it needs only the state for these:
 
     parameters Ψ  +  gradients Ψ  +  optimizer state 2Ψ/N           (N = 8: 63 GB)
+    peak = 2Ψ + 2Ψ/N + G      and activations; G is the largest single gradient, on its way into the buffer
 
 and pays with one more collective, as a rank lacks what the others have updated. Sent per rank and step, times (N-1)/N:
 DDP's all-reduce 2Ψ; here all-reduce 2Ψ + all-gather Ψ = 3Ψ (in the paper 2Ψ, see `_sync_gradients`).

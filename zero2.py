@@ -8,7 +8,12 @@ goes on with the layers below.
     parameters Ψ  +  gradients Ψ/N  +  optimizer state 2Ψ/N         (7e9 parameters, N = 8: 38.5 GB)
 
 and on top of it, during backward only, at most two buckets of whole gradients: the one that backward
-is filling and the one on its way. A smaller bucket means a lower peak and more collectives. Sent per rank
+is filling and the one on its way. A smaller bucket means a lower peak and more collectives. With B for the largest
+bucket (a parameter that is larger than `bucket_mb`, say, as embeddings are), if it is the last to be reduced,
+
+    peak = Ψ + 2Ψ/N + (Ψ - B)/N + 2B      and activations
+
+Sent per rank
 and step, with the factor (N-1)/N: reduce-scatter Ψ + all-gather Ψ = 2Ψ, the same as DDP, whose
 all-reduce is a reduce-scatter and an all-gather in one.
 

@@ -8,9 +8,15 @@ forward, frees them right after, and does both once more in backward.
 
 and on top of it, inside forward and backward only, whole parameters of the root (what belongs to no
 unit: embedding, head), of the unit at work and of `prefetch` more; in backward also, as in ZeRO-2, at
-most two units' whole gradients. Sent per rank and step, with the factor (N-1)/N: all-gather Ψ in forward,
-all-gather Ψ in backward, reduce-scatter Ψ = 3Ψ, half as much again as DDP's 2Ψ, less the root's second
-all-gather, because the root stays whole from forward into backward.
+most two units' whole gradients. With R for the root, U for the largest unit and p for `prefetch`
+
+    peak = (4Ψ - R - (p + 1)U)/N + R + (p + 3)U      and activations
+
+near the end of backward: root, unit at work and p more are whole, and so are two units' gradients.
+
+Sent per rank and step, with the factor (N-1)/N: all-gather Ψ in forward, all-gather Ψ in backward,
+reduce-scatter Ψ = 3Ψ, half as much again as DDP's 2Ψ, less the root's second all-gather, because the root
+stays whole from forward into backward.
 
 Step 5 has moved into steps 1 and 2: that is the whole difference. The updated shard is gathered when
 the next forward needs it, a unit at a time. In the order in which things happen, with prefetch = 1:

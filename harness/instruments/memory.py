@@ -14,15 +14,19 @@ from torch.utils._pytree import tree_leaves
 class MemoryLedger(TorchDispatchMode):
     """`with MemoryLedger() as memory:` around building an engine and its steps; read `live` and `peak` (bytes).
 
-    It sees every operation's results, so it must be open when the storages are made; `track` adds older
-    tensors. Resizing a storage, which is no operation, is watched as well.
+    It sees every operation's results, so it must be open when the storages are made. Or
+    `with MemoryLedger(engine) as memory: engine.training_step(...)`, which starts from what can be reached of an
+    engine (anything with `model` and `optimizer`); `track` adds other tensors. Resizing a storage, which is
+    no operation, is watched as well.
     """
 
-    def __init__(self):
+    def __init__(self, engine=None):
         super().__init__()
         self.live = self.peak = 0
         self._bytes: dict[int, int] = {}  # a storage's address -> its bytes
         self._references: dict[int, weakref.ref] = {}
+        for tensor in [] if engine is None else engine_tensors(engine):
+            self.track(tensor)
 
     def reset_peak(self) -> None:
         """Forget earlier peaks: from now on `peak` is the most since this call."""
@@ -38,10 +42,19 @@ class MemoryLedger(TorchDispatchMode):
         key = storage._cdata
         if key not in self._bytes:
             self._bytes[key] = 0
+            self._born(key)
             # torch keeps one Python object per storage for as long as C++ keeps the storage, so
             # this reference dies with the memory and not with the variable.
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
         self._set(key, storage.nbytes())
+
+    def key(self, tensor: torch.Tensor) -> int:
+        """What the ledger knows the storage under `tensor` by."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+    def _born(self, key: int) -> None:
+        """For ledgers that tell storages apart."""
 
     def _set(self, key: int, nbytes: int) -> None:
         self.live += nbytes - self._bytes[key]
@@ -87,8 +100,8 @@ def storage_bytes(tensors) -> int:
     return sum(storages.values())
 
 
-def held_bytes(engine) -> dict[str, int]:
-    """{"parameters", "gradients", "optimizer"}: bytes that this rank holds now, of anything with model and optimizer.
+def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
+    """{"parameters", "gradients", "optimizer"}: what this rank holds now, of anything with model and optimizer.
 
     Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
     frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
@@ -102,8 +115,15 @@ def held_bytes(engine) -> dict[str, int]:
     for bucket in getattr(engine, "trained", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
         gradients += [*getattr(bucket, "kept", {}).values()]
         gradients += [bucket.flat_gradient] if hasattr(bucket, "flat_gradient") else []
-    return {
-        "parameters": storage_bytes(params),
-        "gradients": storage_bytes(gradients),
-        "optimizer": storage_bytes(state),
-    }
+    return {"parameters": params, "gradients": gradients, "optimizer": state}
+
+
+def held_bytes(engine) -> dict[str, int]:
+    """{"parameters", "gradients", "optimizer"}: bytes of `held_tensors`."""
+    return {part: storage_bytes(tensors) for part, tensors in held_tensors(engine).items()}
+
+
+def engine_tensors(engine) -> list[torch.Tensor]:
+    """All that can be reached from an engine: what it holds, its buffers and its buckets."""
+    tensors = [tensor for held in held_tensors(engine).values() for tensor in held]
+    return [*tensors, *engine.model.buffers(), *(bucket.flat for bucket in getattr(engine, "buckets", ()))]
