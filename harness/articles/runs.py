@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import importlib
 import warnings
 from collections import Counter
 from functools import partial
@@ -14,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
+from harness.dry_run import checkpoint_blocks, fake_ranks
 from harness.instruments.memory import MemoryLedger, held_bytes
 from harness.instruments.traffic import TrafficLedger
 from harness.model import GPT, GPTConfig, next_token_loss, preset
@@ -34,25 +33,13 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 
 
 @contextlib.contextmanager
-def fake_ranks(world_size: int, rank: int = 0):
-    """This process as `rank` of `world_size`, in a group whose collectives move nothing; for shapes and counts."""
-    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        gc.collect()  # engines refer to themselves through their hooks, and FSDP's to the group
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
 def one_rank():
     """A real group of one rank over gloo: DDP's reducer is C++ and needs one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
-        gc.collect()
+        gc.collect()  # DDP's reducer, before its group
         dist.destroy_process_group()
 
 
@@ -175,13 +162,6 @@ toy = partial(gpt, "toy")
 small_gpt = partial(gpt, "toy", layers=8, width=64)
 
 
-def checkpoint_blocks(model: GPT) -> GPT:
-    """Recompute every block of `model` in backward instead of keeping its activations."""
-    for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return model
-
-
 @contextlib.contextmanager
 def new_dtype(dtype: torch.dtype):
     """Models built inside have parameters of `dtype`."""
@@ -202,7 +182,7 @@ def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute
     with FakeTensorMode(), new_dtype(dtype), MemoryLedger() as memory:
         model = gpt(name, **shape)
         if recompute:
-            checkpoint_blocks(model)
+            checkpoint_blocks(model, casts=False)
         tokens = torch.zeros(batch, seq, dtype=torch.int64)
         before = memory.live
         logits = model(tokens)

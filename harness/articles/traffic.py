@@ -207,7 +207,7 @@ def tensor_parallel() -> tuple[str, str]:
             model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
             parallelize_module(model, init_device_mesh("cpu", (8,)), plan)
             with TrafficLedger() as ledger:
-                model(torch.ones(2, 64))
+                _ = model(torch.ones(2, 64)) + 0  # waits for it, too
         return sum(collective.kind == ALL_REDUCE for collective in ledger.collectives)
 
     columns = all_reduces({"0": ColwiseParallel(output_layouts=Replicate())})
