@@ -10,6 +10,9 @@ SCALING = "Scaling LLM Training: Deep Dive into ZeRO and FSDP for Multi-GPU Syst
 WORDPRESS = "The WordPress developer's piece on ZeRO Memory Optimization"  # our copy has no title
 ARTICLES = (MULTIPLE_GPUS, SHARDING_STATE, FRAMEWORKS, SCALING, WORDPRESS)
 
+NAMES = {"plain": "unsharded", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
+         "fsdp1": "FSDP1", "fsdp2": "FSDP2"}  # fmt: skip
+
 HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 
 

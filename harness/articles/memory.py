@@ -12,6 +12,7 @@ from harness import dry_run
 from harness.articles.claim import (
     FRAMEWORKS,
     MULTIPLE_GPUS,
+    NAMES,
     SCALING,
     SHARDING_STATE,
     WORDPRESS,
@@ -158,14 +159,21 @@ def twelve_bytes_of_adam() -> tuple[str, str]:
                                 about(with_master, 12), about(moments, 12))  # fmt: skip
 
 
+def largest_part() -> tuple[str, str]:
+    held = mixed_precision(torch.bfloat16)
+    optimizer = held["float32 weights"] + held["moments"]
+    return f"{optimizer:g} of {sum(held.values()):g} bytes per parameter", verdict(optimizer > sum(held.values()) / 2)
+
+
 def zero3_in_mixed_precision() -> tuple[str, str]:
     run = dry("zero3", *CHECKPOINTED)
     own, lacking = 1.75 + 3.5 + 7 + 4, (4 - 2) * parameters_of("7b") / 8
+    peak = run["peak_bytes"]
     measured = (
-        f"state {gb(state(run))} = {parts(run)}, peak {gb(run['peak_bytes'])} with blocks recomputed; its sum of {own} GB "
-        f"has 2 bytes per parameter where float32 master weights are 4: {gb(lacking)} too little"
+        f"state {gb(state(run))} = {parts(run)}, peak {gb(peak)} with blocks recomputed; its sum of {own} GB has "
     )
-    return measured, verdict(about(run["peak_bytes"], own * 1e9, 0.02) or about(state(run) + 4e9, own * 1e9, 0.02))
+    measured += f"2 bytes per parameter where float32 master weights are 4: {gb(lacking)} too little"
+    return measured, verdict(about(peak, own * 1e9, 0.02) or about(state(run) + 4e9, own * 1e9, 0.02))
 
 
 def fits_40() -> tuple[str, str]:
@@ -193,7 +201,9 @@ def redundant_copies() -> tuple[str, str]:
 def linear_in_ranks() -> tuple[str, str]:
     """State at N = 8 over state at N = 32: 4 if it falls with 1/N."""
     ratios = {name: step(name, ranks=8).state / step(name, ranks=32).state for name in ("zero1", "zero2", "zero3")}
-    measured = "state at N = 8 over N = 32: " + ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items())
+    measured = "state at N = 8 over N = 32: " + ", ".join(
+        f"{NAMES[name]} {ratio:.3g}" for name, ratio in ratios.items()
+    )
     return measured, holds_when("the stage is ZeRO-3", about(ratios["zero3"], 4, 0.02),
                                 about(ratios["zero1"], 4, 0.02) or about(ratios["zero2"], 4, 0.02))  # fmt: skip
 
@@ -228,7 +238,7 @@ def no_redundancy() -> tuple[str, str]:
     together = {
         name: sum(step(name, toy, rank=rank).held["optimizer"] for rank in range(8)) for name in ("zero1", "zero3")
     }
-    measured = ", ".join(f"{name}: 8 ranks hold {nbytes / one:.4f} copies" for name, nbytes in together.items())
+    measured = ", ".join(f"{NAMES[name]}: 8 ranks hold {nbytes / one:.4f} copies" for name, nbytes in together.items())
     return measured, verdict(all(about(nbytes, one) for nbytes in together.values()))
 
 
@@ -236,7 +246,9 @@ def largest_model() -> tuple[str, str]:
     """Bytes of state per parameter as N grows: what caps the model on one GPU, and what does not."""
     floors = {name: step(name, ranks=ranks).state / (step(name).parameter_bytes / 4)
               for name, ranks in (("ddp", 8), ("zero1", 512), ("zero2", 512), ("zero3", 512))}  # fmt: skip
-    measured = "bytes per parameter at N = 512: " + ", ".join(f"{name} {floor:.3g}" for name, floor in floors.items())
+    measured = "bytes per parameter at N = 512: " + ", ".join(
+        f"{NAMES[name]} {floor:.3g}" for name, floor in floors.items()
+    )
     return measured, verdict(floors["ddp"] > floors["zero1"] > floors["zero2"] > 10 * floors["zero3"])
 
 
@@ -284,6 +296,8 @@ CLAIMS = [
     Claim(FRAMEWORKS, "FSDP and ZeRO-3 train models 8 to 16 times larger", "state at N = 4, 8 and 16", larger_models),
     Claim(SCALING, "FP16 with Adam: 2 + 2 + 12 bytes, 112 GB for 7B",
           "bfloat16 training with AdamW, tensors weighed", sixteen_bytes),
+    Claim(SCALING, "the optimizer state is the largest part",
+          "bfloat16 training with AdamW, tensors weighed", largest_part),
     Claim(SCALING, "each of 8 GPUs stores 1/8 of the optimizer state", _DRY.format("ZeRO-1"), eighth_of_the_optimizer),
     Claim(SCALING, "no redundant optimizer state under ZeRO", "the states of all 8 ranks added up", no_redundancy),
     Claim(SCALING, "largest model: by one GPU under DDP, more under ZeRO-1 and -2, by the cluster under ZeRO-3",

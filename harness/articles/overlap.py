@@ -9,6 +9,7 @@ import functools
 from harness.articles.claim import (
     FRAMEWORKS,
     MULTIPLE_GPUS,
+    NAMES,
     SCALING,
     SHARDING_STATE,
     Claim,
@@ -43,7 +44,7 @@ def fsdp_flow() -> tuple[str, str]:
             orders[name] = "".join(events.letters)
             del engine
     found = set(orders.values())
-    measured = "; ".join(f"{name} {order}" for name, order in orders.items())
+    measured = "; ".join(f"{NAMES[name]} {order}" for name, order in orders.items())
     return f"G gather, C compute, R reduce: {measured}", verdict(found == {"GC|GCR"})
 
 
@@ -123,14 +124,14 @@ def _around_the_update(name: str) -> tuple[list[str], list[str]]:
 
 def no_final_gather() -> tuple[str, str]:
     after = {name: len(_around_the_update(name)[1]) for name in ("zero1", "zero2", "zero3", "fsdp2")}
-    measured = "collectives after the update: " + ", ".join(f"{name} {count}" for name, count in after.items())
+    measured = "collectives after the update: " + ", ".join(f"{NAMES[name]} {count}" for name, count in after.items())
     return measured, verdict(after["zero3"] == after["fsdp2"] == 0 < after["zero2"])
 
 
 def sync_over_update() -> tuple[str, str]:
     late = {name: _around_the_update(name)[1].count(REDUCE) for name in ("zero2", "zero3", "fsdp2")}
     measured = "reduce-scatters still to come when the optimizer starts: " + ", ".join(
-        f"{name} {count}" for name, count in late.items()
+        f"{NAMES[name]} {count}" for name, count in late.items()
     )
     return measured, verdict(any(late.values()))
 
@@ -161,11 +162,11 @@ def overlap_in_ddp() -> tuple[str, str]:
 CLAIMS = [
     Claim(MULTIPLE_GPUS, "ZeRO-3 needs no all-gather at the end of the step",
           "one step of every engine, collectives after the update counted", no_final_gather),
-    Claim(MULTIPLE_GPUS, "gathering layer N+1 while layer N computes hides the latency",
+    Claim(MULTIPLE_GPUS, "gathering layer N+1 before layer N computes lets the two overlap",
           "order of events in our ZeRO-3", functools.partial(prefetch, prefetch=0)),
     Claim(SHARDING_STATE, "FSDP: gather, compute, free; in backward gather, compute, reduce-scatter",
           "order of events of one unit", fsdp_flow),
-    Claim(SHARDING_STATE, "a gather prefetched under the layer before overlaps with its compute",
+    Claim(SHARDING_STATE, "prefetched gathers go out before the layer in front computes",
           "order of events in our ZeRO-3", functools.partial(prefetch, prefetch=0)),
     Claim(FRAMEWORKS, "DDP overlaps the all-reduce with backward by itself",
           "real DDP, when its all-reduces are issued", overlap_in_ddp),

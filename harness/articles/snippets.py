@@ -291,7 +291,7 @@ CLAIMS = [
           "the import", partial(imports, "from torch.distributed.fsdp.fully_shard import fully_shard")),
     Claim(WORDPRESS, "fully_shard on the layers, FSDP around the model",
           "a chain of layers wrapped so, one forward and backward", both_wrappers),
-    Claim(WORDPRESS, "shards of rounded-up size, cut off at the end, will do",
+    Claim(WORDPRESS, "shards rounded up and cut off at the end, without padding, fit a collective",
           "shard sizes on 4 ranks", shard_without_padding),
     Claim(WORDPRESS, "its function returns the rank's shards",
           "a loop that returns its last variable", shard_of_the_last),

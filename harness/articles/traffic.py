@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from harness.articles.claim import (
     FRAMEWORKS,
     MULTIPLE_GPUS,
+    NAMES,
     SCALING,
     SHARDING_STATE,
     WORDPRESS,
@@ -255,7 +256,7 @@ def small_buckets() -> tuple[str, str]:
 
 def fsdp_is_zero3() -> tuple[str, str]:
     runs = {name: step(name, toy) for name in ("zero3", "fsdp1", "fsdp2")}
-    measured = ", ".join(f"{name} {psi(run.sent())} and {run.state:,} bytes" for name, run in runs.items())
+    measured = ", ".join(f"{NAMES[name]} {psi(run.sent())} and {run.state:,} bytes" for name, run in runs.items())
     ours = runs["zero3"]
     alike = all(about(r.sent(), ours.sent()) and about(r.state, ours.state) for r in runs.values())
     return f"sent and held: {measured}", verdict(alike)
