@@ -10,6 +10,9 @@ usage() {
 ./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
 ./launch.sh zero1|zero2|zero3 [N] [options]   a chapter's exercise: a few steps, then one told event by event
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
+./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
+./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
+./launch.sh figures [options]            draws what is in results/ to results/figures/
 ./launch.sh test [pytest options]        the tests
 ./launch.sh help                         this text
 
@@ -31,18 +34,20 @@ fail() {
 # Everything that can be refused is refused before anything is installed.
 command=${1:-compare}
 [ $# -gt 0 ] && shift
-file= module=
+entry=() ranked=yes # what Python is given, and whether by torchrun
 case "$command" in
 help | -h | --help) usage && exit 0 ;;
-compare) file=fsdp2_compare.py ;;
-zero1 | zero2 | zero3) file=$command.py ;;
-memory) module=harness.dry_run ;;
-test) ;;
-*) fail "no command '$command'; there are: compare, zero1, zero2, zero3, memory, test, help" ;;
+compare) entry=(fsdp2_compare.py) ;;
+zero1 | zero2 | zero3) entry=("$command.py") ;;
+sweeps) entry=(-m harness.sweeps) ;;
+memory) entry=(-m harness.dry_run) ranked= ;;
+articles | figures) entry=(-m "harness.$command") ranked= ;;
+test) ranked= ;;
+*) fail "no command '$command'; there are: compare, zero1, zero2, zero3, memory, sweeps, articles, figures, test, help" ;;
 esac
 
 ranks=
-if [ -n "$file" ] && [ $# -gt 0 ] && [[ $1 != -* ]]; then
+if [ -n "$ranked" ] && [ $# -gt 0 ] && [[ $1 != -* ]]; then
     ranks=$1
     shift
     [[ $ranks =~ ^[1-9][0-9]{0,4}$ ]] || fail "N must be a number of ranks, 1 or more, got '$ranks'"
@@ -78,17 +83,17 @@ if [ "$command" = test ]; then
     echo "+ $(basename "$python") -m pytest $*"
     exec "$python" -m pytest "$@"
 fi
-if [ -n "$module" ]; then # one process is enough
-    exec "$python" -m "$module" "$@"
+if [ -z "$ranked" ]; then # one process is enough
+    exec "$python" "${entry[@]}" "$@"
 fi
 for option in "$@"; do # an answer that needs no ranks
-    case "$option" in -h | --help) exec "$python" "$file" "$@" ;; esac
+    case "$option" in -h | --help) exec "$python" "${entry[@]}" "$@" ;; esac
 done
 
 # One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
 # the number of ranks (harness/process_group.py): first line N, second why.
 echo "checking the options (importing torch takes a few seconds)"
-plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$file" "$@") || exit 2
+plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
 ranks=${plan%%$'\n'*}
 echo "${plan#*$'\n'}"
 if [ "${NNODES:-1}" = 1 ]; then
@@ -96,5 +101,5 @@ if [ "${NNODES:-1}" = 1 ]; then
 else
     where=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
-echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${where[*]} --nproc-per-node $ranks $file $*"
-exec "$python" -m torch.distributed.run "${where[@]}" --nproc-per-node "$ranks" "$file" "$@"
+echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${where[*]} --nproc-per-node $ranks ${entry[*]} $*"
+exec "$python" -m torch.distributed.run "${where[@]}" --nproc-per-node "$ranks" "${entry[@]}" "$@"

@@ -142,12 +142,13 @@ class ZeRO3:
                  find_unused: bool = False, init_fn=None, state_dict=None):  # fmt: skip
         units = list(units) if isinstance(units, Iterable) else units
         self.model, self.group, self.find_unused = model, group, find_unused
-        self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
+        self.reshard_after_forward = reshard_after_forward
         dtypes, source = (param_dtype, reduce_dtype), (init_fn, state_dict)
         self.rank, self.world_size = checks.check(
             model, group, dtypes, find_unused, source,
             units=units, prefetch=prefetch, reshard_after_forward=reshard_after_forward,
         )  # fmt: skip
+        self.prefetch = prefetch if self.world_size > 1 else 0  # a rank that is alone waits for nothing
         with record_function("step 0 partition"), torch.no_grad():
             self.units, self.root = make_units(model, units, self.rank, self.world_size, dtypes)
             self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
@@ -94,6 +94,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="memory", description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="7b", help=f"model shape: {', '.join(PRESETS)} (default 7b)")
     parser.add_argument("--ranks", type=int, default=8, help="world size N (default 8)")
+    parser.add_argument("--up-to", type=int, help="instead of --ranks: 1, 2, 4, ... up to so many ranks, peaks only")
     parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank (default 1)")
     parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
@@ -107,6 +108,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("ranks", "batch", "seq"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
+    if options.up_to is not None and options.up_to < 1:
+        raise ValueError(f"--up-to must be 1 or more, got {options.up_to}")
     if options.seq > config.seq:
         raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
     if options.precision not in FORMULAS:
@@ -123,9 +126,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"--engines is empty; there are: {', '.join(ENGINES)}")
     folder = os.path.dirname(os.path.abspath(options.json or ""))
     if options.json and (os.path.isdir(options.json) or not os.access(folder, os.W_OK)):
-        raise ValueError(
-            f"cannot write --json {options.json!r}: its folder does not exist or is not writable, or it is one itself"
-        )
+        raise ValueError(f"cannot write --json {options.json!r}: it is a folder, or in none that is there and writable")
     return options
 
 
@@ -151,7 +152,7 @@ def letters(model: GPT, ranks: int, bucket_mb: float = 25.0, prefetch: int = 1) 
         buckets[-1] += nbytes
     total = sum(sizes.values())
     return {"Ψ": total, "N": ranks, "G": largest, "B": max(buckets), "U": max(units), "R": total - sum(units),
-            "p": min(prefetch, len(units) - 1)}  # fmt: skip
+            "p": min(prefetch, len(units) - 1) if ranks > 1 else 0}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -167,10 +168,22 @@ def fake_ranks(world_size: int, rank: int = 0):
 
 def build(name: str, model: GPT, adamw, device: torch.device, dtype, mesh):
     """The referee's engine; for DDP on fake tensors the stand-in."""
-    if name == "ddp" and device.type != "cuda":
+    if name == "ddp" and isinstance(next(model.parameters()), FakeTensor):
         module = model if dtype is None else referee.MixedModule(model, dtype)
         return DDPStandIn(module, adamw(model.parameters()))
-    return referee.build(name, model, adamw, device, dtype, mesh)
+    engine = referee.build(name, model, adamw, device, dtype, mesh)
+    if name == "ddp":
+        engine.model.register_comm_hook(None, _all_reduce_bucket)
+    return engine
+
+
+def _all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own way to reduce a bucket, said once more because the fake group's futures bring no result."""
+    tensor = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(tensor)
+    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
 
 
 def make_model(config: GPTConfig, device: torch.device) -> GPT:
@@ -254,6 +267,8 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
         train_step(engine, tokens)
+        if name == "ddp" and real:
+            train_step(engine, tokens)  # in its second step DDP makes its buckets anew, for once
         memory.begin(engine)
         look = partial(_look, engine, held)
         engine.optimizer.register_step_pre_hook(look)
@@ -290,7 +305,7 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         "collectives": dict(Counter(collective.kind for collective in traffic.collectives)),
         "curve": curve(memory),
     }
-    if name == "ddp" and device.type != "cuda":
+    if name == "ddp" and not real:
         result["stand_in"] = True
     if allocated is not None:
         result["ledger_peak_bytes"] = peak.live
@@ -332,10 +347,12 @@ def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
             started = time.perf_counter()
             engines[name] = measure(name, options)
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
+    return {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
+
+
+def _conditions(options: argparse.Namespace) -> dict:
     return {
         "preset": options.preset,
-        "parameters": parameters,
-        "ranks": options.ranks,
         "precision": options.precision,
         "batch": options.batch,
         "seq": options.seq,
@@ -343,9 +360,26 @@ def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
         "device": options.device,
         "hardware": referee.hardware(torch.device("cuda" if options.device == "cuda" else "cpu")),
         "torch": torch.__version__,
-        "command": "./launch.sh memory " + " ".join(sys.argv[1:]),
-        "engines": engines,
+        "command": " ".join(["./launch.sh memory", *sys.argv[1:]]),
     }
+
+
+def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
+    """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
+    numbers = [2**power for power in range(options.up_to.bit_length())]
+    engines = {name: [] for name in options.engines}
+    for options.ranks in numbers:
+        results = measure_all(options)
+        for name, row in results["engines"].items():
+            row.pop("curve", None)
+            engines[name].append(row)
+        peaks = [f"{name} {_peak(row)}" for name, row in results["engines"].items()]
+        say(f"  {options.ranks:>5} ranks, peak in GB: " + ", ".join(peaks))
+    return {"parameters": results["parameters"], "ranks": numbers, **_conditions(options), "engines": engines}
+
+
+def _peak(row: dict) -> str:
+    return "OUT OF MEMORY" if "out_of_memory" in row else f"{row['peak_bytes'] / 1e9:.2f}"
 
 
 def fits_on(nbytes: int) -> list[int]:
@@ -449,11 +483,14 @@ def main() -> None:
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
-    print(
-        f"Rank 0 of {options.ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.", flush=True
-    )
-    results = measure_all(options, partial(print, flush=True))
-    print("\n" + report(results))
+    ranks = options.ranks if options.up_to is None else f"1 to {options.up_to}"
+    say = partial(print, flush=True)
+    say(f"Rank 0 of {ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
+    if options.up_to is None:
+        results = measure_all(options, say)
+        print("\n" + report(results))
+    else:
+        results = measure_up_to(options, say)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file)

@@ -4,14 +4,20 @@ Everything printed is observed from outside, by the memory and traffic ledgers; 
 """
 
 import argparse
+import contextlib
 import inspect
+import os
+from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from harness import process_group
 from harness.data import Batches, load_text
 from harness.instruments.memory import MemoryLedger, held_bytes
+from harness.instruments.parts import PartsLedger
+from harness.instruments.timeline import Timeline, chrome_trace, save_trace
 from harness.instruments.traffic import TrafficLedger
 from harness.model import GPT, PRESETS, next_token_loss, preset
 
@@ -27,6 +33,7 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default 1e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    parser.add_argument("--trace", help="write a Chrome/Perfetto trace of one more step, and of step 0, to this file")
     parser.add_argument("--map", action="store_true", help="print which ranks own which parameter, all of them")
     if "bucket_mb" in own:
         parser.add_argument("--bucket-mb", type=float, default=2.0, help="MiB; 0: one per parameter (default 2)")
@@ -40,6 +47,9 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     for name, least in (("steps", 2), ("batch", 1)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} must be {least} or more, got {getattr(options, name)}")
+    folder = os.path.dirname(os.path.abspath(options.trace or ""))
+    if options.trace and (os.path.isdir(options.trace) or not os.access(folder, os.W_OK)):
+        raise ValueError(f"cannot write --trace {options.trace!r}: a folder, or in none that is there and writable")
     for name in ("bucket_mb", "prefetch"):
         if not getattr(options, name, 0) >= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(options, name)}")
@@ -67,7 +77,9 @@ def _walk(engine_cls, doc: str) -> None:
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with MemoryLedger() as memory:
         model = GPT(config, options.seed + me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
-        engine = engine_cls(model, partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda"), **own)
+        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
+        with Timeline(device=me.device) if options.trace else contextlib.nullcontext() as partition:
+            engine = engine_cls(model, adamw, **own)
         psi = 4 * sum(param.numel() for param in engine.model.parameters())
         me.print(f"\nGPT {options.preset}: {psi // 4:,} parameters, Ψ = {psi / 1e6:.2f} MB")
         me.print(f"\nStep {STEPS[0]}: {_partition(engine)}")
@@ -91,7 +103,24 @@ def _walk(engine_cls, doc: str) -> None:
     sent = traffic.sent_bytes
     times = f" = {sent / (psi * factor):.3f} Ψ x (N-1)/N" if factor else ""
     me.print(f"sent in this step: {sent / 1e6:.2f} MB{times}, in {len(traffic.collectives)} collectives")
+    if options.trace:
+        _trace(options.trace, engine, partition.spans, ready[-1], me)
     process_group.stop()
+
+
+def _trace(path: str, engine, partition: list, batch, me) -> None:
+    """One more step of all ranks, into one file; what step 0 was stands before it."""
+    dist.barrier()  # the ranks' clocks start here
+    with PartsLedger(engine) as memory, Timeline(engine, me.device) as timeline:
+        engine.training_step(*batch, next_token_loss)
+    moments = [(moment.seconds, moment.live) for moment in memory.moments(timeline.opened)]
+    built = max((span.end for span in partition), default=0.0)
+    spans = [replace(span, start=span.start - built, end=span.end - built) for span in partition] + timeline.spans
+    everyone = [None] * me.world_size
+    dist.all_gather_object(everyone, (spans, moments))
+    if me.rank == 0:
+        save_trace(path, chrome_trace([spans for spans, _ in everyone], [live for _, live in everyone]))
+        print(f"written: {path} (open it in chrome://tracing or ui.perfetto.dev); step 0 ends at 0 ms")
 
 
 def _partition(engine) -> str:

@@ -205,7 +205,8 @@ def the_storage_is_what_is_freed() -> None:
     tokens, targets = parts.token_batch(0, dist.get_rank())
     loss = F.cross_entropy(engine(tokens), targets)
     after = [storage(w) for w in weights]
-    assert seen["inside"][0] == 0 and seen["inside"][1] > 0 and seen["inside"][2] > 0  # past, present, prefetched
+    past, present, prefetched = seen["inside"]
+    assert past == 0 and present > 0 and (prefetched > 0) == (dist.get_world_size() > 1)  # alone there is none
     assert after == [0, 0, 0]
     assert storage(engine.model.head.weight) > 0  # the root stays for backward
     loss.backward()

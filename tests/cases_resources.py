@@ -192,8 +192,11 @@ def sequence_of_collectives(stage: str, engine_name: str | None = None) -> None:
     expected = {
         "zero1": [("all-reduce", "step 3 reduce gradients")] * layers + [gather] * layers,
         "zero2": [reduce] * layers + [gather] * layers,
-        # forward gathers every unit; so does backward, each before the reduction of the unit behind it
-        "zero3": [gather] * layers + [gather] + [gather, reduce] * (layers - 1) + [reduce],
+        # Forward gathers every unit; so does backward, each before the reduction of the unit behind it. A rank that
+        # is alone gathers nothing ahead.
+        "zero3": [gather] * layers + [gather] + [gather, reduce] * (layers - 1) + [reduce]
+        if world_size > 1
+        else [gather] * layers + [gather, reduce] * layers,
     }[stage]
     found = [(collective.kind, collective.step) for collective in traffic.collectives]
     assert found == expected, f"found {found}, expected {expected}"

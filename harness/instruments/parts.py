@@ -1,6 +1,5 @@
 """The memory ledger that says what the bytes are for: at the worst moment of a step, and all along it."""
 
-import bisect
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -8,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_leaves
 
 from harness.instruments.memory import MemoryLedger, held_tensors
+from harness.instruments.where import Where
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, IN_FLIGHT = "gathered units", "gradients in flight"
@@ -63,12 +62,8 @@ class PartsLedger(MemoryLedger):
         self._events: list[tuple] = []  # (number, bytes from now on, phase, step, module, seconds)
         self._part: dict[int, str] = {}  # number -> part
         self._maker: dict[int, str] = {}  # number -> the operation that made it
-        self._labels: list[str] = []
-        self._modules: list[str] = []  # that are in their forward now, from the outside in
-        self._entered: list[tuple[int, str]] = []  # (autograd's number of the next node, module from there on)
-        self._names: dict[int, str] = {}
         self._growing: set[int] = set()  # storages made since the forward began
-        self._operation, self._handles, self._engine, self._last = "", [], engine, ""
+        self._operation, self._handles, self._engine, self._where = "", [], engine, Where()
         super().__init__(engine)
 
     def begin(self, engine=None) -> None:
@@ -76,11 +71,10 @@ class PartsLedger(MemoryLedger):
         self._engine = engine or self._engine
         for handle in self._handles:
             handle.remove()
-        self._handles, self._events, self._part, self._maker, self._entered = [], [], {}, {}, []
-        self._growing, self._modules, self._last = set(), [], ""
+        self._handles, self._events, self._part, self._maker, self._growing = [], [], {}, {}, set()
+        self._where.forget(self._engine and self._engine.model)
         if self._engine is not None:
             model = self._engine.model
-            self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
             self._sort_held()
             # A stage frees its model's own parameters: there they are gathered, and the shards are what is held.
             if hasattr(self._engine, "units"):
@@ -90,11 +84,7 @@ class PartsLedger(MemoryLedger):
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._sort_held()))
             for param in model.parameters():
                 if param.requires_grad:
-                    hook = param.register_post_accumulate_grad_hook(self._on_gradient)
-                    hooks = param._post_accumulate_grad_hooks
-                    for earlier in [key for key in hooks if key != hook.id]:
-                        hooks[earlier] = hooks.pop(earlier)  # this one first: the engine's may take the gradient away
-                    self._handles.append(hook)
+                    self._handles.append(self._watch_gradient(param))
         for key, number in self._number.items():
             # What is empty now are somebody's whole parameters, freed.
             self._part.setdefault(number, BATCH if self._bytes[key] else GATHERED)
@@ -102,8 +92,9 @@ class PartsLedger(MemoryLedger):
                 self._events.append((number, self._bytes[key], "", "", "", time.perf_counter()))
         self.reset_peak()
 
-    def moments(self) -> Iterator[Moment]:
-        """What was alive after each event since `begin`, in order."""
+    def moments(self, origin: float | None = None) -> Iterator[Moment]:
+        """What was alive after each event since `begin`, in order; seconds from `origin` (of `time.perf_counter`)."""
+        origin = self._events[0][5] if origin is None and self._events else origin
         sizes, parts, made, live = {}, Counter(), Counter(), 0
         for number, nbytes, phase, step, module, seconds in self._events:
             part, more = self._part.get(number, TEMPORARIES), nbytes - sizes.get(number, 0)
@@ -112,7 +103,7 @@ class PartsLedger(MemoryLedger):
             parts[part] += more
             if part == TEMPORARIES:
                 made[self._maker.get(number, "")] += more
-            yield Moment(live, phase, step, module, seconds - self._events[0][5], parts.copy(), +made)
+            yield Moment(live, phase, step, module, seconds - origin, parts.copy(), +made)
 
     def peak_moment(self, of=lambda moment: moment.live) -> Moment:
         """The moment with the most of something: bytes in all by default. (The first of several.)"""
@@ -125,6 +116,14 @@ class PartsLedger(MemoryLedger):
             held[PARAMETERS] = [tensor for tensor in held[PARAMETERS] if id(tensor) not in own]
         for part, tensors in held.items():
             self._put(tensors, part, anew=True)
+
+    def _watch_gradient(self, param: nn.Parameter):
+        hook = param.register_post_accumulate_grad_hook(self._on_gradient)
+        with torch._C.DisableTorchFunctionSubclass():  # ZeRO-3 refuses to show anything of a freed parameter
+            hooks = param._post_accumulate_grad_hooks
+        for earlier in [key for key in hooks if key != hook.id]:
+            hooks[earlier] = hooks.pop(earlier)  # this one first: the engine's may take the gradient away
+        return hook
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         if param.grad is not None:
@@ -157,38 +156,12 @@ class PartsLedger(MemoryLedger):
     def _note(self, key: int, nbytes: int) -> None:
         if nbytes == self._bytes.get(key, 0):
             return
-        steps = [label.removeprefix("step ") for label in self._labels if label.startswith("step ")] or [""]
-        self._events.append((self._number[key], nbytes, steps[0], steps[-1], self._module(), time.perf_counter()))
-
-    def _module(self) -> str:
-        """The innermost module at work: the one in its forward, or whose operation backward undoes."""
-        if self._modules:
-            return self._modules[-1]
-        node = torch._C._current_autograd_node()
-        if node is None or not self._entered:
-            return ""
-        number = node._sequence_nr()
-        if number < 2**63:  # higher are the nodes that accumulate gradients: they belong to the module before
-            place = bisect.bisect_right(self._entered, number, key=lambda entry: entry[0])
-            self._last = self._entered[place - 1][1] if place else ""
-        return self._last
-
-    def _enter_module(self, module: nn.Module, inputs) -> None:
-        self._modules.append(self._names.get(id(module), type(module).__name__))
-        self._entered.append((torch.autograd._get_sequence_nr(), self._modules[-1]))
-
-    def _leave_module(self, module: nn.Module, inputs, outputs) -> None:
-        if self._modules:
-            self._modules.pop()
-        outer = self._modules[-1] if self._modules else ""
-        self._entered.append((torch.autograd._get_sequence_nr(), outer))
+        where = self._where.phase, self._where.step, self._where.module()
+        self._events.append((self._number[key], nbytes, *where, time.perf_counter()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = f"{func.namespace}.{func._schema.name.split('::')[1]}"
-        if name == "profiler._record_function_enter_new":
-            self._labels.append(args[0])
-        elif name == "profiler._record_function_exit" and self._labels:
-            self._labels.pop()
+        self._where.see(name, args)
         if self._growing and torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
             # Backward goes on after a forward, or after a piece of one that it ran again.
             for key in self._growing:
@@ -209,17 +182,15 @@ class PartsLedger(MemoryLedger):
         return result
 
     def __enter__(self):
-        self._global = [
-            global_hooks.register_module_forward_pre_hook(self._enter_module),
-            global_hooks.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._where.open()
         result = super().__enter__()
         self.begin()
         return result
 
     def __exit__(self, *exception):
         result = super().__exit__(*exception)
-        for handle in (*self._global, *self._handles):
+        self._where.close()
+        for handle in self._handles:
             handle.remove()
         self._handles = []
         return result

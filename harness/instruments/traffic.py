@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_KINDS = {
+KINDS = {  # as torch dispatches them
     "allreduce_": "all-reduce",
     "allreduce_coalesced_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -72,8 +72,8 @@ class TrafficLedger(TorchDispatchMode):
                 self._on_event(f"enter {args[0]}", len(self._steps), None)
             elif name == "_record_function_exit" and self._steps:
                 self._on_event(f"leave {self._steps.pop()}", len(self._steps) + 1, None)
-        elif namespace in ("c10d", "_c10d_functional") and name in _KINDS:
-            self._note(_KINDS[name], args)
+        elif namespace in ("c10d", "_c10d_functional") and name in KINDS:
+            self._note(KINDS[name], args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, kind: str, args) -> None:
