@@ -117,7 +117,7 @@ def zero1_free_of_charge() -> tuple[str, str]:
     measured = (
         f"DDP {psi(ddp)}; all-reduce + all-gather {psi(all_reduced)}; reduce-scatter + all-gather {psi(scattered)}"
     )
-    condition = "gradients are reduce-scattered, as in the ZeRO paper; not with the all-reduce of the printed ZeRO-1"
+    condition = "gradients are reduce-scattered (the ZeRO paper), not all-reduced (the printed ZeRO-1)"
     return measured, holds_when(condition, about(scattered, ddp), about(all_reduced, ddp))
 
 
