@@ -13,7 +13,7 @@ from harness.articles.claim import (
     holds_when,
     verdict,
 )
-from harness.articles.runs import parameters_of
+from harness.articles.runs import gpt, parameters_of
 
 GBIT, GIGA = 1e9 / 8, 1e9  # bytes
 
@@ -149,6 +149,19 @@ def parts_of_140(ranks: int, claimed: float) -> tuple[str, str]:
     return measured, verdict(about(part, claimed * 1e9, 0.02))
 
 
+def boundary_activations() -> tuple[str, str]:
+    """One tensor (tokens, width) in bfloat16 passes from a pipeline stage to the next."""
+    with torch.device("meta"):
+        config = gpt("70b").config
+    sequence = 2 * config.seq * config.width
+    tokens = 20e6 / (2 * config.width)
+    measured = (
+        f"{config.seq} tokens x {config.width} x 2 bytes = {sequence / 1e6:.1f} MB; 20 MB are {tokens:,.0f} tokens"
+    )
+    condition = "a micro-batch has about 1,200 tokens"
+    return measured, holds_when(condition, about(2 * 1200 * config.width, 20e6, 0.05), about(sequence, 20e6, 0.05))
+
+
 def gpus(*ways: int) -> tuple[str, str]:
     product = 1
     for way in ways:
@@ -274,6 +287,8 @@ CLAIMS = [
           "reduce-scatter's (N-1)/N", gradient_sync_bytes),
     Claim(FRAMEWORKS, "a tensor-parallel all-reduce takes ~200 ns on NVLink",
           "its own formula, bytes and bandwidth", tensor_parallel_latency),
+    Claim(FRAMEWORKS, "pipeline stages of 70B pass ~20 MB on per micro-batch",
+          "tokens x width x 2 bytes", boundary_activations),
     Claim(FRAMEWORKS, "1,000 GPUs failing at 0.01% a day: a failure every 10 hours", _SUM, failures),
     Claim(FRAMEWORKS, "one rank at 140 ms instead of 100 makes every step 140 ms",
           "the slowest of its four ranks", straggler_sets_the_pace),

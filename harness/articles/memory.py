@@ -147,7 +147,7 @@ def sixteen_in_mixed_precision() -> tuple[str, str]:
 
 def ddp_in_bf16() -> float:
     """Bytes per parameter that DDP holds when it trains in bfloat16 through autograd's casts."""
-    run = dry("ddp", "--precision", "bf16", preset="tiny")
+    run = dry("ddp", "--precision", "bf16", preset="toy")
     return state(run) / (run["held_bytes"]["parameters"] / 4)
 
 
@@ -190,6 +190,23 @@ def ddp_does_not_fit() -> tuple[str, str]:
     return f"{ddp_in_bf16():.4g} bytes per parameter: {gb(whole)}, H100 80 GB", verdict(
         about(whole, 112e9) and whole > 80e9
     )
+
+
+def boxes_of_figure_two() -> tuple[str, str]:
+    """Its figure's 2 + 4 + 8/N, 2 + 12/N and 14/N against engines with bfloat16 weights and float32 gradients."""
+    boxes, ranks = {"zero1": 2 + 4 + 8 / 8, "zero2": 2 + 12 / 8, "zero3": 14 / 8}, 8
+    mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    runs = {name: step(name, ranks=ranks, **mixed) for name in boxes}
+    held = {name: run.state / (run.parameter_bytes / 4) for name, run in runs.items()}
+    rows = ", ".join(f"{NAMES[name]} {held[name]:.3g} and not {boxes[name]:g}" for name in boxes)
+    right = all(about(held[name], boxes[name], 0.02) for name in boxes)
+    return f"bytes per parameter at N = 8, with float32 master weights: {rows}", verdict(right)
+
+
+def more_gpus_under_ddp() -> tuple[str, str]:
+    held = {ranks: state(dry("ddp", preset="toy", ranks=ranks)) for ranks in (2, 64)}
+    measured = ", ".join(f"{nbytes:,} bytes on each of {ranks}" for ranks, nbytes in held.items())
+    return measured, verdict(held[2] == held[64])
 
 
 def redundant_copies() -> tuple[str, str]:
@@ -291,6 +308,8 @@ CLAIMS = [
     Claim(FRAMEWORKS, "7B under ZeRO-3 takes 16.25 GB",
           _DRY.format("ZeRO-3") + ", bf16, batch 4 x 2048", zero3_in_mixed_precision),
     Claim(FRAMEWORKS, "7B under ZeRO-3 fits a 40 GB A100", _DRY.format("ZeRO-3") + ", bf16, batch 4 x 2048", fits_40),
+    Claim(FRAMEWORKS, "bytes per parameter: 2 + 4 + 8/N, 2 + 12/N, 14/N under the stages (its figure 2)",
+          "each stage in mixed precision at N = 8", boxes_of_figure_two),
     Claim(FRAMEWORKS, "DDP keeps 4 redundant copies of the optimizer state",
           "AdamW's state, the same on every rank", redundant_copies),
     Claim(FRAMEWORKS, "the stages reduce memory linearly with the number of GPUs",
@@ -308,6 +327,8 @@ CLAIMS = [
           _DRY.format("DDP"), functools.partial(table_7b, "ddp", 28, 28, 56)),
     Claim(WORDPRESS, "an 80 GB GPU is out of memory before the first micro-batch",
           "real DDP, live bytes before its first batch", before_the_first_batch),
+    Claim(WORDPRESS, "under DDP no number of GPUs lowers the memory of each",
+          "dry run of DDP, a small GPT, on 2 and 64 ranks", more_gpus_under_ddp),
     Claim(WORDPRESS, "ZeRO-1 still replicates parameters and gradients", _DRY.format("ZeRO-1"), kept_by_zero1),
     Claim(WORDPRESS, "FSDP runs a 7B model on 14 GB", _DRY.format("ZeRO-3") + ", 1 x 2048 tokens", runs_on_14),
 ]  # fmt: skip

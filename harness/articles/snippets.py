@@ -5,11 +5,12 @@ import inspect
 import os
 import tempfile
 import warnings
+from concurrent.futures import Future
 from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint import FileSystemWriter, async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -32,6 +33,7 @@ from harness.articles.runs import (
     fake_ranks,
     fully_shard,
     loss_for,
+    one_rank,
     toy,
 )
 from harness.instruments.traffic import TrafficLedger
@@ -201,42 +203,42 @@ def effective_batch() -> tuple[str, str]:
     return measured, verdict(difference < 1e-12)
 
 
-def _saved(writer_path: str, steps=(1,)):
-    """Save a model and its optimizer in a folder; (what `save` returned, folders made)."""
+def saved(*paths: str, with_save=save) -> tuple[object, bool, list[str]]:
+    """Save a model and its optimizer to each path: (what the last call returned, was it written by then, folders)."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process, and a folder that is overwritten
-        for step in steps:
-            path = writer_path.replace("{step}", str(step)) if writer_path.startswith("f:") else writer_path
-            result = save(
-                {"model": model, "optimizer": optimizer}, storage_writer=FileSystemWriter(path.removeprefix("f:"))
-            )
-            there = os.path.exists(os.path.join(path.removeprefix("f:"), ".metadata"))
-        return result, there, sorted(os.listdir("."))
+        for path in paths:
+            returned = with_save(state, storage_writer=FileSystemWriter(path))
+        written = os.path.exists(os.path.join(paths[-1], ".metadata"))
+        if isinstance(returned, Future):
+            returned.result()
+        return returned, written, sorted(os.listdir("."))
 
 
 def file_name_without_f() -> tuple[str, str]:
-    _, _, plain = _saved("step_{step}", steps=(1000, 2000))
-    _, _, formatted = _saved("f:step_{step}", steps=(1000, 2000))
+    _, _, plain = saved(*["step_{step}" for step in (1000, 2000)])
+    _, _, formatted = saved(*[f"step_{step}" for step in (1000, 2000)])
     measured = f"two saves leave {plain}; with the f-prefix {formatted}"
     return measured, holds_when("the string gets its f-prefix", len(formatted) == 2, len(plain) == 2)
 
 
 def save_blocks() -> tuple[str, str]:
-    result, there, _ = _saved("once")
-    blocks = there and not hasattr(result, "result")
-    other = hasattr(torch.distributed.checkpoint, "async_save")
-    measured = (
-        f"save() returned {type(result).__name__}, no future; files complete then: {there}; async_save there: {other}"
-    )
-    return measured, holds_when("async_save is called and not save", other, not blocks)
+    returned, written, _ = saved("once")
+    with one_rank():  # its collectives want a group
+        later, _, _ = saved("once", with_save=async_save)
+    measured = f"save() returned {type(returned).__name__}, all written by then: {written}; async_save() a "
+    measured += type(later).__name__
+    blocks = written and not isinstance(returned, Future)
+    return measured, holds_when("async_save() is called, not save()", isinstance(later, Future), not blocks)
 
 
 def modules_in_save() -> tuple[str, str]:
-    error = attempt(lambda: _saved("once"))
+    error = attempt(lambda: saved("once"))
     return f"{TORCH}: save() given a module and an optimizer: {error or 'works'}", verdict(not error)
 
 
