@@ -122,7 +122,6 @@ class Step:
             inputs, targets = batch_for(model, batch)
             loss_fn = loss_for(model)
             self.parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-            self.units = len(units_of(model))
             engine = build(name, model, **options)
             engine.optimizer.register_step_pre_hook(lambda *_: self.held.update(held_bytes(engine)))
             for _ in range(3):  # the first makes the optimizer's state, in the second DDP rearranges its buckets
