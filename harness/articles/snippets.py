@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import tempfile
+import textwrap
 import warnings
 from concurrent.futures import Future
 from functools import partial
@@ -42,13 +43,13 @@ TORCH = f"torch {torch.__version__.split('+')[0]}"
 
 
 def attempt(run) -> str:
-    """ "" if `run()` goes through, else the error's name and first words."""
+    """Nothing if `run()` goes through, else the error's name and first words."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        return f"{type(error).__name__}: {textwrap.shorten(str(error).splitlines()[0], 90, placeholder=' ...')}"
     return ""
 
 
