@@ -332,18 +332,6 @@ class Referee:
         return bool(self.over_ranks([not fits])[0] == 0)
 
 
-def hardware(device: torch.device) -> str:
-    """The name of what was measured on: the GPU with its CUDA and driver versions, or the processor and its cores."""
-    if device.type == "cuda":
-        driver = torch._C._cuda_getDriverVersion()
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, driver for CUDA {driver // 1000}"
-    name = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            name = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), name)
-    return f"{os.cpu_count()} cores of {name}"
-
-
 def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, me: Rank) -> None:
     on_device = [output.to(me.device) for output in outputs]
     dist.all_gather(on_device, tensor.to(me.device))
@@ -434,7 +422,7 @@ def main() -> None:
     if options.json and me.rank == 0:
         result = {
             "device": me.device.type,
-            "hardware": hardware(me.device),
+            "hardware": process_group.hardware(me.device),
             "backend": me.backend,
             "world_size": me.world_size,
             "torch": torch.__version__,

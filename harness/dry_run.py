@@ -31,11 +31,11 @@ import fsdp2_compare as referee
 import zero1
 import zero2
 import zero3
+from harness import process_group
 from harness.instruments.memory import held_bytes
 from harness.instruments.parts import PARTS, STATE, PartsLedger
 from harness.instruments.traffic import TrafficLedger
 from harness.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
-from harness.process_group import run
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2_no_reshard", "fsdp2")
 GPUS = (24, 40, 80, 141)  # GB of 10^9 bytes: RTX 4090, A100, A100 and H100, H200
@@ -316,8 +316,8 @@ def _look(engine, held: dict, *_) -> None:
     held.update(held_bytes(engine))
 
 
-def curve(memory: PartsLedger, points: int = 150) -> dict[str, list]:
-    """The step as a line: at most `points` moments per phase, of each stretch the one with the most alive.
+def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
+    """The step as a line: `points` stretches per phase, of each the moments with the most and the least alive.
 
     {"phase": ["1 forward", ...], "progress": [0 to 1 within the phase], part: [MB], ...}, MB being 10^6 bytes.
     """
@@ -329,11 +329,13 @@ def curve(memory: PartsLedger, points: int = 150) -> dict[str, list]:
     for phase, moments in phases.items():
         stretch = max(1, -(-len(moments) // points))
         for start in range(0, len(moments), stretch):
-            most = max(moments[start : start + stretch], key=lambda moment: moment.live)
-            result["phase"].append(phase)
-            result["progress"].append(round(start / len(moments), 4))
-            for part in PARTS:
-                result[part].append(round(most.parts[part] / 1e6, 3))
+            numbers = range(start, min(start + stretch, len(moments)))
+            ends = {pick(numbers, key=lambda number: moments[number].live) for pick in (min, max)}
+            for number in sorted(ends):
+                result["phase"].append(phase)
+                result["progress"].append(round(number / len(moments), 4))
+                for part in PARTS:
+                    result[part].append(round(moments[number].parts[part] / 1e6, 2))
     return result
 
 
@@ -358,7 +360,7 @@ def _conditions(options: argparse.Namespace) -> dict:
         "seq": options.seq,
         "checkpoint_activations": options.checkpoint_activations,
         "device": options.device,
-        "hardware": referee.hardware(torch.device("cuda" if options.device == "cuda" else "cpu")),
+        "hardware": process_group.hardware(torch.device("cuda" if options.device == "cuda" else "cpu")),
         "torch": torch.__version__,
         "command": " ".join(["./launch.sh memory", *sys.argv[1:]]),
     }
@@ -499,4 +501,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    process_group.run(main)

@@ -1,6 +1,7 @@
 """Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
 
 import os
+import platform
 import sys
 import traceback
 from dataclasses import dataclass
@@ -110,6 +111,18 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         device_id=chosen if backend == "nccl" else None,
     )
     return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
+
+
+def hardware(device: torch.device) -> str:
+    """The name of what was measured on: the GPU with its CUDA and driver versions, or the processor and its cores."""
+    if device.type == "cuda":
+        driver = torch._C._cuda_getDriverVersion()
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, driver for CUDA {driver // 1000}"
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            name = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), name)
+    return f"{os.cpu_count()} cores of {name}"
 
 
 def stop() -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp2_compare as referee
 from harness import process_group
 from harness.data import Batches, load_text
 from harness.dry_run import checkpoint_blocks
@@ -180,7 +179,7 @@ def main() -> None:
             me.print(table(sweep, sweeps[sweep]) + "\n")
     if options.json and me.rank == 0:
         results = {
-            "hardware": referee.hardware(me.device),
+            "hardware": process_group.hardware(me.device),
             "torch": torch.__version__,
             "backend": me.backend,
             "ranks": me.world_size,

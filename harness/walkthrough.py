@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import inspect
 import os
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -104,11 +105,11 @@ def _walk(engine_cls, doc: str) -> None:
     times = f" = {sent / (psi * factor):.3f} Ψ x (N-1)/N" if factor else ""
     me.print(f"sent in this step: {sent / 1e6:.2f} MB{times}, in {len(traffic.collectives)} collectives")
     if options.trace:
-        _trace(options.trace, engine, partition.spans, ready[-1], me)
+        _trace(engine, partition.spans, ready[-1], me, options, own)
     process_group.stop()
 
 
-def _trace(path: str, engine, partition: list, batch, me) -> None:
+def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own: dict) -> None:
     """One more step of all ranks, into one file; what step 0 was stands before it."""
     dist.barrier()  # the ranks' clocks start here
     with PartsLedger(engine) as memory, Timeline(engine, me.device) as timeline:
@@ -119,8 +120,17 @@ def _trace(path: str, engine, partition: list, batch, me) -> None:
     everyone = [None] * me.world_size
     dist.all_gather_object(everyone, (spans, moments))
     if me.rank == 0:
-        save_trace(path, chrome_trace([spans for spans, _ in everyone], [live for _, live in everyone]))
-        print(f"written: {path} (open it in chrome://tracing or ui.perfetto.dev); step 0 ends at 0 ms")
+        own = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own.items())
+        name, ranks = type(engine).__name__, f"{me.world_size} ranks over {me.backend}"
+        about = {
+            "title": f"{name}{own}: GPT {options.preset}, {ranks}",
+            "hardware": process_group.hardware(me.device),
+            "torch": torch.__version__,
+            "command": " ".join([f"./launch.sh {name.lower()} {me.world_size}", *sys.argv[1:]]),
+        }
+        ranks, live = zip(*everyone)
+        save_trace(options.trace, chrome_trace(ranks, live, **about))
+        print(f"written: {options.trace} (open it in chrome://tracing or ui.perfetto.dev); step 0 ends at 0 ms")
 
 
 def _partition(engine) -> str:

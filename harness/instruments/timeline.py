@@ -152,10 +152,11 @@ def _unit_names(model) -> list[str]:
     return [name for name, module in model.named_modules() if id(module) in units]
 
 
-def chrome_trace(ranks: list[list[Span]], live: list[list[tuple[float, int]]] | None = None) -> dict:
+def chrome_trace(ranks: list[list[Span]], live: list[list[tuple[float, int]]] | None = None, **about) -> dict:
     """The JSON that chrome://tracing and ui.perfetto.dev open: a process per rank, a thread per lane.
 
-    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them.
+    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them; `about`
+    is kept as it is.
     """
     events, kinds = [], sorted({span.name for spans in ranks for span in spans if span.lane == COLLECTIVES})
     threads = [STEPS, COMPUTE, *kinds]
@@ -176,7 +177,7 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple[float, int]]] | 
         for seconds, nbytes in live[rank] if live else ():
             counter = {"MB": round(nbytes / 1e6, 3)}
             events.append({"ph": "C", "pid": rank, "name": "live", "ts": round(seconds * 1e6, 1), "args": counter})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def save_trace(path: str, trace: dict) -> None:
