@@ -357,6 +357,9 @@ def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
         for name in options.engines:
             started = time.perf_counter()
             engines[name] = measure(name, options)
+            if options.device == "cuda":
+                dry = measure(name, argparse.Namespace(**{**vars(options), "device": "fake"}))
+                engines[name]["dry_run_peak_bytes"] = dry["peak_bytes"]
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
     return {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
 
@@ -428,9 +431,11 @@ def report(results: dict) -> str:
     for name, row in ran.items():
         made = ", ".join(f"{operation} {nbytes / size:.3f}" for operation, nbytes in row["temporaries"].items())
         lines.append(f"  {name}: temporaries made by {made}" if made else f"  {name}: no temporaries")
-        if "ledger_peak_bytes" in row:
-            off = row["peak_bytes"] / row["ledger_peak_bytes"] - 1
-            lines.append(f"  {name}: the peak is the allocator's, {off:+.2%} from the live storages' of its parts")
+        for other in ("ledger_peak_bytes", "dry_run_peak_bytes"):
+            if other in row:
+                what = "live storages, whose parts these are" if other.startswith("ledger") else "the dry run"
+                off = f"{row['peak_bytes'] / row[other] - 1:+.2%}"
+                lines.append(f"  {name}: the allocator's peak is {off} from {what} ({row[other] / size:.3f} {unit})")
 
     stages = {name: row for name, row in ran.items() if row["state_peak_formula"]}
     if stages:

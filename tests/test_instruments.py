@@ -1,12 +1,17 @@
 """The ledgers, on cases whose answer is known by hand."""
 
+import cases_instruments as cases
 import parts
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
+from torch.profiler import record_function
 
 from harness.instruments.memory import MemoryLedger, held_bytes, storage_bytes
+from harness.instruments.parts import PartsLedger
+from harness.instruments.timeline import Span, Timeline, chrome_trace
 from harness.instruments.traffic import TrafficLedger, sent_bytes
 
 
@@ -117,3 +122,139 @@ def test_the_traffic_ledger_counts_what_was_issued(ranks, world_size):
             ("all-gather", whole, part, ""),
             round(6 * part),
         ]
+
+
+class Unsharded:
+    """Plain PyTorch as an engine: a model, an optimizer over it, and maybe a leak."""
+
+    def __init__(self, model, leaks: bool = False):
+        self.model, self.leaks, self.kept = model, leaks, []
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+    def training_step(self, inputs, targets, loss_fn):
+        with record_function("step 1 forward"):
+            loss = loss_fn(self.model(inputs), targets)
+        with record_function("step 2 backward"):
+            loss.backward()
+        with record_function("step 4 update the shard"):
+            self.optimizer.step()
+        if self.leaks:
+            self.kept += [param.grad for param in self.model.parameters()]
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+WEIGHT = 4 * 100 * 100  # bytes of one of the two layers below
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(100, 100, bias=False), nn.ReLU(), nn.Linear(100, 100, bias=False))
+
+
+def squares(outputs, targets):
+    return (outputs - targets).pow(2).sum()
+
+
+def test_the_parts_of_an_unsharded_engine():
+    engine = Unsharded(two_layers())
+    x, y = torch.ones(10, 100), torch.ones(10, 100)
+    engine.training_step(x, y, squares)
+    with PartsLedger(engine) as memory:
+        engine.training_step(x, y, squares)
+    moments = list(memory.moments())
+    assert all(sum(moment.parts.values()) == moment.live for moment in moments)
+    assert {moment.parts["parameters"] for moment in moments[2:]} == {2 * WEIGHT}
+    assert moments[-1].parts["optimizer"] == 4 * WEIGHT + 8  # two moments a weight, and a counter of four bytes
+    assert moments[-1].parts["gathered units"] == moments[-1].parts["gradients in flight"] == 0
+    # Forward keeps what ReLU and the second layer share, and the difference that `pow` saves: 4,000 bytes each.
+    forward = [moment for moment in moments if moment.step == "1 forward"][-1]
+    assert 8_000 <= forward.parts["activations"] <= 8_000 + 8 and forward.parts["gradients"] == 0
+    update = [moment for moment in moments if moment.step == "4 update the shard"]
+    assert {moment.parts["gradients"] for moment in update} == {2 * WEIGHT}
+    peak = memory.peak_moment()
+    assert peak.live == memory.peak and peak.phase == "4 update the shard", peak
+    assert sum(peak.made.values()) == peak.parts["temporaries"] > 0
+
+
+def test_where_in_forward_and_backward():
+    engine = Unsharded(two_layers())
+    with PartsLedger(engine) as memory:
+        engine.training_step(torch.ones(10, 100), torch.ones(10, 100), squares)
+    places = [(moment.step[:1], moment.module) for moment in memory.moments() if moment.step]
+    places = [place for place in places if place[1] != "Sequential"]  # lets go of what its layers have passed on
+    seen = [place for place, before in zip(places, [None, *places]) if place != before]
+    forward = [("1", "0"), ("1", "1"), ("1", "2"), ("1", "")]
+    assert seen[: len(forward)] == forward, seen
+    backward = [module for step, module in seen if step == "2" and module]
+    assert backward == ["2", "1", "0"], seen
+
+
+def test_a_leak_is_seen():
+    engine = Unsharded(two_layers(), leaks=True)
+    x, y = torch.ones(10, 100), torch.ones(10, 100)
+    with PartsLedger(engine) as memory:
+        found = []
+        for _ in range(3):
+            engine.training_step(x, y, squares)
+            memory.begin()
+            found.append(next(iter(reversed(list(memory.moments())))).parts["batch and buffers"])
+    assert found[1] - found[0] == found[2] - found[1] == 2 * WEIGHT
+
+
+def test_an_engine_opened_late_is_counted_as_one_opened_early(ranks):
+    ranks(2).run(cases.ledgers_agree_on_an_open_engine)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_timeline_has_all_six_steps_and_every_collective(ranks, stage):
+    for found in ranks(2).run(cases.timeline_of_a_step, stage=stage):
+        assert found == ["0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard",
+                         "5 gather parameters"]  # fmt: skip
+
+
+def test_a_unit_that_is_never_freed_is_seen(ranks):
+    ranks(2).run(cases.a_unit_that_stays_gathered)
+
+
+def test_a_collective_ends_when_it_is_complete(ranks):
+    ranks(2).run(cases.a_collectives_span)
+
+
+def test_the_timeline_of_an_unsharded_engine():
+    engine = Unsharded(two_layers())
+    plain = dist.Work.wait
+    with Timeline(engine) as timeline:
+        engine.training_step(torch.ones(10, 100), torch.ones(10, 100), squares)
+    assert dist.Work.wait is plain
+    steps = [span for span in timeline.spans if span.lane == "steps"]
+    assert [span.name for span in steps] == ["1 forward", "2 backward", "4 update the shard"]
+    assert all(a.end <= b.start for a, b in zip(steps, steps[1:]))
+    compute = [(span.step[:1], span.name) for span in timeline.spans if span.lane == "compute" and span.step]
+    assert compute == [
+        *(("1", name) for name in ("0", "1", "2", "root")),
+        *(("2", name) for name in ("root", "2", "1", "0")),
+        ("4", "optimizer"),
+    ]
+    for span in timeline.spans:
+        inside = [step for step in steps if step.name == span.step]
+        assert span.start <= span.end and all(step.start <= span.start <= span.end <= step.end for step in inside)
+    assert not any(span.lane == "collectives" for span in timeline.spans)
+
+
+def test_the_trace_is_what_chrome_reads():
+    spans = [
+        Span("steps", "1 forward", 0.0, 0.5),
+        Span("compute", "blocks.0", 0.1, 0.2, "1 forward"),
+        Span("collectives", "all-gather", 0.05, 0.15, "5 gather parameters", 4000),
+    ]
+    trace = chrome_trace([spans, spans[:1]], [[(0.1, 2_000_000)], []], title="a title")
+    events = trace["traceEvents"]
+    named = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
+    assert named == {(rank, name) for rank in (0, 1) for name in (f"rank {rank}", "steps", "compute", "all-gather")}
+    complete = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert complete[0] == (0, "step 1 forward", 0.0, 500_000.0) and complete[3] == (1, "step 1 forward", 0.0, 500_000.0)
+    assert len({e["tid"] for e in events if e["ph"] == "X"}) == 3
+    gather = next(e for e in events if e["name"] == "all-gather")
+    assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000}
+    assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 2.0}]
+    assert trace["otherData"] == {"title": "a title"}

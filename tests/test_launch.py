@@ -123,8 +123,10 @@ def judge(broken: str, value: float):
 
 
 @pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero2", "2.000"), ("zero3", None)))
-def test_each_chapter_walks_through_a_step(stage, sent):
-    result = launch(stage, "2", "--preset", "toy", "--steps", "2")
+def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
+    trace = tmp_path / "trace.json"
+    more = ["--bucket-mb", "0", "--map"] if stage == "zero1" else []
+    result = launch(stage, "2", "--preset", "toy", "--steps", "2", *more, "--trace", str(trace))
     assert result.returncode == 0, result.stderr[-3000:]
     for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
         assert words in result.stdout, words
@@ -133,13 +135,14 @@ def test_each_chapter_walks_through_a_step(stage, sent):
     assert "Warning" not in result.stderr
     if sent:
         assert f"{sent} Ψ x (N-1)/N" in result.stdout
-
-
-def test_the_articles_layout_can_be_printed():
-    result = launch("zero1", "2", "--preset", "toy", "--steps", "2", "--bucket-mb", "0", "--map")
-    lines = [line for line in result.stdout.splitlines() if "ranks 0 to 1" in line]
-    assert len(lines) == 28, result.stdout  # with a bucket per parameter every rank owns a part of each
-    assert "blocks.0.qkv.weight" in result.stdout
+    if stage == "zero1":  # the articles' layout: with a bucket per parameter every rank owns a part of each
+        assert len([line for line in result.stdout.splitlines() if "ranks 0 to 1" in line]) == 28, result.stdout
+        assert "blocks.0.qkv.weight" in result.stdout
+    events = json.loads(trace.read_text())["traceEvents"]
+    for rank in (0, 1):
+        steps = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank and event["tid"] == 0}
+        assert {name[:6] for name in steps} == {f"step {number}" for number in range(6)}
+        assert any(event["ph"] == "C" and event["pid"] == rank for event in events)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +292,7 @@ def test_a_rank_that_dies_takes_the_job_down_and_the_others_say_where(tmp_path, 
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size), str(file)],
-        env={**clean, "PYTHONPATH": str(ROOT), "ZERO_TIMEOUT": "8"},
+        env={**clean, "PYTHONPATH": str(ROOT), "ZERO_TIMEOUT": "5"},
         capture_output=True,
         text=True,
         timeout=60,  # far less than the rank that hangs would take
