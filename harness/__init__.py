@@ -1,4 +1,7 @@
-"""Everything around the lesson: model, data, process group, loop helpers and instruments."""
+"""Everything around the lesson: model, data, process group, loop helpers and instruments.
+
+No file here knows a stage, but for those that run them all: dry_run, sweeps and articles.
+"""
 
 import torch.distributed as dist
 

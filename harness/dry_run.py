@@ -421,11 +421,11 @@ def report(results: dict) -> str:
     lines += _columns(rows)
 
     lines += ["", f"At the worst moment of the step, {unit}:"]
-    short = {"gathered units": "gathered", "gradients in flight": "in flight"}
-    rows = [["engine", "peak", "step", "module", *(short.get(part, part) for part in PARTS[:-1])]]
+    short = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}
+    rows = [["engine", "peak", "step", "module", *(short.get(part, part) for part in PARTS)]]
     for name, row in ran.items():
         where = row["peak_where"]
-        parts = [f"{row['peak_parts'].get(part, 0) / size:.3f}" for part in PARTS[:-1]]
+        parts = [f"{row['peak_parts'].get(part, 0) / size:.3f}" for part in PARTS]
         rows.append([name_of[name], f"{row['peak_bytes'] / size:.3f}", where["step"], where["module"] or "-", *parts])
     lines += _columns(rows, left=(0, 2, 3))
     for name, row in ran.items():

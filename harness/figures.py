@@ -242,7 +242,9 @@ def sweeps(results: dict, theme: dict):
         above.errorbar(xs, median, yerr=[low, high], marker="o", color=colour, capsize=3, linewidth=1.4)
         for x, row in zip(xs, rows.values()):
             above.annotate(f"{row['collectives']}", (x, row["step_ms"]), (5, 5), textcoords="offset points", fontsize=8)
-        below.plot(xs, [row["peak_bytes"] / 1e6 for row in rows.values()], marker="o", color=colour, linewidth=1.4)
+        for key, line in (("peak_bytes", "-"), ("short_peak_bytes", "--")):
+            peaks = [row[key] / 1e6 for row in rows.values()]
+            below.plot(xs, peaks, line, marker="o", color=colour, linewidth=1.4)
         above.set_title(name.replace(", ", ",\n") if "," in name else f"{name},\n{stage}")
         above.set_xticks(xs, [""] * len(labels))
         below.set_xticks(xs, labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
@@ -251,8 +253,8 @@ def sweeps(results: dict, theme: dict):
             axes.margins(x=0.15)
     grid[0][0].set_ylabel("step time, ms\n(number: collectives per step)")
     grid[0][0].set_ylim(bottom=0)
-    grid[1][0].set_ylabel("peak, MB (10⁶ bytes)")
-    grid[1][0].set_ylim(bottom=0)
+    grid[1][0].set_ylabel("peak, MB (10⁶ bytes)\n(dashed: on 8 tokens)")
+    grid[1][0].set_ylim(bottom=0, top=grid[1][0].get_ylim()[1] * 1.04)
     figure.suptitle(
         f"What the options cost: GPT {results['preset']}, {results['ranks']} ranks over {results['backend']}, "
         f"{results['batch']} x {results['seq']} tokens per rank", fontsize=11)  # fmt: skip

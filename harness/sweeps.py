@@ -110,7 +110,12 @@ def largest(value: float, me: Rank) -> float:
 
 
 def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
-    """{label: {"step_ms", "peak_bytes", "collectives", "all_gathers", "sent_bytes"}}, maxima over the ranks."""
+    """{label: {"step_ms", "peak_bytes", "short_peak_bytes", "collectives", ...}}, maxima over the ranks.
+
+    The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
+    `ratio` is the median over the rounds of a step's time over the first variant's in the same round.
+    """
+    inputs, targets = batch
     cuda, rows = me.device.type == "cuda", {}
     for label, variant in variants(sweep).items():
         before = torch.cuda.memory_allocated() if cuda else 0
@@ -124,8 +129,14 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
             with TrafficLedger() as traffic:
                 engine.training_step(*batch, next_token_loss)
             peak = torch.cuda.max_memory_allocated() - before if cuda else memory.peak
+            memory.reset_peak()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            engine.training_step(inputs[:1, :8], targets[:1, :8], next_token_loss)
+            short = torch.cuda.max_memory_allocated() - before if cuda else memory.peak
         rows[label] = {
             "peak_bytes": int(largest(peak, me)),
+            "short_peak_bytes": int(largest(short, me)),
             "collectives": len(traffic.collectives),
             "all_gathers": sum(collective.kind == "all-gather" for collective in traffic.collectives),
             "sent_bytes": traffic.sent_bytes,
@@ -145,6 +156,7 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
             if turn >= 0:
                 times[label].append(seconds)
     for label, seconds in times.items():
+        rows[label]["ratio"] = round(statistics.median(a / b for a, b in zip(seconds, times[names[0]])), 4)
         rows[label]["step_ms"] = round(statistics.median(seconds) * 1000, 3)
         rows[label]["step_ms_lowest"] = round(min(seconds) * 1000, 3)
         rows[label]["step_ms_highest"] = round(max(seconds) * 1000, 3)
@@ -154,13 +166,13 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
 
 
 def table(sweep: str, rows: dict[str, dict]) -> str:
-    head = f"{sweep:<24}{'step ms':>9}{'lowest':>9}{'highest':>9}"
-    lines = [head + f"{'peak MB':>10}{'collectives':>13}{'all-gathers':>13}"]
+    head = ("step ms", "lowest", "highest", "x first", "peak MB", "8 tokens", "collectives", "all-gathers")
+    lines = [f"{sweep:<20}" + "".join(f"{word:>12}" for word in head)]
     for label, row in rows.items():
-        numbers = f"{row['step_ms']:>9.1f}{row['step_ms_lowest']:>9.1f}{row['step_ms_highest']:>9.1f}"
-        lines.append(
-            f"{label:<24}{numbers}{row['peak_bytes'] / 1e6:>10.2f}{row['collectives']:>13}{row['all_gathers']:>13}"
-        )
+        numbers = [f"{row[key]:.1f}" for key in ("step_ms", "step_ms_lowest", "step_ms_highest")]
+        numbers += [f"{row['ratio']:.3f}", *(f"{row[key] / 1e6:.2f}" for key in ("peak_bytes", "short_peak_bytes"))]
+        numbers += [str(row["collectives"]), str(row["all_gathers"])]
+        lines.append(f"{label:<20}" + "".join(f"{number:>12}" for number in numbers))
     return "\n".join(lines)
 
 
@@ -171,7 +183,10 @@ def main() -> None:
     batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
     me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
     me.print(f"GPT {options.preset}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
-    me.print(f"Step times are medians of the slowest rank over {options.rounds} rounds; MB are 10^6 bytes\n")
+    me.print(
+        f"Step times: medians of the slowest rank over {options.rounds} rounds. x first: of the ratios in each round."
+    )
+    me.print("8 tokens: the peak of a step on 8 tokens, with hardly any activations. MB are 10^6 bytes.\n")
     sweeps = {}
     for sweep in SWEEPS:
         if options.only in sweep:

@@ -1,6 +1,7 @@
 """Every claim of harness/articles, with the verdict that it must get and the numbers that lead to it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -586,7 +587,7 @@ def test_the_command_writes_its_rows(tmp_path, capsys):
     (found,) = json.loads(file.read_text())
     assert tuple(found) == COLUMNS and found["article"] == FRAMEWORKS and found["verdict"] == "does not hold"
     printed = capsys.readouterr()
-    assert "0.98 s" in printed.out and "1 claims: 1 does not hold" in printed.out
+    assert "0.98 s" in printed.out and "1 claim: 1 does not hold" in printed.out
     assert printed.err.startswith("[1/1] an all-reduce of 14 GB")  # progress, apart from the table
 
 
@@ -623,6 +624,16 @@ def test_the_table_for_github():
     claims = [Claim(SCALING, "a|b", "c", lambda: ("d", "holds")), Claim(WORDPRESS, "e", "f", lambda: ("g", "holds"))]
     rows = [row(claim) for claim in claims]
     lines = markdown(rows).splitlines()
-    assert lines[0] == f"**{SCALING}**" and "| a\\|b | c | d | **holds** |" in lines
-    assert f"**{WORDPRESS}**" in lines and lines[-1] == "| e | f | g | **holds** |"
+    assert lines[:2] == ["<details>", f"<summary><b>{SCALING}</b>: 1 claim: 1 holds</summary>"]
+    assert "| a\\|b | c | d | **holds** |" in lines and "| e | f | g | **holds** |" in lines
     assert all(len(line) <= 110 for line in text(rows).splitlines())
+
+
+def test_the_readme_shows_the_committed_run_of_these_claims():
+    root = Path(__file__).parent.parent
+    rows = json.loads((root / "results" / "articles.json").read_text())
+    assert [(one["article"], one["claim"], one["ran"]) for one in rows] == [
+        (claim.article, claim.claim, claim.ran) for claim in articles.CLAIMS
+    ]
+    assert all(one["verdict"] == EXPECTED[one["article"]][one["claim"]][0] for one in rows)
+    assert markdown(rows).strip() in (root / "README.md").read_text()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -301,3 +302,37 @@ def test_a_rank_that_dies_takes_the_job_down_and_the_others_say_where(tmp_path, 
     assert f"[rank 0] error: rank 0 waited in vain for the {collective}" in result.stderr, result.stderr[-3000:]
     assert "look for the first error of another rank" in result.stderr
     assert "Warning" not in result.stderr
+
+
+def test_sweeps(tmp_path):
+    file = tmp_path / "sweeps.json"
+    options = ("--preset", "toy", "--rounds", "1", "--only", "prefetch", "--json", str(file))
+    result = launch("sweeps", "2", *options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "Warning" not in result.stderr
+    (rows,) = json.loads(file.read_text())["sweeps"].values()
+    assert list(rows) == ["0 ahead", "1 ahead", "2 ahead", "4 ahead"]
+    assert all(row["step_ms"] > 0 for row in rows.values())
+    assert len({(row["collectives"], row["sent_bytes"]) for row in rows.values()}) == 1  # only the order differs
+    assert "1 ahead" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, status, words",
+    (
+        (["memory", "--preset", "8b"], 1, ["'8b'", "70b"]),
+        (["memory", "--device", "cuda"], 1, ["torch sees no GPU here"]),
+        (["articles", "--only", "no such claim"], 2, ["'no such claim'"]),
+        (["figures", "pie"], 2, ["'pie'", "memory, live"]),
+        (["sweeps", "2", "--only", "x"], 2, ["'x'", "bucket size"]),
+    ),
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_in_the_commands_without_ranks(arguments, status, words):
+    if arguments[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = launch(*arguments)
+    assert result.returncode == status
+    errors = [line for line in result.stderr.splitlines() if line]
+    assert len(errors) == 1 and errors[0].startswith("error: "), result.stderr
+    assert all(word in errors[0] for word in words), errors[0]

@@ -6,10 +6,12 @@ Run it: ./launch.sh articles
 import argparse
 import json
 import os
+import re
 import sys
 import textwrap
 import time
 from collections import Counter
+from html import escape
 
 from harness.articles import ARTICLES, CLAIMS, Claim
 
@@ -60,22 +62,30 @@ def text(rows: list[dict], width: int = 110) -> str:
                 lines += textwrap.wrap(
                     one[column], width, initial_indent=f"    {column:<9} ", subsequent_indent=" " * 14
                 )
-    counted = Counter("holds when ..." if v.startswith("holds when ") else v for v in (one["verdict"] for one in rows))
-    return "\n".join([*lines, "", f"{len(rows)} claims: " + ", ".join(f"{count} {v}" for v, count in counted.items())])
+    return "\n".join([*lines, "", counts(rows)])
 
 
 def markdown(rows: list[dict]) -> str:
-    """The table as GitHub shows it, one per article."""
+    """The table as GitHub shows it: one per article, folded under how many of its claims hold."""
     lines = []
     for article in ARTICLES:
         mine = [one for one in rows if one["article"] == article]
         if mine:
-            lines += ["", f"**{article}**", "", "| claim | ran | measured | verdict |", "|---|---|---|---|"]
-        for one in mine:
-            cells = [one[column].replace("|", "\\|") for column in COLUMNS[1:]]
-            cells[-1] = f"**{cells[-1]}**"
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines[1:])
+            lines += ["<details>", f"<summary><b>{escape(article)}</b>: {counts(mine)}</summary>", ""]
+            lines += ["| claim | ran | measured | verdict |", "|---|---|---|---|"]
+            for one in mine:
+                cells = [one[column].replace("|", "\\|") for column in COLUMNS[1:]]
+                lines.append("| " + " | ".join([*cells[:-1], f"**{cells[-1]}**"]) + " |")
+            lines += ["", "</details>", ""]
+    return "\n".join(lines)
+
+
+def counts(rows: list[dict]) -> str:
+    """In a few words how many claims there are, and of which verdicts."""
+    verdicts = Counter(re.sub("^holds when .*", "holds when ...", one["verdict"]) for one in rows)
+    order = ("holds", "holds when ...", "does not hold", "error")
+    number = f"{len(rows)} claim{'s' if len(rows) != 1 else ''}"
+    return f"{number}: " + ", ".join(f"{verdicts[v]} {v}" for v in order if verdicts[v])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Claims about when things happen: the order in which an engine gathers, computes, reduces and updates.
 
-Order is all that is looked at here: what is issued before a computation can hide behind it. What it saves in time
-is measured elsewhere, by the referee.
+Order is all that is looked at here: what is issued before a computation can hide behind it. What that saves in time
+is measured by ./launch.sh sweeps.
 """
 
 import functools

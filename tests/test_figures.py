@@ -1,0 +1,80 @@
+"""The figures: drawn from the committed measurements, with units on their axes, in the README with their commands."""
+
+import json
+import re
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+
+from harness import figures
+from harness.instruments.parts import PARTS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+
+
+def drawn(name: str, theme: str = ""):
+    paths = [str(RESULTS / file) for file in figures.FIGURES[name][1]]
+    results = figures.load(name, paths)
+    return results, figures.FIGURES[name][0](results, figures.THEMES[theme])
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_every_axis_has_its_unit_and_the_readme_the_picture_with_its_command(name):
+    _, figure = drawn(name)
+    labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label]
+    assert all(re.search(r"\b(MB|GB|ms|nats|ranks|step|fraction)\b", label) for label in labels), labels
+    # The axes that have none are categories (engines, lanes, options) or share another's.
+    assert len(labels) == {"memory": 1, "live": 2, "lanes": 3, "losses": 3, "sweeps": 2, "scaling": 2}[name]
+    plt.close(figure)
+    readme = (ROOT / "README.md").read_text()
+    for suffix in figures.THEMES:
+        file = f"results/figures/{name}{suffix}.png"
+        assert file in readme and (ROOT / file).exists()
+    assert f"./launch.sh figures {name}" in readme
+
+
+def test_the_memory_figure_draws_what_was_measured():
+    results, figure = drawn("memory")
+    axes = figure.axes[0]
+    at = {}
+    for patch in axes.patches:
+        if patch.get_width():
+            at.setdefault(round(patch.get_y() + patch.get_height() / 2, 2), []).append(patch)
+    for position, row in enumerate(results["engines"].values()):
+        peak = sum(patch.get_width() for patch in at[round(position + 0.19, 2)])
+        assert peak == pytest.approx(row["peak_bytes"] / 1e9)
+        *held, formula = (patch.get_width() for patch in at[round(position - 0.19, 2)])
+        assert sum(held) == pytest.approx(sum(row["held_bytes"].values()) / 1e9)
+        assert formula == pytest.approx(row["formula_bytes"] / 1e9)
+    plt.close(figure)
+
+
+def test_a_colour_means_one_thing():
+    colours = [*figures.PART_COLOURS.values(), *figures.ENGINE_COLOURS.values()]
+    colours += [figures.LANE_COLOURS[step] for step in ("forward", "backward")]
+    assert len(set(colours)) == len(colours)
+    assert set(figures.PART_COLOURS) == set(PARTS)
+    assert figures.LANE_COLOURS["gather"] == figures.PART_COLOURS["gathered units"]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    source = RESULTS / figures.FIGURES["losses"][1][0]
+    monkeypatch.setattr("sys.argv", ["figures", "losses", "--json", str(source), "--out", str(tmp_path)])
+    figures.main()
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["losses-dark.png", "losses.png"]
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in tmp_path.iterdir())
+
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps({"something": "else"}))
+    for argv, said in (
+        (["pie"], "no figure 'pie'; there are: memory"),
+        (["--json", str(source)], "--json needs the name of one figure, got 0"),
+        (["losses", "--json", "/nowhere.json"], "/nowhere.json"),
+        (["losses", "--json", str(wrong)], "is not what figure 'losses' is drawn from"),
+    ):
+        monkeypatch.setattr("sys.argv", ["figures", *argv, "--out", str(tmp_path)])
+        with pytest.raises(SystemExit) as stopped:
+            figures.main()
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
