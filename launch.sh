@@ -80,6 +80,10 @@ fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 if [ "$command" = test ]; then
+    # All of them: two files at a time, as many tests wait for their ranks or compute in one process.
+    if [ $# -eq 0 ] && "$python" -c 'import xdist' 2>/dev/null; then
+        set -- -n 2 --dist loadfile
+    fi
     echo "+ $(basename "$python") -m pytest $*"
     exec "$python" -m pytest "$@"
 fi

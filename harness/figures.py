@@ -149,17 +149,17 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
                         gridspec_kw={"height_ratios": [2, 1] * len(results)})  # fmt: skip
     latest = 0
     for number, (title, trace) in enumerate(results):
-        axes, strip = grid[2 * number], grid[2 * number + 1]
+        axes, strip, begins = grid[2 * number], grid[2 * number + 1], trace["otherData"]["step_begins_ms"]
         ranks = sorted({event["pid"] for event in trace["traceEvents"]})
         rows = [(rank, lane) for rank in ranks for lane in ("compute", "gather", "reduce")]
         for event in trace["traceEvents"]:
-            if event["ph"] != "X" or event["ts"] < 0 or event["cat"] == "steps":
+            if event["ph"] != "X" or event["ts"] / 1e3 < begins or event["cat"] == "steps":
                 continue
             kind = _lane(event)
             if kind is None:
                 continue
             row = rows.index((event["pid"], kind if kind in ("gather", "reduce") else "compute"))
-            start, length = event["ts"] / 1e3, event["dur"] / 1e3
+            start, length = event["ts"] / 1e3 - begins, event["dur"] / 1e3
             latest = max(latest, start + length)
             axes.broken_barh([(start, length)], (row - 0.4, 0.8), color=LANE_COLOURS[kind], linewidth=0)
             if kind in ("forward", "backward") and length > 4 and event["name"] != "root":
@@ -170,7 +170,7 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
         axes.set_title(title, loc="left")
         for rank in ranks:
             counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == rank]
-            points = [(event["ts"] / 1e3, event["args"]["MB"]) for event in counters]
+            points = [(event["ts"] / 1e3 - begins, event["args"]["MB"]) for event in counters]
             style = {"linewidth": 1.0, "linestyle": "-" if rank == ranks[0] else ":"}
             strip.step(*zip(*points), where="post", color=theme["ink"], label=f"rank {rank}", **style)
         strip.set_ylabel("live MB")

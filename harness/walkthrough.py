@@ -115,10 +115,8 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     with PartsLedger(engine) as memory, Timeline(engine, me.device) as timeline:
         engine.training_step(*batch, next_token_loss)
     moments = [(moment.seconds, moment.live) for moment in memory.moments(timeline.opened)]
-    built = max((span.end for span in partition), default=0.0)
-    spans = [replace(span, start=span.start - built, end=span.end - built) for span in partition] + timeline.spans
     everyone = [None] * me.world_size
-    dist.all_gather_object(everyone, (spans, moments))
+    dist.all_gather_object(everyone, (partition, timeline.spans, moments))
     if me.rank == 0:
         own = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own.items())
         name, ranks = type(engine).__name__, f"{me.world_size} ranks over {me.backend}"
@@ -128,9 +126,15 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
             "torch": torch.__version__,
             "command": " ".join([f"./launch.sh {name.lower()} {me.world_size}", *sys.argv[1:]]),
         }
-        ranks, live = zip(*everyone)
+        # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
+        begins = max(span.end for partition, _, _ in everyone for span in partition)
+        about["step_begins_ms"] = round(begins * 1e3, 4)
+        ranks, live = [], []
+        for built, step, moments in everyone:
+            ranks.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
+            live.append([(begins + seconds, nbytes) for seconds, nbytes in moments])
         save_trace(options.trace, chrome_trace(ranks, live, **about))
-        print(f"written: {options.trace} (open it in chrome://tracing or ui.perfetto.dev); step 0 ends at 0 ms")
+        print(f"written: {options.trace} (open it in chrome://tracing or ui.perfetto.dev)")
 
 
 def _partition(engine) -> str:

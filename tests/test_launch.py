@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -144,6 +143,7 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
         steps = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank and event["tid"] == 0}
         assert {name[:6] for name in steps} == {f"step {number}" for number in range(6)}
         assert any(event["ph"] == "C" and event["pid"] == rank for event in events)
+    assert min(event["ts"] for event in events if "ts" in event) >= 0
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,7 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
         (["zero1", "two"], ["'two'"]),
         (["zero1", "-1"], ["-1"]),
         (["zero2", "2", "--preset", "gigantic"], ["'gigantic'", "tiny"]),
-        (["zero3", "2", "--prefetch", "x"], ["--prefetch", "'x'"]),
         (["compare", "2", "--backend", "mpi"], ["mpi"]),
-        (["compare", "2", "--dtype", "fp8"], ["fp32 or bf16", "'fp8'"]),
         (["zero3", "2", "--data", "/nowhere/text"], ["/nowhere/text", "No such file"]),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -321,16 +319,11 @@ def test_sweeps(tmp_path):
     "arguments, status, words",
     (
         (["memory", "--preset", "8b"], 1, ["'8b'", "70b"]),
-        (["memory", "--device", "cuda"], 1, ["torch sees no GPU here"]),
-        (["articles", "--only", "no such claim"], 2, ["'no such claim'"]),
-        (["figures", "pie"], 2, ["'pie'", "memory, live"]),
         (["sweeps", "2", "--only", "x"], 2, ["'x'", "bucket size"]),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_in_the_commands_without_ranks(arguments, status, words):
-    if arguments[-1] == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+def test_mistakes_in_the_other_commands(arguments, status, words):
     result = launch(*arguments)
     assert result.returncode == status
     errors = [line for line in result.stderr.splitlines() if line]
