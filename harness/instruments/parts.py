@@ -107,7 +107,7 @@ class PartsLedger(MemoryLedger):
 
     def peak_moment(self, of=lambda moment: moment.live) -> Moment:
         """The moment with the most of something: bytes in all by default. (The first of several.)"""
-        return max(self.moments(), key=of)
+        return max(self.moments(), key=of, default=Moment(0, "", "", "", 0.0, Counter(), Counter()))
 
     def _sort_held(self) -> None:
         held = held_tensors(self._engine)
