@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
 
 from harness.instruments.memory import MemoryLedger, held_bytes, storage_bytes
 from harness.instruments.parts import PartsLedger
@@ -189,6 +190,30 @@ def test_where_in_forward_and_backward():
     assert backward == ["2", "1", "0"], seen
 
 
+class Recomputed(nn.Module):
+    """(2x)² of a linear layer's output x, run again in backward: only the 2x that `pow` needs is an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(100, 100, bias=False)
+
+    def forward(self, x):
+        return checkpoint(lambda x: (x * 2 + 1).mul(2).pow(2), self.layer(x), use_reentrant=False)
+
+
+def test_what_is_run_again_is_an_activation_if_backward_needs_it():
+    engine, x, y = Unsharded(Recomputed()), torch.ones(10, 100), torch.ones(10, 100)
+    with PartsLedger(engine) as memory:
+        engine.training_step(x, y, squares)
+    before = [moment for moment in memory.moments() if moment.step == "1 forward"][-1].parts["activations"]
+    backward = [moment.parts["activations"] for moment in memory.moments() if moment.step == "2 backward"]
+    # The layer's output and the loss's difference, and the loss; then, without the difference, what `pow` saves in the
+    # second forward. The sum and the first product are gone when its backward goes on.
+    assert before == 8_000 + 4 and max(backward) == 8_000 + 4 + 4, (before, backward)
+    second = [moment.parts["activations"] for moment in memory.moments() if moment.module == "Recomputed"]
+    assert second[-1] <= 4_000 + 8 and 8_000 <= max(second) <= 8_000 + 8, second
+
+
 def test_a_leak_is_seen():
     engine = Unsharded(two_layers(), leaks=True)
     x, y = torch.ones(10, 100), torch.ones(10, 100)
@@ -214,6 +239,10 @@ def test_the_timeline_has_all_six_steps_and_every_collective(ranks, stage):
 
 def test_a_unit_that_is_never_freed_is_seen(ranks):
     ranks(2).run(cases.a_unit_that_stays_gathered)
+
+
+def test_weights_freed_by_assignment_are_still_there(ranks):
+    ranks(2).run(cases.gathered_by_a_naive_engine)
 
 
 def test_a_collective_ends_when_it_is_complete(ranks):

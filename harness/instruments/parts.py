@@ -76,10 +76,6 @@ class PartsLedger(MemoryLedger):
         if self._engine is not None:
             model = self._engine.model
             self._sort_held()
-            # A stage frees its model's own parameters: there they are gathered, and the shards are what is held.
-            if hasattr(self._engine, "units"):
-                self._put((bucket.flat for bucket in self._engine.buckets), GATHERED, anew=True)
-                self._put((bucket.shard for bucket in self._engine.buckets), PARAMETERS, anew=True)
             optimizer = getattr(self._engine.optimizer, "optim", self._engine.optimizer)
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._sort_held()))
             for param in model.parameters():
@@ -111,7 +107,7 @@ class PartsLedger(MemoryLedger):
 
     def _sort_held(self) -> None:
         held = held_tensors(self._engine)
-        if hasattr(self._engine, "units"):  # ZeRO-3's model: whole parameters, or none
+        if hasattr(self._engine, "units"):  # ZeRO-3's model has whole parameters or none: what is held are the shards
             own = {id(param) for param in self._engine.model.parameters()}
             held[PARAMETERS] = [tensor for tensor in held[PARAMETERS] if id(tensor) not in own]
         for part, tensors in held.items():
