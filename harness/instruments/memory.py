@@ -124,6 +124,6 @@ def held_bytes(engine) -> dict[str, int]:
 
 
 def engine_tensors(engine) -> list[torch.Tensor]:
-    """All that can be reached from an engine: what it holds, its buffers and its buckets."""
+    """All that can be reached from an engine: what it holds, and its buffers."""
     tensors = [tensor for held in held_tensors(engine).values() for tensor in held]
-    return [*tensors, *engine.model.buffers(), *(bucket.flat for bucket in getattr(engine, "buckets", ()))]
+    return [*tensors, *engine.model.buffers()]
