@@ -284,6 +284,7 @@ def test_the_trace_is_what_chrome_reads():
     assert complete[0] == (0, "step 1 forward", 0.0, 500_000.0) and complete[3] == (1, "step 1 forward", 0.0, 500_000.0)
     assert len({e["tid"] for e in events if e["ph"] == "X"}) == 3
     gather = next(e for e in events if e["name"] == "all-gather")
+    assert (gather["ts"], gather["dur"]) == (50_000.0, 100_000.0)  # microseconds
     assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000}
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 2.0}]
     assert trace["otherData"] == {"title": "a title"}
