@@ -186,4 +186,4 @@ def test_real_allocations_are_close_to_the_dry_run(name):
     argv = ["--preset", "small", "--ranks", "4"]
     fake, real = dry(name, *argv), dry(name, *argv, device="cuda")
     assert real["held_bytes"] == fake["held_bytes"]
-    assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.1)  # the curve is rounded
+    assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)
