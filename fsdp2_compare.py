@@ -174,8 +174,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in options.engines:
         if name not in ENGINES + ON_REQUEST:
             raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES + ON_REQUEST)}")
-    if options.json and not os.access(os.path.dirname(os.path.abspath(options.json)), os.W_OK):
-        raise ValueError(f"cannot write --json {options.json!r}: its folder does not exist or is not writable")
+    process_group.check_writable("--json", options.json)
     if not options.engines:
         raise ValueError(f"--engines is empty; there are: {', '.join(ENGINES + ON_REQUEST)}")
     return options

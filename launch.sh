@@ -6,9 +6,10 @@ cd "$here"
 
 usage() {
     cat <<'TEXT'
-./launch.sh                              the referee: one GPT under six engines and their counterparts
+./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
 ./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
 ./launch.sh zero1|zero2|zero3 [N] [options]   a chapter's exercise: a few steps, then one told event by event
+                                         (--trace FILE: a step for chrome://tracing; --help lists all options)
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import importlib
 import json
-import os
 import re
 import sys
 import time
@@ -108,6 +107,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("ranks", "batch", "seq"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
+    if options.ranks > 10**6:
+        raise ValueError(f"--ranks must be 1,000,000 or less, got {options.ranks}")
     if options.up_to is not None and options.up_to < 1:
         raise ValueError(f"--up-to must be 1 or more, got {options.up_to}")
     if options.seq > config.seq:
@@ -124,9 +125,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES)}")
     if not options.engines:
         raise ValueError(f"--engines is empty; there are: {', '.join(ENGINES)}")
-    folder = os.path.dirname(os.path.abspath(options.json or ""))
-    if options.json and (os.path.isdir(options.json) or not os.access(folder, os.W_OK)):
-        raise ValueError(f"cannot write --json {options.json!r}: it is a folder, or in none that is there and writable")
+    process_group.check_writable("--json", options.json)
     return options
 
 
@@ -380,6 +379,9 @@ def _conditions(options: argparse.Namespace) -> dict:
 
 def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
     """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
+    unit, size = ("GB", 1e9) if parameters > 2.5e8 else ("MB", 1e6)
     numbers = [2**power for power in range(options.up_to.bit_length())]
     engines = {name: [] for name in options.engines}
     for options.ranks in numbers:
@@ -387,18 +389,24 @@ def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
         for name, row in results["engines"].items():
             row.pop("curve", None)
             engines[name].append(row)
-        peaks = [f"{name} {_peak(row)}" for name, row in results["engines"].items()]
-        say(f"  {options.ranks:>5} ranks, peak in GB: " + ", ".join(peaks))
-    return {"parameters": results["parameters"], "ranks": numbers, **_conditions(options), "engines": engines}
+        peaks = [f"{name} {_peak(row, size)}" for name, row in results["engines"].items()]
+        say(f"  {options.ranks:>5} ranks, peak in {unit}: " + ", ".join(peaks))
+    return {"parameters": parameters, "ranks": numbers, **_conditions(options), "engines": engines}
 
 
-def _peak(row: dict) -> str:
-    return "OUT OF MEMORY" if "out_of_memory" in row else f"{row['peak_bytes'] / 1e9:.2f}"
+def _peak(row: dict, size: float) -> str:
+    return "OUT OF MEMORY" if "out_of_memory" in row else f"{row['peak_bytes'] / size:.2f}"
 
 
 def fits_on(nbytes: int) -> list[int]:
     """The GPUs, in GB, that have so many bytes."""
     return [gigabytes for gigabytes in GPUS if nbytes <= gigabytes * 1e9]
+
+
+def formula_name(results: dict) -> str:
+    """What the column "formula" is: in bf16 the articles count gradients or float32 weights in other ways."""
+    own = "the articles' formula with float32 gradients and weights to update"
+    return "the articles' formula" if results["precision"] == "fp32" else own
 
 
 def report(results: dict) -> str:
@@ -409,7 +417,10 @@ def report(results: dict) -> str:
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     name_of = {name: name + (" (stand-in)" if row.get("stand_in") else "") for name, row in engines.items()}
 
-    lines += ["", f"Held by one rank with the gradients of a finished backward, {unit}, beside the articles' formula:"]
+    lines += [
+        "",
+        f"Held by one rank with the gradients of a finished backward, {unit}, beside {formula_name(results)}:",
+    ]
     rows = [["engine", "parameters", "gradients", "optimizer", "together", "formula", "difference, bytes"]]
     for name, row in ran.items():
         held = row["held_bytes"].values()
@@ -446,6 +457,12 @@ def report(results: dict) -> str:
             off = f"{measured / formula - 1:+.3%}"
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
         lines += _columns(rows, left=(0, 4))
+        lines.append(
+            "  (Ψ all parameters, G the largest gradient, U a unit, R the root, p units gathered ahead, A, B and T"
+        )
+        lines.append("  buckets: each chapter's head says which)")
+    elif results["precision"] != "fp32" and any(name.startswith("zero") for name in ran):
+        lines += ["", "The chapters' formulas for the peak are for fp32."]
 
     factor = 4 * parameters * (ranks - 1) / ranks
     times = f"times (N-1)/N = {ranks - 1}/{ranks}"
@@ -494,7 +511,11 @@ def _columns(rows: list[list[str]], left=(0,)) -> list[str]:
 
 
 def main() -> None:
-    options = arguments()
+    try:
+        options = arguments()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     print(__doc__.splitlines()[0])
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank"

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
+from harness.dry_run import formula_name
 from harness.instruments.parts import PARTS, STATE
 
 # One colour means one thing in all figures. What bytes are for, and what a rank does with them at the time:
@@ -66,7 +67,8 @@ def _new(theme: dict, rows: int, columns: int = 1, height: float = 4.5, **option
 
 
 def memory(results: dict, theme: dict):
-    """Bars per engine, stacked by part: held between steps, under the articles' formula (hatched), and the peak. GB."""
+    """Bars per engine, stacked by part: held between steps, under the articles' formula (hatched), and the peak."""
+    unit, size = ("GB (10⁹ bytes)", 1e9) if results["parameters"] > 2.5e8 else ("MB (10⁶ bytes)", 1e6)
     figure, axes = _new(theme, 1, height=0.62 * len(results["engines"]) + 1.9)
     names = []
     for position, (name, row) in enumerate(results["engines"].items()):
@@ -75,27 +77,27 @@ def memory(results: dict, theme: dict):
         else:
             start = 0
             for part in PARTS:
-                nbytes = row["peak_parts"].get(part, 0) / 1e9
+                nbytes = row["peak_parts"].get(part, 0) / size
                 axes.barh(position + 0.19, nbytes, 0.36, left=start, color=PART_COLOURS[part])
                 start += nbytes
             axes.text(start, position + 0.19, f" {start:.2f} at the peak", va="center")
             held = 0
             for part, nbytes in row["held_bytes"].items():
-                axes.barh(position - 0.19, nbytes / 1e9, 0.36, left=held, color=PART_COLOURS[part])
-                held += nbytes / 1e9
-            formula = row["formula_bytes"] / 1e9
+                axes.barh(position - 0.19, nbytes / size, 0.36, left=held, color=PART_COLOURS[part])
+                held += nbytes / size
+            formula = row["formula_bytes"] / size
             axes.barh(position - 0.19, formula, 0.36, color="none", edgecolor=theme["ink"], hatch="///", linewidth=0.8)
             axes.text(max(held, formula), position - 0.19, f" {held:.2f} held, formula {formula:.2f}", va="center")
         names.append(name + (" (stand-in)" if row.get("stand_in") else ""))
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("GB (10⁹ bytes) on one rank")
+    axes.set_xlabel(f"{unit} on one rank")
     axes.margins(x=0.17)
     recomputed = ", activations recomputed" if results["checkpoint_activations"] else ""
     shape = f"GPT {results['preset']}, {results['ranks']} ranks, {results['precision']}"
     axes.set_title(f"Memory of one rank: {shape}, {results['batch']} x {results['seq']} tokens per rank{recomputed}")
     handles = [Patch(color=PART_COLOURS[part], label=part) for part in PARTS[:-1]]
-    handles.append(Patch(facecolor="none", edgecolor=theme["ink"], hatch="///", label="the articles' formula"))
+    handles.append(Patch(facecolor="none", edgecolor=theme["ink"], hatch="///", label=formula_name(results)))
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
@@ -138,6 +140,7 @@ def live(results: dict, theme: dict):
     axes.set_ylabel(f"live {unit} on one rank, log scale")
     shape = f"GPT {results['preset']}, {results['ranks']} ranks, {results['precision']}"
     batch = f"{results['batch']} x {results['seq']} tokens per rank"
+    batch += ", recomputed" if results["checkpoint_activations"] else ""
     axes.set_title(f"Live memory through one step: {shape}, {batch}", pad=12)
     figure.legend(loc="outside lower center", ncols=5)
     return figure
@@ -151,6 +154,8 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
     for number, (title, trace) in enumerate(results):
         axes, strip, begins = grid[2 * number], grid[2 * number + 1], trace["otherData"]["step_begins_ms"]
         ranks = sorted({event["pid"] for event in trace["traceEvents"]})
+        threads = {(event["pid"], event["tid"]): event["args"]["name"]
+                   for event in trace["traceEvents"] if event["ph"] == "M" and "tid" in event}  # fmt: skip
         rows = [(rank, lane) for rank in ranks for lane in ("compute", "gather", "reduce")]
         for event in trace["traceEvents"]:
             if event["ph"] != "X" or event["ts"] / 1e3 < begins or event["cat"] == "steps":
@@ -161,7 +166,10 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
             row = rows.index((event["pid"], kind if kind in ("gather", "reduce") else "compute"))
             start, length = event["ts"] / 1e3 - begins, event["dur"] / 1e3
             latest = max(latest, start + length)
-            axes.broken_barh([(start, length)], (row - 0.4, 0.8), color=LANE_COLOURS[kind], linewidth=0)
+            # One that is under way beside another of its kind has a thread of its own, and half the height.
+            place = (row, 0.4) if threads[event["pid"], event["tid"]].endswith(" 2") else (row - 0.4, 0.8)
+            style = {"facecolor": LANE_COLOURS[kind], "edgecolor": theme["paper"], "linewidth": 0.6}
+            axes.broken_barh([(start, length)], place, **style)
             if kind in ("forward", "backward") and length > 4 and event["name"] != "root":
                 name = event["name"].rpartition(".")[2]
                 axes.text(start + length / 2, row, name, ha="center", va="center", fontsize=7, color="#ffffff")
@@ -171,7 +179,7 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
         for rank in ranks:
             counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == rank]
             points = [(event["ts"] / 1e3 - begins, event["args"]["MB"]) for event in counters]
-            style = {"linewidth": 1.0, "linestyle": "-" if rank == ranks[0] else ":"}
+            style = {"linewidth": 1.0, "linestyle": ("-", ":", "--", "-.")[rank % 4]}
             strip.step(*zip(*points), where="post", color=theme["ink"], label=f"rank {rank}", **style)
         strip.set_ylabel("live MB")
         strip.set_ylim(bottom=0)
@@ -262,7 +270,8 @@ def sweeps(results: dict, theme: dict):
 
 
 def scaling(results: dict, theme: dict):
-    """Peak of one rank against the number of ranks, and for ZeRO-3 what is below it at every N. GB, both axes log."""
+    """Peak of one rank against the number of ranks, and below ZeRO-3's what it is for."""
+    unit, size = ("GB", 1e9) if results["parameters"] > 2.5e8 else ("MB", 1e6)
     figure, axes = _new(theme, 1, height=5.4)
     ranks = results["ranks"]
     bottom = [0.0] * len(ranks)
@@ -271,7 +280,7 @@ def scaling(results: dict, theme: dict):
         order = [part for part in PARTS if part not in STATE] + ["gathered units", "gradients in flight"]
         order += [part for part in STATE if part not in order]
         for part in order:
-            sizes = [row["peak_parts"].get(part, 0) / 1e9 for row in results["engines"]["zero3"]]
+            sizes = [row["peak_parts"].get(part, 0) / size for row in results["engines"]["zero3"]]
             if max(sizes) < 1e-3:
                 continue
             top = [low + size for low, size in zip(bottom, sizes)]
@@ -279,12 +288,14 @@ def scaling(results: dict, theme: dict):
             axes.fill_between(ranks, bottom, top, color=PART_COLOURS[part], alpha=0.75, linewidth=0, label=label)
             bottom = top
             if part == "gradients in flight":
-                text = f"the floor, {top[-1]:.1f} GB: activations, temporaries,\nroot, units at work, their gradients"
+                text = (
+                    f"the floor, {top[-1]:.1f} {unit}: activations, temporaries,\nroot, units at work, their gradients"
+                )
                 arrow = {"arrowstyle": "->", "color": theme["ink"]}
                 place = (ranks[-1], top[-1] * 1.55)
                 axes.annotate(text, (ranks[-1], top[-1]), place, ha="right", fontsize=9, arrowprops=arrow)
     for name, rows in results["engines"].items():
-        peaks = [row["peak_bytes"] / 1e9 for row in rows]
+        peaks = [row["peak_bytes"] / size for row in rows]
         style = {"color": ENGINE_COLOURS[name], "linestyle": ENGINE_LINES.get(name, "-")}
         axes.plot(ranks, peaks, marker="o", markersize=4, linewidth=1.8, label=f"{name}, peak", **style)
     axes.set_xscale("log", base=2)
@@ -294,7 +305,7 @@ def scaling(results: dict, theme: dict):
     axes.minorticks_off()
     axes.grid(linewidth=0.5)
     axes.set_xlabel("ranks N")
-    axes.set_ylabel("GB (10⁹ bytes) on one rank at the peak")
+    axes.set_ylabel(f"{unit} of 10{'⁹' if unit == 'GB' else '⁶'} bytes on one rank at the peak")
     shape = f"GPT {results['preset']}, {results['precision']}, {results['batch']} x {results['seq']} tokens per rank"
     axes.set_title(f"Peak of one rank against the number of ranks: {shape}")
     figure.legend(loc="outside lower center", ncols=4)
@@ -309,6 +320,16 @@ FIGURES = {
     "losses": (losses, ["referee-cpu-2ranks-3.json"]),
     "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),
     "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"]),
+}
+
+
+SOURCES = {
+    "memory": "./launch.sh memory --json",
+    "live": "./launch.sh memory --json",
+    "lanes": "./launch.sh zero3 2 --trace",
+    "losses": "./launch.sh compare --json",
+    "sweeps": "./launch.sh sweeps --json",
+    "scaling": "./launch.sh memory --up-to 8 --json",
 }
 
 
@@ -333,7 +354,9 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
         try:
             figure = FIGURES[name][0](results, theme)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{', '.join(paths)} is not what figure {name!r} is drawn from: {error!r}") from error
+            raise ValueError(
+                f"{', '.join(paths)} is not what figure {name!r} is drawn from: {SOURCES[name]} writes that"
+            ) from error
         written.append(os.path.join(out, f"{name}{suffix}.png"))
         figure.savefig(written[-1], dpi=110)
         plt.close(figure)
@@ -351,7 +374,7 @@ def main() -> None:
             if name not in FIGURES:
                 raise ValueError(f"no figure {name!r}; there are: {', '.join(FIGURES)}")
         if options.json and len(options.figures) != 1:
-            raise ValueError(f"--json needs the name of one figure, got {len(options.figures)}")
+            raise ValueError(f"--json needs the name of one figure: {', '.join(FIGURES)}")
         os.makedirs(options.out, exist_ok=True)
         for name in options.figures or FIGURES:
             paths = options.json or [os.path.join("results", file) for file in FIGURES[name][1]]

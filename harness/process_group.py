@@ -125,6 +125,15 @@ def hardware(device: torch.device) -> str:
     return f"{os.cpu_count()} cores of {name}"
 
 
+def check_writable(option: str, path: str | None) -> None:
+    """Refuse a file that cannot be written, before the work that it is for. Raises ValueError."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not path or os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"cannot write {option} {path!r}: it is a folder, or its folder is missing or read-only")
+
+
 def stop() -> None:
     """Leave together: a rank that leaves first can make the others abort."""
     dist.barrier()

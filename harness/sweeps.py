@@ -9,7 +9,6 @@ Run it: ./launch.sh sweeps 2 --preset tiny
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -87,9 +86,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
     if not any(options.only in name for name in SWEEPS):
         raise ValueError(f"--only {options.only!r} is in none of: {'; '.join(SWEEPS)}")
-    folder = os.path.dirname(os.path.abspath(options.json or ""))
-    if options.json and (os.path.isdir(options.json) or not os.access(folder, os.W_OK)):
-        raise ValueError(f"cannot write --json {options.json!r}: a folder, or in none that is there and writable")
+    process_group.check_writable("--json", options.json)
     return options
 
 

@@ -6,7 +6,6 @@ Everything printed is observed from outside, by the memory and traffic ledgers; 
 import argparse
 import contextlib
 import inspect
-import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -48,9 +47,7 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     for name, least in (("steps", 2), ("batch", 1)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} must be {least} or more, got {getattr(options, name)}")
-    folder = os.path.dirname(os.path.abspath(options.trace or ""))
-    if options.trace and (os.path.isdir(options.trace) or not os.access(folder, os.W_OK)):
-        raise ValueError(f"cannot write --trace {options.trace!r}: a folder, or in none that is there and writable")
+    process_group.check_writable("--trace", options.trace)
     for name in ("bucket_mb", "prefetch"):
         if not getattr(options, name, 0) >= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(options, name)}")

@@ -70,7 +70,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     wrong.write_text(json.dumps({"something": "else"}))
     for argv, said in (
         (["pie"], "no figure 'pie'; there are: memory"),
-        (["--json", str(source)], "--json needs the name of one figure, got 0"),
+        (["--json", str(source)], "--json needs the name of one figure: memory, live"),
         (["losses", "--json", "/nowhere.json"], "/nowhere.json"),
         (["losses", "--json", str(wrong)], "is not what figure 'losses' is drawn from"),
     ):

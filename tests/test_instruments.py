@@ -275,14 +275,18 @@ def test_the_trace_is_what_chrome_reads():
         Span("steps", "1 forward", 0.0, 0.5),
         Span("compute", "blocks.0", 0.1, 0.2, "1 forward"),
         Span("collectives", "all-gather", 0.05, 0.15, "5 gather parameters", 4000),
+        Span("collectives", "all-gather", 0.12, 0.2, "5 gather parameters", 4000),  # while the other is under way
+        Span("collectives", "all-gather", 0.2, 0.3, "5 gather parameters", 4000),
     ]
     trace = chrome_trace([spans, spans[:1]], [[(0.1, 2_000_000)], []], title="a title")
     events = trace["traceEvents"]
     named = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
-    assert named == {(rank, name) for rank in (0, 1) for name in (f"rank {rank}", "steps", "compute", "all-gather")}
+    lanes = ("steps", "compute", "all-gather", "all-gather 2")
+    assert named == {(0, "rank 0"), (1, "rank 1"), (1, "steps"), *((0, lane) for lane in lanes)}
     complete = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert complete[0] == (0, "step 1 forward", 0.0, 500_000.0) and complete[3] == (1, "step 1 forward", 0.0, 500_000.0)
-    assert len({e["tid"] for e in events if e["ph"] == "X"}) == 3
+    assert complete[0] == (0, "step 1 forward", 0.0, 500_000.0) and complete[5] == (1, "step 1 forward", 0.0, 500_000.0)
+    gathers = [e["tid"] for e in events if e["ph"] == "X" and e["name"] == "all-gather"]
+    assert gathers[0] == gathers[2] != gathers[1]
     gather = next(e for e in events if e["name"] == "all-gather")
     assert (gather["ts"], gather["dur"]) == (50_000.0, 100_000.0)  # microseconds
     assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000}

@@ -140,9 +140,13 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
         assert "blocks.0.qkv.weight" in result.stdout
     events = json.loads(trace.read_text())["traceEvents"]
     for rank in (0, 1):
-        steps = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank and event["tid"] == 0}
+        mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+        steps = {event["name"] for event in mine if event["cat"] == "steps"}
         assert {name[:6] for name in steps} == {f"step {number}" for number in range(6)}
         assert any(event["ph"] == "C" and event["pid"] == rank for event in events)
+        for thread in {event["tid"] for event in mine if event["cat"] == "collectives"}:  # else viewers drop them
+            spans = sorted((event["ts"], event["dur"]) for event in mine if event["tid"] == thread)
+            assert all(start + length <= later + 0.2 for (start, length), (later, _) in zip(spans, spans[1:]))
     assert min(event["ts"] for event in events if "ts" in event) >= 0
 
 

@@ -5,7 +5,6 @@ Run it: ./launch.sh articles
 
 import argparse
 import json
-import os
 import re
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from collections import Counter
 from html import escape
 
 from harness.articles import ARTICLES, CLAIMS, Claim
+from harness.process_group import check_writable
 
 COLUMNS = ("article", "claim", "ran", "measured", "verdict")
 
@@ -29,13 +29,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.claims = [claim for claim in CLAIMS if wanted in f"{claim.article} {claim.claim}".lower()]
     if not options.claims:
         raise ValueError(f"--only {options.only!r} matches none of the {len(CLAIMS)} claims")
-    folder = os.path.dirname(os.path.abspath(options.json or ""))
-    if options.json is not None and (
-        not options.json
-        or os.path.isdir(options.json)
-        or not os.access(options.json if os.path.exists(options.json) else folder, os.W_OK)
-    ):
-        raise ValueError(f"cannot write --json {options.json!r}: it is a folder, or its folder is missing or read-only")
+    check_writable("--json", options.json)
     return options
 
 

@@ -132,9 +132,8 @@ def root_wrapped_too() -> tuple[str, str]:
         f"only the layers wrapped: {unsharded / total:.0%} of the parameters stay unsharded"
     )
     needed = both < only_root and unsharded > 0
-    return measured, holds_when(
-        "the model is not to be whole at once, nor what no layer holds to be replicated", needed, only_root == 0
-    )
+    condition = "the model must never be whole at once, and parameters outside the layers must be sharded too"
+    return measured, holds_when(condition, needed, only_root == 0)
 
 
 def shards_of(numel: int, ranks: int) -> list[int]:

@@ -286,7 +286,7 @@ CLAIMS = [
     Claim(FRAMEWORKS, "an all-reduce sends 2 (N-1)/N of the buffer", "a ring of 8 run in one process", ring_all_reduce),
     Claim(FRAMEWORKS, "ZeRO-3's volume is about 1.5 times DDP's",
           _STEP.format("DDP, ZeRO-3, FSDP2"), zero3_half_as_much_again),
-    Claim(FRAMEWORKS, "ZeRO-3: 3 all-gathers and 1 reduce-scatter per layer in forward, and again in backward",
+    Claim(FRAMEWORKS, "ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
           _STEP.format("ZeRO-3 and FSDP2"), per_unit_and_pass),
     Claim(FRAMEWORKS, "tensor parallelism all-reduces after every layer",
           "an MLP under torch's tensor parallelism on 8 ranks", tensor_parallel),

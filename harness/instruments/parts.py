@@ -33,7 +33,7 @@ class Moment:
     step: str
     module: str
     seconds: float
-    parts: Counter = field(repr=False)
+    parts: Counter
     made: Counter = field(repr=False)  # the temporaries' bytes by the operation that made them
 
     @property

@@ -158,26 +158,33 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple[float, int]]] | 
     `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them; `about`
     is kept as it is.
     """
-    events, kinds = [], sorted({span.name for spans in ranks for span in spans if span.lane == COLLECTIVES})
-    threads = [STEPS, COMPUTE, *kinds]
+    events = []
     for rank, spans in enumerate(ranks):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        for thread, name in enumerate(threads):
-            events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
+        threads: dict[str, float] = {}  # name -> until when it is busy
         for span in spans:
             name = f"step {span.name}" if span.lane == STEPS else span.name
-            thread = threads.index(span.name if span.lane == COLLECTIVES else span.lane)
+            # What overlaps cannot stand on one thread, unless it nests, as steps do.
+            lane = _free_thread(span, threads) if span.lane == COLLECTIVES else span.lane
+            threads[lane] = max(span.end, threads.get(lane, 0.0))
             arguments = {"step": span.step} if span.step else {}
             if span.nbytes:
                 arguments["bytes"] = span.nbytes
+            event = {"ph": "X", "pid": rank, "tid": list(threads).index(lane), "name": name, "cat": span.lane}
             times = {"ts": round(span.start * 1e6, 1), "dur": round((span.end - span.start) * 1e6, 1)}
-            events.append(
-                {"ph": "X", "pid": rank, "tid": thread, "name": name, "cat": span.lane, **times, "args": arguments}
-            )
+            events.append(event | times | {"args": arguments})
+        for thread, name in enumerate(threads):
+            events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
         for seconds, nbytes in live[rank] if live else ():
             counter = {"MB": round(nbytes / 1e6, 3)}
             events.append({"ph": "C", "pid": rank, "name": "live", "ts": round(seconds * 1e6, 1), "args": counter})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _free_thread(span: Span, threads: dict[str, float]) -> str:
+    """ "all-gather", or "all-gather 2" while another one is under way, and so on."""
+    names = [span.name, *(f"{span.name} {number}" for number in range(2, len(threads) + 3))]
+    return next(name for name in names if threads.get(name, 0.0) <= span.start)
 
 
 def save_trace(path: str, trace: dict) -> None:
