@@ -26,6 +26,7 @@ def against_the_oracle(stage: str, optimizer: str, options: dict, steps: int = 1
     model = parts.seeded(parts.OddModel, seed=rank)
     with torch.no_grad():
         model.shift.add_(rank)
+        model.frozen.add_(rank)  # no seed makes these differ
     engine = parts.build_engine(stage, model, adam, options)
     for step in range(steps):
         loss = engine.training_step(*parts.token_batch(step, rank), F.cross_entropy)

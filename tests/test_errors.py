@@ -68,7 +68,7 @@ def test_looking_at_freed_weights_is_an_error_and_no_crash(ranks, world_size):
     ranks(world_size).run(cases.looking_at_freed_weights)
 
 
-@pytest.mark.parametrize("world_size", (1, 3))
+@pytest.mark.parametrize("world_size", (1, 2, 3))
 def test_freeing_gives_the_storage_back(ranks, world_size):
     ranks(world_size).run(cases.the_storage_is_what_is_freed)
 

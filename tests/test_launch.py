@@ -322,7 +322,7 @@ def test_sweeps(tmp_path):
 @pytest.mark.parametrize(
     "arguments, status, words",
     (
-        (["memory", "--preset", "8b"], 1, ["'8b'", "70b"]),
+        (["memory", "--preset", "8b"], 2, ["'8b'", "70b"]),
         (["sweeps", "2", "--only", "x"], 2, ["'x'", "bucket size"]),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
