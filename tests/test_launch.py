@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -301,7 +302,9 @@ def test_a_rank_that_dies_takes_the_job_down_and_the_others_say_where(tmp_path, 
         timeout=60,  # far less than the rank that hangs would take
     )
     assert result.returncode != 0
-    assert f"[rank 0] error: rank 0 waited in vain for the {collective}" in result.stderr, result.stderr[-3000:]
+    # Some rank that was left: torchrun ends the others as soon as it has noticed, which may be before they speak.
+    said = rf"\[rank (\d)\] error: rank \1 waited in vain for the {re.escape(collective)}"
+    assert re.search(said, result.stderr), result.stderr[-3000:]
     assert "look for the first error of another rank" in result.stderr
     assert "Warning" not in result.stderr
 
