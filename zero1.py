@@ -124,14 +124,14 @@ class ZeRO1:
     """Data-parallel training of `model` with the optimizer state cut into N.
 
     `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a `torch.optim.Optimizer` that
-    treats each element by itself (SGD, Adam, AdamW, RMSprop, Adagrad; not Muon, Shampoo or LAMB, which look at whole
-    matrices); `param_groups` are a torch optimizer's, over the model's own parameters; `group` is the process group to
-    shard over (default: all ranks); `bucket_mb` the size of a bucket in MiB, 0 for one parameter. All start from rank
-    0's parameters and buffers. Several backwards before a step add up, and send as much as one. `param_dtype` is that
-    of weights and computation, `reduce_dtype` (default: the same) that of the gradients' buffer; the shard keeps the
-    model's: bfloat16 with float32 holds 2 + 4 + (4 + 8)/N bytes per parameter. With `find_unused` a step may leave
-    parameters without gradient, on some ranks or all, for one small all-reduce. Raises RuntimeError without a process
-    group, ValueError or TypeError for what cannot work, on every rank. ZeRO paper section 5.1; article class `ZeRO_1`.
+    treats each element by itself (SGD, Adam, AdamW, RMSprop, Adagrad; not Muon or Shampoo, which look at matrices);
+    `param_groups` are a torch optimizer's, over the model's own parameters; `group` is the process group to shard over
+    (default: all ranks); `bucket_mb` the size of a bucket in MiB, 0 for one parameter. All start from rank 0's
+    parameters and buffers. Several backwards before a step add up, and send as much as one. `param_dtype` is that of
+    weights and computation, `reduce_dtype` (default: the same) that of the gradients' buffer; the shard keeps the
+    model's. With `find_unused` a step may leave parameters without gradient, on some ranks or all, for one small
+    all-reduce. Raises RuntimeError without a process group, ValueError or TypeError for what cannot work, on every
+    rank. ZeRO paper section 5.1; article class `ZeRO_1`.
     """
 
     def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,

@@ -129,9 +129,8 @@ class ZeRO3:
     `find_unused=True` lets a step leave parameters without gradient, on some ranks or on all, for one small all-reduce.
     Every rank must run the same units all the same: a unit that only some run is an error, see `harness/order.py`.
 
-    A model on `meta`, too large to be built, is materialised a unit at a time: at most the shards and one unit
-    exist. `init_fn(name, tensor)` is called for every parameter and buffer, to fill it in place; or `state_dict` has
-    the values (`torch.load(file, mmap=True)` reads them when they are needed).
+    A model on `meta` is materialised a unit at a time: at most the shards and one unit exist. `init_fn(name, tensor)`
+    fills every parameter and buffer in place, or `state_dict` has their values (see harness/materialise.py).
 
     Raises RuntimeError without a process group or when a freed weight is used, ValueError or TypeError for a
     model, option or optimizer that cannot work. Source: ZeRO paper section 5.3; article class `ZeRO_3`.

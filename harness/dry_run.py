@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2_compare as referee
@@ -47,7 +46,7 @@ FORMULAS = {
 }
 
 
-class DDPStandIn:
+class DDPStandIn(referee.PlainStep):
     """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
 
     DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
@@ -56,7 +55,7 @@ class DDPStandIn:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
+        super().__init__(model, optimizer)
         self._flats, limit = [], 2**20
         params, nbytes = [], 0
         for param in reversed([param for param in model.parameters() if param.requires_grad]):
@@ -142,25 +141,21 @@ def evaluate(formula: str, **values: float) -> float:
 
 def letters(model: GPT, ranks: int, bucket_mb: float = 25.0, prefetch: int = 1) -> dict[str, float]:
     """What the letters of the chapters' formulas stand for (bytes, in float32) for a GPT, without its engine."""
-    sizes = {name: 4 * param.numel() for name, param in model.named_parameters()}
+    named = list(model.named_parameters())
     units = [4 * sum(param.numel() for param in block.parameters()) for block in model.blocks]
-    buckets, early, last = [0], [0], ""
-    for name, nbytes in reversed(sizes.items()):
-        if buckets[-1] and buckets[-1] + nbytes > bucket_mb * 2**20:
-            if name.rpartition(".")[0] == last.rpartition(".")[0]:
-                early[-1] = nbytes  # a weight whose bias ends the bucket before: its gradient comes first
-            buckets.append(0)
-            early.append(0)
-        buckets[-1] += nbytes
-        last = name
-    total = sum(sizes.values())
+    total = 4 * sum(param.numel() for _, param in named)
+    made = zero1.make_buckets(named, bucket_mb, 0, ranks)
+    buckets, early = [4 * bucket.numel for bucket in made], [0] * len(made)
+    for number, (bucket, behind) in enumerate(zip(made, made[1:])):
+        if bucket.names[-1].rpartition(".")[0] == behind.names[0].rpartition(".")[0]:
+            early[number] = 4 * behind.params[0].numel()  # the weight of that bias: its gradient comes first
     # Every bucket with the larger of it and the one before, and with all that is reduced from it on.
     ahead = [max(buckets[max(0, i - 1) : i + 1]) for i in range(len(buckets))]
     lines = [(ahead[i], buckets[i] + early[i], sum(buckets[i:])) for i in range(len(buckets))]
     before, bucket, tail = max(lines, key=lambda line: line[0] + line[1] - line[2] / ranks)
     prefetch = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
-    return {"Ψ": total, "N": ranks, "G": max(sizes.values()), "A": before, "B": bucket, "T": tail,
-            "U": max(units), "R": total - sum(units), "p": prefetch}  # fmt: skip
+    return {"Ψ": total, "N": ranks, "G": 4 * max(param.numel() for _, param in named), "A": before, "B": bucket,
+            "T": tail, "U": max(units), "R": total - sum(units), "p": prefetch}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -226,21 +221,6 @@ def checkpoint_blocks(model: GPT, casts: bool) -> None:
         block.forward = partial(again, block, block.forward)
 
 
-def train_step(engine, tokens: torch.Tensor) -> None:
-    """One training step of a stage or of a counterpart, its steps labelled. `tokens`: (batch, seq + 1)."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if hasattr(engine, "training_step") and not isinstance(engine, referee.PlainStep):
-        engine.training_step(inputs, targets, next_token_loss)
-        return
-    with record_function("step 1 forward"):
-        loss = next_token_loss(engine.model(inputs), targets)
-    with record_function("step 2 backward"):
-        loss.backward()
-    with record_function("step 4 update the shard"):
-        engine.optimizer.step()
-    engine.optimizer.zero_grad()
-
-
 def measure(name: str, options: argparse.Namespace) -> dict:
     """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
 
@@ -274,16 +254,17 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         engine = build(name, model, adamw, device, dtype, mesh)
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
-        train_step(engine, tokens)
+        batch = tokens[:, :-1], tokens[:, 1:], next_token_loss
+        engine.training_step(*batch)
         if name == "ddp" and real:
-            train_step(engine, tokens)  # in its second step DDP makes its buckets anew, for once
+            engine.training_step(*batch)  # in its second step DDP makes its buckets anew, for once
         memory.begin(engine)
         look = partial(_look, engine, held)
         engine.optimizer.register_step_pre_hook(look)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with TrafficLedger() as traffic:
-            train_step(engine, tokens)
+            engine.training_step(*batch)
         allocated = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
         pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
         del engine, look

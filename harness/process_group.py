@@ -125,6 +125,13 @@ def hardware(device: torch.device) -> str:
     return f"{os.cpu_count()} cores of {name}"
 
 
+def largest(values: list[float], me: Rank) -> list[float]:
+    """The maximum over the ranks of each value. A collective."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=me.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
 def check_writable(option: str, path: str | None) -> None:
     """Refuse a file that cannot be written, before the work that it is for. Raises ValueError."""
     if path is None:

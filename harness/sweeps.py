@@ -99,13 +99,6 @@ def build(variant: tuple, options: argparse.Namespace, me: Rank):
     return stage(model, partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda"), **own)
 
 
-def largest(value: float, me: Rank) -> float:
-    """The maximum over the ranks."""
-    tensor = torch.tensor([value], dtype=torch.float64, device=me.device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.item()
-
-
 def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
     """{label: {"step_ms", "peak_bytes", "short_peak_bytes", "collectives", ...}}, maxima over the ranks.
 
@@ -131,9 +124,10 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
                 torch.cuda.reset_peak_memory_stats()
             engine.training_step(inputs[:1, :8], targets[:1, :8], next_token_loss)
             short = torch.cuda.max_memory_allocated() - before if cuda else memory.peak
+        peak, short = process_group.largest([peak, short], me)
         rows[label] = {
-            "peak_bytes": int(largest(peak, me)),
-            "short_peak_bytes": int(largest(short, me)),
+            "peak_bytes": int(peak),
+            "short_peak_bytes": int(short),
             "collectives": len(traffic.collectives),
             "all_gathers": sum(collective.kind == "all-gather" for collective in traffic.collectives),
             "sent_bytes": traffic.sent_bytes,
@@ -149,7 +143,7 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
             engines[label].training_step(*batch, next_token_loss)
             if cuda:
                 torch.cuda.synchronize()
-            seconds = largest(time.perf_counter() - started, me)
+            (seconds,) = process_group.largest([time.perf_counter() - started], me)
             if turn >= 0:
                 times[label].append(seconds)
     for label, seconds in times.items():

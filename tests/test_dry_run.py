@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import parts
 import pytest
@@ -11,7 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness import dry_run
 from harness.articles.memory import dry as articles_dry
 from harness.instruments.parts import HELD, PARTS, STATE, PartsLedger
-from harness.model import PRESETS
+from harness.model import PRESETS, next_token_loss
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
 
 
 def dry(name: str, *argv: str, device: str = "fake") -> dict:
@@ -24,11 +28,26 @@ def dry(name: str, *argv: str, device: str = "fake") -> dict:
 @pytest.mark.parametrize("name, gigabytes", (("zero1", 63), ("zero2", 38.5), ("zero3", 14)))
 def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     row = articles_dry(name)  # run once for this and for the articles' tests
+    written = json.loads((RESULTS / "memory-7b-8ranks.json").read_text())["engines"][name]
+    for key in ("held_bytes", "formula_bytes", "state_peak_bytes", "state_peak_formula_bytes", "sent_bytes"):
+        assert row[key] == written[key], f"{key} in results/ is not what the code gives"
     held = sum(row["held_bytes"].values())
     assert held == pytest.approx(gigabytes * 1e9, rel=0.005)
     # All that the formula does not say: AdamW's counters, 4 bytes each. No bucket of this model needs padding.
     assert held - row["formula_bytes"] == row["difference_bytes"] == row["step_counters_bytes"] > 0
     assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.01)
+
+
+def test_the_readme_shows_the_committed_run():
+    results, readme = json.loads((RESULTS / "memory-7b-8ranks.json").read_text()), (ROOT / "README.md").read_text()
+    psi = 4 * results["parameters"] * 7 / 8
+    for name, row in results["engines"].items():
+        (line,) = [line for line in readme.splitlines() if line.startswith(f"| `{name}`") and line.endswith("GB |")]
+        numbers = [sum(row["held_bytes"].values()), row["peak_bytes"], row["state_peak_bytes"]]
+        numbers += [row["state_peak_formula_bytes"]] if row["state_peak_formula"] else []
+        assert all(f" {number / 1e9:.2f} " in line for number in numbers), line
+        assert f"| {row['sent_bytes'] / psi:.2f} | {dry_run.fits_on(row['peak_bytes'])[0]} GB |" in line
+        assert not row["state_peak_formula"] or f"`{row['state_peak_formula']}`" in line
 
 
 def test_the_formulas_stand_in_the_chapters_heads():
@@ -56,10 +75,10 @@ def test_the_peak_is_what_the_chapters_formula_says(stage, own, ranks):
         model = dry_run.make_model(config, torch.device("cpu"))
         values = dry_run.letters(model, ranks, **own)
         engine = parts.STAGES[stage](model, adamw, **own)
-        tokens = torch.zeros(1, 3, dtype=torch.int64)
-        dry_run.train_step(engine, tokens)
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        engine.training_step(tokens, tokens, next_token_loss)
         memory.begin(engine)
-        dry_run.train_step(engine, tokens)
+        engine.training_step(tokens, tokens, next_token_loss)
     state = memory.peak_moment(of=lambda moment: moment.state).state
     assert state == pytest.approx(dry_run.evaluate(dry_run.peak_formulas()[stage], **values), rel=0.01)
     # With two tokens there is hardly anything else, so this is the peak itself.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.instruments.traffic import KINDS
+from harness.instruments.traffic import KINDS, whole_bytes
 from harness.instruments.where import Where
 from harness.loop import default_units
 
@@ -43,7 +43,7 @@ class Timeline(TorchDispatchMode):
         super().__init__()
         self.spans: list[Span] = []
         model = None if engine is None else engine.model
-        self._units = {} if model is None else {name: name for name in _unit_names(model)}
+        self._units = set() if model is None else _unit_names(model)
         self._where, self._model = Where(), model
         self._cuda = device is not None and device.type == "cuda"
         self._open_steps: list[tuple] = []
@@ -64,7 +64,7 @@ class Timeline(TorchDispatchMode):
             return "optimizer"
         parts = self._where.module().split(".")
         prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
-        return next((self._units[prefix] for prefix in prefixes if prefix in self._units), "root")
+        return next((prefix for prefix in prefixes if prefix in self._units), "root")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func.namespace, func._schema.name.split("::")[1]
@@ -91,9 +91,7 @@ class Timeline(TorchDispatchMode):
         return result
 
     def _collective(self, kind: str, args, result, start) -> None:
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args[:2]) if isinstance(leaf, torch.Tensor)]
-        nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-        entry = [COLLECTIVES, kind, start, None, self._where.step, nbytes]
+        entry = [COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args)]
         self._raw.append(entry)
         for leaf in torch.utils._pytree.tree_leaves(result):
             if isinstance(leaf, torch.ScriptObject):
@@ -147,9 +145,9 @@ class Timeline(TorchDispatchMode):
         return self._origin.elapsed_time(moment) / 1000 if self._cuda else moment - self._origin
 
 
-def _unit_names(model) -> list[str]:
+def _unit_names(model) -> set[str]:
     units = {id(unit) for unit in default_units(model)}
-    return [name for name, module in model.named_modules() if id(module) in units]
+    return {name for name, module in model.named_modules() if id(module) in units}
 
 
 def chrome_trace(ranks: list[list[Span]], live: list[list[tuple[float, int]]] | None = None, **about) -> dict:

@@ -77,14 +77,20 @@ class TrafficLedger(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, kind: str, args) -> None:
-        # The whole buffer is the larger of a collective's tensors: output of an all-gather, input of a reduce-scatter.
-        whole = max(_nbytes(argument) for argument in args[:2])
-        if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
-            whole *= _world_size(args)
+        whole = whole_bytes(kind, args)
         step = next((label for label in reversed(self._steps) if label.startswith("step ")), "")
         collective = Collective(kind, whole, sent_bytes(kind, whole, _world_size(args)), step)
         self.collectives.append(collective)
         self._on_event(kind, len(self._steps), collective)
+
+
+def whole_bytes(kind: str, args) -> int:
+    """Bytes of the whole buffer of a collective that torch dispatches with `args`."""
+    # It is the larger of a collective's tensors: output of an all-gather, input of a reduce-scatter.
+    whole = max(_nbytes(argument) for argument in args[:2])
+    if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
+        whole *= _world_size(args)
+    return whole
 
 
 def _nbytes(value) -> int:
