@@ -1,6 +1,6 @@
 """Everything around the lesson: model, data, process group, loop helpers and instruments.
 
-No file here knows a stage, but for those that run them all: dry_run, sweeps and articles.
+No file here knows a stage, but for those that run them all: dry_run, sweeps, articles and museum.
 """
 
 import torch.distributed as dist

@@ -327,6 +327,7 @@ def test_sweeps(tmp_path):
     (
         (["memory", "--preset", "8b"], 2, ["'8b'", "70b"]),
         (["sweeps", "2", "--only", "x"], 2, ["'x'", "bucket size"]),
+        (["bug", "99"], 2, ["'99'", "1 to"]),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

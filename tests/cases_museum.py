@@ -1,0 +1,54 @@
+"""Run on every rank: another file's case with an exhibit in its stage's place, and an exhibit's own visit."""
+
+import datetime
+import functools
+import importlib
+from unittest.mock import patch
+
+import parts
+import torch.distributed as dist
+
+from harness import bug
+from harness.data import load_text
+from harness.museum import EXHIBITS
+
+
+def with_the_bug(number: int, module: str, name: str, arguments: dict) -> tuple[bool, object]:
+    """(True, what the case returns) or (False, with what it fails) where the cases find the exhibit as their stage.
+
+    Every rank returns, however the case ends on it, so that the pool can go on. An exhibit in which ranks part is run
+    in a group of its own with a short timeout: what goes wrong there does not reach the next case.
+    """
+    exhibit = EXHIBITS[number]
+    own = None
+    if "error" in exhibit.differs:
+        own = dist.new_group(timeout=datetime.timedelta(seconds=2), backend="gloo")
+
+    class Exhibited(exhibit.wrong):
+        def __init__(self, *arguments, group=None, **options):
+            super().__init__(*arguments, group=own if group is None else group, **options)
+
+    stages = {**parts.STAGES, exhibit.stage: Exhibited}
+    with patch.multiple(parts, STAGES=stages, **{exhibit.right.__name__: Exhibited}):
+        try:
+            return True, getattr(importlib.import_module(module), name)(**arguments)
+        except Exception as error:
+            return False, f"{type(error).__name__}: {error}"
+
+
+@functools.cache
+def _text():
+    return load_text(None, bug.SHAPE.seq)
+
+
+_right: dict[str, dict] = {}  # what the right engines show, for several exhibits train alike
+
+
+def visit(number: int) -> dict:
+    """What the visitor sees on this rank."""
+    exhibit, rank = EXHIBITS[number], dist.get_rank()
+    key = repr((exhibit.stage, exhibit.options, exhibit.training))
+    with patch.object(bug, "load_text", lambda *_: _text()):
+        found = bug.visit(exhibit, rank, right=_right.get(key))
+    _right[key] = found["right"]
+    return found

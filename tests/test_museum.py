@@ -1,0 +1,116 @@
+"""Every exhibit of the museum of bugs: stopped by the test it names, and with the symptom it tells of."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import cases_museum as cases
+import pytest
+from pool import CaseFailed
+
+from harness import bug
+from harness.museum import EXHIBITS, STAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# With which of its parameters a test is run here, besides world_size=2 and the exhibit's stage.
+PARAMETERS = {
+    "test_equals_one_process_on_the_whole_batch": {"options": {}},
+    "test_backwards_add_up": {"options": {}},
+    "test_models_and_loops_of_ones_own": {"case": import_module("cases_equivalence").state_in_and_out},
+    "test_clipping_equals_torch_on_the_whole_model": {"norm_type": 2.0},
+    "test_zero2_keeps_two_buckets_of_whole_gradients_at_most": {"reverse": False},
+    "test_zero3_keeps_only_the_units_in_use_whole": {"options": {}},
+}
+WORLD_SIZE = {"test_freeing_gives_the_storage_back": 3, "test_a_rank_that_owns_only_padding": 3}
+
+
+class Museum:
+    """A pool of ranks on which the exhibit has taken its stage's place."""
+
+    def __init__(self, pool, number: int):
+        self.pool, self.number = pool, number
+
+    def run(self, case, **arguments) -> list:
+        order = {"number": self.number, "module": case.__module__, "name": case.__name__, "arguments": arguments}
+        answers = self.pool.run(cases.with_the_bug, **order)
+        failures = [value for right, value in answers if not right]
+        if failures:
+            raise CaseFailed("\n".join(failures))
+        return [value for _, value in answers]
+
+
+def named_test(exhibit, name: str):
+    """(the test function of that name, its arguments for this exhibit but for the ranks)."""
+    file, function = name.split("::")
+    test = getattr(import_module(Path(file).stem), function)
+    known = {"world_size": WORLD_SIZE.get(function, 2), "stage": exhibit.stage, **PARAMETERS.get(function, {})}
+    return test, {name: known[name] for name in inspect.signature(test).parameters if name != "ranks"}
+
+
+NAMED = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhibit.caught_by]
+
+
+@pytest.mark.parametrize("number, name", NAMED, ids=str)
+def test_the_named_test_stops_it(ranks, number, name):
+    test, arguments = named_test(EXHIBITS[number], name)
+    with pytest.raises(AssertionError):
+        test(lambda world_size: Museum(ranks(world_size), number), **arguments)
+
+
+@pytest.mark.parametrize("stage, name", sorted({(EXHIBITS[number].stage, name) for number, name in NAMED}))
+def test_the_named_test_passes_without_it(ranks, stage, name):
+    exhibit = next(exhibit for exhibit in EXHIBITS.values() if exhibit.stage == stage and name in exhibit.caught_by)
+    test, arguments = named_test(exhibit, name)
+    test(ranks, **arguments)
+
+
+@pytest.mark.parametrize("number", [n for n, exhibit in EXHIBITS.items() if "error" not in exhibit.differs])
+def test_the_symptom_is_the_one_told(ranks, number):
+    """What differs from the right engine's report, and what does not."""
+    found = ranks(2).run(cases.visit, number=number)
+    right, wrong = [each["right"] for each in found], [each["wrong"] for each in found]
+    assert bug.differences(right, wrong) == EXHIBITS[number].differs, bug.report(right, wrong)
+    assert all(each["finished"] for each in right)
+
+
+def test_the_catalogue_gives_nothing_away(capsys):
+    assert bug.main([]) == 0
+    shown = capsys.readouterr().out
+    assert len(EXHIBITS) >= 14 and {exhibit.stage for exhibit in EXHIBITS.values()} == set(STAGES)
+    for number, exhibit in EXHIBITS.items():
+        assert f"{number:>3}  {exhibit.stage}  {exhibit.title}" in shown
+        assert exhibit.diagnosis not in shown and exhibit.mutate.__name__ not in shown
+
+
+@pytest.mark.parametrize("number", EXHIBITS)
+def test_the_answer_tells_all(capsys, number):
+    exhibit = EXHIBITS[number]
+    assert bug.main([str(number), "--answer"]) == 0
+    shown = capsys.readouterr().out
+    for text in (exhibit.title, exhibit.symptom, exhibit.diagnosis, exhibit.read, "class Mutant(engine):"):
+        assert text in shown
+    assert all(f"./launch.sh test {name}" in shown for name in exhibit.caught_by)
+    # the file to read is there, and what is to be found in it
+    file, place = exhibit.read.split(",")[0], exhibit.read.split(":")[0].split()[-1].split(".")[-1]
+    assert place in (ROOT / file).read_text(), (file, place)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    ((["0"], "'0'"), (["99"], "'99'"), (["seven"], "'seven'"), (["-1"], "'-1'"), (["--answer"], "number of a bug")),
+    ids=str,
+)
+def test_wrong_numbers(capsys, arguments, words):
+    assert bug.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and f"1 to {len(EXHIBITS)}" in line
+
+
+def test_a_visit_to_one_that_hangs(capsys):
+    """On ranks of its own, as `./launch.sh bug 9` runs it."""
+    assert bug.show(EXHIBITS[9]) == 0
+    shown = capsys.readouterr()
+    assert "rank 0 waited in vain for the all-gather of the bucket of 'temperature'" in shown.out
+    assert "./launch.sh bug 9 --answer" in shown.out and "Warning" not in shown.out + shown.err
+    assert EXHIBITS[9].diagnosis not in shown.out
