@@ -17,10 +17,12 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness import process_group
@@ -31,7 +33,7 @@ from harness.model import GPT, GPTConfig, next_token_loss
 from harness.museum import EXHIBITS, Exhibit
 
 RANKS = 2
-TIMEOUT = 4  # seconds that a collective of an exhibit may hang; the visitor waits for it
+TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
 # An odd width, so that no parameter but the embeddings is a multiple of the ranks and there is padding; short
 # sequences, so that live bytes are parameters and gradients rather than activations.
 SHAPE = GPTConfig(layers=6, width=63, heads=3, seq=8)
@@ -122,10 +124,11 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
     found["finished"] = True
 
 
-def visit(exhibit: Exhibit, rank: int, write=lambda found: None, right: dict | None = None) -> dict:
+def visit(exhibit: Exhibit, rank: int, write=lambda found: None, group=None, right: dict | None = None) -> dict:
     """{"right", "wrong"}: what both engines show on this rank. What the exhibit raises is part of it.
 
-    `write` is called with it whenever there is more to tell; `right` is that part, if it is known from another visit.
+    `write` is called with it whenever there is more to tell; `group` is the wrong engine's, where something may hang;
+    `right` is that part, if it is known from another visit.
     """
     batches = Batches(load_text(None, SHAPE.seq), 2, SHAPE.seq, 0)
     training = Training(**exhibit.training)
@@ -135,7 +138,7 @@ def visit(exhibit: Exhibit, rank: int, write=lambda found: None, right: dict | N
         gc.collect()
     write(found)
     try:
-        train(exhibit.wrong, exhibit.options, training, batches, rank, found["wrong"])
+        train(exhibit.wrong, {**exhibit.options, "group": group}, training, batches, rank, found["wrong"])
     except Exception as error:
         found["wrong"]["error"] = f"{type(error).__name__}: {error}"
     write(found)
@@ -259,7 +262,8 @@ def on_ranks(exhibit: Exhibit, folder: Path) -> None:
         (folder / f"{me.rank}.new").write_text(json.dumps(found))
         os.replace(folder / f"{me.rank}.new", folder / f"{me.rank}.json")
 
-    found = visit(exhibit, me.rank, write)
+    # A short timeout for what may hang, and only for that: on a busy machine a right rank may be late, too.
+    found = visit(exhibit, me.rank, write, dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
     (folder / f"{me.rank}.over").touch()
     if not found["wrong"]["error"]:
         process_group.stop()
@@ -277,7 +281,7 @@ def show(exhibit: Exhibit) -> int:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *module]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = {**os.environ, "ZERO_TIMEOUT": str(TIMEOUT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "ZERO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             [sys.executable, *command, name],
             env=environment,
@@ -286,7 +290,7 @@ def show(exhibit: Exhibit) -> int:
             text=True,
         ) as process:
             try:
-                output, _ = process.communicate(timeout=60)
+                output, _ = process.communicate(timeout=120)
             except subprocess.TimeoutExpired:
                 process.terminate()  # torchrun takes its ranks along
                 output, _ = process.communicate()

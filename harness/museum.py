@@ -69,9 +69,12 @@ def hand_out(bucket, shard: torch.Tensor) -> None:
 def never_averaged(engine):
     class Mutant(engine):
         def _sync_gradients(self):
+            if self._reduced:
+                return
             for bucket in self.trained:
                 dist.all_reduce(bucket.flat_gradient, group=self.group)
                 hand_out(bucket, own_part(bucket, bucket.flat_gradient))  # the sum of N gradients
+            self._reduced = True
 
     return Mutant
 
@@ -348,14 +351,15 @@ _IN_ORDER = (
         stage="zero1",
         title="The learning rate that was tuned on one GPU",
         mutate=never_averaged,
-        differs={"losses"},
-        symptom="Before the first update all is equal; then every step goes twice as far as it should.",
+        differs={"losses", "norms"},
+        symptom="The first losses are right, and the gradient norms are twice what they should be from the first step on. "
+        "Every step goes twice as far; with a small learning rate that even looks better.",
         diagnosis="The all-reduced gradients are summed and never divided by N, so that the learning rate grows with "
         "the number of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
         read="zero1.py, step 3, ZeRO1._sync_gradients: div_(self.world_size)",
         caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
         options=SMALL,
-        training={"optimizer": "SGD"},
+        training={"optimizer": "SGD", "max_norm": 100.0},
     ),
     dict(
         stage="zero1",
@@ -399,7 +403,7 @@ _IN_ORDER = (
         title="Five steps, five batches, one model",
         mutate=updated_too_early,
         differs={"losses", "optimizer", "peak in forward", "peak in backward"},
-        symptom="The losses do not fall, and the optimizer holds no state. The traffic is right.",
+        symptom="The losses do not fall, and the optimizer holds no state, also at the peaks. The traffic is right.",
         diagnosis="The optimizer steps before the gradients are reduced. Its pieces have no gradient yet, so it does "
         "nothing; when they get one, zero_grad() follows.",
         read="zero1.py, steps 3 and 4, ZeRO1.step",
@@ -423,8 +427,8 @@ _IN_ORDER = (
         title="Counting from one",
         mutate=next_ranks_shard,
         differs={"losses"},
-        symptom="The first two losses look like learning, and then every second loss is that of the untrained model to "
-        "the last digit; bytes and collectives are all right.",
+        symptom="The second loss is above the first, and every other one is that of an untrained model; bytes and "
+        "collectives are all right.",
         diagnosis="Step 5 contributes the shard of rank + 1, which this rank has not updated. The all-gather puts "
         "every shard in another's place, without its update; the next one puts them back where they were.",
         read="zero1.py, step 5, ZeRO1._sync_params; Bucket.start",
@@ -461,8 +465,8 @@ _IN_ORDER = (
         title="Two opinions about a norm",
         mutate=own_norm,
         differs={"losses", "norms", "all-gathers"},
-        symptom="The ranks print different gradient norms, both below the right one, and the losses are off from the "
-        "second step on.",
+        symptom="The ranks have different gradient norms, both below the right one; there is one all-gather fewer; the "
+        "losses are off from the second step on.",
         diagnosis="Every rank clips by the norm of its own shard. The norm is that of all shards together: the squares "
         "must be summed over the ranks, or every shard is scaled by another factor.",
         read="harness/loop.py, clip_grad_norm_",
@@ -538,7 +542,8 @@ _IN_ORDER = (
         title="The calmest gradients in the house",
         mutate=norm_of_the_model,
         differs={"losses", "norms", "all-gathers"},
-        symptom="The gradient norm is 0 in every step, and the losses are those of a training without clipping.",
+        symptom="The gradient norm is 0 in every step, there is one all-gather fewer, and the losses are those of a "
+        "training without clipping.",
         diagnosis="torch.nn.utils.clip_grad_norm_(model.parameters()) finds no gradient: they were reduced, cut and "
         "freed in backward, and the pieces have them. It returns 0 and clips nothing.",
         read="harness/loop.py, clip_grad_norm_; zero2.py, Reduction.__init__: param.grad = None",
@@ -621,12 +626,12 @@ _IN_ORDER = (
         stage="zero3",
         title="The more ranks, the slower",
         mutate=divided_twice,
-        differs={"losses"},
-        symptom="Before the first update all is equal; then every step goes half as far as it should on two ranks.",
+        differs={"losses", "norms"},
+        symptom="The first losses are right, and the gradient norms are half of what they should be from the start.",
         diagnosis="Gradients are divided by N before the reduce-scatter and after it.",
         read="zero2.py, step 3, Reduction.finish: div_(world_size), which ZeRO-3 uses",
         caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
-        training={"optimizer": "SGD"},
+        training={"optimizer": "SGD", "max_norm": 100.0},
     ),
     dict(
         stage="zero3",
@@ -638,7 +643,7 @@ _IN_ORDER = (
         "the first hold a copy of the wrong part.",
         read="harness/loop.py, load_full_state_dict: `first`",
         caught_by=(EQUIVALENCE + "test_models_and_loops_of_ones_own",),
-        training={"reload_at": 3},
+        training={"reload_at": 2},
     ),
 )
 

@@ -1,5 +1,6 @@
 """Run on every rank: another file's case with an exhibit in its stage's place, and an exhibit's own visit."""
 
+import dataclasses
 import datetime
 import functools
 import importlib
@@ -45,8 +46,10 @@ _right: dict[str, dict] = {}  # what the right engines show, for several exhibit
 
 
 def visit(number: int) -> dict:
-    """What the visitor sees on this rank."""
+    """What the visitor sees on this rank in the first steps."""
     exhibit, rank = EXHIBITS[number], dist.get_rank()
+    # the fourth is the first that compares no notes on the order of collectives (harness/order.py) in any exhibit
+    exhibit = dataclasses.replace(exhibit, training={**exhibit.training, "steps": 4})
     key = repr((exhibit.stage, exhibit.options, exhibit.training))
     with patch.object(bug, "load_text", lambda *_: _text()):
         found = bug.visit(exhibit, rank, right=_right.get(key))
