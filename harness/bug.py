@@ -56,13 +56,14 @@ class Tempered(GPT):
 
 @dataclass(frozen=True)
 class Training:
-    """The loop around an engine: steps, backwards per step, clipping, and a checkpoint taken and loaded on the way."""
+    """The loop around an engine: steps, backwards per step, clipping, what is frozen, a checkpoint on the way."""
 
     optimizer: str = "AdamW"
     steps: int = 5
     micro_batches: int = 1
     max_norm: float | None = None
     reload_at: int | None = None
+    frozen: str | None = None  # parameters with this in their name
 
     def __str__(self):
         return "".join(
@@ -70,6 +71,7 @@ class Training:
                 f"{self.steps} steps, {self.optimizer}",
                 f", {self.micro_batches} backwards per step" * (self.micro_batches > 1),
                 f", gradients clipped to a norm of {self.max_norm}" if self.max_norm is not None else "",
+                f", {self.frozen} frozen" if self.frozen is not None else "",
                 f"; before step {self.reload_at + 1} a new engine loads the state"
                 if self.reload_at is not None
                 else "",
@@ -89,7 +91,10 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
 
     def build(seed: int):
         # every rank starts from other weights: an engine takes rank 0's
-        return engine_cls(Tempered(SHAPE, seed=seed + rank), OPTIMIZERS[training.optimizer], **options)
+        model = Tempered(SHAPE, seed=seed + rank)
+        for name, param in model.named_parameters():
+            param.requires_grad_(training.frozen is None or training.frozen not in name)
+        return engine_cls(model, OPTIMIZERS[training.optimizer], **options)
 
     with MemoryLedger() as memory:
         engine = build(0)

@@ -253,6 +253,18 @@ def last_bucket_missed(engine):
     return Mutant
 
 
+def frozen_forgotten(engine):
+    class Mutant(engine):
+        def __init__(self, model, *arguments, **options):
+            frozen = [param for param in model.parameters() if not param.requires_grad]
+            own = [param.detach().clone() for param in frozen]
+            super().__init__(model, *arguments, **options)
+            for param, values in zip(frozen, own):
+                param.data.copy_(values)  # as if only `self.trained`, and not all buckets, were broadcast
+
+    return Mutant
+
+
 # ZeRO-3.
 
 
@@ -352,7 +364,7 @@ _IN_ORDER = (
         title="The learning rate that was tuned on one GPU",
         mutate=never_averaged,
         differs={"losses", "norms"},
-        symptom="The first losses are right, and the gradient norms are twice what they should be from the first step on. "
+        symptom="The first losses are right, and the gradient norms are twice what they should be from the start. "
         "Every step goes twice as far; with a small learning rate that even looks better.",
         diagnosis="The all-reduced gradients are summed and never divided by N, so that the learning rate grows with "
         "the number of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
@@ -563,6 +575,20 @@ _IN_ORDER = (
         read="zero2.py, the end of step 3, ZeRO2._sync_gradients",
         caught_by=(ORACLE,),
         options=SMALL,
+    ),
+    dict(
+        stage="zero2",
+        title="Fine-tuning",
+        mutate=frozen_forgotten,
+        differs={"losses"},
+        symptom="Rank 0's first loss is right, and all of rank 1's are off, on a model of which a part is frozen. "
+        "Without frozen parameters all is right.",
+        diagnosis="Only the trained parameters are broadcast at the start. Each rank keeps the frozen ones it was "
+        "initialised with, and nothing ever makes them equal: the ranks train different models.",
+        read="zero2.py, step 0, ZeRO2.__init__: loop.frozen",
+        caught_by=(ORACLE,),
+        options=SMALL,
+        training={"frozen": "positions"},
     ),
     dict(
         stage="zero3",
