@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -187,8 +188,9 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
     A gloo thread lets go of a collective's buffers a moment after `wait()`, so that a peak may have one of them more.
     """
     found = set()
-    if any(ours["error"] for ours in wrong):
-        return {"error"}
+    errors = "".join(ours["error"] or "" for ours in wrong)
+    if errors:
+        return {"timeout" if "waited in vain" in errors else "error"}
     for key in ("losses", "norms"):
         for a, b in zip(right, wrong):
             if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in zip(a[key], b[key])):  # NaN is not close to itself
@@ -232,9 +234,10 @@ def answer(exhibit: Exhibit) -> str:
     return "\n".join(
         (
             f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
-            f"\nThe symptom: {exhibit.symptom}",
-            f"The mistake: {exhibit.diagnosis}",
-            f"Where to read: {exhibit.read}",
+            "",
+            textwrap.fill(f"The symptom: {exhibit.symptom}", 100, break_on_hyphens=False),
+            textwrap.fill(f"The mistake: {exhibit.diagnosis}", 100, break_on_hyphens=False),
+            textwrap.fill(f"Where to read: {exhibit.read}", 100, break_on_hyphens=False),
             "\nThe lines that were put in front of the right ones (harness/museum.py):\n",
             inspect.getsource(exhibit.mutate).rstrip(),
             "\nCaught by:",

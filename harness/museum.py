@@ -28,14 +28,15 @@ class Exhibit:
 
     `mutate` takes the stage's class and returns the wrong one. `options` go to the engine, `training` to
     `harness.bug.Training`: the loop in which the mistake shows. `differs` are the lines of the report that are not
-    those of the right engine. `caught_by` names the tests, as pytest does, that fail with the wrong one.
+    those of the right engine; or "error", or "timeout". `caught_by` names the tests that fail with the wrong one, as
+    pytest does.
     """
 
     number: int
     stage: str
     title: str
     mutate: Callable[[type], type]
-    differs: frozenset[str]
+    differs: set[str]
     symptom: str
     diagnosis: str
     read: str
@@ -285,7 +286,7 @@ def freed_by_data(engine):
                 for bucket in unit.buckets:
                     bucket.flat = bucket.shard.new_empty(1).expand(bucket.numel)
                     for param in bucket.params:  # nobody holds the whole weight any more
-                        param.data = param.data.new_zeros(1).expand(param.shape)
+                        param.data = param.data.new_zeros(()).expand(param.shape)
                 guard.close(unit.params)
                 unit.whole = False
 
@@ -463,7 +464,7 @@ _IN_ORDER = (
         stage="zero1",
         title="The parameter of one element",
         mutate=nothing_to_gather,
-        differs={"error"},
+        differs={"timeout"},
         symptom="The first step does not end. After the timeout each rank says that it waited in vain, and they wait "
         "in different collectives.",
         diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, "

@@ -22,7 +22,6 @@ PARAMETERS = {
     "test_zero2_keeps_two_buckets_of_whole_gradients_at_most": {"reverse": False},
     "test_zero3_keeps_only_the_units_in_use_whole": {"options": {}},
 }
-WORLD_SIZE = {"test_freeing_gives_the_storage_back": 3, "test_a_rank_that_owns_only_padding": 3}
 
 
 class Museum:
@@ -35,6 +34,11 @@ class Museum:
         order = {"number": self.number, "module": case.__module__, "name": case.__name__, "arguments": arguments}
         answers = self.pool.run(cases.with_the_bug, **order)
         failures = [value for right, value in answers if not right]
+        # Something else than an assertion may be a mistake of the exhibit's own, which would look as if it were caught.
+        if EXHIBITS[self.number].differs.isdisjoint(("error", "timeout")):
+            others = [text for text in failures if not text.startswith("AssertionError")]
+            if others:
+                raise RuntimeError("\n".join(others))
         if failures:
             raise CaseFailed("\n".join(failures))
         return [value for _, value in answers]
@@ -44,7 +48,7 @@ def named_test(exhibit, name: str):
     """(the test function of that name, its arguments for this exhibit but for the ranks)."""
     file, function = name.split("::")
     test = getattr(import_module(Path(file).stem), function)
-    known = {"world_size": WORLD_SIZE.get(function, 2), "stage": exhibit.stage, **PARAMETERS.get(function, {})}
+    known = {"world_size": 2, "stage": exhibit.stage, **PARAMETERS.get(function, {})}
     return test, {name: known[name] for name in inspect.signature(test).parameters if name != "ranks"}
 
 
@@ -65,7 +69,7 @@ def test_the_named_test_passes_without_it(ranks, stage, name):
     test(ranks, **arguments)
 
 
-@pytest.mark.parametrize("number", [n for n, exhibit in EXHIBITS.items() if "error" not in exhibit.differs])
+@pytest.mark.parametrize("number", [n for n, exhibit in EXHIBITS.items() if "timeout" not in exhibit.differs])
 def test_the_symptom_is_the_one_told(ranks, number):
     """What differs from the right engine's report, and what does not."""
     found = ranks(2).run(cases.visit, number=number)
@@ -88,8 +92,9 @@ def test_the_answer_tells_all(capsys, number):
     exhibit = EXHIBITS[number]
     assert bug.main([str(number), "--answer"]) == 0
     shown = capsys.readouterr().out
+    words = " ".join(shown.split())  # without the line breaks
     for text in (exhibit.title, exhibit.symptom, exhibit.diagnosis, exhibit.read, "class Mutant(engine):"):
-        assert text in shown
+        assert text in words
     assert all(f"./launch.sh test {name}" in shown for name in exhibit.caught_by)
     # the file to read is there, and what is to be found in it
     file, place = exhibit.read.split(",")[0], exhibit.read.split(":")[0].split()[-1].split(".")[-1]
