@@ -572,7 +572,7 @@ _IN_ORDER = (
         symptom="It learns, but less well. A little less gradient and optimizer state is held than should be; the "
         "collectives are right.",
         diagnosis="The last bucket is on its way when backward ends, and nobody receives it before the update. Its "
-        "parameters, the embeddings, never change: each step's gradient comes just in time to be dropped.",
+        "parameters, here the token embedding, never change: each step's gradient comes just in time to be dropped.",
         read="zero2.py, the end of step 3, ZeRO2._sync_gradients",
         caught_by=(ORACLE,),
         options=SMALL,
