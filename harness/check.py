@@ -1,0 +1,254 @@
+"""`./launch.sh check zero2 [N]`: is the exercise solved? Says so step by step, with what was expected and found.
+
+This process has no rank: it starts the ranks with torchrun, reads the verdicts they write (harness/check_steps.py),
+and so has something to say when they hang, crash or never start.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+from harness.exercise import EXERCISES, FOLDER, ROOT, answer
+
+SECONDS = 30  # for one step; each takes a second or two
+SIGNS = {"passed": "passed", "failed": "FAILED", "error": "FAILED", "hang": "HANGS", "died": "DIED", "open": "to write"}
+
+
+def to_write(text: str) -> list[tuple[int, str]]:
+    """(line, task) of the blanks that are still blank. Raises SyntaxError."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            said = node.exc.args[0]
+            if isinstance(said, ast.Constant) and str(said.value).startswith("Step "):
+                found.append((node.lineno, said.value))
+    return sorted(found)
+
+
+def merge(verdicts: list[dict]) -> dict:
+    """One verdict of all ranks' on one step: the worst, with what only some ranks found under their names."""
+    for status in ("error", "failed", "open"):
+        ranks = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == status]
+        hangs = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] in ("hang", "died")]
+        if ranks:
+            said = dict(verdicts[ranks[0]], rank=ranks[0] if len(ranks) < len(verdicts) else None)
+            # What made one rank fail is what the others wait for.
+            said["others"] = [f"rank {rank} {verdicts[rank]['error']}" for rank in hangs]
+            return said
+    hangs = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] in ("hang", "died")]
+    if hangs:
+        worst = "died" if any(verdict["status"] == "died" for verdict in verdicts) else "hang"
+        done = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == "passed"]
+        others = [f"rank {rank} {verdicts[rank]['error']}" for rank in hangs]
+        return {"status": worst, "others": others + [f"rank {rank} is through with this step" for rank in done]}
+    return {"status": "passed"}
+
+
+def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
+    """What the report says about one step."""
+    status = verdict["status"]
+    lines = [f"{SIGNS[status]:<9} {check.title}"]
+    if status == "passed":
+        return lines
+    rank = f"on rank {verdict['rank']}: " if verdict.get("rank") is not None else ""
+
+    def code(line):
+        return f": {source[line - 1].strip()}" if line and line <= len(source) else ""
+
+    if status == "open":
+        lines.append(f"  {rank}not written yet: {verdict['task']}, see line {verdict['line']} of {shown}")
+    for finding in verdict.get("findings", ()):
+        lines += [f"  {rank}{finding['what']}", f"    expected  {finding['expected']}", f"    found     {finding['found']}"]
+    if status == "error":
+        lines.append(f"  {rank}{verdict['error']}")
+        if verdict.get("line"):
+            lines.append(f"  in line {verdict['line']} of {shown}{code(verdict['line'])}")
+    lines += [f"  {other}" for other in verdict.get("others", ())]
+    if status == "hang":
+        lines.append("  Collectives match by their order alone: every rank must issue the same ones, in the same order.")
+    lines.append(f"  read      {check.read}")
+    return [text for line in lines for text in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = re.match(r" *(expected  |found     |read      )?", line).end()
+    return textwrap.wrap(line, 118, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+class Report:
+    """Prints the verdicts as they come in, step by step."""
+
+    def __init__(self, checks, folder: str, world_size: int, shown: str, source: str):
+        self.checks, self.folder, self.world_size = checks, folder, world_size
+        self.shown, self.source = shown, source.split("\n")
+        self.verdicts: list[dict] = []
+
+    @property
+    def over(self) -> bool:
+        return len(self.verdicts) == len(self.checks) or any(v["status"] != "passed" for v in self.verdicts)
+
+    def read(self, died: dict[int, str] | None = None) -> None:
+        """Print what is new. `died` says how ranks ended; then what is missing will never come."""
+        while not self.over:
+            files = [Path(self.folder, f"{len(self.verdicts)}.{rank}") for rank in range(self.world_size)]
+            if died is None and not all(file.exists() for file in files):
+                return
+            if died is not None and not any(file.exists() for file in files) and not died:
+                return
+            verdicts = []
+            for rank, file in enumerate(files):
+                if file.exists():
+                    verdicts.append(json.loads(file.read_text()))
+                else:
+                    verdicts.append({"status": "died", "error": died.get(rank, "was stopped, as another rank had ended")})
+            verdict = merge(verdicts)
+            self.verdicts.append(verdict)
+            print("\n".join(lines_of(self.checks[len(self.verdicts) - 1], verdict, self.shown, self.source)), flush=True)
+
+
+def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict[int, str]:
+    """{rank: what is known}, of ranks that ended without a verdict."""
+    died = {}
+    for rank in range(world_size):
+        crash, now = Path(folder, f"crash.{rank}"), Path(folder, f"now.{rank}")
+        last = f"; the last collective it was in: {now.read_text()}" if now.exists() and now.read_text() else ""
+        text = crash.read_text() if crash.exists() else ""
+        if text:
+            what = text.split("\n")[0].removeprefix("Fatal Python error: ")
+            line = re.search(rf'File "{re.escape(file)}", line (\d+)', text)
+            at = f" in line {line[1]}" if line else ""
+            died[rank] = f"died: {what}{at} (a tensor whose memory was freed, or collectives that do not match){last}"
+    for rank, how in re.findall(r"exitcode\s*: (?:-?\d+).*?\n|rank\s*: (\d+).*?exitcode\s*: (-?\d+)", errors, re.DOTALL):
+        if rank and int(rank) not in died:
+            died[int(rank)] = f"ended with exit status {how}"
+    return died
+
+
+def run(name: str, ranks: int, seconds: float, backend: str, device: str, file: Path) -> bool:
+    """Start the ranks on `file` and print the report; True if all steps passed."""
+    from harness import check_steps
+
+    source = file.read_text()
+    shown = os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
+    environment = {**os.environ, "ZERO_TIMEOUT": str(12 * seconds + 60), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment.pop("ZERO_PREFLIGHT", None)
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "errors"), "w+") as errors:
+        arguments = [name, str(file), folder, str(seconds), backend, device]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        print(f"+ torchrun {' '.join(torchrun[2:])} -m harness.check_steps {name} {shown}\n", flush=True)
+        report = Report(check_steps.checks_of(name), folder, ranks, shown, source)
+        process = subprocess.Popen(
+            [sys.executable, *torchrun, "-m", "harness.check_steps", *arguments],
+            cwd=ROOT, env=environment, stderr=errors, start_new_session=True,
+        )  # fmt: skip
+        until = time.monotonic() + 60 + (seconds + 5) * len(report.checks)
+        try:
+            while process.poll() is None and not report.over and time.monotonic() < until:
+                report.read()
+                time.sleep(0.05)
+            with_verdict = report.over
+            if not with_verdict and process.poll() is None:
+                _stop(process)
+            elif with_verdict:
+                with _patience():
+                    process.wait(10)
+        finally:
+            _stop(process)
+        errors.seek(0)
+        said = errors.read()
+        report.read(_how_they_died(folder, said, ranks, str(file)))
+    if not report.over:
+        print(f"the ranks ended without a verdict, the last they said:\n{said[-2000:]}", file=sys.stderr)
+    return report.over and all(verdict["status"] == "passed" for verdict in report.verdicts), report
+
+
+class _patience:
+    """Let a process have its time, and no more."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *exception):
+        return kind is subprocess.TimeoutExpired
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End torchrun and its ranks, if they have not."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        with _patience():
+            process.wait(10)
+
+
+def main(argv=None) -> None:
+    parser = answer(argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0]))
+    parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
+    parser.add_argument("ranks", nargs="?", help="number of ranks, 2 or more (default: one per GPU, else 2)")
+    parser.add_argument("--file", help="another file than exercises/NAME.py")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for one step (default {SECONDS})")
+    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    options = parser.parse_args(argv)
+    name = options.name
+    if name not in EXERCISES:
+        parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
+    if options.ranks is not None and not re.fullmatch(r"[1-9][0-9]{0,3}", options.ranks):
+        parser.error(f"N must be a number of ranks, 2 or more, got {options.ranks!r}")
+    if options.ranks == "1":
+        parser.error("N must be 2 or more: with one rank nothing is cut, and everything would pass")
+    if not options.seconds > 0:
+        parser.error(f"--seconds must be above 0, got {options.seconds:g}")
+    if os.environ.get("NNODES", "1") != "1":
+        parser.error("runs on one machine: unset NNODES")
+    file = Path(options.file).resolve() if options.file else FOLDER / f"{name}.py"
+    if not file.is_file():
+        how = "" if options.file else f": ./launch.sh exercise {name} writes it"
+        parser.error(f"there is no {options.file or file.relative_to(ROOT)}{how}")
+    shown = os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
+    try:
+        blanks = to_write(file.read_text())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        text = (getattr(error, "text", None) or "").strip()
+        print(f"{shown}, line {line}: {getattr(error, 'msg', error)}: {text}", file=sys.stderr)
+        sys.exit(1)
+    import torch
+
+    from harness import process_group
+
+    gpus = torch.cuda.device_count()
+    try:
+        ranks = int(options.ranks or process_group.default_ranks(options.backend, options.device, gpus, 1))
+        ranks = max(ranks, 2) if options.ranks is None else ranks
+        _, device, why = process_group.choose(options.backend, options.device, 0, ranks, gpus)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{shown} on {ranks} ranks, {'CPU' if device == 'cpu' else 'GPU'}: {why}")
+    right, report = run(name, ranks, options.seconds, options.backend, options.device, file)
+    checks = report.checks
+    done = sum(verdict["status"] == "passed" for verdict in report.verdicts)
+    print(f"\n{done} of {len(checks)} passed" + (f": {shown} is right. It {EXERCISES[name].goal}." if right else "."))
+    for check in checks[len(report.verdicts) :]:
+        print(f"  not looked at yet: {check.title}")
+    # The next one, if any, stands above.
+    said = [verdict.get("line") for verdict in report.verdicts if verdict["status"] == "open"]
+    for line, task in blanks:
+        if line not in said:
+            print(f"  not written yet: {task}, see line {line}")
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()
