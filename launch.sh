@@ -13,8 +13,10 @@ usage() {
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
-./launch.sh bug [N] [--answer]           the museum of bugs: run exhibit N and see the symptom; without N the list
 ./launch.sh figures [options]            draws what is in results/ to results/figures/
+./launch.sh exercise NAME [--force]      writes exercises/NAME.py, a chapter with blanks: zero1, zero1_2psi, zero2 or zero3
+./launch.sh check NAME [N]               says of an exercise, step by step: passed, or what was expected and found
+./launch.sh bug [N] [--answer]           the museum of bugs: run exhibit N and see the symptom; without N the list
 ./launch.sh test [pytest options]        the tests
 ./launch.sh help                         this text
 
@@ -43,10 +45,10 @@ compare) entry=(fsdp2_compare.py) ;;
 zero1 | zero2 | zero3) entry=("$command.py") ;;
 sweeps) entry=(-m harness.sweeps) ;;
 memory) entry=(-m harness.dry_run) ranked= ;;
-bug) entry=(-m harness.bug) ranked= ;; # it starts its ranks itself, as they may hang or die
-articles | figures) entry=(-m "harness.$command") ranked= ;;
+bug) entry=(-m harness.bug) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
+articles | figures | exercise | check) entry=(-m "harness.$command") ranked= ;;
 test) ranked= ;;
-*) fail "no command '$command'; there are: compare, zero1, zero2, zero3, memory, sweeps, articles, bug, figures, test, help" ;;
+*) fail "no command '$command'; there are: compare, zero1, zero2, zero3, memory, sweeps, articles, figures, exercise, check, bug, test, help" ;;
 esac
 
 ranks=

@@ -67,14 +67,20 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
     if status == "open":
         lines.append(f"  {rank}not written yet: {verdict['task']}, see line {verdict['line']} of {shown}")
     for finding in verdict.get("findings", ()):
-        lines += [f"  {rank}{finding['what']}", f"    expected  {finding['expected']}", f"    found     {finding['found']}"]
+        lines += [
+            f"  {rank}{finding['what']}",
+            f"    expected  {finding['expected']}",
+            f"    found     {finding['found']}",
+        ]
     if status == "error":
         lines.append(f"  {rank}{verdict['error']}")
         if verdict.get("line"):
             lines.append(f"  in line {verdict['line']} of {shown}{code(verdict['line'])}")
     lines += [f"  {other}" for other in verdict.get("others", ())]
     if status == "hang":
-        lines.append("  Collectives match by their order alone: every rank must issue the same ones, in the same order.")
+        lines.append(
+            "  Collectives match by their order alone: every rank must issue the same ones, in the same order."
+        )
     lines.append(f"  read      {check.read}")
     return [text for line in lines for text in _wrapped(line)]
 
@@ -109,10 +115,14 @@ class Report:
                 if file.exists():
                     verdicts.append(json.loads(file.read_text()))
                 else:
-                    verdicts.append({"status": "died", "error": died.get(rank, "was stopped, as another rank had ended")})
+                    verdicts.append(
+                        {"status": "died", "error": died.get(rank, "was stopped, as another rank had ended")}
+                    )
             verdict = merge(verdicts)
             self.verdicts.append(verdict)
-            print("\n".join(lines_of(self.checks[len(self.verdicts) - 1], verdict, self.shown, self.source)), flush=True)
+            print(
+                "\n".join(lines_of(self.checks[len(self.verdicts) - 1], verdict, self.shown, self.source)), flush=True
+            )
 
 
 def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict[int, str]:
@@ -127,7 +137,9 @@ def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict
             line = re.search(rf'File "{re.escape(file)}", line (\d+)', text)
             at = f" in line {line[1]}" if line else ""
             died[rank] = f"died: {what}{at} (a tensor whose memory was freed, or collectives that do not match){last}"
-    for rank, how in re.findall(r"exitcode\s*: (?:-?\d+).*?\n|rank\s*: (\d+).*?exitcode\s*: (-?\d+)", errors, re.DOTALL):
+    for rank, how in re.findall(
+        r"exitcode\s*: (?:-?\d+).*?\n|rank\s*: (\d+).*?exitcode\s*: (-?\d+)", errors, re.DOTALL
+    ):
         if rank and int(rank) not in died:
             died[int(rank)] = f"ended with exit status {how}"
     return died
@@ -240,13 +252,10 @@ def main(argv=None) -> None:
     checks = report.checks
     done = sum(verdict["status"] == "passed" for verdict in report.verdicts)
     print(f"\n{done} of {len(checks)} passed" + (f": {shown} is right. It {EXERCISES[name].goal}." if right else "."))
+    lines = {task: line for line, task in blanks}
     for check in checks[len(report.verdicts) :]:
-        print(f"  not looked at yet: {check.title}")
-    # The next one, if any, stands above.
-    said = [verdict.get("line") for verdict in report.verdicts if verdict["status"] == "open"]
-    for line, task in blanks:
-        if line not in said:
-            print(f"  not written yet: {task}, see line {line}")
+        blank = f", not written yet: see line {lines[check.title]}" if check.title in lines else ""
+        print(f"then      {check.title}{blank}")
     sys.exit(0 if right else 1)
 
 

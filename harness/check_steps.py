@@ -345,7 +345,9 @@ def zero1_update(sheet: Sheet) -> None:
     values = dict(plain.named_parameters())
     for name, piece, part in sheet.pieces(engine):
         sheet.same(f"this rank's piece of {name} after the update", piece, values[name].detach().flatten()[part])
-    owned = torch.tensor([sum(p.numel() for g in engine.optimizer.param_groups for p in g["params"])], device=sheet.device)
+    owned = torch.tensor(
+        [sum(p.numel() for g in engine.optimizer.param_groups for p in g["params"])], device=sheet.device
+    )
     dist.all_reduce(owned)
     everything = sum(param.numel() for param in plain.parameters())
     sheet.expect(owned.item() == everything, "elements that the ranks' optimizers update, all ranks together",
@@ -421,10 +423,8 @@ def zero2_receive(sheet: Sheet) -> None:
         before = memory.live
         for param in bucket.params:
             param.grad = torch.zeros_like(param)
-        reduction = sheet.student.Reduction(bucket, sheet.silent)
-        reduction.finish(sheet.world_size)
+        sheet.student.Reduction(bucket, sheet.silent).finish(sheet.world_size)
         found = memory.live - before
-        del reduction
     means = "Ψ/N: the shard, and nothing of the whole buffer"
     sheet.at_most("bytes of gradients alive after finish", found, psi_shard(sheet, bucket), means)
 
@@ -647,7 +647,9 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: boo
             expected = _expected_events(prefetch, backward, reduce)
             what = f"order of events with prefetch {prefetch}, step {step + 1}"
             if mode.events != expected:
-                at = next(i for i, pair in enumerate(itertools.zip_longest(mode.events, expected)) if pair[0] != pair[1])
+                at = next(
+                    i for i, pair in enumerate(itertools.zip_longest(mode.events, expected)) if pair[0] != pair[1]
+                )
                 show = [", ".join(events[max(0, at - 2) : at + 4]) or "nothing" for events in (expected, mode.events)]
                 sheet.expect(False, f"{what}, from number {max(0, at - 2) + 1} on", *show)
             engine.zero_grad()
@@ -959,7 +961,10 @@ def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exi
                     sheet.findings = []
                     torch.manual_seed(rank)
                     check.look(sheet)
-                    verdict = {"status": "failed" if sheet.findings else "passed", "findings": sheet.findings[:ATTEMPTS]}
+                    verdict = {
+                        "status": "failed" if sheet.findings else "passed",
+                        "findings": sheet.findings[:ATTEMPTS],
+                    }
                 except BaseException as error:
                     verdict = _verdict(error, file)
                 bell.cancel()
@@ -1007,7 +1012,10 @@ def _write(folder: str, number: int, verdict: dict) -> None:
 
 def _everyone(folder: str, number: int, seconds: float) -> list[dict]:
     """All ranks' verdicts on one step, when they are there. Raises TimeoutError."""
-    until, files = time.monotonic() + seconds, [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())]
+    until, files = (
+        time.monotonic() + seconds,
+        [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())],
+    )
     while not all(file.exists() for file in files):
         if time.monotonic() > until:
             raise TimeoutError(f"some rank gives no verdict on step {number}")

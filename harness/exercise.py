@@ -345,6 +345,22 @@ def _head(name: str, exercise: Exercise) -> list[str]:
     return [f"# {line}" for line in lines]
 
 
+def told(name: str, text: str) -> str:
+    """What is printed of an exercise that was written."""
+    exercise = EXERCISES[name]
+    blanks = [
+        (n, line.split('"')[1]) for n, line in enumerate(text.split("\n"), 1) if "raise NotImplementedError(" in line
+    ]
+    return "\n".join(
+        [
+            f"written: exercises/{name}.py, {exercise.source} with {len(blanks)} blank{'s' * (len(blanks) > 1)}:",
+            *(f"  line {number:>3}  {task}" for number, task in blanks),
+            f"In all it {exercise.goal}.",
+            f"Write them in the order of the file's head, and ask after each: ./launch.sh check {name}",
+        ]
+    )
+
+
 def answer(parser: argparse.ArgumentParser):
     """Have `parser` answer a mistake in one line, with exit status 2."""
 
@@ -369,12 +385,7 @@ def main(argv=None) -> None:
         parser.error(f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost")
     FOLDER.mkdir(exist_ok=True)
     file.write_text(text)
-    exercise = EXERCISES[options.name]
-    print(f"written: {shown}: {exercise.source} with {len(exercise.blanks)} blank(s). In all it {exercise.goal}.")
-    for number, line in enumerate(text.split("\n"), 1):
-        if "raise NotImplementedError(" in line:
-            print(f"  line {number:>3}  {line.split(chr(34))[1]}")
-    print(f"Write them in the order of the file's head, and ask after each: ./launch.sh check {options.name}")
+    print(told(options.name, text))
 
 
 if __name__ == "__main__":
