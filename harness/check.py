@@ -1,6 +1,6 @@
 """`./launch.sh check zero2 [N]`: is the exercise solved? Says so step by step, with what was expected and found.
 
-This process has no rank: it starts the ranks with torchrun, reads the verdicts they write (harness/check_steps.py),
+This process has no rank: it starts the ranks with torchrun, reads the verdicts they write (harness/check_ranks.py),
 and so has something to say when they hang, crash or never start.
 """
 
@@ -20,7 +20,9 @@ from pathlib import Path
 from harness.exercise import EXERCISES, FOLDER, ROOT, answer
 
 SECONDS = 30  # for one step; each takes a second or two
-SIGNS = {"passed": "passed", "failed": "FAILED", "error": "FAILED", "hang": "HANGS", "died": "DIED", "open": "to write"}
+GONE = ("died", "lost", "hang")  # ranks with nothing to say about the step itself
+SIGNS = {"passed": "passed", "failed": "FAILED", "error": "FAILED", "open": "to write"}
+SIGNS |= {"died": "DIED", "lost": "DIED", "hang": "HANGS"}
 
 
 def to_write(text: str) -> list[tuple[int, str]]:
@@ -35,20 +37,19 @@ def to_write(text: str) -> list[tuple[int, str]]:
 
 
 def merge(verdicts: list[dict]) -> dict:
-    """One verdict of all ranks' on one step: the worst, with what only some ranks found under their names."""
+    """One verdict of all ranks' on one step: the worst, with what only some ranks found under their names.
+
+    What made one rank fail is what the others wait for, or have lost: that is said second.
+    """
+    gone = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] in GONE]
+    others = [f"rank {rank} {verdicts[rank]['error']}" for rank in gone]
     for status in ("error", "failed", "open"):
         ranks = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == status]
-        hangs = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] in ("hang", "died")]
         if ranks:
-            said = dict(verdicts[ranks[0]], rank=ranks[0] if len(ranks) < len(verdicts) else None)
-            # What made one rank fail is what the others wait for.
-            said["others"] = [f"rank {rank} {verdicts[rank]['error']}" for rank in hangs]
-            return said
-    hangs = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] in ("hang", "died")]
-    if hangs:
-        worst = "died" if any(verdict["status"] == "died" for verdict in verdicts) else "hang"
-        done = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == "passed"]
-        others = [f"rank {rank} {verdicts[rank]['error']}" for rank in hangs]
+            return {**verdicts[ranks[0]], "rank": ranks[0] if len(ranks) < len(verdicts) else None, "others": others}
+    if gone:
+        worst = next(status for status in GONE if any(verdict["status"] == status for verdict in verdicts))
+        done = [rank for rank in range(len(verdicts)) if rank not in gone]
         return {"status": worst, "others": others + [f"rank {rank} is through with this step" for rank in done]}
     return {"status": "passed"}
 
@@ -77,7 +78,7 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
         if verdict.get("line"):
             lines.append(f"  in line {verdict['line']} of {shown}{code(verdict['line'])}")
     lines += [f"  {other}" for other in verdict.get("others", ())]
-    if status == "hang":
+    if status in GONE and any(" in all" in other or " waits in " in other for other in verdict["others"]):
         lines.append(
             "  Collectives match by their order alone: every rank must issue the same ones, in the same order."
         )
@@ -136,7 +137,8 @@ def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict
             what = text.split("\n")[0].removeprefix("Fatal Python error: ")
             line = re.search(rf'File "{re.escape(file)}", line (\d+)', text)
             at = f" in line {line[1]}" if line else ""
-            died[rank] = f"died: {what}{at} (a tensor whose memory was freed, or collectives that do not match){last}"
+            freed = " (is it a tensor whose memory was freed?)" * ("Segmentation" in what)
+            died[rank] = f"died: {what}{at}{freed}{last}"
     for rank, how in re.findall(
         r"exitcode\s*: (?:-?\d+).*?\n|rank\s*: (\d+).*?exitcode\s*: (-?\d+)", errors, re.DOTALL
     ):
@@ -157,10 +159,10 @@ def run(name: str, ranks: int, seconds: float, backend: str, device: str, file: 
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "errors"), "w+") as errors:
         arguments = [name, str(file), folder, str(seconds), backend, device]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        print(f"+ torchrun {' '.join(torchrun[2:])} -m harness.check_steps {name} {shown}\n", flush=True)
+        print(f"+ torchrun {' '.join(torchrun[2:])} -m harness.check_ranks {name} {shown}\n", flush=True)
         report = Report(check_steps.checks_of(name), folder, ranks, shown, source)
         process = subprocess.Popen(
-            [sys.executable, *torchrun, "-m", "harness.check_steps", *arguments],
+            [sys.executable, *torchrun, "-m", "harness.check_ranks", *arguments],
             cwd=ROOT, env=environment, stderr=errors, start_new_session=True,
         )  # fmt: skip
         until = time.monotonic() + 60 + (seconds + 5) * len(report.checks)

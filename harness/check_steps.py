@@ -1,23 +1,15 @@
-"""What `./launch.sh check` does on every rank: load the student's file, try step after step, write down what was found.
+"""What `./launch.sh check` looks at, step by step: values against plain PyTorch, bytes, and the order of collectives.
 
-A verdict is a small file per rank and step, and not a message through torch.distributed: a rank that hangs, or is
-killed, takes no part in a collective any more. `harness/check.py` starts the ranks and reads the verdicts.
+A check is a function of a `Sheet`, run on every rank (harness/check_ranks.py), and writes down what differs from what
+is expected. It looks at a step alone, with the steps behind it replaced, as long as that is possible.
 """
 
 import contextlib
-import faulthandler
-import importlib.util
+import importlib
 import itertools
-import json
-import os
-import sys
-import threading
-import time
-import traceback
 import types
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import guard, loop, process_group
+from harness import guard, loop
 from harness.exercise import EXERCISES, Blank
 from harness.instruments.memory import MemoryLedger, held_bytes
 from harness.instruments.traffic import KINDS, Collective, TrafficLedger
@@ -33,7 +25,6 @@ from harness.instruments.traffic import KINDS, Collective, TrafficLedger
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 ATOL = 1e-9  # in float64, where the order of a sum makes 1e-15
-ATTEMPTS = 3  # findings that are written down per step
 
 
 # Models: awkward sizes for values, large layers for bytes, different layers for the order of events.
@@ -105,14 +96,6 @@ def vectors(step: int, rank: int, wide: int = WIDTH, out: int = WIDTH) -> tuple[
 # What a check says.
 
 
-class NotWritten(Exception):
-    """A blank that is still blank was reached."""
-
-
-class Broken(Exception):
-    """The file cannot be used at all; the message says why."""
-
-
 class Traffic(TrafficLedger):
     """Every collective and every message, also those that no stage needs."""
 
@@ -123,6 +106,20 @@ class Traffic(TrafficLedger):
             whole = sum(tensor.nbytes for tensor in loop.tensors_in(list(args)))
             self.collectives.append(Collective(name.strip("_"), whole, whole, ""))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Work:
+    """A collective's work that says when somebody waits for it."""
+
+    def __init__(self, work, watch, what: str):
+        self._work, self._watch, self._what = work, watch, what
+
+    def wait(self, *args, **kwargs):
+        with self._watch.inside(self._what):
+            return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self._work, name)
 
 
 @dataclass
@@ -301,8 +298,8 @@ def cut(sheet: Sheet) -> None:
                 sheet.expect(part.numel() > 0, f"the part of p{index} on rank {rank} at {at}", "no empty parts", "one")
                 found[index] += part.tolist()
         for index, expected in enumerate(bucket.views(flat)):
-            sheet.expect(found[index] == expected.tolist(), f"places in the buffer of all ranks' parts of p{index} at {at}",
-                         expected.tolist(), found[index])  # fmt: skip
+            what = f"places in the buffer of all ranks' parts of p{index} at {at}"
+            sheet.expect(found[index] == expected.tolist(), what, expected.tolist(), found[index])
         if sheet.findings:
             return
 
@@ -392,7 +389,7 @@ def zero2_send(sheet: Sheet) -> None:
         sheet.traffic(traffic, ["reduce-scatter"], 1, nbytes, 0, f"for a bucket of {nbytes} bytes")
         left = [name for name, param in zip(bucket.names, bucket.params) if param.grad is not None]
         sheet.expect(not left, "parameters with a .grad after sending", "none", ", ".join(left))
-        if isinstance(getattr(reduction, "work", None), (dist.Work, _Work)):
+        if isinstance(getattr(reduction, "work", None), (dist.Work, Work)):
             reduction.work.wait()  # a buffer must not go while it is sent
 
 
@@ -520,8 +517,8 @@ def clip(sheet: Sheet) -> None:
         engine(torch.full((1, 3), value if sheet.rank == 0 else 1.0, device=sheet.device)).sum().backward()
         norm = engine.clip_grad_norm_(1.0)
         right = norm.isnan().item() if value != value else abs(norm.item() - 3**0.5) < 1e-5
-        sheet.expect(right, f"the norm of three gradients of {value:g}", "NaN on every rank" if value != value else "1.732",
-                     norm.item())  # fmt: skip
+        expected = "NaN on every rank" if value != value else "1.732"
+        sheet.expect(right, f"the norm of three gradients of {value:g}", expected, norm.item())
 
 
 # ZeRO-3.
@@ -844,191 +841,3 @@ def checks_of(name: str) -> list[Check]:
         Check("All steps: training like one process on all data, and what it sends", train),
         Check("All steps: what is held, and that nothing else is alive", held),
     ]
-
-
-# Running them.
-
-
-class _Work:
-    """A collective's work that says when somebody waits for it."""
-
-    def __init__(self, work, watch: "_Watch", what: str):
-        self._work, self._watch, self._what = work, watch, what
-
-    def wait(self, *args, **kwargs):
-        with self._watch.inside(self._what):
-            return self._work.wait(*args, **kwargs)
-
-    def __getattr__(self, name):
-        return getattr(self._work, name)
-
-
-class _Watch:
-    """Knows which collective this rank is in, from outside: it stands in front of the functions of torch.distributed."""
-
-    NAMES = ("all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "reduce_scatter",
-             "reduce_scatter_single", "reduce_scatter_tensor", "broadcast", "reduce", "gather", "scatter", "all_to_all",
-             "all_to_all_single", "send", "recv", "barrier", "all_gather_object", "broadcast_object_list")  # fmt: skip
-
-    def __init__(self, file: str, note: Path | None = None):
-        self.file, self.now, self.note, self._real = file, "", note, {}
-
-    @contextlib.contextmanager
-    def inside(self, what: str):
-        before, self.now = self.now, self.now or what
-        if self.note:
-            self.note.write_text(self.now)
-        try:
-            yield
-        finally:
-            self.now = before
-
-    def line(self, frame) -> int | None:
-        """Line in the student's file of the innermost of `frame` and its callers that is there."""
-        while frame is not None:
-            if frame.f_code.co_filename == self.file:
-                return frame.f_lineno
-            frame = frame.f_back
-        return None
-
-    def __enter__(self):
-        for name in self.NAMES:
-            if hasattr(dist, name):
-                self._real[name] = getattr(dist, name)
-                setattr(dist, name, partial(self._call, name, self._real[name]))
-        return self
-
-    def __exit__(self, *exception):
-        for name, real in self._real.items():
-            setattr(dist, name, real)
-
-    def _call(self, name, real, *args, **kwargs):
-        tensors = loop.tensors_in([list(args), kwargs])
-        line = self.line(sys._getframe(1))
-        what = f"{name}{f' of {max(t.nbytes for t in tensors):,} bytes' if tensors else ''}"
-        what += f", issued in line {line}" if line else ""
-        with self.inside(what):
-            result = real(*args, **kwargs)
-        return _Work(result, self, what) if kwargs.get("async_op") and result is not None else result
-
-
-def load(name: str, file: str) -> types.ModuleType:
-    """The student's module, from this path. Raises Broken if it cannot be had, or if it is the reference in disguise."""
-    exercise, path = EXERCISES[name], os.path.realpath(file)
-    reference = Path(exercise.source).stem
-    spec = importlib.util.spec_from_file_location(f"student_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise Broken(f"line {error.lineno}: {error.msg}") from error
-    except ImportError as error:
-        if error.name == reference:
-            raise Broken(f"it imports {exercise.source}, the reference, which it is to replace") from error
-        raise
-    for blank in exercise.blanks:
-        at = module
-        for part in blank.where.split("."):
-            at = getattr(at, part, None)
-        code = getattr(at, "__code__", None)
-        if code is None:
-            raise Broken(f"there is no {blank.where} in it, which this exercise is to write")
-        if os.path.realpath(code.co_filename) != path:
-            raise Broken(f"{blank.where} comes from {code.co_filename}, and not from this file")
-    cls = getattr(module, exercise.engine, None)
-    if not isinstance(cls, type) or cls.__module__ != module.__name__:
-        raise Broken(f"there is no class {exercise.engine} of its own in it")
-    return module
-
-
-def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exit_on_hang: bool = False) -> None:
-    """Try step after step on this rank, up to the first that some rank fails; a verdict per step and rank in `folder`."""
-    file, rank = os.path.realpath(file), dist.get_rank()
-    reference = Path(EXERCISES[name].source).stem
-    real = sys.modules.get(reference)
-    sys.modules[reference] = None  # an import of it is an error
-    sheet = None
-    try:
-        with _Watch(file, Path(folder, f"now.{rank}")) as watch:
-            for number, check in enumerate(checks_of(name)):
-                bell = threading.Timer(seconds, _hangs, (watch, threading.main_thread().ident, folder, number))
-                if exit_on_hang:
-                    bell.daemon = True
-                    bell.start()
-                try:
-                    if sheet is None:
-                        sheet = Sheet(name, file, load(name, file), torch.device(device))
-                    sheet.findings = []
-                    torch.manual_seed(rank)
-                    check.look(sheet)
-                    verdict = {
-                        "status": "failed" if sheet.findings else "passed",
-                        "findings": sheet.findings[:ATTEMPTS],
-                    }
-                except BaseException as error:
-                    verdict = _verdict(error, file)
-                bell.cancel()
-                _write(folder, number, verdict)
-                if any(other["status"] != "passed" for other in _everyone(folder, number, 10 * seconds)):
-                    return
-    finally:
-        if real is None:
-            del sys.modules[reference]
-        else:
-            sys.modules[reference] = real
-
-
-def _verdict(error: BaseException, file: str) -> dict:
-    chain, seen = error, error
-    while chain is not None:  # `waiting_for` passes on what happened inside
-        seen, chain = (chain, None) if isinstance(chain, NotImplementedError) else (seen, chain.__cause__)
-    lines = [frame.lineno for frame in traceback.extract_tb(seen.__traceback__) if frame.filename == file]
-    line = lines[-1] if lines else None
-    if isinstance(seen, NotImplementedError) and line and str(seen).startswith("Step "):
-        return {"status": "open", "line": line, "task": str(seen)}
-    if isinstance(error, Broken):
-        return {"status": "error", "line": None, "error": str(error)}
-    return {"status": "error", "line": line, "error": f"{type(error).__name__}: {error}"}
-
-
-def _hangs(watch: _Watch, thread: int, folder: str, number: int) -> None:
-    """The time is up: say where the rank is, give the others the time to say it too, and leave."""
-    frame = sys._current_frames().get(thread)
-    line = watch.line(frame)
-    where = f"waits in {watch.now}" if watch.now else "is in no collective"
-    # Issued at one line, waited for at another.
-    at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
-    _write(folder, number, {"status": "hang", "line": line, "error": where + at})
-    with contextlib.suppress(TimeoutError):
-        _everyone(folder, number, 5)
-    os._exit(3)
-
-
-def _write(folder: str, number: int, verdict: dict) -> None:
-    file = Path(folder, f"{number}.{dist.get_rank()}")
-    file.with_suffix(f".{dist.get_rank()}.part").write_text(json.dumps(verdict))
-    file.with_suffix(f".{dist.get_rank()}.part").rename(file)  # whole, or not there
-
-
-def _everyone(folder: str, number: int, seconds: float) -> list[dict]:
-    """All ranks' verdicts on one step, when they are there. Raises TimeoutError."""
-    until, files = (
-        time.monotonic() + seconds,
-        [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())],
-    )
-    while not all(file.exists() for file in files):
-        if time.monotonic() > until:
-            raise TimeoutError(f"some rank gives no verdict on step {number}")
-        time.sleep(0.002)
-    return [json.loads(file.read_text()) for file in files]
-
-
-def main() -> None:
-    name, file, folder, seconds, backend, device = sys.argv[1:]
-    faulthandler.enable(open(Path(folder, f"crash.{os.environ['RANK']}"), "w"))  # noqa: SIM115
-    me = process_group.start(backend, device)
-    examine(name, file, folder, float(seconds), me.device, exit_on_hang=True)
-
-
-if __name__ == "__main__":
-    process_group.run(main)

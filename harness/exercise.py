@@ -84,7 +84,7 @@ _REDUCE_1 = Blank(
 _CLIP = Blank(
     "ZeRO2.clip_grad_norm_",
     "Step 3: clip the gradients by their norm over all shards",
-    "Receive the gradients that are under way (self._sync_gradients()), take the norm of this rank's pieces' gradients, "
+    "Receive the gradients that are under way (self._sync_gradients()), take the norm of this rank's gradients, "
     "combine the ranks' norms, and scale the pieces' gradients by min(1, max_norm / (norm + 1e-6)). A rank may own "
     "only padding: it has no gradients, and must take part. A maximum over ranks may lose a NaN; all values do not. "
     "dist.all_gather_single(output, input, group=self.group) gathers N numbers.",
@@ -106,9 +106,9 @@ EXERCISES = {
             Blank(
                 "ZeRO1.step",
                 "Step 4: reduce, update this rank's pieces, gather",
-                "Three calls in the right order: self._sync_gradients(), the optimizer's, self._sync_params(...) of the "
-                'trained buckets. Wrap each in record_function("step 3 reduce gradients"), "step 4 update the shard", '
-                '"step 5 gather parameters": that is how a profile shows the steps.',
+                "Three calls in the right order: self._sync_gradients(), the optimizer's, self._sync_params(...) of "
+                'the trained buckets. Wrap each in record_function("step 3 reduce gradients"), "step 4 update the '
+                'shard", "step 5 gather parameters": that is how a profile shows the steps.',
                 "about {lines} lines; optimizer state 2Ψ/N and a counter of 4 bytes per piece",
                 "the steps at the top of the file; make_pieces, which says what self.optimizer has been given",
             ),
@@ -152,7 +152,7 @@ EXERCISES = {
             Blank(
                 "Reduction.__init__",
                 "Step 3: send one bucket's gradients by reduce-scatter",
-                "Copy every param.grad into its view of a whole buffer of the bucket (bucket.views; bucket.reduce_dtype) "
+                "Copy every param.grad into its view of a buffer of the bucket (bucket.views, bucket.reduce_dtype) "
                 "and let go of it: param.grad = None. Where bucket.kept has an earlier gradient of the parameter, add "
                 "and remove it. Then start the reduce-scatter into a shard of bucket.shard_numel elements; keep the "
                 "buffer, the shard and the work for `finish`.",
@@ -172,8 +172,8 @@ EXERCISES = {
                 "ZeRO2._reduce_bucket",
                 "Step 3: at most one bucket on its way",
                 "Receive the bucket before (self._finish_reduction()), then send this one: self._in_flight is the "
-                'Reduction on its way. record_function("step 3 reduce gradients") around both labels them in a profile.',
-                "about {lines} lines; two buckets of whole gradients at most: this one, and the one backward is filling",
+                'Reduction on its way. record_function("step 3 reduce gradients") labels both in a profile.',
+                "about {lines} lines; two buckets of whole gradients at most: this one, and that which backward fills",
                 "the comment above the blank, and the drawing of backward at the top of zero2.py",
                 first="with record_function(",
                 last="with record_function(",
@@ -181,8 +181,8 @@ EXERCISES = {
             Blank(
                 "ZeRO2._on_gradient",
                 "Step 3: from autograd's hook, reduce the buckets that are complete, in their turn",
-                "Take `param` off bucket.missing. self._waiting are the buckets that this backward has not reduced yet: "
-                "empty when one begins, then all of self.trained, in this order. While the first of them misses nothing, "
+                "Take `param` off bucket.missing. self._waiting are the buckets that this backward has yet to reduce: "
+                "empty when one begins, then all of self.trained, in this order. While the first misses nothing, "
                 "self._reduce_bucket it. A bucket that is complete before its turn waits: collectives match by order.",
                 "about {lines} lines; gradients in backward at most Ψ/N + 2 buckets; each bucket sent once, inside "
                 "backward, last parameters first",
@@ -201,7 +201,7 @@ EXERCISES = {
             Blank(
                 "ZeRO3._reshard_unit",
                 "Step 5: free a unit's whole parameters",
-                "Nothing to do unless unit.whole. Wait for a gather that is still under way (self._wait_for_unit), then "
+                "Nothing to do unless unit.whole. Wait for a gather that is under way (self._wait_for_unit), then "
                 "give back the memory under bucket.flat of each of unit.buckets: the storage's, as autograd and the "
                 "model keep views of it. guard.close(unit.params) turns a use of the freed weights into an error. "
                 "unit.whole says how it is afterwards.",
@@ -211,7 +211,7 @@ EXERCISES = {
             Blank(
                 "ZeRO3._gather_unit",
                 "Step 5: start to gather a unit's whole parameters",
-                "For each of unit.buckets give the storage under bucket.flat its bytes back (numel elements), and start "
+                "For each of unit.buckets give the storage under bucket.flat its bytes back (numel elements); start "
                 "an all-gather of loop.rounded_shard(bucket) into it; the work goes to unit.works, which "
                 "self._wait_for_unit waits for. The unit counts as whole from here on. The label is "
                 'record_function("step 5 gather parameters").',

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_launch import launch
 
-from harness import check, check_steps, exercise
+from harness import check, check_ranks, check_steps, exercise
 from harness.exercise import EXERCISES, ROOT, generate
 
 # The chapter's step 3 of ZeRO-1 sends 2Ψ; this is the exercise's own, and another that works in place.
@@ -68,7 +68,7 @@ def examine(pool, folder: Path, name: str, text: str) -> check.Report:
     """The check's verdicts and its report, on ranks that are there already."""
     file = folder / f"{name}.py"
     file.write_text(text)
-    pool.run(check_steps.examine, name=name, file=str(file), folder=str(folder), seconds=30)
+    pool.run(check_ranks.examine, name=name, file=str(file), folder=str(folder), seconds=30)
     report = check.Report(check_steps.checks_of(name), str(folder), pool.world_size, file.name, text)
     report.read()
     assert report.over
@@ -131,7 +131,7 @@ def test_every_blank_fails_at_its_own_step(ranks, tmp_path, capsys, name, where)
     text = generate(name, [where])
     if name == "zero1_2psi":
         text = generate(name)
-    report = examine(ranks(2), tmp_path, name, text)
+    report = examine(ranks(3), tmp_path, name, text)
     *before, last = report.verdicts
     place = wheres(name).index(where)
     assert [verdict["status"] for verdict in before] == ["passed"] * place
@@ -156,7 +156,11 @@ RIGHT = {
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(mine)):
                 piece.grad = gradient
 """,
-            "step": "        self._sync_gradients()\n        self.optimizer.step()\n        self._sync_params(self.trained)",
+            "step": """\
+        self._sync_gradients()
+        self.optimizer.step()
+        self._sync_params(self.trained)
+""",
             "_sync_params": """\
         for bucket in buckets:
             dist.all_gather_single(bucket.flat, bucket.shard.clone(), group=self.group)
@@ -339,14 +343,14 @@ def test_wrong_solutions_do_not_pass(ranks, tmp_path, capsys, which):
 
 
 def test_unsharded_adamw_under_ddp_fails_on_bytes_and_order(ranks, tmp_path, capsys):
-    """Nothing of a stage's inside: what the steps look at is not there. So the checks of all steps together are asked."""
-    ranks(2).run(_all_steps_of_the_impostor, folder=str(tmp_path))
+    """It has nothing of a stage's inside for the steps to look at: so the checks of all steps together are asked."""
+    ranks(3).run(_all_steps_of_the_impostor, folder=str(tmp_path))
     said = "\n".join(file.read_text() for file in tmp_path.glob("findings.*"))
     assert "optimizer held in step 4" in said and "collectives in a training step" in said, said
     text = re.sub(
         r"\nclass ZeRO1:.*?\ndef main", DISGUISED.replace("\\", "\\\\"), generate("zero1", ()), flags=re.DOTALL
     )
-    report = examine(ranks(2), tmp_path, "zero1", text)
+    report = examine(ranks(3), tmp_path, "zero1", text)
     assert report.verdicts[-1]["status"] != "passed"
 
 
@@ -357,7 +361,7 @@ def _all_steps_of_the_impostor(folder: str) -> None:
     text = re.sub(r"\nclass ZeRO1:.*?\ndef main", DISGUISED, generate("zero1", ()), flags=re.DOTALL)
     file = Path(folder, f"impostor{dist.get_rank()}.py")
     file.write_text(text)
-    module = check_steps.load("zero1", str(file))
+    module = check_ranks.load("zero1", str(file))
     sheet = check_steps.Sheet("zero1", str(file), module, torch.device("cpu"))
     for each in check_steps.checks_of("zero1")[-2:]:
         each.look(sheet)
@@ -377,8 +381,8 @@ def test_the_reference_is_not_taken_for_the_students_file(tmp_path):
         file.write_text(text)
         sys.modules["zero2"], before = None, sys.modules.get("zero2")
         try:
-            with pytest.raises(check_steps.Broken, match=said):
-                check_steps.load("zero2", str(file))
+            with pytest.raises(check_ranks.Broken, match=said):
+                check_ranks.load("zero2", str(file))
         finally:
             del sys.modules["zero2"]
             if before is not None:

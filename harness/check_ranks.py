@@ -1,0 +1,208 @@
+"""What `./launch.sh check` runs on every rank: load the student's file, try step after step, write down what was found.
+
+A verdict is a small file per rank and step, and not a message through torch.distributed: a rank that hangs, or is
+killed, takes no part in a collective any more. `harness/check.py` starts the ranks and reads the verdicts.
+"""
+
+import contextlib
+import faulthandler
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness import loop, process_group
+from harness.check_steps import Sheet, Work, checks_of
+from harness.exercise import EXERCISES
+
+FINDINGS = 3  # that are written down per step
+LOST = ("onnection reset", "onnection closed", "roken pipe")  # what gloo says when another rank has gone
+
+
+class Broken(Exception):
+    """The file cannot be used at all; the message says why."""
+
+
+class _Watch:
+    """Knows which collective this rank is in: it stands in front of the functions of torch.distributed."""
+
+    NAMES = ("all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "reduce_scatter",
+             "reduce_scatter_single", "reduce_scatter_tensor", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+             "all_to_all_single", "send", "recv", "barrier", "all_gather_object", "broadcast_object_list")  # fmt: skip
+
+    def __init__(self, file: str, note: Path | None = None):
+        self.file, self.now, self.last, self.note, self._real = file, "", "", note, {}
+
+    @contextlib.contextmanager
+    def inside(self, what: str):
+        before, self.now = self.now, self.now or what
+        self.last = self.now
+        if self.note:
+            self.note.write_text(self.now)  # for whoever finds this rank dead
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def line(self, frame) -> int | None:
+        """Line in the student's file of the innermost of `frame` and its callers that is there."""
+        while frame is not None:
+            if frame.f_code.co_filename == self.file:
+                return frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def __enter__(self):
+        for name in self.NAMES:
+            if hasattr(dist, name):
+                self._real[name] = getattr(dist, name)
+                setattr(dist, name, partial(self._call, name, self._real[name]))
+        return self
+
+    def __exit__(self, *exception):
+        for name, real in self._real.items():
+            setattr(dist, name, real)
+
+    def _call(self, name, real, *args, **kwargs):
+        tensors = loop.tensors_in([list(args), kwargs])
+        line = self.line(sys._getframe(1))
+        what = f"{name}{f' of {max(t.nbytes for t in tensors):,} bytes' if tensors else ''}"
+        what += f", issued in line {line}" if line else ""
+        with self.inside(what):
+            result = real(*args, **kwargs)
+        return Work(result, self, what) if kwargs.get("async_op") and result is not None else result
+
+
+def load(name: str, file: str) -> types.ModuleType:
+    """The student's module, from this path. Raises Broken if there is none, or if it is the reference in disguise."""
+    exercise, path = EXERCISES[name], os.path.realpath(file)
+    reference = Path(exercise.source).stem
+    spec = importlib.util.spec_from_file_location(f"student_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise Broken(f"line {error.lineno}: {error.msg}") from error
+    except ImportError as error:
+        if error.name == reference:
+            raise Broken(f"it imports {exercise.source}, the reference, which it is to replace") from error
+        raise
+    for blank in exercise.blanks:
+        at = module
+        for part in blank.where.split("."):
+            at = getattr(at, part, None)
+        code = getattr(at, "__code__", None)
+        if code is None:
+            raise Broken(f"there is no {blank.where} in it, which this exercise is to write")
+        if os.path.realpath(code.co_filename) != path:
+            raise Broken(f"{blank.where} comes from {code.co_filename}, and not from this file")
+    cls = getattr(module, exercise.engine, None)
+    if not isinstance(cls, type) or cls.__module__ != module.__name__:
+        raise Broken(f"there is no class {exercise.engine} of its own in it")
+    return module
+
+
+def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exit_on_hang: bool = False) -> None:
+    """Try step after step on this rank, up to the first that some rank fails; the verdicts go to `folder`."""
+    file, rank = os.path.realpath(file), dist.get_rank()
+    reference = Path(EXERCISES[name].source).stem
+    real = sys.modules.get(reference)
+    sys.modules[reference] = None  # an import of it is an error
+    sheet = None
+    try:
+        with _Watch(file, Path(folder, f"now.{rank}")) as watch:
+            for number, check in enumerate(checks_of(name)):
+                bell = threading.Timer(seconds, _hangs, (watch, threading.main_thread().ident, folder, number))
+                if exit_on_hang:
+                    bell.daemon = True
+                    bell.start()
+                try:
+                    if sheet is None:
+                        sheet = Sheet(name, file, load(name, file), torch.device(device))
+                    sheet.findings = []
+                    torch.manual_seed(rank)
+                    check.look(sheet)
+                    verdict = {
+                        "status": "failed" if sheet.findings else "passed",
+                        "findings": sheet.findings[:FINDINGS],
+                    }
+                except BaseException as error:
+                    verdict = _verdict(error, watch, loaded=sheet is not None)
+                bell.cancel()
+                _write(folder, number, verdict)
+                if any(other["status"] != "passed" for other in _everyone(folder, number, 10 * seconds)):
+                    return
+    finally:
+        if real is None:
+            del sys.modules[reference]
+        else:
+            sys.modules[reference] = real
+
+
+def _verdict(error: BaseException, watch: _Watch, loaded: bool) -> dict:
+    """What an exception that came out of a check means."""
+    chain, seen = error, error
+    while chain is not None:  # `waiting_for` passes on what happened inside
+        seen, chain = (chain, None) if isinstance(chain, NotImplementedError) else (seen, chain.__cause__)
+    lines = [frame.lineno for frame in traceback.extract_tb(seen.__traceback__) if frame.filename == watch.file]
+    line = lines[-1] if lines else None
+    if isinstance(seen, NotImplementedError) and line and str(seen).startswith("Step "):
+        return {"status": "open", "line": line, "task": str(seen)}
+    if isinstance(error, Broken):
+        return {"status": "error", "line": None, "error": str(error)}
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
+        return {"status": "lost", "line": line, "error": f"has lost another rank in {watch.last or f'line {line}'}"}
+    when = "" if loaded else "while the file was loaded: "
+    return {"status": "error", "line": line, "error": f"{when}{type(error).__name__}: {error}"}
+
+
+def _hangs(watch: _Watch, thread: int, folder: str, number: int) -> None:
+    """The time is up: say where the rank is, give the others the time to say it too, and leave."""
+    frame = sys._current_frames().get(thread)
+    line = watch.line(frame)
+    where = f"waits in {watch.now}" if watch.now else "is in no collective"
+    # Issued at one line, waited for at another.
+    at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
+    _write(folder, number, {"status": "hang", "line": line, "error": where + at})
+    with contextlib.suppress(TimeoutError):
+        _everyone(folder, number, 5)
+    os._exit(3)
+
+
+def _write(folder: str, number: int, verdict: dict) -> None:
+    file = Path(folder, f"{number}.{dist.get_rank()}")
+    file.with_suffix(f".{dist.get_rank()}.part").write_text(json.dumps(verdict))
+    file.with_suffix(f".{dist.get_rank()}.part").rename(file)  # whole, or not there
+
+
+def _everyone(folder: str, number: int, seconds: float) -> list[dict]:
+    """All ranks' verdicts on one step, when they are there. Raises TimeoutError."""
+    until, files = (
+        time.monotonic() + seconds,
+        [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())],
+    )
+    while not all(file.exists() for file in files):
+        if time.monotonic() > until:
+            raise TimeoutError(f"some rank gives no verdict on step {number}")
+        time.sleep(0.002)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def main() -> None:
+    name, file, folder, seconds, backend, device = sys.argv[1:]
+    faulthandler.enable(open(Path(folder, f"crash.{os.environ['RANK']}"), "w"))  # noqa: SIM115
+    me = process_group.start(backend, device)
+    examine(name, file, folder, float(seconds), me.device, exit_on_hang=True)
+
+
+if __name__ == "__main__":
+    process_group.run(main)
