@@ -180,16 +180,15 @@ def _hangs(watch: _Watch, thread: int, folder: str, number: int) -> None:
 
 def _write(folder: str, number: int, verdict: dict) -> None:
     file = Path(folder, f"{number}.{dist.get_rank()}")
-    file.with_suffix(f".{dist.get_rank()}.part").write_text(json.dumps(verdict))
-    file.with_suffix(f".{dist.get_rank()}.part").rename(file)  # whole, or not there
+    part = Path(f"{file}.part")
+    part.write_text(json.dumps(verdict))
+    part.rename(file)  # whole, or not there
 
 
 def _everyone(folder: str, number: int, seconds: float) -> list[dict]:
     """All ranks' verdicts on one step, when they are there. Raises TimeoutError."""
-    until, files = (
-        time.monotonic() + seconds,
-        [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())],
-    )
+    until = time.monotonic() + seconds
+    files = [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())]
     while not all(file.exists() for file in files):
         if time.monotonic() > until:
             raise TimeoutError(f"some rank gives no verdict on step {number}")

@@ -726,11 +726,11 @@ def zero3_gradient(sheet: Sheet) -> None:
         sheet.at_most("bytes of gradients alive after step 3", after, share + sheet.slack(engine) + 64, "Ψ/N")
         if sheet.findings:
             return
-    # A unit with a frozen weight, whose backward needs it after the last gradient of its own.
+    # A unit with a frozen layer, which backward needs after the last gradient of the unit's own.
     model = sheet.odd()
-    model.blocks[1].up.weight.requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)
     plain = sheet.odd(rank=0)
-    plain.blocks[1].up.weight.requires_grad_(False)
+    plain.blocks[1].up.requires_grad_(False)
     engine = sheet.build(model)
     sheet.backward(engine)
     engine._sync_gradients()
