@@ -14,9 +14,10 @@ usage() {
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
 ./launch.sh figures [options]            draws what is in results/ to results/figures/
+./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's)
 ./launch.sh exercise NAME [--force]      writes exercises/NAME.py, a chapter with blanks: zero1, zero1_2psi, zero2 or zero3
 ./launch.sh check NAME [N]               says of an exercise, step by step: passed, or what was expected and found
-./launch.sh bug [N] [--answer]           the museum of bugs: run exhibit N and see the symptom; without N the list
+./launch.sh bug [NUMBER] [--answer]      the museum of bugs: run that exhibit and see the symptom; without NUMBER the list
 ./launch.sh test [pytest options]        the tests
 ./launch.sh help                         this text
 
@@ -47,8 +48,12 @@ sweeps) entry=(-m harness.sweeps) ;;
 memory) entry=(-m harness.dry_run) ranked= ;;
 bug) entry=(-m harness.bug) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 articles | figures | exercise | check) entry=(-m "harness.$command") ranked= ;;
+notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
-*) fail "no command '$command'; there are: compare, zero1, zero2, zero3, memory, sweeps, articles, figures, exercise, check, bug, test, help" ;;
+*)
+    fail "no command '$command'; there are: compare, zero1, zero2, zero3, memory, sweeps, articles, figures," \
+        "notebooks, exercise, check, bug, test, help"
+    ;;
 esac
 
 ranks=
@@ -91,6 +96,9 @@ if [ "$command" = test ]; then
     fi
     echo "+ $(basename "$python") -m pytest $*"
     exec "$python" -m pytest "$@"
+fi
+if [ "$command" = notebooks ]; then
+    "$python" -c 'import jupyterlab' 2>/dev/null || fail "this Python has no Jupyter: $python -m pip install jupyter"
 fi
 if [ -z "$ranked" ]; then # one process is enough
     exec "$python" "${entry[@]}" "$@"
