@@ -112,12 +112,13 @@ def bars(rows: dict[str, dict[str, float]], title: str, formula: dict[str, float
         for kind, nbytes in parts.items():
             axes.barh(position, nbytes / size, 0.7, left=start, color=PART_COLOURS[kind])
             start += nbytes / size
-        text = f" {start:.4g}"
+        text = f"{start:.4g}"
         if label in formula:
             axes.barh(position, formula[label] / size, 0.7, color="none", edgecolor=INK, hatch="///", linewidth=0.8)
             text += f", formula {formula[label] / size:.4g}"
-        paper = {"facecolor": figures.THEMES[""]["paper"], "edgecolor": "none", "pad": 0.8}
-        axes.text(1.004 * max(start, formula.get(label, 0) / size), position, text, va="center", bbox=paper)
+        end = max(start, formula.get(label, 0) / size)
+        paper = {"facecolor": figures.THEMES[""]["paper"], "edgecolor": "none", "pad": 0.5}  # over the dotted lines
+        axes.annotate(text, (end, position), (4, 0), textcoords="offset points", va="center", bbox=paper)
     for nbytes in lines:
         if nbytes <= 1.2 * longest:
             axes.axvline(nbytes / size, color=INK, linewidth=0.8, linestyle=":")
