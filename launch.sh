@@ -8,8 +8,9 @@ usage() {
     cat <<'TEXT'
 ./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
 ./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
-./launch.sh zero1|zero2|zero3 [N] [options]   a chapter's exercise: a few steps, then one told event by event
+./launch.sh zero1|zero2|zero3 [N] [options]   a chapter runs: a few steps, then one told event by event
                                          (--trace FILE: a step for chrome://tracing; --help lists all options)
+./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
@@ -47,11 +48,11 @@ zero1 | zero2 | zero3) entry=("$command.py") ;;
 sweeps) entry=(-m harness.sweeps) ;;
 memory) entry=(-m harness.dry_run) ranked= ;;
 bug) entry=(-m harness.bug) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
-articles | figures | exercise | check) entry=(-m "harness.$command") ranked= ;;
+articles | figures | changes | exercise | check) entry=(-m "harness.$command") ranked= ;;
 notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
-    fail "no command '$command'; there are: compare, zero1, zero2, zero3, memory, sweeps, articles, figures," \
+    fail "no command '$command'; there are: compare, zero1, zero2, zero3, changes, memory, sweeps, articles, figures," \
         "notebooks, exercise, check, bug, test, help"
     ;;
 esac
@@ -72,7 +73,9 @@ fi
 # The environment: yours, or .venv with what requirements.txt pins, made once.
 if [ -n "${PYTHON:-}" ]; then
     python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not a command"
-    "$python" -c 'import torch; v = torch.__version__.split("."); assert (int(v[0]), int(v[1])) >= (2, 11)' 2>/dev/null ||
+    # By what is installed and not by importing it, which takes seconds.
+    "$python" -c 'from importlib.metadata import version; assert [*map(int, version("torch").split(".")[:2])] >= [2, 11]' \
+        2>/dev/null ||
         fail "PYTHON=$PYTHON has no torch, or one before 2.11; unset PYTHON to have .venv made"
 else
     python=$here/.venv/bin/python

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -307,6 +309,33 @@ def test_a_rank_that_dies_takes_the_job_down_and_the_others_say_where(tmp_path, 
     assert re.search(said, result.stderr), result.stderr[-3000:]
     assert "look for the first error of another rank" in result.stderr
     assert "Warning" not in result.stderr
+
+
+def test_two_machines_on_loopback():
+    """The README's lines, an agent of torchrun each, and a port that is free here."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    readme = (ROOT / "README.md").read_text()
+    lines = re.findall(
+        r"^(NNODES=2 NODE_RANK=\d RDZV_ENDPOINT=localhost):29400 \./launch\.sh (.*)$", readme, re.MULTILINE
+    )
+    assert len(lines) == 2
+
+    def machine(line):
+        environment = dict(word.split("=") for word in line[0].split())
+        environment["RDZV_ENDPOINT"] += f":{port}"
+        return launch(*line[1].split(), "--preset", "toy", "--steps", "2", **environment)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(machine, lines)
+    for node, result in enumerate((first, second)):
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert f"--nnodes 2 --node-rank {node} --rdzv-backend static --rdzv-endpoint localhost:{port}" in result.stdout
+        assert "Warning" not in result.stderr
+    # One job of two ranks and not two of one: what is shared, what is sent, and who speaks.
+    assert "2 rank(s), gloo" in first.stdout and "3.000 Ψ x (N-1)/N" in first.stdout, first.stdout
+    assert "training step" not in second.stdout
 
 
 def test_sweeps(tmp_path):
