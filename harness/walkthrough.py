@@ -136,8 +136,8 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
 
 def _partition(engine) -> str:
     units = getattr(engine, "units", None)
-    count = len(engine.buckets) if units is None else len(units)
-    parts = f"{count} {'bucket' if units is None else 'unit'}{'s' * (count > 1)}" + " and the root" * (units is not None)
+    count, what = (len(engine.buckets), "bucket") if units is None else (len(units), "unit")
+    parts = f"{count} {what}{'s' * (count > 1)}{' and the root' * (units is not None)}"
     padding = sum(bucket.numel for bucket in engine.buckets) - sum(p.numel() for b in engine.buckets for p in b.params)
     shard = sum(bucket.shard_numel for bucket in engine.buckets)
     return (
