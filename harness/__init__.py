@@ -1,6 +1,7 @@
 """Everything around the lesson: model, data, process group, loop helpers and instruments.
 
-No file here knows a stage, but for those that run them all: dry_run, sweeps, articles and museum.
+No file here knows a stage, but for those that run them all (dry_run, sweeps, articles, museum) or read their text
+(changes, exercise).
 """
 
 import torch.distributed as dist

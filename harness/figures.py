@@ -55,7 +55,8 @@ THEMES = {
 WIDTH = 9.0  # inches at 110 dots: what a README shows without scaling
 
 
-def _new(theme: dict, rows: int, columns: int = 1, height: float = 4.5, **options):
+def new(theme: dict, rows: int, columns: int = 1, height: float = 4.5, **options):
+    """(figure, axes) of `rows` x `columns` in a theme's colours, `height` in inches; `options` go to `plt.subplots`."""
     plt.rcParams.update({
         "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
         "text.color": theme["ink"], "axes.labelcolor": theme["ink"], "axes.edgecolor": theme["ink"],
@@ -69,7 +70,7 @@ def _new(theme: dict, rows: int, columns: int = 1, height: float = 4.5, **option
 def memory(results: dict, theme: dict):
     """Bars per engine, stacked by part: held between steps, under the articles' formula (hatched), and the peak."""
     unit, size = ("GB (10⁹ bytes)", 1e9) if results["parameters"] > 2.5e8 else ("MB (10⁶ bytes)", 1e6)
-    figure, axes = _new(theme, 1, height=0.62 * len(results["engines"]) + 1.9)
+    figure, axes = new(theme, 1, height=0.62 * len(results["engines"]) + 1.9)
     names = []
     for position, (name, row) in enumerate(results["engines"].items()):
         if "out_of_memory" in row:
@@ -105,7 +106,7 @@ def memory(results: dict, theme: dict):
 def live(results: dict, theme: dict):
     """Live bytes along one step, one line per engine; phases of equal width. Logarithmic."""
     unit, megabytes = ("GB (10⁹ bytes)", 1e3) if results["parameters"] > 2.5e8 else ("MB (10⁶ bytes)", 1)
-    figure, axes = _new(theme, 1, height=5.2)
+    figure, axes = new(theme, 1, height=5.2)
     phases = ("1 forward", "2 backward", "update")
     for number, phase in enumerate(phases):
         if number % 2 == 0:
@@ -148,7 +149,7 @@ def live(results: dict, theme: dict):
 
 def lanes(results: list[tuple[str, dict]], theme: dict):
     """Per rank: what it computes, and which collectives are under way, from traces; below, the live memory."""
-    figure, grid = _new(theme, 2 * len(results), height=3.5 * len(results) + 0.7, sharex=True,
+    figure, grid = new(theme, 2 * len(results), height=3.5 * len(results) + 0.7, sharex=True,
                         gridspec_kw={"height_ratios": [2, 1] * len(results)})  # fmt: skip
     latest = 0
     for number, (title, trace) in enumerate(results):
@@ -206,7 +207,7 @@ def _lane(event: dict) -> str | None:
 
 def losses(results: dict, theme: dict):
     """Every engine's losses on one axis, and below how far each is from the reference, on a log axis with a zero."""
-    figure, (above, below) = _new(theme, 2, height=5.6, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
+    figure, (above, below) = new(theme, 2, height=5.6, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
     reference = "ddp" if "ddp" in results["runs"] else next(iter(results["runs"]))
     for number, (name, run) in enumerate(results["runs"].items()):
         steps = range(1, len(run["losses"]) + 1)
@@ -237,7 +238,7 @@ def losses(results: dict, theme: dict):
 def sweeps(results: dict, theme: dict):
     """Step time above (median, lowest and highest), peak below, a column per sweep."""
     names = list(results["sweeps"])
-    figure, grid = _new(theme, 2, len(names), height=5.4, sharey="row", squeeze=False)
+    figure, grid = new(theme, 2, len(names), height=5.4, sharey="row", squeeze=False)
     for column, name in enumerate(names):
         rows = results["sweeps"][name]
         labels, xs = list(rows), range(len(rows))
@@ -272,7 +273,7 @@ def sweeps(results: dict, theme: dict):
 def scaling(results: dict, theme: dict):
     """Peak of one rank against the number of ranks, and below ZeRO-3's what it is for."""
     unit, size = ("GB", 1e9) if results["parameters"] > 2.5e8 else ("MB", 1e6)
-    figure, axes = _new(theme, 1, height=5.4)
+    figure, axes = new(theme, 1, height=5.4)
     ranks = results["ranks"]
     bottom = [0.0] * len(ranks)
     if "zero3" in results["engines"]:

@@ -86,7 +86,7 @@ def read(path: Path) -> dict:
 
 def new(rows: int = 1, columns: int = 1, height: float = 3.5, **options):
     """(figure, axes) in the style of the README's figures; `options` go to `plt.subplots`."""
-    return figures._new(figures.THEMES[""], rows, columns, height, **options)
+    return figures.new(figures.THEMES[""], rows, columns, height, **options)
 
 
 def unit(nbytes: float) -> tuple[str, float]:
