@@ -1,7 +1,20 @@
 """ZeRO-1: every rank keeps 1/N of the optimizer state.
 
-Data-parallel training repeats everything N times. With Ψ = the bytes of all parameters (4 per
-element in float32) and AdamW's two moments, each rank of DDP holds
+Words of all three chapters:
+
+    rank, world size  one process of the group, as a rule with a GPU of its own, and their number N
+    Ψ                 the bytes of all parameters: 4 per element in float32
+    optimizer state   what the optimizer remembers of each parameter: in AdamW two moments, 2Ψ
+    activations       what forward keeps for backward; it grows with the batch, and no stage shards it
+    bucket            a run of parameters laid end to end in one flat buffer, zero-padded and cut into N
+    shard             one of the N equal parts of a bucket; rank r owns shard r and updates it
+    piece             one parameter's elements inside this rank's shard: what the optimizer is handed
+    all-reduce        every rank gets the sum of all ranks' buffers
+    all-gather        every rank gets all shards, in the order of the ranks (before torch 2.13 `all_gather_into_tensor`)
+    reduce-scatter    rank r gets shard r of the sum: the first half of an all-reduce (once `reduce_scatter_tensor`)
+
+Data-parallel training (DDP: torch's DistributedDataParallel) repeats everything N times: every rank has the whole
+model, computes gradients on data of its own, averages them with the others', and makes the same update. Each holds
 
     parameters Ψ  +  gradients Ψ  +  optimizer state 2Ψ  =  4Ψ      (7e9 parameters: 112 GB)
 
@@ -13,15 +26,6 @@ ZeRO-1 lets each rank update only 1/N of the parameters, so it needs only the st
 
 and pays with one more collective, as a rank lacks what the others have updated. Sent per rank and step, times (N-1)/N:
 DDP's all-reduce 2Ψ; here all-reduce 2Ψ + all-gather Ψ = 3Ψ (in the paper 2Ψ, see `_sync_gradients`).
-
-Words of all three chapters:
-    rank, world size  one process of the group, and their number N
-    bucket            a run of parameters laid end to end in one flat buffer, zero-padded and cut into N
-    shard             one of the N equal parts of a bucket; rank r owns shard r and updates it
-    piece             one parameter's elements inside this rank's shard: what the optimizer is handed
-    all-reduce        every rank gets the sum of all ranks' buffers
-    all-gather        every rank gets all shards, in the order of the ranks
-    reduce-scatter    rank r gets shard r of the sum: the first half of an all-reduce
 
 The steps, numbered alike in all three chapters: 0 partition, 1 forward, 2 backward, 3 reduce gradients,
 4 update the shard, 5 gather parameters.
@@ -36,7 +40,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function
+from torch.profiler import record_function  # names a step in profiles, and computes nothing
 
 from harness import checks, loop
 
@@ -66,7 +70,7 @@ class Bucket:
         for param in self.params:
             self.offsets.append(end)
             end += -(-param.numel() // align) * align  # rounded up
-        self.shard_numel = max(1, -(-end // (world_size * align))) * align
+        self.shard_numel = max(1, -(-end // (world_size * align))) * align  # never 0: even an empty parameter has a shard
         self.numel = self.shard_numel * world_size
         self.start = rank * self.shard_numel
 
@@ -95,7 +99,7 @@ class Bucket:
         return parts
 
     def make_pieces(self) -> None:
-        """Step 0: what the optimizer is handed: one leaf per parameter that this rank owns some of.
+        """Step 0: what the optimizer is handed: a tensor per parameter that this rank owns some of.
 
         Pieces and not the shard as one tensor, so that parameter groups, and parameters without a gradient, behave
         as in plain PyTorch. Each is a view of the shard: updating it updates the shard.
@@ -204,6 +208,7 @@ class ZeRO1:
             # Every rank gets all averaged gradients and uses 1/N of them: the articles' sequence, which
             # sends 2Ψ here and 3Ψ in all. A reduce-scatter would send Ψ, and 2Ψ in all, as the paper has it
             # for this stage too. ZeRO-2 does that, and then need not keep the other (N-1)/N either.
+            # async_op: started, and finished by the `wait` below, so that all buckets travel at once.
             works.append(dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True))
         for bucket, work in zip(self.trained, works):
             loop.wait(work, "all-reduce", bucket)

@@ -121,8 +121,8 @@ class ZeRO2:
                 dist.broadcast(buffer, group_src=0, group=group)
         loop.prepare_forward(model, self.buckets, param_dtype)
         self.optimizer = loop.make_optimizer(optimizer_cls, self.trained, param_groups)
-        self._in_flight = None
-        self._sync = True
+        self._in_flight = None  # the `Reduction` on its way
+        self._sync = True  # False under `no_sync`
         self.zero_grad()
         for bucket in self.trained:
             for param in bucket.params:
@@ -216,7 +216,7 @@ class ZeRO2:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
         self._finish_reduction()
         self.model.zero_grad()
-        self._backward, self._unused_known = None, False
+        self._backward, self._unused_known = None, False  # both for `find_unused`: under way; agreed with the others
         self._waiting = []  # the buckets that this backward has not reduced yet
         for bucket in self.trained:
             bucket.used = set()  # the parameters that got a gradient since

@@ -163,20 +163,20 @@ class ZeRO3:
                     bucket.make_pieces()
                     for name, param in zip(bucket.names, bucket.params):
                         guard.name_parameter(param, name)
-                self._reshard_unit(unit)
+                self._reshard_unit(unit)  # marks it as freed, and guards its weights
             materialise.buffers(model, group, *source)
             for buffer in model.buffers():  # they stay whole
                 dist.broadcast(buffer, group_src=0, group=group)
         loop.prepare_forward(model, self.buckets, param_dtype, [unit.module for unit in self.units])
         self.optimizer = loop.make_optimizer(optimizer_cls, self.trained, param_groups)
-        self._in_flight = None
-        self._sync = True
+        self._in_flight = None  # the `Reduction` on its way
+        self._sync = True  # False under `no_sync`
         self._in_forward = False
         self._order = self.units  # in which forward runs the units: as declared, until one was seen
-        self._seen = []
+        self._seen = []  # the units that this forward has run
         self._backward = None  # autograd's number of the backward that is running
         self.zero_grad()
-        self._sequence = order.Sequence(group)
+        self._sequence = order.Sequence(group)  # do all ranks gather and reduce the same units in the same order?
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -280,14 +280,14 @@ class ZeRO3:
         if self._order[position : position + 1] == [unit]:  # as the last forward went, so we know what is next
             for following in self._order[position + 1 : position + 1 + self.prefetch]:
                 self._gather_unit(following)
-        if len(unit.trained) < len(unit.buckets) and torch.is_grad_enabled():
+        if len(unit.trained) < len(unit.buckets) and torch.is_grad_enabled():  # some are frozen, see `_on_gradient`
             self._reshard_after_inputs(unit, (args, kwargs))
         self._wait_for_unit(unit)
 
     def _post_forward(self, unit: Unit, module, args, output) -> None:
         if loop.backward_now() is not None:
             return  # recomputed for backward, which needs it whole: `_on_gradient` or `_end_backward` frees it
-        before = self._seen[max(0, len(self._seen) - 1 - self.prefetch) : len(self._seen) - 1]
+        before = self._seen[max(0, len(self._seen) - 1 - self.prefetch) : len(self._seen) - 1]  # next in backward
         needs_backward = self._gather_before_backward(unit, output, list(reversed(before)))
         # The last unit as well, which backward needs first: the loss comes in between, and with it the peak.
         if self.reshard_after_forward or not needs_backward:
@@ -327,7 +327,7 @@ class ZeRO3:
         """The gradient of `unit`'s output is known: its backward is next, and after it that of `upcoming`."""
         if self._backward is None:
             self._backward = loop.when_backward_ends(self._end_backward)
-            self._begun, self._waiting = None, [*self.units, self.root]
+            self._begun, self._waiting = None, [*self.units, self.root]  # for `find_unused`: at work, not reduced yet
         if self.find_unused and unit is not self.root:  # the root is at work from the first to the last
             self._reduce_begun()
             self._begun = unit
@@ -371,7 +371,7 @@ class ZeRO3:
             register_multi_grad_hook(leaves, lambda gradients: self._reshard_unit(unit))
 
     def _end_backward(self, completed: bool = True) -> None:
-        """Backward is over: free what no gradient has freed, and receive the last reduction."""
+        """Backward is over, or was given up: free what no gradient has freed, and receive the last reduction."""
         for unit in (*self.units, self.root):
             self._reshard_unit(unit)
         if self.find_unused and completed:
