@@ -70,7 +70,7 @@ class Bucket:
         for param in self.params:
             self.offsets.append(end)
             end += -(-param.numel() // align) * align  # rounded up
-        self.shard_numel = max(1, -(-end // (world_size * align))) * align  # never 0: even an empty parameter has a shard
+        self.shard_numel = max(1, -(-end // (world_size * align))) * align  # never 0, even if all are empty
         self.numel = self.shard_numel * world_size
         self.start = rank * self.shard_numel
 
