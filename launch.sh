@@ -93,9 +93,9 @@ fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 if [ "$command" = test ]; then
-    # All of them: two files at a time, as many tests wait for their ranks or compute in one process.
+    # All of them: two at a time, as many wait for their ranks or compute in one process (groups: tests/conftest.py).
     if [ $# -eq 0 ] && "$python" -c 'import xdist' 2>/dev/null; then
-        set -- -n 2 --dist loadfile
+        set -- -n 2 --dist loadgroup
     fi
     echo "+ $(basename "$python") -m pytest $*"
     exec "$python" -m pytest "$@"

@@ -26,3 +26,11 @@ def ranks():
     yield of
     for pool in pools.values():
         pool.close()
+
+
+def pytest_collection_modifyitems(config, items):
+    """For `-n 2 --dist loadgroup`: all tests on ranks to one worker, which starts them once; the rest by file."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = "ranks" if "ranks" in getattr(item, "fixturenames", ()) else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))

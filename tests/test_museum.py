@@ -87,6 +87,16 @@ def test_the_catalogue_gives_nothing_away(capsys):
         assert exhibit.diagnosis not in shown and exhibit.mutate.__name__ not in shown
 
 
+def test_the_readme_has_the_right_numbers():
+    readme = (ROOT / "README.md").read_text()
+    assert f"a museum of {len(EXHIBITS)} bugs" in readme and f"\n{len(EXHIBITS)} engines that are wrong" in readme
+    for stage in STAGES:  # the sessions' last column
+        numbers = [number for number, exhibit in EXHIBITS.items() if exhibit.stage == stage]
+        (row,) = (line for line in readme.split("\n") if f"_{stage}.ipynb)" in line)
+        assert row.endswith(f"| {numbers[0]} to {numbers[-1]} |")
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
+
+
 @pytest.mark.parametrize("number", EXHIBITS)
 def test_the_answer_tells_all(capsys, number):
     exhibit = EXHIBITS[number]
