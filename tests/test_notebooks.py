@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def executed():
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed here (pip install jupyter)")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed here (pip install jupyter)")
     import nbformat
+    from jupyter_client import AsyncKernelManager
 
     small = {"ZERO_NOTEBOOK_PRESET": "toy", "ZERO_NOTEBOOK_RANKS": "2", "ZERO_NOTEBOOK_CLAIMS": "fully_shard"}
     environment = {**os.environ, **small, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
@@ -70,11 +72,14 @@ def executed():
     def execute(file: Path):
         cells = nbformat.read(file, as_version=4)
         where = {"metadata": {"path": str(file.parent)}}
-        client = nbclient.NotebookClient(cells, timeout=CELL_SECONDS, kernel_name="python3", resources=where)
-        try:
-            client.execute(env=environment)
-        except Exception as error:
-            return error
+        with tempfile.TemporaryDirectory() as folder:
+            # The kernel is spoken to by sockets in a folder: a port of its own may be one that a rank has taken.
+            kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
+            client = nbclient.NotebookClient(cells, km=kernel, timeout=CELL_SECONDS, resources=where)
+            try:
+                client.execute(env=environment)
+            except Exception as error:
+                return error
         return cells
 
     with ThreadPoolExecutor(2) as pool:
