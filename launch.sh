@@ -102,6 +102,7 @@ if [ "$command" = test ]; then
 fi
 if [ "$command" = notebooks ]; then
     "$python" -c 'import jupyterlab' 2>/dev/null || fail "this Python has no Jupyter: $python -m pip install jupyter"
+    [ "$(id -u)" != 0 ] || entry+=(--allow-root) # as in most containers; Jupyter asks for it to be said
 fi
 if [ -z "$ranked" ]; then # one process is enough
     exec "$python" "${entry[@]}" "$@"

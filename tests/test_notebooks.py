@@ -144,7 +144,8 @@ def test_the_command_that_opens_them(tmp_path):
     result = subprocess.run(
         [str(ROOT / "launch.sh"), "notebooks", "--no-browser"], env=environment, capture_output=True, text=True
     )
-    assert result.stdout == f"-m jupyterlab --notebook-dir={ROOT / 'notebooks'} --no-browser\n", result.stderr
+    root = " --allow-root" * (os.getuid() == 0)
+    assert result.stdout == f"-m jupyterlab --notebook-dir={ROOT / 'notebooks'}{root} --no-browser\n", result.stderr
     fake.write_text('#!/bin/sh\ncase "$2" in *jupyterlab*) exit 1 ;; esac\n')
     result = subprocess.run([str(ROOT / "launch.sh"), "notebooks"], env=environment, capture_output=True, text=True)
     assert result.returncode == 2 and "has no Jupyter" in result.stderr
