@@ -7,6 +7,7 @@ and weights in and out.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -257,8 +258,11 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     engine._sync_gradients()
     buckets = engine.trained
     gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
-    norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
-    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else buckets[0].shard.new_zeros(())
+    # One dtype on every rank: of a bucket in another, some ranks may own only padding.
+    dtype = functools.reduce(torch.promote_types, (bucket.shard.dtype for bucket in buckets))
+    norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in gradients]
+    none = buckets[0].shard.new_zeros((), dtype=dtype)
+    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else none
     # All values and not their all-reduced maximum: a maximum may lose a NaN.
     everyone = local.new_empty(engine.world_size)
     with waiting_for("the all-gather of the gradients' norms"):

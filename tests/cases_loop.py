@@ -78,6 +78,36 @@ def clipping_sees_a_nan(stage: str, value: float, norm_type: float) -> list[floa
     return engine.clip_grad_norm_(1.0, norm_type).item()
 
 
+class Gained(nn.Module):
+    """A single element of another dtype, which only rank 0 has a piece of; or nothing else than one element."""
+
+    def __init__(self, low, high):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=low) if low else None
+        self.gain = nn.Parameter(torch.ones(1, dtype=high))
+
+    def forward(self, x):
+        return self.gain * (x if self.linear is None else self.linear(x.to(self.linear.weight.dtype)))
+
+
+def clipping_of_a_few_elements(stage: str, low, high, norm_type: float) -> None:
+    """Ranks that own only padding, of all buckets or of those of one dtype, still agree on norm and dtype."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def build():
+        return parts.seeded(lambda: Gained(low, high), dtype=None)
+
+    plain, engine = build(), parts.STAGES[stage](build(), ADAMW)
+    for other in range(world_size):
+        (plain(parts.vector_batch(0, other, 8)[0]).square().mean() / world_size).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    engine(parts.vector_batch(0, rank, 8)[0]).square().mean().backward()
+    norm = engine.clip_grad_norm_(0.1, norm_type)
+    assert norm.dtype == expected.dtype
+    torch.testing.assert_close(norm, expected, rtol=1e-2 if low == torch.bfloat16 else 1e-5, atol=0)
+    engine.step()
+
+
 def groups_of(model: nn.Module) -> list[dict]:
     """Weight decay for matrices only, another rate for the head: groups that cut across buckets and units."""
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -230,10 +260,24 @@ class TiedAcross(nn.Module):
         return self.blocks[1](self.blocks[0](self.embedding(tokens).mean(1)))[:, :3]
 
 
-def tied_across_units(stage: str) -> None:
+class SharedInside(nn.Module):
+    """Two units that hold the same layer, beside others of their own."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(5, 5)
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh(), shared) for _ in range(2)])
+
+    def forward(self, tokens):
+        return self.blocks[1](self.blocks[0](self.embedding(tokens).mean(1)))[:, :3]
+
+
+def tied_across_units(stage: str, model: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    _, expected = parts.oracle(parts.seeded(TiedAcross), ADAMW, F.cross_entropy, parts.token_batch, 10, world_size)
-    engine = parts.STAGES[stage](parts.seeded(TiedAcross), ADAMW)
+    build = {"TiedAcross": TiedAcross, "SharedInside": SharedInside}[model]
+    _, expected = parts.oracle(parts.seeded(build), ADAMW, F.cross_entropy, parts.token_batch, 10, world_size)
+    engine = parts.STAGES[stage](parts.seeded(build), ADAMW)
     for step in range(10):
         engine.training_step(*parts.token_batch(step, rank), F.cross_entropy)
     parts.assert_same_state(engine.full_state_dict(), expected, atol=1e-12)

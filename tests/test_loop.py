@@ -5,6 +5,9 @@ import math
 import cases_loop as cases
 import parts
 import pytest
+import torch
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
@@ -32,6 +35,15 @@ def test_clipping_shows_a_nan_or_inf_of_one_rank_to_all(ranks, stage, norm_type)
         assert math.isnan(norm)
     for norm in ranks(3).run(cases.clipping_sees_a_nan, stage=stage, value=math.inf, norm_type=norm_type):
         assert not math.isfinite(norm)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("low, high", ((None, FP32), (FP32, FP64), (BF16, FP32)), ids=str)
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_clipping_where_a_rank_owns_only_padding(ranks, world_size, stage, low, high):
+    for norm_type in (2.0, math.inf):
+        case = {"stage": stage, "low": low, "high": high, "norm_type": norm_type}
+        ranks(world_size).run(cases.clipping_of_a_few_elements, **case)
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3))
@@ -69,7 +81,8 @@ def test_activation_checkpointing(ranks, world_size, where, stage, options):
     ranks(world_size).run(cases.activation_checkpointing, stage=stage, where=where, options=options)
 
 
+@pytest.mark.parametrize("model", ("TiedAcross", "SharedInside"))
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_weights_tied_across_units(ranks, world_size, stage):
-    ranks(world_size).run(cases.tied_across_units, stage=stage)
+def test_weights_tied_across_units(ranks, world_size, stage, model):
+    ranks(world_size).run(cases.tied_across_units, stage=stage, model=model)
