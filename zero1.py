@@ -190,7 +190,7 @@ class ZeRO1:
     def _on_gradient(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Called inside step 2: move `param.grad` into the bucket's buffer, so that it exists only once."""
         gradient = bucket.gradients[index]
-        gradient.add_(param.grad) if param in bucket.used else gradient.copy_(param.grad)
+        gradient.add_(param.grad) if self.find_unused or param in bucket.used else gradient.copy_(param.grad)
         bucket.used.add(param)  # since `zero_grad`
         param.grad, self._reduced = None, False
 
@@ -236,7 +236,7 @@ class ZeRO1:
         for bucket in self.trained:
             bucket.used = set()  # the parameters that got a gradient since
             if self.find_unused:
-                bucket.flat_gradient.zero_()  # what stays unused must not send an old gradient
+                bucket.flat_gradient.zero_()  # what stays unused here must send none, or after a clip the others'
             for _, piece in bucket.pieces:
                 piece.grad = None
 
