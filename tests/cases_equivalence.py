@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.loop import GradScaler
 from harness.model import GPT, next_token_loss, preset
 
 
@@ -200,6 +201,8 @@ def state_in_and_out(stage: str) -> None:
     other = parts.STAGES[stage](parts.seeded(parts.OddModel, seed=5), adam)
     other.load_full_state_dict(state)
     parts.assert_same_state(other.full_state_dict(), state, atol=0)
+    for name, value in state.items():  # no view of a bucket, all of which torch.save would write for each entry
+        assert value.untyped_storage().nbytes() == value.nbytes, name
     tokens, _ = parts.token_batch(3, rank)
     with torch.no_grad():
         assert torch.equal(other(tokens), engine(tokens))  # the weights in use, not only those on file
@@ -292,17 +295,25 @@ def frozen_among_trainable(stage: str) -> None:
 
 
 class TwoTypes(nn.Module):
-    """Parameters of two dtypes in one unit."""
+    """Parameters of two dtypes, in the root and in every unit."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.gain = nn.Linear(5, 5), nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x).double() * self.gain).float()
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
-        self.gain = nn.Parameter(torch.ones(5))
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+        self.gain, self.bias = nn.Parameter(torch.ones(5)), nn.Parameter(torch.zeros(5))
 
     def forward(self, x):
         for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.double() * self.gain
+            x = block(x)
+        return x.double() * self.gain + self.bias
 
 
 def two_dtypes(stage: str) -> None:
@@ -310,7 +321,8 @@ def two_dtypes(stage: str) -> None:
 
     def build():
         model = parts.seeded(TwoTypes, dtype=torch.float32)
-        model.gain.data = model.gain.data.double()
+        for gain in (model.gain, *(block.gain for block in model.blocks)):
+            gain.data = gain.data.double()
         return model
 
     plain, sgd = build(), parts.OPTIMIZERS["sgd"]
@@ -347,4 +359,61 @@ def subgroup(stage: str) -> None:
         assert "group" in str(error)
     else:
         raise AssertionError("a group without this rank was accepted")
+    dist.barrier()
+
+
+class Branches(nn.Module):
+    """Two heads, of which a group uses one, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+        self.register_buffer("shift", torch.zeros(5))
+
+    def forward(self, x, head):
+        return self.heads[head](torch.tanh(self.blocks[0](x)) + self.shift)
+
+
+def a_group_keeps_to_itself(stage: str) -> None:
+    """Two groups side by side that differ in buffers, unused parameters, norms and overflows: neither sees the other's.
+
+    A collective over all ranks instead of the group's would be matched by the other group, and only its values wrong.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(start, world_size, 2))) for start in (0, 1)]
+    side, who, size = rank % 2, rank // 2, world_size // 2
+    decay = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)
+    plain, model = parts.seeded(Branches, side), parts.seeded(Branches, rank)
+    with torch.no_grad():
+        plain.shift.fill_(side)
+        model.shift.fill_(rank)  # rank 0 of each group has the right one
+    optimizer = decay(plain.parameters())
+    engine = parts.STAGES[stage](model, decay, group=groups[side], find_unused=True)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        for other in range(size):
+            x, y = parts.vector_batch(step, 2 * other + side, 5, torch.float64)
+            (F.mse_loss(plain(x, side), y[:, :3]) / size).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        overflow = step == 1 and side == 0
+        if not overflow:
+            optimizer.step()
+        optimizer.zero_grad()
+        x, y = parts.vector_batch(step, rank, 5, torch.float64)
+        loss = F.mse_loss(engine(x, side), y[:, :3])
+        scaler.scale(loss * torch.inf if overflow and who else loss).backward()
+        scaler.unscale_(engine)
+        norm = engine.clip_grad_norm_(0.1)
+        assert overflow or torch.allclose(norm, expected, rtol=1e-12, atol=0)
+        scaler.step(engine)
+        scaler.update()
+        engine.zero_grad()
+    assert scaler.get_scale() == (2.0 if side == 0 else 4.0)
+    if who:
+        model.shift.add_(1)  # as running statistics would: the group's rank 0 has those that count
+    state = engine.full_state_dict()
+    parts.assert_same_state(state, plain.state_dict(), atol=1e-12)
+    engine.load_full_state_dict(state)
+    assert (model.shift == side).all()
     dist.barrier()
