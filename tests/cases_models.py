@@ -243,6 +243,7 @@ class Opaque:
 
     def __init__(self, logits, hidden):
         self.logits, self.hidden = logits, {"all": hidden}
+        self.itself = self
 
 
 class Outputs(parts.OddModel):
@@ -495,6 +496,27 @@ def all_ranks_may_skip_alike(stage: str) -> None:
         with torch.no_grad():  # another kind of forward in between
             engine(x)
     parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+
+
+def steps_of_several_kinds() -> int:
+    """Training, evaluation and `no_sync` in turn, each known from before: nothing is compared any more. And a second
+    engine over the same ranks makes no group of its own. Returns how many groups there are now."""
+    rank = dist.get_rank()
+    engine = parts.ZeRO3(parts.seeded(lambda: parts.Stack(3, 8)), DECAY, prefetch=0)
+    x, y = parts.vector_batch(0, rank, 8, torch.float64)
+    for turn in range(2):
+        with TrafficLedger() as traffic:
+            engine.training_step(x, y, F.mse_loss)
+            with torch.no_grad():
+                engine(x)
+            with engine.no_sync():
+                F.mse_loss(engine(x), y).backward()
+            F.mse_loss(engine(x), y).backward()
+            engine.step()
+            engine.zero_grad()
+        whole = engine.units[0].buckets[0].flat.nbytes
+        assert {c.whole_bytes for c in traffic.collectives} == {whole} or turn == 0, traffic.collectives
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def a_rank_that_does_not_come(stage: str, late: int) -> str:

@@ -6,6 +6,8 @@ import time
 import parts
 import torch
 import torch.distributed as dist
+from cases_equivalence import PartlyFrozen
+from cases_models import Skipping
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -294,12 +296,25 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collectives_run_while_computing(stage: str) -> None:
+class Rooted(parts.Stack):
+    """A root that computes before the first unit and after the last: units to gather meanwhile."""
+
+    def __init__(self, layers: int, width: int, reverse: bool):
+        super().__init__(layers, width, reverse)
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.last(super().forward(self.first(x)))
+
+
+def collectives_run_while_computing(stage: str, root: bool = False, reverse: bool = False) -> None:
     """Between issuing a collective and waiting for it the rank computes: reductions and prefetched gathers."""
     rank, layers, events, issued = dist.get_rank(), 6, [], {"gather": 0, "reduce": 0}
     options = {} if stage == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
-    engine = parts.STAGES[stage](parts.seeded(lambda: parts.Stack(layers, 16), dtype=torch.float32), ADAMW, **options)
-    engine.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
+    kind = Rooted if root else parts.Stack
+    engine = parts.STAGES[stage](parts.seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32), ADAMW, **options)
+    for _ in range(2):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
+        engine.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
     real = {"gather": dist.all_gather_single, "reduce": dist.reduce_scatter_single}
 
     def watched(kind):
@@ -323,12 +338,112 @@ def collectives_run_while_computing(stage: str) -> None:
         return "compute" in events[start:end]
 
     # the last reduction has no backward left to hide behind
-    assert issued["reduce"] == layers
-    assert [computed_meanwhile("reduce", n) for n in range(layers)] == [True] * (layers - 1) + [False], events
+    reductions = layers + root
+    assert issued["reduce"] == reductions
+    assert [computed_meanwhile("reduce", n) for n in range(reductions)] == [True] * (reductions - 1) + [False], events
     if stage == "zero3":
         # in forward the first gather has nothing in front of it, in backward (this model has no root) the last unit's
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
-        assert [computed_meanwhile("gather", n) for n in range(2 * layers)] == expected, events
+        if root:  # the first gather is the root's, and in backward, where it is whole, every unit's has its head's
+            expected = [False] + [True] * layers + [True] * layers
+        assert issued["gather"] == len(expected)
+        assert [computed_meanwhile("gather", n) for n in range(len(expected))] == expected, events
+
+
+class _Late:
+    """A collective that runs at the last moment that is allowed: inside `wait()`."""
+
+    def __init__(self, run, pending: list):
+        self.run, self.pending = run, pending
+        pending.append(self)
+
+    def wait(self):
+        self.pending.remove(self)
+        self.run()
+
+
+def collectives_that_run_late(stage: str, model: str) -> None:
+    """A slow network: until a collective is waited for its output is NaN and its input still needed. All as ever then,
+    and no collective is forgotten, not even that of a unit which was gathered ahead and not used."""
+    rank, world_size, pending = dist.get_rank(), dist.get_world_size(), []
+    build = {"partly frozen": PartlyFrozen, "skipping": lambda: Skipping((8, 9, 8, 9))}[model]
+    real = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
+
+    def late(name):
+        def issue(output, *inputs, async_op=False, **options):
+            if not async_op:
+                return real[name](output, *inputs, **options)
+            if inputs:
+                kept = inputs[0].clone()
+                output.fill_(torch.nan)
+                inputs[0].copy_(kept)  # it may be a part of the output
+            return _Late(lambda: real[name](output, *inputs, **options), pending)
+
+        return issue
+
+    def batch_of(step, who):
+        return parts.token_batch(step, who) if model != "skipping" else parts.vector_batch(step, who, 8, torch.float64)
+
+    loss_fn = F.mse_loss if model == "skipping" else F.cross_entropy
+    plain = parts.seeded(build)
+    optimizer = ADAMW([param for param in plain.parameters() if param.requires_grad])
+    engine = parts.STAGES[stage](parts.seeded(build), ADAMW, find_unused=model == "skipping")
+    for name in real:
+        setattr(dist, name, late(name))
+    try:
+        for step in range(4):
+            plain.skip = engine.model.skip = (None, 1, 3, None)[step]
+            inputs, targets = parts.whole(batch_of, step, world_size)
+            loss_fn(plain(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            inputs, targets = batch_of(step, rank)
+            engine.training_step(inputs, targets, loss_fn)
+            with torch.no_grad():
+                engine(inputs)
+            assert not pending, f"{len(pending)} collectives were never waited for"
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+    parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+
+
+def frozen_units_in_backward() -> None:
+    """ZeRO-3: a frozen unit has no gradient that tells when to free it, and is freed in time all the same."""
+    layers, width = 12, 64
+    layer = 4 * (width * width + width)
+
+    def build():
+        model = parts.Stack(layers, width)
+        for frozen in model.layers[1:]:
+            frozen.requires_grad_(False)
+        return model
+
+    engine = parts.ZeRO3(parts.seeded(build, dtype=torch.float32), ADAMW, group=parts.silent_group())
+    x, y = parts.vector_batch(0, dist.get_rank(), width)
+    with MemoryLedger() as memory:
+        loss = F.mse_loss(engine(x), y)
+        before = memory.live
+        memory.reset_peak()
+        loss.backward()
+    most = memory.peak - before
+    assert most <= 4 * layer, f"{most / layer:.2f} units whole in backward"
+
+
+def evaluation_frees_at_once() -> None:
+    """`reshard_after_forward=False` keeps units for backward; where none will come, it keeps none."""
+    layers, width = 12, 64
+    layer = 4 * (width * width + width)
+    engine = parts.ZeRO3(
+        parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32),
+        ADAMW,
+        group=parts.silent_group(),
+        reshard_after_forward=False,
+    )
+    x, _ = parts.vector_batch(0, dist.get_rank(), width)
+    with MemoryLedger() as memory, torch.no_grad():
+        engine(x)
+    assert memory.peak <= 2 * layer + 16 * 4 * width, f"{memory.peak / layer:.2f} units whole in an evaluation"
 
 
 def order_of_reductions(reverse: bool) -> None:
@@ -352,15 +467,17 @@ def order_of_reductions(reverse: bool) -> None:
     parts.assert_same_state(engine.full_state_dict(), state, atol=1e-12)
 
 
-def weights_start_aligned(stage: str) -> None:
+def weights_start_aligned(stage: str, param_dtype) -> None:
     model = parts.seeded(parts.OddModel, dtype=torch.float32)
-    engine = parts.STAGES[stage](model, ADAMW)
+    engine = parts.STAGES[stage](model, ADAMW, param_dtype=param_dtype)
     for bucket in engine.buckets:
-        assert all(offset * 4 % 16 == 0 for offset in bucket.offsets)
-        assert bucket.shard_numel * 4 % 16 == 0 and bucket.numel == bucket.shard_numel * engine.world_size
+        size = bucket.flat.element_size()
+        assert all(offset * size % 16 == 0 for offset in bucket.offsets)
+        assert bucket.shard_numel * size % 16 == 0 and bucket.numel == bucket.shard_numel * engine.world_size
     seen = []
     model.blocks[1].register_forward_pre_hook(lambda m, i: seen.extend(p.data_ptr() % 16 for p in m.parameters()))
-    engine.training_step(*parts.token_batch(0, dist.get_rank()), F.cross_entropy)
+    tokens, targets = parts.token_batch(0, dist.get_rank())
+    F.cross_entropy(engine(tokens).float(), targets).backward()
     assert seen == [0] * len(seen) and seen
 
 

@@ -121,6 +121,10 @@ def test_a_unit_that_no_rank_runs_is_left_alone(ranks, world_size, stage):
     ranks(world_size).run(cases.all_ranks_may_skip_alike, stage=stage)
 
 
+def test_only_the_first_step_of_a_kind_is_compared(ranks):
+    assert ranks(2).run(cases.steps_of_several_kinds) == ranks(2).run(cases.steps_of_several_kinds)
+
+
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_a_rank_that_does_not_come_is_an_error_that_names_the_collective(ranks, world_size, stage):

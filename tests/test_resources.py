@@ -5,6 +5,7 @@ import re
 import cases_resources as cases
 import parts
 import pytest
+import torch
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
@@ -42,15 +43,36 @@ def test_collectives_run_while_the_rank_computes(ranks, stage):
     ranks(2).run(cases.collectives_run_while_computing, stage=stage)
 
 
+@pytest.mark.parametrize("reverse", (False, True))  # forward may run the units in another order than they are declared
+def test_zero3_hides_gathers_behind_the_root_and_in_any_order(ranks, reverse):
+    ranks(2).run(cases.collectives_run_while_computing, stage="zero3", root=True, reverse=reverse)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("model", ("partly frozen", "skipping"))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_a_collective_may_run_as_late_as_its_wait(ranks, world_size, model, stage):
+    ranks(world_size).run(cases.collectives_that_run_late, stage=stage, model=model)
+
+
+def test_zero3_frees_frozen_units_during_backward(ranks):
+    ranks(2).run(cases.frozen_units_in_backward)
+
+
+def test_zero3_keeps_nothing_in_an_evaluation(ranks):
+    ranks(2).run(cases.evaluation_frees_at_once)
+
+
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("reverse", (False, True))
 def test_zero2_reduces_in_one_order(ranks, world_size, reverse):
     ranks(world_size).run(cases.order_of_reductions, reverse=reverse)
 
 
+@pytest.mark.parametrize("param_dtype", (None, torch.bfloat16))
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_parameters_start_on_16_byte_boundaries(ranks, stage):
-    ranks(3).run(cases.weights_start_aligned, stage=stage)
+def test_parameters_start_on_16_byte_boundaries(ranks, stage, param_dtype):
+    ranks(3).run(cases.weights_start_aligned, stage=stage, param_dtype=param_dtype)
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
