@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from harness.instruments.memory import storage_bytes
+
 ADAMW = parts.OPTIMIZERS["adamw"]
 
 
@@ -79,6 +81,33 @@ def wrong_on_one_rank(stage: str) -> list[str]:
     return [first, second, third]
 
 
+def other_options_on_one_rank(stage: str) -> int:
+    """Whatever makes the last rank's collectives other than the others' is found out before the first. How many did."""
+    engine, last = parts.STAGES[stage], dist.get_rank() == dist.get_world_size() - 1
+
+    def build(change):
+        model = parts.seeded(parts.OddModel)
+        options = (change(model) or {}) if last else {}
+        engine(model, ADAMW, **options)
+
+    changes = [
+        lambda model: {"find_unused": True},
+        lambda model: {"reduce_dtype": torch.float32},
+        lambda model: setattr(model.head.bias, "requires_grad", False),
+        lambda model: setattr(model.head.bias, "data", model.head.bias.data.float()),
+        lambda model: model.register_buffer("more", torch.zeros(2)),
+        lambda model: setattr(model, "shift", torch.zeros(1, 5)),
+    ]
+    if stage == "zero3":
+        changes += [lambda model: {"units": []}, lambda model: {"prefetch": 2}]
+        changes += [lambda model: {"reshard_after_forward": False}, lambda model: {"units": [model.blocks[1]]}]
+    else:
+        changes += [lambda model: {"bucket_mb": 0}]
+    for change in changes:
+        assert "another model" in message(lambda change=change: build(change), ValueError)
+    return len(changes)
+
+
 class Forgetful(parts.OddModel):
     """A parameter that forward does not use, and one that it uses only when asked to."""
 
@@ -107,7 +136,7 @@ def no_gradient(stage: str) -> str:
     return found
 
 
-def faults_in_a_step(stage: str) -> None:
+def faults_in_a_step(stage: str, options: dict) -> None:
     """An exception in forward, loss or backward reaches the caller as it is; after zero_grad() training goes on."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
@@ -121,7 +150,7 @@ def faults_in_a_step(stage: str) -> None:
             raise ZeroDivisionError("tripped in backward")
 
     _, expected = parts.oracle(parts.seeded(parts.OddModel), ADAMW, F.cross_entropy, parts.token_batch, 10, world_size)
-    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), ADAMW)
+    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), ADAMW, **options)
     where = {"now": None}
 
     def trip(module, args):
@@ -142,6 +171,9 @@ def faults_in_a_step(stage: str) -> None:
         if where["now"]:
             found = message(lambda batch=batch: engine.training_step(*batch, loss_fn), ZeroDivisionError)
             assert found == f"ZeroDivisionError: tripped in {where['now']}"
+            if stage == "zero3" and where["now"] == "forward":
+                assert storage_bytes(engine.model.parameters()) == 0, "whole parameters outlive a fault in forward"
+                assert "sharded" in message(lambda: engine.model.blocks[0](torch.ones(2, 5).double()), RuntimeError)
             if where["now"] == "backward":  # before that nothing was accumulated: the next step works as it is
                 engine.zero_grad()
             where["now"] = None

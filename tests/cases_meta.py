@@ -35,6 +35,7 @@ def same_as_built_whole(options: dict) -> None:
     expected = {name: value.clone() for name, value in whole.state_dict().items()}
     model = on_meta(lambda: GPT(config))
     held_elsewhere = model.blocks[0].up.weight
+    held_elsewhere.tag = "no decay"
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -42,6 +43,7 @@ def same_as_built_whole(options: dict) -> None:
     engine = parts.ZeRO3(model, ADAMW, init_fn=partial(initialize, seed=7), param_groups=groups, **options)
     parts.assert_same_state(engine.full_state_dict(), expected, atol=0)
     assert model.head.weight is model.tokens.weight and model.blocks[0].up.weight is held_elsewhere
+    assert held_elsewhere.tag == "no decay"
     assert not torch.equal(expected["tokens.weight"], GPT(config, seed=8).tokens.weight)
     assert not torch.equal(expected["blocks.0.up.weight"], expected["blocks.1.up.weight"])
     for name, value in expected.items():  # a GPT as it should start

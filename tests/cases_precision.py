@@ -158,6 +158,28 @@ def dtypes_of_a_mixed_model(stage: str) -> None:
     assert torch.equal(a, b)
 
 
+class Between(nn.Module):
+    """A unit of the caller's choice, behind a float32 buffer and in no container."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.register_buffer("shift", torch.linspace(-1, 1, 5))
+
+    def forward(self, x):
+        return self.second(self.first(x) + self.shift)
+
+
+def units_of_ones_own() -> None:
+    """The inputs of the units that were passed are cast, as those of the default units are."""
+    model = parts.seeded(Between, dtype=torch.float32)
+    engine = parts.ZeRO3(model, ADAMW, units=[model.second], param_dtype=torch.bfloat16)
+    before = engine.full_state_dict()["second.weight"]
+    x, y = parts.vector_batch(0, dist.get_rank(), 5)
+    assert engine.training_step(x, y[:, :3], lambda out, target: F.mse_loss(out.float(), target)).isfinite()
+    assert not torch.equal(engine.full_state_dict()["second.weight"], before)
+
+
 def clipping_in_mixed_precision(stage: str, reduce_dtype) -> None:
     """What clip returns is the norm of what the optimizer gets, and the pieces are really scaled."""
     rank = dist.get_rank()

@@ -50,6 +50,11 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks, stage):
         assert "rank(s) [1, 2] have another model" in third and "other options" in third
 
 
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_other_options_on_one_rank_are_an_error_on_all(ranks, stage):
+    assert min(ranks(3).run(cases.other_options_on_one_rank, stage=stage)) >= 7
+
+
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_a_parameter_without_gradient_is_named(ranks, world_size, stage):
@@ -58,9 +63,10 @@ def test_a_parameter_without_gradient_is_named(ranks, world_size, stage):
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("options", ({}, {"find_unused": True}), ids=str)
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_faults_in_a_step_reach_the_caller_and_training_goes_on(ranks, world_size, stage):
-    ranks(world_size).run(cases.faults_in_a_step, stage=stage)
+def test_faults_in_a_step_reach_the_caller_and_training_goes_on(ranks, world_size, stage, options):
+    ranks(world_size).run(cases.faults_in_a_step, stage=stage, options=options)
 
 
 @pytest.mark.parametrize("world_size", (1, 2))

@@ -67,6 +67,10 @@ def test_buffers_inputs_and_frozen_parameters_in_mixed_precision(ranks, world_si
     ranks(world_size).run(cases.dtypes_of_a_mixed_model, stage=stage)
 
 
+def test_inputs_of_ones_own_units_are_cast(ranks):
+    ranks(2).run(cases.units_of_ones_own)
+
+
 @pytest.mark.parametrize("reduce_dtype", (FP32, BF16))
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_clipping_in_mixed_precision(ranks, stage, reduce_dtype):
