@@ -3,11 +3,12 @@
 import parts
 import torch
 import torch.distributed as dist
-from cases_errors import message
+from cases_errors import Forgetful, message
 from cases_models import DECAY, Forked, loss_of
 from torch.nn import functional as F
 
 from harness.instruments.memory import storage_bytes
+from harness.instruments.traffic import TrafficLedger
 
 MOMENTUM = parts.OPTIMIZERS["momentum"]
 
@@ -156,6 +157,18 @@ def going_on_after_half_a_backward(stage: str) -> str:
     return found
 
 
+def a_second_backward_that_stops_short(stage: str) -> str:
+    """A parameter that only the first of two backwards reached keeps its bucket from being reduced: it is named."""
+    rank = dist.get_rank()
+    model = parts.seeded(Forgetful)
+    model.spare.requires_grad_(False)
+    engine = parts.STAGES[stage](model, DECAY)
+    tokens, targets = parts.token_batch(0, rank)
+    for asked in (True, False):
+        F.cross_entropy(engine(tokens, asked=asked), targets).backward()
+    return message(engine.step, RuntimeError)
+
+
 def a_fault_before_unused_parameters(stage: str) -> None:
     """After half a backward and `zero_grad()`, buckets that wait for gradients which do not come are still reduced."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -166,7 +179,9 @@ def a_fault_before_unused_parameters(stage: str) -> None:
         hook = engine.model.blocks[1].register_forward_pre_hook(lambda module, args: (Trip.apply(args[0]), *args[1:]))
         message(loss_of(engine, step, rank, False).backward, ZeroDivisionError)
         hook.remove()
-        engine.zero_grad()
+        with TrafficLedger() as traffic:
+            engine.zero_grad()
+        assert not traffic.collectives, "gradients that are dropped were sent"
         for other in range(world_size):
             (loss_of(plain, step, other, False) / world_size).backward()
         loss_of(engine, step, rank, False).backward()

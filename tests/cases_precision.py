@@ -171,9 +171,9 @@ class Between(nn.Module):
 
 
 def units_of_ones_own() -> None:
-    """The inputs of the units that were passed are cast, as those of the default units are."""
+    """The inputs of the units that were passed, by an iterator here, are cast as those of the default units are."""
     model = parts.seeded(Between, dtype=torch.float32)
-    engine = parts.ZeRO3(model, ADAMW, units=[model.second], param_dtype=torch.bfloat16)
+    engine = parts.ZeRO3(model, ADAMW, units=iter([model.second]), param_dtype=torch.bfloat16)
     before = engine.full_state_dict()["second.weight"]
     x, y = parts.vector_batch(0, dist.get_rank(), 5)
     assert engine.training_step(x, y[:, :3], lambda out, target: F.mse_loss(out.float(), target)).isfinite()

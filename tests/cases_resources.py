@@ -408,13 +408,20 @@ def collectives_that_run_late(stage: str, model: str) -> None:
     parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
 
 
-def frozen_units_in_backward() -> None:
+class ByKeyword(parts.Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(input=x)
+        return x
+
+
+def frozen_units_in_backward(kind: str) -> None:
     """ZeRO-3: a frozen unit has no gradient that tells when to free it, and is freed in time all the same."""
     layers, width = 12, 64
     layer = 4 * (width * width + width)
 
     def build():
-        model = parts.Stack(layers, width)
+        model = {"Stack": parts.Stack, "ByKeyword": ByKeyword}[kind](layers, width)
         for frozen in model.layers[1:]:
             frozen.requires_grad_(False)
         return model
@@ -444,6 +451,62 @@ def evaluation_frees_at_once() -> None:
     with MemoryLedger() as memory, torch.no_grad():
         engine(x)
     assert memory.peak <= 2 * layer + 16 * 4 * width, f"{memory.peak / layer:.2f} units whole in an evaluation"
+
+
+def units_under_no_sync() -> None:
+    """ZeRO-3 under `no_sync()`: gradients stay whole, as documented, parameters do not."""
+    layers, width = 12, 64
+    layer = 4 * (width * width + width)
+    engine = parts.ZeRO3(
+        parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32), ADAMW, group=parts.silent_group()
+    )
+    x, y = parts.vector_batch(0, dist.get_rank(), width)
+    with MemoryLedger() as memory, engine.no_sync():
+        loss = F.mse_loss(engine(x), y)
+        before = memory.live
+        memory.reset_peak()
+        loss.backward()
+    most = memory.peak - before - layers * layer
+    assert most <= 2.5 * layer, f"{most / layer:.2f} units whole besides the gradients"
+
+
+def units_in_another_order() -> None:
+    """ZeRO-3 gathers ahead by the last forward's order. Where the next takes another, it stops, and keeps few whole."""
+    layers, width = 12, 64
+    layer = 4 * (width * width + width)
+    model = parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32)
+    engine = parts.ZeRO3(model, ADAMW, group=parts.silent_group())
+    batch = parts.vector_batch(0, dist.get_rank(), width)
+    engine.training_step(*batch, F.mse_loss)
+    model.reverse = True
+    with MemoryLedger() as memory:
+        engine(batch[0])
+    assert memory.peak <= 3.5 * layer, f"{memory.peak / layer:.2f} units whole in forward"
+
+
+def hooks_on_the_model(stage: str) -> None:
+    """The engine's hooks are set once: steps of every kind leave as many as they found."""
+    model = parts.seeded(parts.OddModel)
+    engine = parts.STAGES[stage](model, ADAMW, find_unused=True)
+    tokens, targets = parts.token_batch(0, dist.get_rank())
+
+    def hooks() -> int:
+        owners = (*model.modules(), engine.optimizer)
+        return sum(len(value or ()) for owner in owners for key, value in vars(owner).items() if "hooks" in key)
+
+    before = hooks()
+    for _ in range(2):
+        engine.training_step(tokens, targets, F.cross_entropy)
+        with torch.no_grad():
+            engine(tokens)
+        with engine.no_sync():
+            F.cross_entropy(engine(tokens), targets).backward()
+        F.cross_entropy(engine(tokens), targets).backward()
+        engine.clip_grad_norm_(1.0)
+        engine.step()
+        engine.zero_grad()
+        engine.load_full_state_dict(engine.full_state_dict())
+        assert hooks() == before > 0
 
 
 def order_of_reductions(reverse: bool) -> None:

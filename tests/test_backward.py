@@ -44,6 +44,12 @@ def test_going_on_after_half_a_backward_is_refused(ranks, stage, words):
         assert words in message and "engine.zero_grad()" in message
 
 
+@pytest.mark.parametrize("stage", ("zero2", "zero3"))
+def test_a_second_backward_that_stops_short_is_refused(ranks, stage):
+    for message in ranks(2).run(cases.a_second_backward_that_stops_short, stage=stage):
+        assert "no gradient for 'ask'" in message
+
+
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_a_fault_before_a_step_that_leaves_parameters_unused(ranks, world_size, stage):

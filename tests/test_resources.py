@@ -55,12 +55,22 @@ def test_a_collective_may_run_as_late_as_its_wait(ranks, world_size, model, stag
     ranks(world_size).run(cases.collectives_that_run_late, stage=stage, model=model)
 
 
-def test_zero3_frees_frozen_units_during_backward(ranks):
-    ranks(2).run(cases.frozen_units_in_backward)
+@pytest.mark.parametrize("kind", ("Stack", "ByKeyword"))
+def test_zero3_frees_frozen_units_during_backward(ranks, kind):
+    ranks(2).run(cases.frozen_units_in_backward, kind=kind)
 
 
-def test_zero3_keeps_nothing_in_an_evaluation(ranks):
-    ranks(2).run(cases.evaluation_frees_at_once)
+def test_zero3_frees_units_under_no_sync(ranks):
+    ranks(2).run(cases.units_under_no_sync)
+
+
+def test_zero3_stops_to_gather_ahead_when_the_order_changes(ranks):
+    ranks(2).run(cases.units_in_another_order)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_steps_leave_no_hooks_behind(ranks, stage):
+    ranks(2).run(cases.hooks_on_the_model, stage=stage)
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
