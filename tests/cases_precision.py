@@ -107,6 +107,17 @@ def bytes_per_parameter(stage: str) -> dict[str, float]:
     return {**{kind: n / params for kind, n in held.items()}, **sent}
 
 
+def nothing_besides(stage: str) -> None:
+    """What construction leaves alive is what the engine is said to hold: no whole float32 weights that nobody uses."""
+    engine_class, group = parts.STAGES[stage], parts.silent_group()
+    with MemoryLedger() as memory:
+        model = parts.seeded(lambda: parts.Stack(4, 48), dtype=torch.float32)
+        engine = engine_class(model, ADAMW, group=group, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    held = held_bytes(engine)
+    held["gradients"] = sum(bucket.flat_gradient.nbytes for bucket in engine.trained) if stage == "zero1" else 0
+    assert memory.live == sum(held.values()), (memory.live, held)
+
+
 class Mixed(nn.Module):
     """A float32 buffer between bfloat16 modules, a frozen scale, integer inputs, keywords, a dictionary out."""
 

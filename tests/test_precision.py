@@ -61,6 +61,11 @@ def test_bytes_per_parameter(ranks, world_size, stage):
         assert {kind: n for kind, n in found.items() if kind in expected} == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_no_float32_weights_besides_the_shards(ranks, stage):
+    ranks(2).run(cases.nothing_besides, stage=stage)
+
+
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_buffers_inputs_and_frozen_parameters_in_mixed_precision(ranks, world_size, stage):
