@@ -242,7 +242,9 @@ class Referee:
             for inputs, targets in batches[measured + 1 :]:
                 losses.append(engine.training_step(inputs, targets, next_token_loss))
                 if time.perf_counter() - started > 2:
-                    self.me.print(f"  {name}: step {len(losses)} of {self.options.steps}, loss {losses[-1].item():.4f}")
+                    whose = "loss" if name == "single" else "rank 0's loss"  # of its own batch
+                    at = f"step {len(losses)} of {self.options.steps}"
+                    self.me.print(f"  {name}: {at}, {whose} {losses[-1].item():.4f}")
                     started = time.perf_counter()
             del engine, look, handle, memory
         gc.collect()

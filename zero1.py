@@ -3,13 +3,14 @@
 Words of all three chapters:
 
     rank, world size  one process of the group, as a rule with a GPU of its own, and their number N
-    Ψ                 the bytes of all parameters: 4 per element in float32
+    Ψ                 the bytes of all parameters: 4 per element in float32 (in the paper Ψ is their number)
     optimizer state   what the optimizer remembers of each parameter: in AdamW two moments, 2Ψ
     activations       what forward keeps for backward; it grows with the batch, and no stage shards it
     bucket            a run of parameters laid end to end in one flat buffer, zero-padded and cut into N
     shard             one of the N equal parts of a bucket; rank r owns shard r and updates it
     piece             one parameter's elements inside this rank's shard: what the optimizer is handed
-    all-reduce        every rank gets the sum of all ranks' buffers
+    collective        what all ranks call together, each with a tensor of its own, in the same order on every rank:
+    all-reduce        every rank gets the sum of all ranks' tensors
     all-gather        every rank gets all shards, in the order of the ranks (before torch 2.13 `all_gather_into_tensor`)
     reduce-scatter    rank r gets shard r of the sum: the first half of an all-reduce (once `reduce_scatter_tensor`)
 
@@ -42,7 +43,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function  # names a step in profiles, and computes nothing
 
-from harness import checks, loop
+from harness import checks, loop  # bad input; and what every stage needs and none teaches
 
 
 class Bucket:
@@ -105,6 +106,7 @@ class Bucket:
         as in plain PyTorch. Each is a view of the shard: updating it updates the shard.
         """
         loop.round_weights(self)  # in mixed precision: `flat` becomes bfloat16, say, beside a shard that stays float32
+        # `detach`: an optimizer takes leaves of autograd's graph, and a view is none. The memory is the same.
         self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
 
 
@@ -185,14 +187,17 @@ class ZeRO1:
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         with record_function("step 5 gather parameters"):
-            self._sync_params(self.trained)
+            self._sync_params(self.trained)  # the frozen ones have not changed
 
     def _on_gradient(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Called inside step 2: move `param.grad` into the bucket's buffer, so that it exists only once."""
         gradient = bucket.gradients[index]
-        gradient.add_(param.grad) if self.find_unused or param in bucket.used else gradient.copy_(param.grad)
+        if self.find_unused or param in bucket.used:  # on zeros, or on an earlier backward's
+            gradient.add_(param.grad)
+        else:
+            gradient.copy_(param.grad)  # over the last step's
         bucket.used.add(param)  # since `zero_grad`
-        param.grad, self._reduced = None, False
+        param.grad, self._reduced = None, False  # so `_sync_gradients` has something to do
 
     def no_sync(self):
         """For all but the last of several backwards before a step. ZeRO-1 sends nothing before `step()` anyway."""
@@ -212,10 +217,10 @@ class ZeRO1:
             works.append(dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True))
         for bucket, work in zip(self.trained, works):
             loop.wait(work, "all-reduce", bucket)
-            bucket.flat_gradient.div_(self.world_size)  # after the sum: exact wherever the sum is
+            bucket.flat_gradient.div_(self.world_size)  # after the sum, which is rounded once and not on every rank
             shard = bucket.flat_gradient[bucket.start : bucket.start + bucket.shard_numel]
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
-                piece.grad = gradient.to(piece.dtype)
+                piece.grad = gradient.to(piece.dtype)  # of the same dtype: a view, no copy
         if self.find_unused:
             loop.drop_unused(self.trained, self.group)
         self._reduced = True
@@ -224,7 +229,7 @@ class ZeRO1:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
         works = []
         for bucket in buckets:
-            shard = loop.rounded_shard(bucket)  # in float32 the shard itself
+            shard = loop.rounded_shard(bucket)  # in float32 the shard itself, a slice of the output, as is allowed
             works.append(dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True))
         for bucket, work in zip(buckets, works):
             loop.wait(work, "all-gather", bucket)

@@ -14,6 +14,8 @@ before, and T for it and all that is reduced after it
 
     peak = Ψ + 2Ψ/N + (Ψ - T)/N + A + B      for the bucket that makes this most; and activations
 
+With equal buckets of b bytes that is the last one, with T = A = B = b: Ψ + 3Ψ/N - b/N + 2b.
+
 Sent per rank and step, with the factor (N-1)/N: reduce-scatter Ψ + all-gather Ψ = 2Ψ, the same as DDP,
 whose all-reduce is a reduce-scatter and an all-gather in one.
 
@@ -70,7 +72,7 @@ class Reduction:
         """Add this rank's shard of the mean to what the pieces have from earlier backwards of this step."""
         loop.wait(self.work, "reduce-scatter", self.bucket)  # on CUDA the stream waits, not the host
         self.flat = None  # the whole gradients are gone; this is what makes it ZeRO-2
-        self.shard.div_(world_size)  # after the sum: exact wherever the sum is
+        self.shard.div_(world_size)  # after the sum, which is rounded once and not on every rank
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard)):
             gradient = gradient.to(piece.dtype)
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
@@ -149,18 +151,18 @@ class ZeRO2:
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         with record_function("step 5 gather parameters"):
-            self._sync_params(self.trained)
+            self._sync_params(self.trained)  # the frozen ones have not changed
 
     def _on_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
         """Step 3, called inside step 2: `param.grad` is final. Reduce the buckets whose turn has come."""
         bucket.used.add(param)  # since `zero_grad`
         if not self._sync:
-            loop.keep_gradient(bucket, param)
+            loop.keep_gradient(bucket, param)  # in `bucket.kept`, whole
             return
         if self.find_unused and self._backward is None:
             self._backward = loop.when_backward_ends(self._end_backward)
-        loop.check_gradient(bucket, param)
-        bucket.missing.discard(param)  # what is left of the bucket's parameters before it can be reduced
+        loop.check_gradient(bucket, param)  # an error if its bucket is on its way already
+        bucket.missing.discard(param)  # `missing`: those of the bucket whose gradients are still to come
         if not self._waiting:
             self._waiting = list(self.trained)  # another backward begins
         while self._waiting and not self._waiting[0].missing:
@@ -191,6 +193,7 @@ class ZeRO2:
         bucket.missing, self._unused_known = set(bucket.params), False
 
     def _finish_reduction(self) -> None:
+        """Receive the bucket that is on its way, if one is."""
         if self._in_flight is not None:
             self._in_flight.finish(self.world_size)
             self._in_flight = None
@@ -207,7 +210,7 @@ class ZeRO2:
         """Step 5: every rank contributes the shard it has just updated, straight into the weights."""
         works = []
         for bucket in buckets:
-            shard = loop.rounded_shard(bucket)  # in float32 the shard itself
+            shard = loop.rounded_shard(bucket)  # in float32 the shard itself, a slice of the output, as is allowed
             works.append(dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True))
         for bucket, work in zip(buckets, works):
             loop.wait(work, "all-gather", bucket)

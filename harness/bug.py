@@ -31,7 +31,7 @@ from harness.data import Batches, load_text
 from harness.instruments.memory import MemoryLedger, held_bytes
 from harness.instruments.traffic import TrafficLedger
 from harness.model import GPT, GPTConfig, next_token_loss
-from harness.museum import EXHIBITS, Exhibit
+from harness.museum import EXHIBITS, Exhibit, hand_out, own_part
 
 RANKS = 2
 TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
@@ -117,6 +117,9 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                     peaks["forward"] = max(peaks["forward"], memory.peak)
                     memory.reset_peak()
                     (loss / training.micro_batches).backward()
+                    inside = sum(
+                        collective.kind in ("all-reduce", "reduce-scatter") for collective in traffic.collectives
+                    )
                     peaks["backward"] = max(peaks["backward"], memory.peak)
                     losses.append(loss.item())
                 if training.max_norm is not None:
@@ -125,7 +128,7 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                 engine.step()
                 engine.zero_grad()
             looking.remove()
-            found["peaks"], found["sent"] = peaks, traffic.sent_bytes
+            found["peaks"], found["sent"], found["inside"] = peaks, traffic.sent_bytes, inside
             found["collectives"] = dict(Counter(collective.kind for collective in traffic.collectives))
     found["finished"] = True
 
@@ -179,6 +182,8 @@ def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
     for kind in ("all-reduce", "reduce-scatter", "all-gather"):
         if any(found.get("collectives", {}).get(kind) for found in (right[0], wrong[0])):
             lines.append((f"{kind}s per step", *both(lambda f, kind=kind: str(f["collectives"].get(kind, 0)))))
+    if any(found.get("inside") for found in (right[0], wrong[0])):
+        lines.append(("of the reductions inside backward", *both(lambda f: str(f["inside"]))))
     return lines
 
 
@@ -231,6 +236,8 @@ def catalogue() -> str:
 
 
 def answer(exhibit: Exhibit) -> str:
+    code = inspect.getsource(exhibit.mutate)
+    shown = [helper for helper in (own_part, hand_out) if f"{helper.__name__}(" in code] + [exhibit.mutate]
     return "\n".join(
         (
             f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
@@ -239,9 +246,10 @@ def answer(exhibit: Exhibit) -> str:
             textwrap.fill(f"The mistake: {exhibit.diagnosis}", 100, break_on_hyphens=False),
             textwrap.fill(f"Where to read: {exhibit.read}", 100, break_on_hyphens=False),
             "\nThe lines that were put in front of the right ones (harness/museum.py):\n",
-            inspect.getsource(exhibit.mutate).rstrip(),
-            "\nCaught by:",
+            "\n\n".join(inspect.getsource(function).rstrip() for function in shown),
+            "\nCaught by (it passes as it is, and fails with these lines in place):",
             *(f"  ./launch.sh test {name}" for name in exhibit.caught_by),
+            f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
         )
     )
 

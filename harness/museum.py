@@ -518,9 +518,9 @@ _IN_ORDER = (
         stage="zero2",
         title="What the log said",
         mutate=reduced_at_the_end,
-        differs={"peak in backward"},
-        symptom="Losses, held bytes and traffic are right; only the peak in backward is that of ZeRO-1.",
-        diagnosis="The hook reduces nothing, and step() reduces all: whole gradients are alive until backward is over. "
+        differs={"peak in backward", "of the reductions inside backward"},
+        symptom="Losses, held bytes and traffic are right; the peak in backward is not, and nothing is reduced there.",
+        diagnosis="The hook reduces nothing, and step() reduces all: all whole gradients are alive when backward ends. "
         "Between steps 1/N of them is held, and so the log says; the peak does not.",
         read="zero2.py, step 3 inside step 2, ZeRO2._on_gradient",
         caught_by=(RESOURCES + "test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),

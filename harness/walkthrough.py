@@ -80,22 +80,21 @@ def _walk(engine_cls, doc: str) -> None:
             engine = engine_cls(model, adamw, **own)
         psi = 4 * sum(param.numel() for param in engine.model.parameters())
         me.print(f"\nGPT {options.preset}: {psi // 4:,} parameters, Ψ = {psi / 1e6:.2f} MB")
-        me.print(f"\nStep {STEPS[0]}: {_partition(engine)}")
+        limit = f" of at most {options.bucket_mb:g} MiB" if hasattr(options, "bucket_mb") else ""
+        me.print(f"\nStep {STEPS[0]}: {_partition(engine, limit)}")
         me.print(_owners(engine, me.world_size, everything=options.map))
         me.print(f"holds {_held(engine)}\n")
         for step in range(options.steps - 1):
             loss = engine.training_step(*ready[step], next_token_loss)
-            me.print(f"training step {step + 1}: loss {loss.item():.4f}")
+            me.print(f"training step {step + 1}: loss {loss.item():.4f} on this rank's batch")
         me.print(f"training step {options.steps}, event by event:\n")
         story = _Story(engine, memory)
         with TrafficLedger(story.event) as traffic:
             loss = engine.training_step(*ready[-1], next_token_loss)
         story.flush()
     me.print("\n".join(story.lines))
-    me.print(
-        "\nlive: bytes alive when the event began; holds: when the step ended; x 6: six such events, live at the last"
-    )
-    me.print(f"\nloss {loss.item():.4f}; between steps this rank holds {_held(engine)}")
+    me.print("\nlive: bytes alive when the event began; holds: when the step ended; x 2: two of them, live at the last")
+    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {_held(engine)}")
     me.print(f"alive in all, buffers kept for the next step included: {memory.live / 1e6:.2f} MB")
     factor = (me.world_size - 1) / me.world_size
     sent = traffic.sent_bytes
@@ -134,10 +133,10 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
         print(f"written: {options.trace} (open it in chrome://tracing or ui.perfetto.dev)")
 
 
-def _partition(engine) -> str:
+def _partition(engine, limit: str) -> str:
     units = getattr(engine, "units", None)
     count, what = (len(engine.buckets), "bucket") if units is None else (len(units), "unit")
-    parts = f"{count} {what}{'s' * (count > 1)}{' and the root' * (units is not None)}"
+    parts = f"{count} {what}{'s' * (count > 1)}{limit}{' and the root' * (units is not None)}"
     padding = sum(bucket.numel for bucket in engine.buckets) - sum(p.numel() for b in engine.buckets for p in b.params)
     shard = sum(bucket.shard_numel for bucket in engine.buckets)
     return (
