@@ -249,6 +249,11 @@ def drop_unused(buckets, group) -> None:
                 piece.grad = None
 
 
+def common_dtype(buckets) -> torch.dtype:
+    """The dtype that holds all shards' values: the same on every rank, also where one owns only a bucket's padding."""
+    return functools.reduce(torch.promote_types, (bucket.shard.dtype for bucket in buckets))
+
+
 def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Between backward and `step()`: scale the gradients so that their norm is at most `max_norm`. A collective.
 
@@ -258,8 +263,7 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     engine._sync_gradients()
     buckets = engine.trained
     gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
-    # One dtype on every rank: of a bucket in another, some ranks may own only padding.
-    dtype = functools.reduce(torch.promote_types, (bucket.shard.dtype for bucket in buckets))
+    dtype = common_dtype(buckets)
     norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in gradients]
     none = buckets[0].shard.new_zeros((), dtype=dtype)
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else none
