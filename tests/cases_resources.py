@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.instruments.memory import MemoryLedger, held_bytes
+from harness.instruments.memory import MemoryLedger, held_bytes, storage_bytes
 from harness.instruments.traffic import TrafficLedger
 
 ADAMW = parts.OPTIMIZERS["adamw"]
@@ -399,8 +399,11 @@ def collectives_that_run_late(stage: str, model: str) -> None:
             optimizer.zero_grad()
             inputs, targets = batch_of(step, rank)
             engine.training_step(inputs, targets, loss_fn)
+            engine.model.skip = 2  # which is then gathered ahead for nothing
             with torch.no_grad():
                 engine(inputs)
+            if stage == "zero3":
+                assert storage_bytes(engine.model.parameters()) == 0, "a unit that was gathered for nothing stays"
             assert not pending, f"{len(pending)} collectives were never waited for"
     finally:
         for name, function in real.items():
