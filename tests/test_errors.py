@@ -63,8 +63,12 @@ def test_a_parameter_without_gradient_is_named(ranks, world_size, stage):
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3))
-@pytest.mark.parametrize("options", ({}, {"find_unused": True}), ids=str)
-@pytest.mark.parametrize("stage", parts.STAGES)
+@pytest.mark.parametrize(
+    "stage, options",
+    [*((stage, options) for stage in parts.STAGES for options in ({}, {"find_unused": True})),
+     ("zero2", {"bucket_mb": 0})],  # some buckets reduced when it stops, some not
+    ids=str,
+)  # fmt: skip
 def test_faults_in_a_step_reach_the_caller_and_training_goes_on(ranks, world_size, stage, options):
     ranks(world_size).run(cases.faults_in_a_step, stage=stage, options=options)
 
