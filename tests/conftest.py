@@ -28,6 +28,7 @@ def ranks():
         pool.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(config, items):
     """For `-n 2 --dist loadgroup`: all tests on ranks to one worker, which starts them once; the rest by file."""
     if config.pluginmanager.hasplugin("xdist"):
