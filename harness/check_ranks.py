@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from harness import loop, process_group
 from harness.check_steps import Sheet, Work, checks_of
-from harness.exercise import EXERCISES
+from harness.exercise import EXERCISES, ROOT
 
 FINDINGS = 3  # that are written down per step
+PATIENCE = 3  # seconds
 LOST = ("onnection reset", "onnection closed", "roken pipe")  # what gloo says when another rank has gone
 
 
@@ -41,11 +42,13 @@ class _Watch:
 
     def __init__(self, file: str, note: Path | None = None):
         self.file, self.now, self.last, self.note, self._real = file, "", "", note, {}
+        self.count = 0  # of collectives
 
     @contextlib.contextmanager
     def inside(self, what: str):
         before, self.now = self.now, self.now or what
         self.last = self.now
+        self.count += 1
         if self.note:
             self.note.write_text(self.now)  # for whoever finds this rank dead
         try:
@@ -73,13 +76,17 @@ class _Watch:
             setattr(dist, name, real)
 
     def _call(self, name, real, *args, **kwargs):
-        tensors = loop.tensors_in([list(args), kwargs])
         line = self.line(sys._getframe(1))
-        what = f"{name}{f' of {max(t.nbytes for t in tensors):,} bytes' if tensors else ''}"
+        nbytes = max(sum(tensor.nbytes for tensor in loop.tensors_in([arg])) for arg in [None, *args, *kwargs.values()])
+        what = f"{name}{f' of {nbytes:,} bytes' if nbytes else ''}"
         what += f", issued in line {line}" if line else ""
         with self.inside(what):
             result = real(*args, **kwargs)
-        return Work(result, self, what) if kwargs.get("async_op") and result is not None else result
+        if not isinstance(result, dist.Work):
+            return result
+        first = args[:2] if name == "all_reduce" else args[1:2]  # the input, where it is not given by name
+        inputs = [*first, *(value for key, value in kwargs.items() if key.startswith("input") or key == "tensor")]
+        return Work(result, self, what, loop.tensors_in(inputs), nbytes)
 
 
 def load(name: str, file: str) -> types.ModuleType:
@@ -121,13 +128,12 @@ def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exi
     try:
         with _Watch(file, Path(folder, f"now.{rank}")) as watch:
             for number, check in enumerate(checks_of(name)):
-                bell = threading.Timer(seconds, _hangs, (watch, threading.main_thread().ident, folder, number))
+                over = threading.Event()
                 if exit_on_hang:
-                    bell.daemon = True
-                    bell.start()
+                    threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
                 try:
                     if sheet is None:
-                        sheet = Sheet(name, file, load(name, file), torch.device(device))
+                        sheet = Sheet(name, load(name, file), torch.device(device))
                     sheet.findings = []
                     torch.manual_seed(rank)
                     check.look(sheet)
@@ -136,8 +142,8 @@ def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exi
                         "findings": sheet.findings[:FINDINGS],
                     }
                 except BaseException as error:
-                    verdict = _verdict(error, watch, loaded=sheet is not None)
-                bell.cancel()
+                    verdict = _verdict(error, watch, sheet)
+                over.set()
                 _write(folder, number, verdict)
                 if any(other["status"] != "passed" for other in _everyone(folder, number, 10 * seconds)):
                     return
@@ -148,12 +154,13 @@ def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exi
             sys.modules[reference] = real
 
 
-def _verdict(error: BaseException, watch: _Watch, loaded: bool) -> dict:
-    """What an exception that came out of a check means."""
+def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
+    """What an exception that came out of a check means; without a `sheet`, out of the file itself."""
     chain, seen = error, error
     while chain is not None:  # `waiting_for` passes on what happened inside
         seen, chain = (chain, None) if isinstance(chain, NotImplementedError) else (seen, chain.__cause__)
-    lines = [frame.lineno for frame in traceback.extract_tb(seen.__traceback__) if frame.filename == watch.file]
+    trace = traceback.extract_tb(seen.__traceback__)
+    lines = [frame.lineno for frame in trace if frame.filename == watch.file]
     line = lines[-1] if lines else None
     if isinstance(seen, NotImplementedError) and line and str(seen).startswith("Step "):
         return {"status": "open", "line": line, "task": str(seen)}
@@ -161,14 +168,28 @@ def _verdict(error: BaseException, watch: _Watch, loaded: bool) -> dict:
         return {"status": "error", "line": None, "error": str(error)}
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
         return {"status": "lost", "line": line, "error": f"has lost another rank in {watch.last or f'line {line}'}"}
-    when = "" if loaded else "while the file was loaded: "
-    return {"status": "error", "line": line, "error": f"{when}{type(error).__name__}: {error}"}
+    when = sheet.at.removeprefix(", ") if sheet else "while the file was loaded"
+    said = f"{when}: " * bool(when) + f"{type(error).__name__}: {error}"
+    if not line and trace:
+        place = f"{os.path.relpath(trace[-1].filename, ROOT)}, line {trace[-1].lineno}"
+        said += f" (in {place}, and in no line of this file: what it has left behind is not as it should be)"
+    return {"status": "error", "line": line, "error": said}
 
 
-def _hangs(watch: _Watch, thread: int, folder: str, number: int) -> None:
-    """The time is up: say where the rank is, give the others the time to say it too, and leave."""
-    frame = sys._current_frames().get(thread)
-    line = watch.line(frame)
+def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, number: int) -> None:
+    """Unless the step is `over` in time: say where this rank is, give the others the time to say it too, and leave.
+
+    A collective that this rank is in when another has failed, it is in in vain: PATIENCE is the time for that.
+    """
+    until, since, last = time.monotonic() + seconds, time.monotonic(), watch.count
+    while time.monotonic() < until:
+        if over.wait(0.1):
+            return
+        if not watch.now or watch.count != last:
+            since, last = time.monotonic(), watch.count
+        elif time.monotonic() > since + PATIENCE and any(v["status"] != "passed" for v in _verdicts(folder, number)):
+            break
+    line = watch.line(sys._current_frames().get(threading.main_thread().ident))
     where = f"waits in {watch.now}" if watch.now else "is in no collective"
     # Issued at one line, waited for at another.
     at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
@@ -185,15 +206,20 @@ def _write(folder: str, number: int, verdict: dict) -> None:
     part.rename(file)  # whole, or not there
 
 
+def _verdicts(folder: str, number: int) -> list[dict]:
+    """The ranks' verdicts on one step, as many as are there."""
+    files = [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
 def _everyone(folder: str, number: int, seconds: float) -> list[dict]:
     """All ranks' verdicts on one step, when they are there. Raises TimeoutError."""
     until = time.monotonic() + seconds
-    files = [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())]
-    while not all(file.exists() for file in files):
+    while len(verdicts := _verdicts(folder, number)) < dist.get_world_size():
         if time.monotonic() > until:
             raise TimeoutError(f"some rank gives no verdict on step {number}")
         time.sleep(0.002)
-    return [json.loads(file.read_text()) for file in files]
+    return verdicts
 
 
 def main() -> None:

@@ -5,9 +5,11 @@ is expected. It looks at a step alone, with the steps behind it replaced, as lon
 """
 
 import contextlib
+import functools
 import importlib
 import itertools
 import types
+import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,11 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness import guard, loop
 from harness.exercise import EXERCISES, Blank
 from harness.instruments.memory import MemoryLedger, held_bytes
-from harness.instruments.traffic import KINDS, Collective, TrafficLedger
+from harness.instruments.traffic import KINDS, Collective, TrafficLedger, group_of
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
-ATOL = 1e-9  # in float64, where the order of a sum makes 1e-15
+EXACT = {"rtol": 0, "atol": 1e-9}  # in float64, where the order of a sum makes 1e-15
+ROUNDED = {"rtol": 0.03, "atol": 1e-3}  # gradients that were bfloat16 on their way
+MIXED = {"param_dtype": torch.float32, "reduce_dtype": torch.bfloat16}  # of a model in float64: three dtypes
+SMALL = {"bucket_mb": 300 / 2**20}  # several buckets, with several parameters in some
 
 
 # Models: awkward sizes for values, large layers for bytes, different layers for the order of events.
@@ -43,12 +48,13 @@ class OddBlock(nn.Module):
 
 
 class Odd(nn.Module):
-    """An embedding, whose input needs no gradient, blocks of different sizes, and a head."""
+    """An embedding, whose input needs no gradient, blocks of different sizes, a frozen layer in one, and a head."""
 
     def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(5, 3)
         self.blocks = nn.ModuleList(OddBlock(5, hidden) for hidden in (7, 9, 11))
+        self.blocks[1].up.requires_grad_(False)
 
     def forward(self, tokens):
         x = self.embedding(tokens).mean(1)
@@ -58,22 +64,36 @@ class Odd(nn.Module):
 
 
 class Stack(nn.Module):
-    """Linear layers of these widths: hardly any activations, so that what is alive are parameters and gradients."""
+    """Linear layers, large beside their activations: what is alive are parameters and gradients."""
 
-    def __init__(self, widths, backwards: bool = False):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
-        self.backwards = backwards
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x):
-        for layer in reversed(self.layers) if self.backwards else self.layers:
+        for layer in self.layers:
             x = layer(x)
         return x
 
 
+class Lanes(nn.Module):
+    """Layers of different sizes, so that a collective's bytes name the layer, run in the order of `way`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, out) for out in (8, 16, 24, 32))
+        self.way = [0, 1, 2, 3]
+
+    def forward(self, x):
+        *first, last = self.way
+        for index in first:
+            x = x + self.layers[index](x).sum(-1, keepdim=True)
+        return self.layers[last](x)
+
+
 LAYERS, WIDTH = 8, 64
-LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of `big`
-FUNNEL = (8, 24, 40, 56, 72)  # every layer of another size, so that a collective's bytes name the layer
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of `Stack`
+ACTIVATIONS = (8 + 2 * LAYERS) * 4 * 2 * WIDTH
 
 
 def seeded(build, seed: int, dtype: torch.dtype, device) -> nn.Module:
@@ -88,16 +108,20 @@ def tokens(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(11, (4, 6), generator=generator), torch.randint(3, (4,), generator=generator)
 
 
-def vectors(step: int, rank: int, wide: int = WIDTH, out: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+def vectors(step: int, rank: int, wide: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1_000 * step + rank)
-    return torch.randn(2, wide, generator=generator), torch.randn(2, out, generator=generator)
+    return torch.randn(2, wide, generator=generator), torch.randn(2, wide, generator=generator)
 
 
-# What a check says.
+# Instruments.
 
 
 class Traffic(TrafficLedger):
-    """Every collective and every message, also those that no stage needs."""
+    """Every collective and every message, also those that no stage needs; those outside of `group` under that name."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group, self.reduced = group, []  # what reduce-scatters were given
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.split("::")[1]
@@ -107,19 +131,66 @@ class Traffic(TrafficLedger):
             self.collectives.append(Collective(name.strip("_"), whole, whole, ""))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def _note(self, kind, args) -> None:
+        tensors = loop.tensors_in(list(args[:2]))
+        if all(tensor.dtype == torch.int64 for tensor in tensors) and tensors[-1].numel() == 1:
+            return  # the ranks compare notes, with a number each (harness/order.py)
+        if group_of(args).group_name != self.group.group_name:
+            kind += " outside of the engine's group (was group= passed?)"
+        if kind == "reduce-scatter":
+            self.reduced.append(torch.cat([tensor.flatten() for tensor in loop.tensors_in(args[1])]))
+        super()._note(kind, args)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [collective.whole_bytes for collective in self.collectives]
+
+
+@dataclass
+class Issued:
+    """A collective that was started: who it is, and what became of it."""
+
+    what: str
+    nbytes: int
+    waited: bool = False
+    spoilt: bool = False  # its input was changed or freed before somebody waited for it
+
 
 class Work:
-    """A collective's work that says when somebody waits for it."""
+    """A collective's work that knows whether somebody has waited for it. It keeps no tensor alive."""
 
-    def __init__(self, work, watch, what: str):
-        self._work, self._watch, self._what = work, watch, what
+    issued: list[Issued] = []
+    on_wait = None
+
+    def __init__(self, work, watch, what: str, inputs=(), nbytes: int = 0):
+        self._work, self._watch, self._issued = work, watch, Issued(what, nbytes)
+        self._inputs = [(weakref.ref(tensor), tensor._version) for tensor in inputs]
+        Work.issued.append(self._issued)
 
     def wait(self, *args, **kwargs):
-        with self._watch.inside(self._what):
+        if not self._issued.waited:
+            self._issued.waited = True
+            there = [(tensor(), version) for tensor, version in self._inputs if tensor() is not None]
+            self._issued.spoilt = any(t._version != v or not t.untyped_storage().nbytes() for t, v in there)
+            if Work.on_wait:
+                Work.on_wait(self._issued)
+        with self._watch.inside(self._issued.what):
             return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name):
         return getattr(self._work, name)
+
+
+@functools.cache
+def _groups(world) -> types.SimpleNamespace:
+    """Groups to build engines with; none is the default one, so that a collective that was given none shows.
+
+    `all` of the ranks; this rank `alone`; and `silent`, whose collectives move nothing and take no memory, for the
+    bytes that an engine itself keeps.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return types.SimpleNamespace(all=dist.new_group(), alone=alone, silent=dist.new_group(backend="fake"))
 
 
 @dataclass
@@ -127,77 +198,119 @@ class Sheet:
     """What the checks of one run share: the student's module, this rank, and what was found."""
 
     name: str
-    file: str
     student: types.ModuleType
     device: torch.device
 
     def __post_init__(self):
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.groups = _groups(dist.group.WORLD)
         self.engine_cls = getattr(self.student, EXERCISES[self.name].engine)
         self.findings: list[dict] = []
-        self.silent = _silent_group()
+        self._wrong_at = None
+        self.at, self.group = "", self.groups.all  # how engines are built at the moment
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._oracles = {}
+
+    # What is said.
 
     def expect(self, right: bool, what: str, expected, found) -> None:
-        if not right:
-            self.findings.append({"what": what, "expected": str(expected), "found": str(found)})
+        """Write down what is not `right`. No rank leaves a check early: the others may wait for it in a collective."""
+        if not right and self._wrong_at in (None, self.at):  # the first way of building engines that goes wrong
+            self._wrong_at = self.at
+            self.findings.append({"what": what + self.at, "expected": str(expected), "found": str(found)})
 
-    def same(self, what: str, found, expected: torch.Tensor) -> None:
+    def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT) -> None:
         """`found` is `expected`, as far as float64 tells."""
         if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             return self.expect(False, what, f"a tensor of shape {tuple(expected.shape)}", shape)
-        wrong = ~torch.isclose(found.detach().to(expected), expected, rtol=0, atol=ATOL)
+        wrong = ~torch.isclose(found.detach().to(expected), expected, **tolerance)
         if wrong.any():
             first = wrong.flatten().nonzero()[0].item()
             place = f" at element {first}; {int(wrong.sum())} of {wrong.numel()} differ" * bool(expected.dim())
             values = expected.flatten()[first].item(), found.detach().flatten()[first].item()
             ratio = values[1] / values[0] if values[0] else 0
-            times = f", {round(ratio)} times as much: summed, not averaged?" * (abs(ratio - self.world_size) < 1e-6)
+            times = f", {round(ratio)} times as much: summed, not averaged?" * (abs(ratio - len(self.ranks)) < 1e-6)
             self.expect(False, what, f"{values[0]:.9g}", f"{values[1]:.9g}{times}{place}")
 
     def at_most(self, what: str, nbytes: int, allowed: float, means: str) -> None:
         self.expect(nbytes <= allowed, what, f"at most {allowed:,.0f} bytes ({means})", f"{nbytes:,} bytes")
 
+    @contextlib.contextmanager
+    def received(self, where: str):
+        """What is started inside is waited for inside, and left alone until then."""
+        Work.issued.clear()
+        yield
+        for said, wrong in (
+            ("never waited for", [issued for issued in Work.issued if not issued.waited]),
+            ("whose input was changed or freed before the wait", [issued for issued in Work.issued if issued.spoilt]),
+        ):
+            if wrong and not self.findings:
+                self.expect(False, f"collectives of {where}, {said}", "none", f"{len(wrong)}, first {wrong[0].what}")
+
+    # What it is said about.
+
+    def setups(self, *more):
+        """Options to build an engine with, one set after the other."""
+        one = ", in a group of one rank (self.world_size is 1)", {"group": self.groups.alone}
+        try:
+            for self.at, options in (("", {}), one, (", in mixed precision", MIXED), *more):
+                self.group = options.get("group", self.groups.all)
+                yield options
+        finally:
+            self.at, self.group = "", self.groups.all
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
     def build(self, model: nn.Module, cls=None, **options):
-        return (cls or self.engine_cls)(model, ADAMW, **options)
+        return (cls or self.engine_cls)(model, ADAMW, **{"group": self.group, **options})
 
     def probe(self, **methods):
         """The student's class with some methods replaced: those whose turn comes later."""
         return type(self.engine_cls.__name__, (self.engine_cls,), methods)
 
     def odd(self, rank: int | None = None) -> nn.Module:
-        """The model for values: rank 0's start is the right one, the others' is another."""
+        """The model for values: the group's first rank's start is the right one, the others' is another."""
         return seeded(Odd, self.rank if rank is None else rank, torch.float64, self.device)
 
-    def stack(self, widths=(WIDTH,) * (LAYERS + 1), **options) -> nn.Module:
-        return seeded(partial(Stack, widths, **options), 0, torch.float32, self.device)
+    def start(self) -> nn.Module:
+        return self.odd(self.ranks[0])
+
+    @contextlib.contextmanager
+    def ledger(self, cls=None, **options):
+        """(what is alive, an engine over `Stack` that was built under it, in a group that moves nothing)."""
+        with MemoryLedger() as memory:
+            model = seeded(Stack, 0, torch.float32, self.device)
+            yield memory, self.build(model, cls, **{"group": self.groups.silent, **options})
 
     def batch(self, step: int, of=tokens, **options) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.to(self.device) for tensor in of(step, self.rank, **options))
 
-    def whole_batch(self, step: int, of=tokens) -> tuple[torch.Tensor, ...]:
-        parts = [of(step, rank) for rank in range(self.world_size)]
-        return tuple(torch.cat(tensors).to(self.device) for tensors in zip(*parts))
-
     def oracle(self, steps: int) -> tuple[nn.Module, list[torch.Tensor]]:
         """One process, plain PyTorch, all ranks' data: (the model after `steps`, its gradients left on, losses)."""
-        model = self.odd(rank=0)
-        optimizer, losses = ADAMW(model.parameters()), []
-        for step in range(max(1, steps)):
-            optimizer.zero_grad()
-            inputs, targets = self.whole_batch(step)
-            loss = F.cross_entropy(model(inputs), targets)
-            loss.backward()
-            if steps:
-                optimizer.step()
-            losses.append(loss.detach())
-        return model, losses
+        key = steps, *self.ranks
+        if key not in self._oracles:
+            model = self.start()
+            optimizer, losses = ADAMW(model.parameters()), []
+            for step in range(max(1, steps)):
+                optimizer.zero_grad()
+                parts = [tokens(step, rank) for rank in self.ranks]
+                inputs, targets = (torch.cat(tensors).to(self.device) for tensors in zip(*parts))
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+                if steps:
+                    optimizer.step()
+                losses.append(loss.detach())
+            self._oracles[key] = model, losses
+        return self._oracles[key]
 
-    def backward(self, engine, step: int = 0) -> torch.Tensor:
-        inputs, targets = self.batch(step)
-        loss = F.cross_entropy(engine(inputs), targets)
-        loss.backward()
-        return loss.detach()
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: param.grad for name, param in self.oracle(0)[0].named_parameters()}
+
+    def backward(self, engine) -> None:
+        inputs, targets = self.batch(0)
+        F.cross_entropy(engine(inputs), targets).backward()
 
     def pieces(self, engine):
         """(name, piece, the elements of the whole parameter that it is) of all that this rank owns."""
@@ -206,169 +319,197 @@ class Sheet:
                 first = max(0, bucket.start - bucket.offsets[index])
                 yield bucket.names[index], piece, slice(first, first + piece.numel())
 
-    def right_gradients(self, engine, gradients: dict[str, torch.Tensor], times: float = 1) -> None:
-        """Every piece has its part of `gradients`."""
+    def right_gradients(self, engine, gradients: dict[str, torch.Tensor] | None = None, times: float = 1) -> None:
+        """Every piece has its part of `gradients` (default: the oracle's)."""
+        gradients = self.gradients() if gradients is None else gradients
+        dtypes = {bucket.reduce_dtype for bucket in engine.trained}
+        tolerance = EXACT if dtypes == {torch.float64} else ROUNDED
         for name, piece, part in self.pieces(engine):
-            expected = gradients[name].flatten()[part] * times
-            if piece.grad is None:
-                self.expect(False, f"the gradient of this rank's piece of {name}", f"{piece.numel()} elements", "None")
+            what = f"the gradient of this rank's piece of {name}"
+            if name in gradients and piece.grad is not None:
+                self.same(what, piece.grad, gradients[name].flatten()[part] * times, tolerance)
             else:
-                self.same(f"the gradient of this rank's piece of {name}", piece.grad, expected)
+                self.expect(name not in gradients and piece.grad is None, what,
+                            f"{piece.numel()} elements" if name in gradients else None, piece.grad)  # fmt: skip
 
-    def traffic(self, traffic: Traffic, expected: list[str], times: float, psi: float, slack: float, when: str) -> None:
-        """Kinds of collectives in order, neighbours of a kind as one, and not more bytes than `times` psi (N-1)/N."""
-        kinds = [kind for kind, _ in itertools.groupby(c.kind for c in traffic.collectives)]
-        self.expect(kinds == expected, f"collectives {when}", _then(expected), _then(kinds))
-        factor = (self.world_size - 1) / self.world_size
-        allowed = times * (psi + slack) * factor
-        means = f"{times:g}Ψ (N-1)/N with Ψ = {psi:,.0f}, and padding"
+    def traffic(self, traffic: Traffic, kinds: list[str], times: float, psi: float, when: str) -> None:
+        """These kinds of collectives, in the order in which they are first met; not more than `times` psi (N-1)/N."""
+        found = list(dict.fromkeys(collective.kind for collective in traffic.collectives))
+        self.expect(found == kinds, f"collectives {when}", ", then ".join(kinds), ", then ".join(found) or "none")
+        allowed = times * psi * (len(self.ranks) - 1) / len(self.ranks)
+        means = f"{times:g}Ψ (N-1)/N with Ψ = {psi:,.0f}, padding included"
         self.at_most(f"bytes sent {when}", traffic.sent_bytes, allowed, means)
 
-    def slack(self, engine_or_buckets) -> float:
-        """Bytes of padding that a layout may need: 16 behind a parameter, 16 per rank behind a bucket."""
-        buckets = getattr(engine_or_buckets, "buckets", engine_or_buckets)
-        return sum(16 * (len(bucket.params) + self.world_size) for bucket in buckets)
+
+def reduced_bytes(engine) -> int:
+    """Bytes of the trained buckets, padding included, in the dtype in which their gradients travel."""
+    return sum(bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained)
 
 
-def _then(kinds: list[str]) -> str:
-    return ", then ".join(kinds) or "none"
+def padding(buckets) -> float:
+    """Bytes of padding that a layout may need: 16 behind a parameter, 16 per rank behind a bucket."""
+    return sum(16 * (len(bucket.params) + dist.get_world_size()) for bucket in buckets)
 
 
-def _silent_group():
-    """A process group whose collectives move nothing and take no memory: for the bytes that an engine itself keeps."""
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    return dist.new_group(backend="fake")
-
-
-def psi(model: nn.Module) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return sum(param.numel() * param.element_size() for param in model.parameters())
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.grad for name, param in model.named_parameters()}
+def trained_numel(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters() if param.requires_grad)
 
 
 # Step 0, with no rank needed.
 
 
-def layout(sheet: Sheet) -> None:
-    sizes_of = [(6,), (1,), (5, 3, 1), (4, 4), (35, 7, 45, 1, 2), (17,), (64, 8)]
-    for dtype, world_size, sizes in itertools.product((torch.float32, torch.float64), (1, 2, 3, 4, 7), sizes_of):
-        named = [(f"p{i}", nn.Parameter(torch.zeros(size, dtype=dtype))) for i, size in enumerate(sizes)]
-        at = f"N = {world_size}, parameters of {', '.join(map(str, sizes))} elements, {str(dtype)[6:]}"
-        align = 16 // dtype.itemsize
-        end = sum(-(-size // align) * align for size in sizes)
-        least = -(-end // (align * world_size)) * align * world_size
+def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
+    """(what it is, its parameters, world size, rank, bucket) of many layouts."""
+    for (dtype, param_dtype), world_size, shapes in itertools.product(dtypes, world_sizes, shapes_of):
+        named = [(f"p{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(shapes)]
+        said = ", ".join(" x ".join(map(str, shape)) or "()" for shape in shapes)
+        at = f"N = {world_size}, parameters of {said} elements, {str(dtype)[6:]}"
+        at += f" with param_dtype {str(param_dtype)[6:]}" * (param_dtype is not None)
         for rank in range(world_size):
-            bucket = sheet.student.Bucket(named, rank, world_size)
-            offsets = list(bucket.offsets)
-            if len(offsets) != len(sizes):
-                return sheet.expect(False, f"offsets at {at}", f"{len(sizes)} of them", offsets)
-            unaligned = [offset for offset in (*offsets, bucket.shard_numel) if offset % align]
-            sheet.expect(
-                not unaligned, f"offsets and shard_numel at {at}", f"multiples of {align} (16 bytes)", unaligned
-            )
-            ends = [offset + size for offset, size in zip(offsets, sizes)]
-            apart = offsets[0] >= 0 and all(a <= b for a, b in zip(ends, offsets[1:]))
-            sheet.expect(apart, f"offsets at {at}", "one parameter behind the other, none over another", offsets)
-            sheet.expect(bucket.numel == bucket.shard_numel * world_size, f"numel at {at}",
-                         f"N x shard_numel = {bucket.shard_numel * world_size}", bucket.numel)  # fmt: skip
-            sheet.expect(max(ends) <= bucket.numel <= least, f"numel at {at}",
-                         f"room for all, so {max(ends)} or more, and no more padding than needed, so {least} at most",
-                         bucket.numel)  # fmt: skip
-            sheet.expect(bucket.start == rank * bucket.shard_numel, f"start of rank {rank} at {at}",
-                         rank * bucket.shard_numel, bucket.start)  # fmt: skip
-            if sheet.findings:
-                return
+            yield at, named, world_size, rank, sheet.student.Bucket(named, rank, world_size, (param_dtype, None))
+
+
+SHAPES = [[(6,)], [()], [(5,), (3,), (1,)], [(2, 2), (4,)], [(5, 7), (7,), (9, 5), (), (2,)], [(17,)], [(8, 8), (8,)]]
+DTYPES = [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16)]
+
+
+def layout(sheet: Sheet) -> None:
+    shapes_of = [*SHAPES, [(0,)], [(3,), (0, 2), (2,)]]
+    for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES, (1, 2, 3, 4, 7), shapes_of):
+        sizes = [param.numel() for _, param in named]
+        align = 16 // min(bucket.param_dtype.itemsize, named[0][1].dtype.itemsize)
+        end = sum(-(-size // align) * align for size in sizes)
+        least = max(1, -(-end // (align * world_size))) * align * world_size
+        offsets = list(bucket.offsets)
+        if len(offsets) != len(sizes):
+            return sheet.expect(False, f"offsets at {at}", f"{len(sizes)} of them", offsets)
+        unaligned = [offset for offset in (*offsets, bucket.shard_numel) if offset % align]
+        sheet.expect(not unaligned, f"offsets and shard_numel at {at}", f"multiples of {align} (16 bytes)", unaligned)
+        ends = [offset + size for offset, size in zip(offsets, sizes)]
+        apart = offsets[0] >= 0 and all(a <= b for a, b in zip(ends, offsets[1:]))
+        sheet.expect(apart, f"offsets at {at}", "one parameter behind the other, none over another", offsets)
+        sheet.expect(bucket.numel == bucket.shard_numel * world_size, f"numel at {at}",
+                     f"N x shard_numel = {bucket.shard_numel * world_size}", bucket.numel)  # fmt: skip
+        sheet.expect(max(1, *ends) <= bucket.numel <= least, f"numel at {at}",
+                     f"room for all, so {max(1, *ends)} or more, and no more padding than needed, so {least} at most",
+                     bucket.numel)  # fmt: skip
+        sheet.expect(bucket.start == rank * bucket.shard_numel, f"start of rank {rank} at {at}",
+                     rank * bucket.shard_numel, bucket.start)  # fmt: skip
+        if sheet.findings:
+            return
 
 
 def cut(sheet: Sheet) -> None:
-    for world_size, sizes in itertools.product((1, 2, 3, 5), [(6,), (1,), (5, 3, 1), (35, 7, 45, 1, 2), (64, 8)]):
-        named = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes)]
-        at = f"N = {world_size}, parameters of {', '.join(map(str, sizes))} elements"
-        found = [[] for _ in sizes]
-        for rank in range(world_size):
-            bucket = sheet.student.Bucket(named, rank, world_size)
-            flat = torch.arange(bucket.numel)
-            shard = flat[bucket.start : bucket.start + bucket.shard_numel]
-            for index, part in bucket.cut(shard):
-                view = part.untyped_storage()._cdata == flat.untyped_storage()._cdata
-                sheet.expect(view, f"the part of p{index} on rank {rank} at {at}", "a view of the shard", "a copy")
-                sheet.expect(part.numel() > 0, f"the part of p{index} on rank {rank} at {at}", "no empty parts", "one")
-                found[index] += part.tolist()
-        for index, expected in enumerate(bucket.views(flat)):
+    found = {}
+    for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES[:1], (1, 2, 3, 5), SHAPES):
+        found = [[] for _ in named] if rank == 0 else found
+        flat = torch.arange(bucket.numel)
+        shard = flat[bucket.start : bucket.start + bucket.shard_numel]
+        for index, part in bucket.cut(shard):
+            what = f"the part of p{index} on rank {rank} at {at}"
+            view = part.untyped_storage()._cdata == flat.untyped_storage()._cdata
+            sheet.expect(view, what, "a view of the shard", "a copy")
+            sheet.expect(part.numel() > 0 and part.dim() == 1, what, "one dimension, and no empty parts",
+                         f"a tensor of shape {tuple(part.shape)}")  # fmt: skip
+            found[index] += part.flatten().tolist()
+        for index, expected in enumerate(bucket.views(flat) if rank == world_size - 1 else ()):
             what = f"places in the buffer of all ranks' parts of p{index} at {at}"
-            sheet.expect(found[index] == expected.tolist(), what, expected.tolist(), found[index])
+            expected = expected.flatten().tolist()
+            sheet.expect(found[index] == expected, what, expected, found[index])
         if sheet.findings:
             return
 
 
 # ZeRO-1.
 
-SMALL = {"bucket_mb": 300 / 2**20}  # several buckets, with several parameters in some
+
+def gradients(sheet: Sheet, kind: str, times: float, before: tuple[str, ...] = ()) -> None:
+    """Backward and step 3 leave the right gradients on the pieces, however many backwards there were."""
+    twice, unsent = ", after two backwards", ", after a backward under no_sync() and another"
+    for options in sheet.setups((twice, {}), (unsent, {}), (", with find_unused=True", {"find_unused": True})):
+        engine = sheet.build(sheet.odd(), **({} if sheet.name == "zero3" else SMALL), **options)
+        with Traffic(sheet.group) as traffic, sheet.received("backward and step 3"):
+            if sheet.at == unsent:
+                with engine.no_sync():
+                    sheet.backward(engine)
+            backwards = 2 if sheet.at == twice and sheet.name in ("zero2", "zero3") else 1
+            for _ in range(2 if sheet.at == twice else 1):
+                sheet.backward(engine)
+            engine._sync_gradients()
+        sheet.right_gradients(engine, times=2 if sheet.at in (twice, unsent) else 1)
+        if options.get("find_unused"):
+            traffic.collectives.pop()  # which parameters were used
+        gathers = [c for c in traffic.collectives if c.kind in before]
+        traffic.collectives = [c for c in traffic.collectives if c not in gathers]
+        sheet.traffic(traffic, [kind], times * backwards, reduced_bytes(engine), "for the gradients")
 
 
 def zero1_gradients(sheet: Sheet, kind: str, times: float) -> None:
-    engine = sheet.build(sheet.odd(), **SMALL)
-    plain, _ = sheet.oracle(0)
-    sheet.backward(engine)
-    with Traffic() as traffic:
-        engine._sync_gradients()
-    sheet.right_gradients(engine, gradients_of(plain))
-    sheet.traffic(traffic, [kind], times, psi(plain), sheet.slack(engine), "in step 3")
-    _bytes_of_gradients(sheet, kind)
-
-
-def _bytes_of_gradients(sheet: Sheet, kind: str) -> None:
-    with MemoryLedger() as memory:
-        model = sheet.stack()
-        engine = sheet.build(model, group=sheet.silent)
-        batch = sheet.batch(0, vectors)
-        F.mse_loss(engine(batch[0]), batch[1]).backward()
+    gradients(sheet, kind, times)
+    with sheet.ledger() as (memory, engine):
+        inputs, targets = sheet.batch(0, vectors)
+        F.mse_loss(engine(inputs), targets).backward()
         before = memory.live
+        memory.reset_peak()
         engine._sync_gradients()
-        shard = LAYERS * LAYER / sheet.world_size if kind == "reduce-scatter" else 0
-        means = "Ψ/N: a shard" if shard else "none: pieces take views"
-        sheet.at_most("bytes alive after step 3, more than before", memory.live - before,
-                      shard + sheet.slack(engine), means)  # fmt: skip
+        most, after = memory.peak - before, memory.live - before
+    shard = LAYERS * LAYER / sheet.world_size
+    allowed = shard * (kind == "reduce-scatter") + padding(engine.buckets)
+    means = "Ψ/N: a shard" if kind == "reduce-scatter" else "none: the sum and the mean in place, and pieces take views"
+    sheet.at_most("bytes alive after step 3, more than before", after, allowed, means)
+    # In place or not, a shard more may exist for a moment.
+    sheet.at_most("bytes alive in step 3, more than before", most, allowed + shard, "no second copy of the gradients")
 
 
 def zero1_update(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd(), sheet.probe(_sync_params=lambda self, buckets: None), **SMALL)
+    gathered = []
+    engine = sheet.build(sheet.odd(), sheet.probe(_sync_params=lambda self, buckets: gathered.append(buckets)), **SMALL)
     sheet.backward(engine)
     engine.step()
     plain, _ = sheet.oracle(1)
     values = dict(plain.named_parameters())
     for name, piece, part in sheet.pieces(engine):
         sheet.same(f"this rank's piece of {name} after the update", piece, values[name].detach().flatten()[part])
-    owned = torch.tensor(
-        [sum(p.numel() for g in engine.optimizer.param_groups for p in g["params"])], device=sheet.device
-    )
+    sheet.expect(list(map(list, gathered)) == [engine.trained], "calls of self._sync_params",
+                 "one, of the trained buckets: what is frozen has not changed",
+                 " and ".join(f"one of {len(list(buckets))} buckets" for buckets in gathered) or "none")  # fmt: skip
+    owned = sum(param.numel() for group in engine.optimizer.param_groups for param in group["params"])
+    owned = torch.tensor([owned], device=sheet.device)
     dist.all_reduce(owned)
-    everything = sum(param.numel() for param in plain.parameters())
-    sheet.expect(owned.item() == everything, "elements that the ranks' optimizers update, all ranks together",
-                 f"{everything}, each once", owned.item())  # fmt: skip
+    sheet.expect(owned.item() == trained_numel(plain), "elements that the ranks' optimizers update, all ranks together",
+                 f"{trained_numel(plain)}, each once", owned.item())  # fmt: skip
 
 
 def zero1_gather(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd(), **SMALL)
-    sheet.backward(engine)
-    engine._sync_gradients()
-    engine.optimizer.step()
-    with Traffic() as traffic:
-        engine._sync_params(engine.trained)
-    plain, _ = sheet.oracle(1)
-    _right_weights(sheet, dict(engine.model.named_parameters()), plain)
-    sheet.traffic(traffic, ["all-gather"], 1, psi(plain), sheet.slack(engine), "in step 5")
-    for bucket in engine.trained:
-        inside = all(p.data_ptr() == view.data_ptr() for p, view in zip(bucket.params, bucket.views(bucket.flat)))
-        sheet.expect(inside, "the model's weights", "still views of bucket.flat", "tensors of their own")
+    for options in sheet.setups():
+        engine = sheet.build(sheet.odd(), **SMALL, **options)
+        right = [torch.arange(bucket.numel, device=sheet.device) / 16 for bucket in engine.buckets]
+        for bucket, values in zip(engine.buckets, right):
+            bucket.flat.zero_()
+            bucket.shard.copy_(values[bucket.start : bucket.start + bucket.shard_numel])
+        with Traffic(sheet.group) as traffic, sheet.received("step 5"):
+            engine._sync_params(engine.buckets)
+        for bucket, values in zip(engine.buckets, right):
+            views = zip(bucket.names, bucket.params, bucket.views(values), bucket.views(bucket.flat))
+            for name, param, expected, view in views:
+                sheet.same(f"the weight {name} on this rank", param, expected)
+                sheet.expect(param.data_ptr() == view.data_ptr(), f"the weight {name}", "still a view of bucket.flat",
+                             "a tensor of its own")  # fmt: skip
+        sent = sum(bucket.flat.nbytes for bucket in engine.buckets)
+        sheet.traffic(traffic, ["all-gather"], 1, sent, "in step 5")
+    with sheet.ledger() as (memory, engine):
+        before = memory.live
+        memory.reset_peak()
+        engine._sync_params(engine.buckets)
+    allowed = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
+    sheet.at_most("bytes alive in step 5, more than before", memory.peak - before, allowed,
+                  "at most a shard, Ψ/N: gather into bucket.flat itself")  # fmt: skip
+    sheet.at_most("bytes alive after step 5, more than before", memory.live - before, 0, "none")
 
 
 def _right_weights(sheet: Sheet, found: dict, plain: nn.Module) -> None:
     for name, expected in plain.state_dict().items():
-        sheet.same(f"the weight {name} on this rank", found.get(name), expected.to(sheet.device))
+        sheet.same(f"the weight {name} on this rank", found.get(name), expected.cpu())
 
 
 # ZeRO-2.
@@ -379,99 +520,117 @@ def _keep(self, bucket, param) -> None:
     bucket.used.add(param)
 
 
-def zero2_send(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd(), sheet.probe(_on_gradient=_keep), **SMALL)
+def _own_gradients(sheet: Sheet, options):
+    """(engine, {parameter: this rank's own gradient}) after a backward that reduced nothing."""
+    engine = sheet.build(sheet.odd(), sheet.probe(_on_gradient=_keep), **SMALL, **options)
     sheet.backward(engine)
-    for bucket in engine.trained:
-        with Traffic() as traffic:
-            reduction = sheet.student.Reduction(bucket, None)
-        nbytes = bucket.numel * 8
-        sheet.traffic(traffic, ["reduce-scatter"], 1, nbytes, 0, f"for a bucket of {nbytes} bytes")
-        left = [name for name, param in zip(bucket.names, bucket.params) if param.grad is not None]
-        sheet.expect(not left, "parameters with a .grad after sending", "none", ", ".join(left))
-        if isinstance(getattr(reduction, "work", None), (dist.Work, Work)):
-            reduction.work.wait()  # a buffer must not go while it is sent
+    return engine, {param: param.grad.clone() for bucket in engine.trained for param in bucket.params}
+
+
+def zero2_send(sheet: Sheet) -> None:
+    for options in sheet.setups():
+        engine, own = _own_gradients(sheet, options)
+        for bucket in engine.trained:
+            right = torch.zeros(bucket.numel, dtype=bucket.reduce_dtype, device=sheet.device)
+            for number, (param, view) in enumerate(zip(bucket.params, bucket.views(right))):
+                if number % 3 != 2:
+                    view.copy_(own[param])
+                else:  # as find_unused may leave it
+                    param.grad = None
+                if number % 2:  # as no_sync leaves it
+                    bucket.kept[param] = own[param].to(bucket.reduce_dtype)
+                    view.add_(bucket.kept[param])
+            with Traffic(sheet.group) as traffic:
+                reduction = sheet.student.Reduction(bucket, sheet.group)
+            sheet.traffic(traffic, ["reduce-scatter"], 1, right.nbytes, f"for a bucket of {right.nbytes} bytes")
+            sent = torch.cat(traffic.reduced) if traffic.reduced else right[:0]
+            sheet.expect(sent.dtype == right.dtype, "the dtype of what is sent", right.dtype, sent.dtype)
+            sheet.expect(len(sent) == len(right), "elements that are sent", len(right), len(sent))
+            if not sheet.findings:
+                for name, a, b in zip(bucket.names, bucket.views(sent), bucket.views(right)):
+                    what = f"what is sent of {name} (param.grad, zeros for None, and bucket.kept)"
+                    sheet.same(what, a, b, ROUNDED if sent.dtype == torch.bfloat16 else EXACT)
+                sheet.same("the buffer that is sent, with its padding", sent, right, ROUNDED)
+            left = [name for name, param in zip(bucket.names, bucket.params) if param.grad is not None]
+            sheet.expect(not left, "parameters with a .grad after sending", "none", ", ".join(left))
+            sheet.expect(not bucket.kept, "gradients left in bucket.kept", "none", len(bucket.kept))
+            if hasattr(getattr(reduction, "work", None), "wait"):
+                reduction.work.wait()  # a buffer must not go while it is sent
 
 
 def zero2_receive(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd(), sheet.probe(_on_gradient=_keep), **SMALL)
-    sheet.backward(engine)
-    own = {param: param.grad.clone() for bucket in engine.trained for param in bucket.params}
-    plain, _ = sheet.oracle(0)
-    for times in (1, 2):  # a second backward before the step adds up
-        for bucket in engine.trained:
-            for param in bucket.params:
-                param.grad = own[param].clone()
-            sheet.student.Reduction(bucket, None).finish(sheet.world_size)
-        sheet.right_gradients(engine, gradients_of(plain), times)
-        if sheet.findings:
-            return
-    for bucket in engine.trained:  # as `no_sync` leaves them: half in `kept`
-        bucket.kept = {param: own[param] / 2 for param in bucket.params}
-        for param in bucket.params:
-            param.grad = own[param] / 2
-        for _, piece in bucket.pieces:
-            piece.grad = None
-        sheet.student.Reduction(bucket, None).finish(sheet.world_size)
-        sheet.expect(not bucket.kept, "gradients in bucket.kept afterwards", "none", len(bucket.kept))
-    sheet.right_gradients(engine, gradients_of(plain))
-    with MemoryLedger() as memory:
-        bucket = sheet.build(sheet.stack(), sheet.probe(_on_gradient=_keep), group=sheet.silent).trained[0]
-        before = memory.live
+    for options in sheet.setups():
+        engine, own = _own_gradients(sheet, options)
+        for times in (1, 2):  # a second backward before the step adds up
+            with sheet.received("Reduction"):
+                for bucket in engine.trained:
+                    for param in bucket.params:
+                        param.grad = own[param].clone()
+                    sheet.student.Reduction(bucket, sheet.group).finish(len(sheet.ranks))
+            sheet.right_gradients(engine, times=times)
+    with sheet.ledger(sheet.probe(_on_gradient=_keep)) as (memory, engine):
+        before, (bucket,) = memory.live, engine.trained
         for param in bucket.params:
             param.grad = torch.zeros_like(param)
-        sheet.student.Reduction(bucket, sheet.silent).finish(sheet.world_size)
-        found = memory.live - before
-    means = "Ψ/N: the shard, and nothing of the whole buffer"
-    sheet.at_most("bytes of gradients alive after finish", found, psi_shard(sheet, bucket), means)
-
-
-def psi_shard(sheet: Sheet, bucket) -> float:
-    return LAYERS * LAYER / sheet.world_size + sheet.slack([bucket])
+        reduction = sheet.student.Reduction(bucket, sheet.groups.silent)
+        reduction.finish(sheet.world_size)
+        held = memory.live - before
+        del reduction
+        left = memory.live - before
+    share = LAYERS * LAYER / sheet.world_size + padding([bucket])
+    means = "Ψ/N on the pieces, Ψ/N that came, and nothing of the whole buffer"
+    sheet.at_most("bytes of gradients alive after finish", held, 2 * share, means)
+    sheet.at_most("bytes of gradients alive after finish, when the Reduction is gone", left, share, "Ψ/N")
 
 
 def zero2_in_flight(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd(), sheet.probe(_on_gradient=_keep), **SMALL)
-    sheet.backward(engine)
-    with Traffic() as traffic:
+    for options in sheet.setups():
+        engine, _ = _own_gradients(sheet, options)
+        with Traffic(sheet.group) as traffic, sheet.received("self._reduce_bucket"):
+            for bucket in engine.trained:
+                engine._reduce_bucket(bucket)
+            engine._finish_reduction()
+        sheet.right_gradients(engine)
+        sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained]
+        sheet.expect(traffic.sizes == sizes, "bytes of the collectives", sizes, traffic.sizes)
+        sheet.traffic(traffic, ["reduce-scatter"], 1, sum(sizes), "for all buckets")
+    with sheet.ledger(sheet.probe(_on_gradient=_keep), bucket_mb=LAYER / 2**20) as (memory, engine):
+        before = memory.live
+        memory.reset_peak()
         for bucket in engine.trained:
+            for param in bucket.params:  # as backward fills it
+                param.grad = torch.zeros_like(param)
             engine._reduce_bucket(bucket)
         engine._finish_reduction()
-    plain, _ = sheet.oracle(0)
-    sheet.right_gradients(engine, gradients_of(plain))
-    sizes, expected = [c.whole_bytes for c in traffic.collectives], [8 * bucket.numel for bucket in engine.trained]
-    sheet.expect(sizes == expected, "bytes of the collectives", expected, sizes)
+    allowed = 2 * LAYER + LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
+    sheet.at_most("bytes of gradients alive, bucket after bucket", memory.peak - before, allowed,
+                  f"Ψ/N + 2 buckets of {LAYER:,}: receive the one before first")  # fmt: skip
 
 
 def zero2_hook(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd(), **SMALL)
-    plain, _ = sheet.oracle(0)
-    with Traffic() as traffic:
-        sheet.backward(engine)
-    sizes, expected = [c.whole_bytes for c in traffic.collectives], [8 * bucket.numel for bucket in engine.trained]
-    sheet.expect(sizes == expected, "collectives inside backward, in bytes", f"{expected}: every bucket once", sizes)
-    engine._sync_gradients()
-    sheet.right_gradients(engine, gradients_of(plain))
-    if sheet.findings:
-        return
+    gradients(sheet, "reduce-scatter", 1)
     # Gradients that finish in the opposite order must not change the order of the buckets.
-    engine = sheet.build(sheet.stack(FUNNEL_BACK, backwards=True), bucket_mb=0)
-    inputs, targets = sheet.batch(0, vectors, wide=FUNNEL_BACK[-2], out=FUNNEL_BACK[1])
-    with Traffic() as traffic:
-        F.mse_loss(engine(inputs), targets).backward()
-    sizes, expected = [c.whole_bytes for c in traffic.collectives], [4 * bucket.numel for bucket in engine.trained]
-    what = "collectives when the first layer's gradients come first, in bytes"
-    sheet.expect(sizes == expected, what, f"{expected}: the order of self.trained", sizes)
-    _gradients_in_backward(sheet)
+    for way, what in (
+        ([0, 1, 2, 3], "backward"),
+        ([3, 2, 1, 0], "backward, when the first layer's gradients come first"),
+    ):
+        model = seeded(Lanes, 0, torch.float32, sheet.device)
+        model.way = way
+        engine = sheet.build(model, bucket_mb=0)
+        inputs, _ = sheet.batch(0, vectors, wide=8)
+        with Traffic(sheet.group) as traffic:
+            engine(inputs).square().mean().backward()
+        sizes = [4 * bucket.numel for bucket in engine.trained]
+        sheet.expect(traffic.sizes == sizes, f"bytes of the collectives inside {what}",
+                     f"{sizes}: every bucket once, in the order of self.trained", traffic.sizes)  # fmt: skip
+    if not sheet.findings:
+        _worst_moment(sheet, 2 * LAYER, f"2 buckets of {LAYER:,}", bucket_mb=LAYER / 2**20)
 
 
-FUNNEL_BACK = (16, 16, 16, 16)
-
-
-def _gradients_in_backward(sheet: Sheet) -> None:
+def _worst_moment(sheet: Sheet, allowed: int, means: str, **options) -> None:
+    """In the second backward: at its worst moment Ψ/N of gradients and `allowed`, after step 3 only Ψ/N."""
     batches = [sheet.batch(step, vectors) for step in range(2)]
-    with MemoryLedger() as memory:
-        engine = sheet.build(sheet.stack(), bucket_mb=LAYER / 2**20, group=sheet.silent)  # a bucket per layer
+    with sheet.ledger(**options) as (memory, engine):
         F.mse_loss(engine(batches[0][0]), batches[0][1]).backward()
         engine._sync_gradients()
         engine.zero_grad()
@@ -482,43 +641,52 @@ def _gradients_in_backward(sheet: Sheet) -> None:
         most = memory.peak - between
         engine._sync_gradients()
         after = memory.live - between
-    share, noise = LAYERS * LAYER / sheet.world_size + sheet.slack(engine), _activations()
-    means = f"Ψ/N + 2 buckets of {LAYER:,}, and activations"
-    sheet.at_most("bytes of gradients at backward's worst moment", most, share + 2 * LAYER + noise, means)
+    share = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
+    at = f", with prefetch {options['prefetch']}" if "prefetch" in options else ""
+    sheet.at_most(f"bytes alive at backward's worst moment{at}", most, share + allowed + ACTIVATIONS,
+                  f"Ψ/N of gradients, {means}, and activations")  # fmt: skip
     sheet.at_most("bytes of gradients alive after step 3", after, share + 64, "Ψ/N")
 
 
-def _activations() -> int:
-    return (8 + 2 * LAYERS) * 4 * 2 * WIDTH
-
-
 def clip(sheet: Sheet) -> None:
-    norms = []
-    for max_norm, norm_type in ((0.05, 2.0), (1e3, 2.0), (0.05, float("inf")), (0.05, 1.0)):
+    for options in sheet.setups():
+        for max_norm, norm_type in ((0.05, 2.0), (1e3, 2.0), (0.05, float("inf")), (0.05, 1.0)):
+            engine = sheet.build(sheet.odd(), **SMALL, **options)
+            sheet.backward(engine)
+            right = {name: gradient.clone() for name, gradient in sheet.gradients().items() if gradient is not None}
+            if norm_type == 1:  # a parameter that no rank has used, as find_unused leaves it
+                engine._sync_gradients()
+                right.pop("head.bias")
+                for name, piece, _ in sheet.pieces(engine):
+                    piece.grad = None if name == "head.bias" else piece.grad
+            with Traffic(sheet.group) as traffic:
+                norm = engine.clip_grad_norm_(max_norm, norm_type)
+            whole = [torch.zeros_like(gradient) for gradient in right.values()]
+            for tensor, gradient in zip(whole, right.values()):
+                tensor.grad = gradient
+            expected = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
+            at = f"with max_norm {max_norm:g}, norm_type {norm_type:g}"
+            norm = norm if isinstance(norm, torch.Tensor) else torch.tensor(float("nan") if norm is None else norm)
+            sheet.same(f"the norm that is returned {at}", norm, expected, ROUNDED if options is MIXED else EXACT)
+            sheet.right_gradients(engine, right)
+            allowed = 64 * sheet.world_size
+            sheet.at_most(f"bytes sent {at}", traffic.sent_bytes, allowed, "some numbers per rank, and no gradients")
+            kinds = [c.kind for c in traffic.collectives if "outside" in c.kind]
+            sheet.expect(not kinds, f"collectives {at}", "in group=self.group", ", ".join(kinds))
+    # Three elements: from three ranks on, the last own nothing but padding. And one rank's NaN is everybody's.
+    engine = sheet.build(nn.Linear(3, 1, bias=False).to(sheet.device))
+    engine(torch.ones((1, 3), device=sheet.device)).sum().backward()
+    norm = engine.clip_grad_norm_(1.0)
+    sheet.expect(abs(norm.item() - 3**0.5) < 1e-5, "the norm of three gradients of 1", 1.732, norm.item())
+    for source, norm_type in itertools.product((0, sheet.world_size - 1), (2.0, float("inf"))):
         engine = sheet.build(sheet.odd(), **SMALL)
         sheet.backward(engine)
         engine._sync_gradients()
-        with Traffic() as traffic:
-            norm = engine.clip_grad_norm_(max_norm, norm_type)
-        plain, _ = sheet.oracle(0)
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
-        at = f"with max_norm {max_norm:g}, norm_type {norm_type:g}"
-        norm = norm if isinstance(norm, torch.Tensor) else torch.tensor(float("nan") if norm is None else norm)
-        sheet.same(f"the norm that is returned {at}", norm.to(sheet.device), expected)
-        norms.append(norm)
-        sheet.right_gradients(engine, gradients_of(plain))
-        allowed = 64 * sheet.world_size
-        sheet.at_most(f"bytes sent {at}", traffic.sent_bytes, allowed, "some numbers per rank, and no gradients")
-        if sheet.findings:
-            return
-    # Three elements: from three ranks on, the last own nothing but padding, and one NaN is everybody's.
-    for value in (1.0, float("nan")):
-        engine = sheet.build(nn.Linear(3, 1, bias=False).to(sheet.device))
-        engine(torch.full((1, 3), value if sheet.rank == 0 else 1.0, device=sheet.device)).sum().backward()
-        norm = engine.clip_grad_norm_(1.0)
-        right = norm.isnan().item() if value != value else abs(norm.item() - 3**0.5) < 1e-5
-        expected = "NaN on every rank" if value != value else "1.732"
-        sheet.expect(right, f"the norm of three gradients of {value:g}", expected, norm.item())
+        for _, piece, _ in list(sheet.pieces(engine))[:1] if sheet.rank == source else ():
+            piece.grad.fill_(float("nan"))
+        norm = engine.clip_grad_norm_(1.0, norm_type)
+        what = f"the norm with norm_type {norm_type:g} when rank {source} has a NaN"
+        sheet.expect(norm.isnan().item(), what, "NaN on every rank", norm.item())
 
 
 # ZeRO-3.
@@ -535,74 +703,101 @@ class _Pending:
 
 
 def zero3_free(sheet: Sheet) -> None:
-    batch = sheet.batch(0, vectors)
+    inputs, _ = sheet.batch(0, vectors)
     with MemoryLedger() as memory:
-        engine = sheet.build(sheet.stack(), group=sheet.silent)
-        unit = engine.units[0]
-        bucket, before = unit.buckets[0], memory.live
-        bucket.flat.untyped_storage().resize_(bucket.numel * 4)
-        bucket.flat.zero_()
+        model = seeded(Stack, 0, torch.float32, sheet.device)
+        model.layers[0].bias.requires_grad_(False)  # so that the unit has two buckets
+        engine = sheet.build(model, group=sheet.groups.silent)
+        unit, before = engine.units[0], memory.live
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(bucket.numel * 4)
+            bucket.flat.zero_()
         unit.whole = True
         guard.open(unit.params)
-        saved = F.linear(batch[0], *unit.params)  # for whose backward autograd keeps a view of the weight
-        pending = _Pending(bucket.flat)
-        unit.works = [pending]
+        saved = F.linear(inputs, model.layers[0].weight, model.layers[0].bias)  # autograd keeps a view of the weight
+        unit.works = pending = [_Pending(bucket.flat) for bucket in unit.buckets]
+        pending = list(pending)
         engine._reshard_unit(unit)
-        left = memory.live - before - saved.untyped_storage().nbytes()
+        left = sum(bucket.flat.untyped_storage().nbytes() for bucket in unit.buckets)
+        left = max(left, memory.live - before - saved.untyped_storage().nbytes())
         engine._reshard_unit(unit)  # already freed: nothing to do
-    sheet.at_most("bytes of whole parameters alive after freeing", left, 0,
+    sheet.at_most("bytes of whole parameters alive after freeing a unit of a trained and a frozen bucket", left, 0,
                   "autograd holds a view of the weight, and must hold no memory with it")  # fmt: skip
     sheet.expect(unit.whole is False, "unit.whole after freeing", False, unit.whole)
-    sheet.expect(pending.nbytes == 4 * bucket.numel, "a gather that was still under way",
+    waited = [work.nbytes == 4 * bucket.numel for work, bucket in zip(pending, unit.buckets)]
+    sheet.expect(all(waited), "a gather that was still under way",
                  "waited for, before the memory goes", "not waited for, or too late")  # fmt: skip
     guarded = all(type(param) is guard.ShardedParameter for param in unit.params)
     sheet.expect(guarded, "freed parameters", "guarded: guard.close(unit.params)", "a use of them would crash")
-    sheet.expect(bucket.shard.untyped_storage().nbytes() > 0, "this rank's shard", "still there", "freed as well")
+    there = all(bucket.shard.untyped_storage().nbytes() for bucket in unit.buckets)
+    sheet.expect(there, "this rank's shard", "still there", "freed as well")
 
 
 def zero3_gather(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd())
-    right = dict(sheet.odd(rank=0).named_parameters())
-    for unit in engine.units:
-        with Traffic() as traffic:
-            engine._gather_unit(unit)
-            sheet.expect(unit.whole is True, "unit.whole after _gather_unit", True, unit.whole)
-            engine._gather_unit(unit)  # whole already: nothing to do
-            engine._wait_for_unit(unit)
-        sizes, nbytes = [(c.kind, c.whole_bytes) for c in traffic.collectives], 8 * unit.buckets[0].numel
-        sizes = [size for size in sizes if size[1] > 64]  # the ranks compare notes, with a number each
-        sheet.expect(sizes == [("all-gather", nbytes)], "collectives of gathering a unit, twice",
-                     f"one all-gather of {nbytes} bytes", sizes)  # fmt: skip
-        for bucket in unit.buckets:
-            for name, param, view in zip(bucket.names, bucket.params, bucket.views(bucket.flat)):
-                there = bucket.flat.untyped_storage().nbytes() >= bucket.numel * 8
-                sheet.expect(there, f"the buffer of {name}", f"{nbytes} bytes", bucket.flat.untyped_storage().nbytes())
-                if there and type(param) is nn.Parameter:
-                    sheet.same(f"the gathered weight {name}", param, right[name].detach())
-                    same = param.data_ptr() == view.data_ptr()
+    for options in sheet.setups():
+        engine = sheet.build(sheet.odd(), **options)
+        right = dict(sheet.start().named_parameters())
+        for unit in engine.units:
+            with Traffic(sheet.group) as traffic, sheet.received("gathering a unit"):
+                engine._gather_unit(unit)
+                sheet.expect(unit.whole is True, "unit.whole after _gather_unit", True, unit.whole)
+                sheet.expect(len(unit.works) == len(unit.buckets), "works in unit.works after _gather_unit",
+                             f"{len(unit.buckets)}: one per bucket, not waited for yet", len(unit.works))  # fmt: skip
+                engine._gather_unit(unit)  # whole already: nothing to do
+                engine._wait_for_unit(unit)
+            found = [(c.kind, c.whole_bytes) for c in traffic.collectives]
+            expected = [("all-gather", bucket.flat.nbytes) for bucket in unit.buckets]
+            sheet.expect(found == expected, "collectives of gathering a unit, twice",
+                         f"{expected}: one per bucket, in bytes", found)  # fmt: skip
+            for bucket in unit.buckets:
+                nbytes = bucket.flat.untyped_storage().nbytes()
+                what = f"bytes of the buffer of {', '.join(bucket.names)}"
+                sheet.expect(nbytes == bucket.flat.nbytes, what, bucket.flat.nbytes, nbytes)
+                there = nbytes >= bucket.flat.nbytes  # or reading it would be the end
+                views = bucket.views(bucket.flat) if there else ()
+                for name, param, view in zip(bucket.names, bucket.params, views):
+                    sheet.same(f"the gathered weight {name}", view, right[name].detach().to(view))
+                    same = param.data_ptr() == view.data_ptr() if type(param) is nn.Parameter else True
                     sheet.expect(same, f"the weight {name}", "still a view of bucket.flat", "a tensor of its own")
-        engine._reshard_unit(unit)
-        if sheet.findings:
-            return
+            dist.barrier(sheet.group)  # nothing is on its way any more, whoever has waited
+            engine._reshard_unit(unit)
+    with sheet.ledger() as (memory, engine):
+        before = memory.live
+        memory.reset_peak()
+        engine._gather_unit(engine.units[0])
+    sheet.at_most("bytes alive while a unit is gathered", memory.peak - before, LAYER + padding(engine.buckets),
+                  "the unit: gather into bucket.flat itself")  # fmt: skip
 
 
 class _Events(TorchDispatchMode):
-    """Gathers, reductions, and the matrix products of forward and backward, by layer, in the order of their issue."""
+    """Gathers and waits for them, reductions, and the matrix products of forward and backward, by layer, in order."""
 
     def __init__(self, engine):
         super().__init__()
         self.events = []
-        self._gathered = {unit.buckets[0].numel: number for number, unit in enumerate(engine.units)}
+        self._units = {unit.buckets[0].numel: number for number, unit in enumerate(engine.units)}
         self._weights = {unit.buckets[0].params[0].numel(): number for number, unit in enumerate(engine.units)}
+
+    def __enter__(self):
+        Work.on_wait = self._waited
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        Work.on_wait = None
+        return super().__exit__(*exception)
+
+    def _waited(self, issued: Issued) -> None:
+        if issued.what.startswith("all_gather"):
+            self.events.append(f"wait {self._units.get(issued.nbytes // 4, '?')}")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, result = func._schema.name, func(*args, **(kwargs or {}))
-        if name == "c10d::_allgather_base_" and args[0].is_floating_point():  # not what the ranks compare
-            self.events.append(f"gather {self._gathered.get(args[0].numel(), '?')}")
-        elif name == "c10d::_reduce_scatter_base_":
-            self.events.append(f"reduce {self._gathered.get(args[1].numel(), '?')}")
-        elif name.startswith("c10d::all") and name != "c10d::_allgather_base_":
-            self.events.append(name.removeprefix("c10d::"))
+        kind = KINDS.get(name.removeprefix("c10d::"), name) if name.startswith("c10d::") else None
+        tensors = loop.tensors_in(list(args)) if kind else []
+        if kind and tensors and tensors[0].is_floating_point():  # not what the ranks compare
+            sizes = [sum(tensor.numel() for tensor in loop.tensors_in([arg])) for arg in args[:2]]
+            verb = {"all-gather": "gather", "reduce-scatter": "reduce"}.get(kind, kind)
+            self.events.append(f"{verb} {self._units.get(max(sizes), '?')}")
         elif name == "aten::addmm" and args[2].numel() in self._weights:
             self.events.append(f"forward {self._weights[args[2].numel()]}")
         elif name == "aten::mm" and result.numel() in self._weights:
@@ -610,86 +805,87 @@ class _Events(TorchDispatchMode):
         return result
 
 
-def _expected_events(prefetch: int, backward: bool, reduce: bool) -> list[str]:
-    count, events = len(FUNNEL) - 1, []
+def _expected_events(way, known, prefetch: int, backward: bool, reduce: bool) -> list[str]:
+    """Of a forward that runs the units `way`, when the one before ran them as `known`."""
+    gathered, events = {}, []
 
     def gather(indices):
         for index in indices:
-            if 0 <= index < count and index not in gathered:
-                gathered.add(index)
+            if index not in gathered:
+                gathered[index] = "on its way"
                 events.append(f"gather {index}")
 
-    gathered = set()
-    gather(range(prefetch))
-    for index in range(count):
-        gather(range(index, index + prefetch + 1))
-        events.append(f"forward {index}")
-    gathered = set()
-    for index in reversed(range(count)) if backward else ():
-        gather(range(index, index - prefetch - 1, -1))
-        events.append(f"backward {index}")
+    def use(index, verb):
+        if gathered[index] == "on its way":
+            events.append(f"wait {index}")
+        events.append(f"{verb} {index}")
+        del gathered[index]  # freed
+
+    gather(known[:prefetch])
+    for position, index in enumerate(way):
+        gather([index])
+        if known[position : position + 1] == [index]:
+            gather(known[position + 1 : position + 1 + prefetch])
+        use(index, "forward")
+    back = list(reversed(way)) if backward else []
+    for position, index in enumerate(back):
+        gather(back[position : position + prefetch + 1])
+        use(index, "backward")
         events += [f"reduce {index}"] * reduce
     return events
 
 
 def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: bool = False) -> None:
+    # As declared, again, another way, that again, and a longer way.
+    ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
     for prefetch in (1, 0, 2):
-        engine = sheet.build(sheet.stack(FUNNEL), cls, prefetch=prefetch)
-        for step in range(2):
-            inputs, targets = sheet.batch(step, vectors, wide=FUNNEL[0], out=FUNNEL[-1])
-            with _Events(engine) as mode, contextlib.nullcontext() if backward else torch.no_grad():
-                loss = F.mse_loss(engine(inputs), targets)
+        model = seeded(Lanes, 0, torch.float32, sheet.device)
+        engine = sheet.build(model, cls, prefetch=prefetch)
+        for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
+            model.way = way
+            inputs, _ = sheet.batch(step, vectors, wide=8)
+            with _Events(engine) as mode, torch.set_grad_enabled(backward):
+                loss = engine(inputs).square().mean()
                 if backward:
                     loss.backward()
-            expected = _expected_events(prefetch, backward, reduce)
-            what = f"order of events with prefetch {prefetch}, step {step + 1}"
-            if mode.events != expected:
-                at = next(
-                    i for i, pair in enumerate(itertools.zip_longest(mode.events, expected)) if pair[0] != pair[1]
-                )
-                show = [", ".join(events[max(0, at - 2) : at + 4]) or "nothing" for events in (expected, mode.events)]
-                sheet.expect(False, f"{what}, from number {max(0, at - 2) + 1} on", *show)
+            expected = _expected_events(way, known, prefetch, backward, reduce)
+            if mode.events != expected and not sheet.findings:
+                pairs = itertools.zip_longest(mode.events, expected)
+                at = max(0, next(i for i, (found, right) in enumerate(pairs) if found != right) - 2)
+                show = [", ".join(events[at : at + 6]) or "nothing" for events in (expected, mode.events)]
+                what = f"order of events with prefetch {prefetch}, forward number {step}, which runs the units {way}"
+                sheet.expect(False, f"{what} (known: {known}), from event {at + 1} on", *show)
             engine.zero_grad()
-            if sheet.findings:
-                return
 
 
 def zero3_prefetch(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd())
-    plain = sheet.odd(rank=0)
+    engine, plain = sheet.build(sheet.odd()), sheet.start()
     inputs, _ = sheet.batch(0)
     with torch.no_grad():
         for _ in range(2):
             sheet.same("the model's output", engine(inputs), plain(inputs))
     _order_of_events(sheet)
-    if sheet.findings:
-        return
-    batch = sheet.batch(0, vectors)
-    for prefetch in (0, 1, 3):
-        with MemoryLedger() as memory:
-            engine = sheet.build(sheet.stack(), group=sheet.silent, prefetch=prefetch)
+    inputs, _ = sheet.batch(0, vectors)
+    for prefetch, training in ((0, True), (1, True), (3, True), (1, False)) if not sheet.findings else ():
+        with sheet.ledger(prefetch=prefetch) as (memory, engine), torch.set_grad_enabled(training):
             before = memory.live
             memory.reset_peak()
-            engine(batch[0])
+            engine(inputs)
             most, after = memory.peak - before, memory.live - before
-        units, noise = 1 + prefetch, _activations() + sheet.slack(engine)
+        units, noise = 1 + prefetch, ACTIVATIONS + padding(engine.buckets)
         means = f"{units} unit(s) of {LAYER:,}, and activations"
-        memory_in = "bytes of whole parameters alive in forward"
-        sheet.at_most(f"{memory_in}, with prefetch {prefetch}", most, units * LAYER + noise, means)
+        sheet.at_most(f"bytes of whole parameters alive in forward, with prefetch {prefetch}", most,
+                      units * LAYER + noise, means)  # fmt: skip
         sheet.at_most("bytes alive after forward, more than before", after, noise, "activations")
 
 
 def zero3_before_backward(sheet: Sheet) -> None:
-    def keep(self, unit, bucket, param):
-        bucket.used.add(param)
-
-    cls = sheet.probe(_on_gradient=keep)
-    engine = sheet.build(sheet.odd(), cls)
+    cls = sheet.probe(_on_gradient=lambda self, unit, bucket, param: bucket.used.add(param))
+    engine, plain = sheet.build(sheet.odd(), cls), sheet.start()
     inputs, targets = sheet.batch(0)
-    plain = sheet.odd(rank=0)
     F.cross_entropy(plain(inputs), targets).backward()
     sheet.backward(engine)
-    expected = gradients_of(plain)
+    expected = {name: param.grad for name, param in plain.named_parameters()}
     for bucket in engine.trained:
         for name, param in zip(bucket.names, bucket.params):
             sheet.same(f"this rank's own gradient of {name} after backward", param.grad, expected[name])
@@ -697,70 +893,37 @@ def zero3_before_backward(sheet: Sheet) -> None:
 
 
 def zero3_gradient(sheet: Sheet) -> None:
-    engine = sheet.build(sheet.odd())
-    plain, _ = sheet.oracle(0)
-    sheet.backward(engine)
-    engine._sync_gradients()
-    sheet.right_gradients(engine, gradients_of(plain))
-    if sheet.findings:
-        return
-    _order_of_events(sheet, backward=True, reduce=True)
-    batches = [sheet.batch(step, vectors) for step in range(2)]
-    for prefetch in (0, 1):
-        with MemoryLedger() as memory:
-            engine = sheet.build(sheet.stack(), group=sheet.silent, prefetch=prefetch)
-            F.mse_loss(engine(batches[0][0]), batches[0][1]).backward()
-            engine._sync_gradients()
-            engine.zero_grad()
-            between = memory.live
-            loss = F.mse_loss(engine(batches[1][0]), batches[1][1])
-            memory.reset_peak()
-            loss.backward()
-            most = memory.peak - between
-            engine._sync_gradients()
-            after = memory.live - between
-        share, noise = LAYERS * LAYER / sheet.world_size, _activations() + sheet.slack(engine)
-        means = f"Ψ/N, {1 + prefetch} unit(s)' parameters and 2 units' gradients of {LAYER:,} each, and activations"
-        sheet.at_most(f"bytes alive at backward's worst moment, with prefetch {prefetch}", most,
-                      share + (3 + prefetch) * LAYER + noise, means)  # fmt: skip
-        sheet.at_most("bytes of gradients alive after step 3", after, share + sheet.slack(engine) + 64, "Ψ/N")
-        if sheet.findings:
-            return
-    # A unit with a frozen layer, which backward needs after the last gradient of the unit's own.
+    gradients(sheet, "reduce-scatter", 1, before=("all-gather",))
     model = sheet.odd()
-    model.blocks[1].up.requires_grad_(False)
-    plain = sheet.odd(rank=0)
-    plain.blocks[1].up.requires_grad_(False)
+    model.blocks[0].pair.data = model.blocks[0].pair.data.float()  # two dtypes in a unit are two buckets
     engine = sheet.build(model)
     sheet.backward(engine)
     engine._sync_gradients()
-    inputs, targets = sheet.whole_batch(0)
-    F.cross_entropy(plain(inputs), targets).backward()
-    sheet.right_gradients(engine, gradients_of(plain))
+    sheet.right_gradients(engine)
+    _order_of_events(sheet, backward=True, reduce=True)
+    for prefetch in (0, 1) if not sheet.findings else ():
+        means = f"{1 + prefetch} unit(s)' parameters and 2 units' gradients of {LAYER:,} each"
+        _worst_moment(sheet, (3 + prefetch) * LAYER, means, prefetch=prefetch)
 
 
 # All together.
 
 
-def training(sheet: Sheet, sequence: list[str], times: float, **options) -> None:
-    steps = 6
+def training(sheet: Sheet, kinds: list[str], times: float, **options) -> None:
+    steps = 4
     plain, losses = sheet.oracle(steps)
     engine = sheet.build(sheet.odd(), **options)
     for step in range(steps):
         inputs, targets = sheet.batch(step)
-        with Traffic() as traffic:
+        with Traffic(sheet.group) as traffic:
             loss = engine.training_step(inputs, targets, F.cross_entropy)
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         sheet.same(f"the ranks' mean loss in training step {step + 1}", mean / sheet.world_size, losses[step])
         if sheet.findings:
             return
-    if sequence:
-        sheet.traffic(traffic, sequence, times, psi(plain), sheet.slack(engine), "in a training step")
-    else:
-        slack = sheet.slack(engine)
-        sheet.traffic(traffic, [k for k, _ in itertools.groupby(c.kind for c in traffic.collectives)], times,
-                      psi(plain), slack, "in a training step")  # fmt: skip
+    psi = 8 * (sum(param.numel() for param in plain.parameters()) if sheet.name == "zero3" else trained_numel(plain))
+    sheet.traffic(traffic, kinds, times, psi + padding(engine.buckets), "in a training step")
     _right_weights(sheet, engine.full_state_dict(), plain)
 
 
@@ -768,11 +931,10 @@ def memory(sheet: Sheet, shares: dict[str, bool], extra: bool = False, **options
     """What is held when the optimizer runs, by kind, and that nothing else is alive; `shares` says what is cut by N."""
     batches = [sheet.batch(step, vectors) for step in range(2)]
     held, total = {}, LAYERS * LAYER
-    with MemoryLedger() as ledger:
+    with sheet.ledger(**options) as (ledger, engine):
         for tensor in itertools.chain(*batches):
             ledger.track(tensor)
-        outside = ledger.live
-        engine = sheet.build(sheet.stack(), group=sheet.silent, **options)
+        outside = sum(tensor.untyped_storage().nbytes() for tensor in itertools.chain(*batches))
         engine.training_step(*batches[0], F.mse_loss)
         loss = F.mse_loss(engine(batches[1][0]), batches[1][1])
         loss.backward()
@@ -786,7 +948,7 @@ def memory(sheet: Sheet, shares: dict[str, bool], extra: bool = False, **options
         between = ledger.live - outside
     if not held:
         return sheet.expect(False, "engine.step()", "a step of engine.optimizer", "none")
-    live, slack, noise = held.pop("live"), sheet.slack(engine), 64 + loss.untyped_storage().nbytes()
+    live, slack, noise = held.pop("live"), padding(engine.buckets), 64 + loss.untyped_storage().nbytes()
     for kind, cut in shares.items():
         psis = 2 if kind == "optimizer" else 1
         more = total / sheet.world_size if kind == "gradients" and extra else 0
@@ -796,7 +958,7 @@ def memory(sheet: Sheet, shares: dict[str, bool], extra: bool = False, **options
         sheet.at_most(f"{kind} held in step 4", held[kind], allowed, means)
     means = "what is held, by name, and a loss"
     sheet.at_most("bytes alive in step 4", live, sum(held.values()) + noise, means)
-    keeps = 0 if "gradients" not in shares or shares["gradients"] else total + slack
+    keeps = 0 if shares["gradients"] else total + slack
     allowed = held["parameters"] + held["optimizer"] + keeps + noise
     sheet.at_most("bytes alive between two steps", between, allowed,
                   "parameters, optimizer state" + ", the gradients' buffer" * bool(keeps))  # fmt: skip
@@ -817,27 +979,25 @@ class Check:
 
 def checks_of(name: str) -> list[Check]:
     """The checks of an exercise, in the order of the steps."""
-    cut_all = {"parameters": True, "gradients": True, "optimizer": True}
     looks = {
         "zero1": [layout, cut, partial(zero1_gradients, kind="all-reduce", times=2), zero1_update, zero1_gather],
         "zero1_2psi": [partial(zero1_gradients, kind="reduce-scatter", times=1)],
         "zero2": [zero2_send, zero2_receive, zero2_in_flight, zero2_hook, clip],
         "zero3": [zero3_free, zero3_gather, zero3_prefetch, zero3_before_backward, zero3_gradient],
     }
-    together = {
-        "zero1": (["all-reduce", "all-gather"], 3, cut_all | {"parameters": False, "gradients": False}),
-        "zero1_2psi": (["reduce-scatter", "all-gather"], 2, cut_all | {"parameters": False, "gradients": False}),
-        "zero2": (["reduce-scatter", "all-gather"], 2, cut_all | {"parameters": False}),
-        "zero3": ([], 3, cut_all),
-    }
-    blanks = EXERCISES[name].blanks
-    checks = [Check(blank.task, look, blank) for blank, look in zip(blanks, looks[name], strict=True)]
-    sequence, times, shares = together[name]
+    kinds, times, shards = {  # collectives, Ψ that are sent, and what is cut by N beside the optimizer state
+        "zero1": (["all-reduce", "all-gather"], 3, ()),
+        "zero1_2psi": (["reduce-scatter", "all-gather"], 2, ()),
+        "zero2": (["reduce-scatter", "all-gather"], 2, ("gradients",)),
+        "zero3": (["all-gather", "reduce-scatter"], 3, ("gradients", "parameters")),
+    }[name]
+    shares = {kind: kind in (*shards, "optimizer") for kind in ("parameters", "gradients", "optimizer")}
     options = {} if name == "zero3" else SMALL
-    train = partial(training, sequence=sequence, times=times, **options)
+    train = partial(training, kinds=kinds, times=times, **options)
     held = partial(memory, shares=shares, extra=name == "zero1_2psi")
+    blanks = EXERCISES[name].blanks
     return [
-        *checks,
+        *(Check(blank.task, look, blank) for blank, look in zip(blanks, looks[name], strict=True)),
         Check("All steps: training like one process on all data, and what it sends", train),
         Check("All steps: what is held, and that nothing else is alive", held),
     ]

@@ -377,7 +377,7 @@ def _all_steps_of_the_impostor(folder: str) -> None:
     file = Path(folder, f"impostor{dist.get_rank()}.py")
     file.write_text(text)
     module = check_ranks.load("zero1", str(file))
-    sheet = check_steps.Sheet("zero1", str(file), module, torch.device("cpu"))
+    sheet = check_steps.Sheet("zero1", module, torch.device("cpu"))
     for each in check_steps.checks_of("zero1")[-2:]:
         each.look(sheet)
     Path(folder, f"findings.{dist.get_rank()}").write_text(str(sheet.findings))

@@ -99,11 +99,16 @@ def _nbytes(value) -> int:
     return sum(_nbytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
 
 
-def _world_size(args) -> int:
+def group_of(args):
+    """The process group of a collective that torch dispatches with `args`."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             try:
-                return dist.ProcessGroup.unbox(argument).size()
+                return dist.ProcessGroup.unbox(argument)
             except (RuntimeError, TypeError):
                 continue  # the ReduceOp is a script object as well
-    return dist.distributed_c10d._resolve_process_group(args[-1]).size()
+    return dist.distributed_c10d._resolve_process_group(args[-1])
+
+
+def _world_size(args) -> int:
+    return group_of(args).size()
