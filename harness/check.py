@@ -57,7 +57,8 @@ def merge(verdicts: list[dict]) -> dict:
 def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
     """What the report says about one step."""
     status = verdict["status"]
-    lines = [f"{SIGNS[status]:<9} {check.title}"]
+    loading = verdict.get("loading")
+    lines = [f"{SIGNS[status]:<9} {'the file itself, before any step' if loading else check.title}"]
     if status == "passed":
         return lines
     rank = f"on rank {verdict['rank']}: " if verdict.get("rank") is not None else ""
@@ -78,11 +79,11 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
         if verdict.get("line"):
             lines.append(f"  in line {verdict['line']} of {shown}{code(verdict['line'])}")
     lines += [f"  {other}" for other in verdict.get("others", ())]
-    if status in GONE and any(" in all" in other or " waits in " in other for other in verdict["others"]):
+    if status in ("lost", "hang") and any(" in all" in other or " waits in " in other for other in verdict["others"]):
         lines.append(
             "  Collectives match by their order alone: every rank must issue the same ones, in the same order."
         )
-    lines.append(f"  read      {check.read}")
+    lines += [] if loading else [f"  read      {check.read}"]
     return [text for line in lines for text in _wrapped(line)]
 
 
@@ -107,48 +108,49 @@ class Report:
         """Print what is new. `died` says how ranks ended; then what is missing will never come."""
         while not self.over:
             files = [Path(self.folder, f"{len(self.verdicts)}.{rank}") for rank in range(self.world_size)]
-            if died is None and not all(file.exists() for file in files):
+            there = [file.exists() for file in files]
+            if not all(there) and (died is None or not (died or any(there))):
                 return
-            if died is not None and not any(file.exists() for file in files) and not died:
-                return
-            verdicts = []
-            for rank, file in enumerate(files):
-                if file.exists():
-                    verdicts.append(json.loads(file.read_text()))
-                else:
-                    verdicts.append(
-                        {"status": "died", "error": died.get(rank, "was stopped, as another rank had ended")}
-                    )
+            verdicts = [
+                json.loads(file.read_text()) if file.exists() else {"status": "died", "error": died.get(rank, "ended")}
+                for rank, file in enumerate(files)
+            ]
             verdict = merge(verdicts)
+            lines = lines_of(self.checks[len(self.verdicts)], verdict, self.shown, self.source)
             self.verdicts.append(verdict)
-            print(
-                "\n".join(lines_of(self.checks[len(self.verdicts) - 1], verdict, self.shown, self.source)), flush=True
-            )
+            print("\n".join(lines), flush=True)
 
 
 def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict[int, str]:
     """{rank: what is known}, of ranks that ended without a verdict."""
+    codes = {
+        int(rank): int(code)
+        for rank, code in re.findall(r"rank\s*: (\d+) \(.*?exitcode\s*: (-?\d+)", errors, re.DOTALL)
+    }
     died = {}
     for rank in range(world_size):
         crash, now = Path(folder, f"crash.{rank}"), Path(folder, f"now.{rank}")
+        if not crash.exists():
+            continue  # it never began
         last = f"; the last collective it was in: {now.read_text()}" if now.exists() and now.read_text() else ""
-        text = crash.read_text() if crash.exists() else ""
+        text, code = crash.read_text(), codes.get(rank, 0)
         if text:
             what = text.split("\n")[0].removeprefix("Fatal Python error: ")
             line = re.search(rf'File "{re.escape(file)}", line (\d+)', text)
             at = f" in line {line[1]}" if line else ""
             freed = " (is it a tensor whose memory was freed?)" * ("Segmentation" in what)
             died[rank] = f"died: {what}{at}{freed}{last}"
-    for rank, how in re.findall(
-        r"exitcode\s*: (?:-?\d+).*?\n|rank\s*: (\d+).*?exitcode\s*: (-?\d+)", errors, re.DOTALL
-    ):
-        if rank and int(rank) not in died:
-            died[int(rank)] = f"ended with exit status {how}"
+        elif code < 0 and code != -signal.SIGTERM:
+            died[rank] = f"was killed by {signal.Signals(-code).name}{last}"
+        elif code > 0:
+            died[rank] = f"ended with exit status {code}{last}"
+        else:
+            died[rank] = f"ended without a word: os._exit(), or it was stopped when another rank had ended{last}"
     return died
 
 
-def run(name: str, ranks: int, seconds: float, backend: str, device: str, file: Path) -> bool:
-    """Start the ranks on `file` and print the report; True if all steps passed."""
+def run(name: str, ranks: int, seconds: float, backend: str, device: str, file: Path):
+    """Start the ranks on `file` and print the report: (whether all steps passed, the Report)."""
     from harness import check_steps
 
     source = file.read_text()
@@ -233,10 +235,12 @@ def main(argv=None) -> None:
     shown = os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
     try:
         blanks = to_write(file.read_text())
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        text = (getattr(error, "text", None) or "").strip()
-        print(f"{shown}, line {line}: {getattr(error, 'msg', error)}: {text}", file=sys.stderr)
+    except SyntaxError as error:
+        place = f", line {error.lineno}" * bool(error.lineno)
+        print(f"{shown}{place}: {error.msg}: {(error.text or '').strip()}".rstrip(": "), file=sys.stderr)
+        sys.exit(1)
+    except ValueError as error:  # not utf-8, or a null byte
+        print(f"{shown}: {error}", file=sys.stderr)
         sys.exit(1)
     import torch
 

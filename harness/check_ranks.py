@@ -6,7 +6,9 @@ killed, takes no part in a collective any more. `harness/check.py` starts the ra
 
 import contextlib
 import faulthandler
+import functools
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -89,6 +91,49 @@ class _Watch:
         return Work(result, self, what, loop.tensors_in(inputs), nbytes)
 
 
+_refused: set[str] = set()  # files that must not be read or run now
+
+
+def _audit(event: str, arguments) -> None:
+    """Sees what all ways of importing a file, and of reading it, come down to."""
+    if _refused and event in ("open", "exec"):
+        path = arguments[0] if event == "open" else getattr(arguments[0], "co_filename", None)
+        if isinstance(path, str) and path in _refused:
+            raise Broken(f"it reads {os.path.basename(path)}, the reference, which it is to replace")
+
+
+_install_audit = functools.cache(partial(sys.addaudithook, _audit))  # once: there is no taking it away
+
+
+@contextlib.contextmanager
+def without_reference(name: str, file: str):
+    """Inside, to import or read the exercise's reference is an error, and to call what a blank was made from."""
+    exercise = EXERCISES[name]
+    module = Path(exercise.source).stem
+
+    def refuse(*args, **kwargs):
+        raise Broken("it calls the function in harness/loop.py, the reference, which it is to replace")
+
+    real, known = {}, sys.modules.get(module)
+    for blank in exercise.blanks:
+        if blank.source:
+            function = blank.where.partition(".")[2]
+            real[function] = getattr(loop, function)
+            setattr(loop, function, refuse)
+    sys.modules[module] = None
+    _install_audit()
+    _refused.update({str(ROOT / exercise.source)} - {file})
+    try:
+        yield
+    finally:
+        _refused.clear()
+        for function, body in real.items():
+            setattr(loop, function, body)
+        del sys.modules[module]
+        if known is not None:
+            sys.modules[module] = known
+
+
 def load(name: str, file: str) -> types.ModuleType:
     """The student's module, from this path. Raises Broken if there is none, or if it is the reference in disguise."""
     exercise, path = EXERCISES[name], os.path.realpath(file)
@@ -107,7 +152,7 @@ def load(name: str, file: str) -> types.ModuleType:
         at = module
         for part in blank.where.split("."):
             at = getattr(at, part, None)
-        code = getattr(at, "__code__", None)
+        code = getattr(inspect.unwrap(at) if callable(at) else at, "__code__", None)  # it may be decorated
         if code is None:
             raise Broken(f"there is no {blank.where} in it, which this exercise is to write")
         if os.path.realpath(code.co_filename) != path:
@@ -121,37 +166,23 @@ def load(name: str, file: str) -> types.ModuleType:
 def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exit_on_hang: bool = False) -> None:
     """Try step after step on this rank, up to the first that some rank fails; the verdicts go to `folder`."""
     file, rank = os.path.realpath(file), dist.get_rank()
-    reference = Path(EXERCISES[name].source).stem
-    real = sys.modules.get(reference)
-    sys.modules[reference] = None  # an import of it is an error
     sheet = None
-    try:
-        with _Watch(file, Path(folder, f"now.{rank}")) as watch:
-            for number, check in enumerate(checks_of(name)):
-                over = threading.Event()
-                if exit_on_hang:
-                    threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
-                try:
-                    if sheet is None:
-                        sheet = Sheet(name, load(name, file), torch.device(device))
-                    sheet.findings = []
-                    torch.manual_seed(rank)
-                    check.look(sheet)
-                    verdict = {
-                        "status": "failed" if sheet.findings else "passed",
-                        "findings": sheet.findings[:FINDINGS],
-                    }
-                except BaseException as error:
-                    verdict = _verdict(error, watch, sheet)
-                over.set()
-                _write(folder, number, verdict)
-                if any(other["status"] != "passed" for other in _everyone(folder, number, 10 * seconds)):
-                    return
-    finally:
-        if real is None:
-            del sys.modules[reference]
-        else:
-            sys.modules[reference] = real
+    with without_reference(name, file), _Watch(file, Path(folder, f"now.{rank}")) as watch:
+        for number, check in enumerate(checks_of(name)):
+            over = threading.Event()
+            if exit_on_hang:
+                threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
+            try:
+                if sheet is None:
+                    sheet = Sheet(name, load(name, file), torch.device(device))
+                verdict = sheet.verdict(check, FINDINGS)
+            except BaseException as error:
+                verdict = _verdict(error, watch, sheet)
+            over.set()
+            _write(folder, number, verdict)
+            patience = PATIENCE if verdict["status"] == "lost" else 2 * seconds + 10  # who is lost sends no verdict
+            if any(other["status"] != "passed" for other in _everyone(folder, number, patience)):
+                return
 
 
 def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
@@ -164,16 +195,15 @@ def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
     line = lines[-1] if lines else None
     if isinstance(seen, NotImplementedError) and line and str(seen).startswith("Step "):
         return {"status": "open", "line": line, "task": str(seen)}
-    if isinstance(error, Broken):
-        return {"status": "error", "line": None, "error": str(error)}
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
         return {"status": "lost", "line": line, "error": f"has lost another rank in {watch.last or f'line {line}'}"}
-    when = sheet.at.removeprefix(", ") if sheet else "while the file was loaded"
-    said = f"{when}: " * bool(when) + f"{type(error).__name__}: {error}"
-    if not line and trace:
+    said = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
+    if sheet is None:
+        return {"status": "error", "line": line, "error": said, "loading": True}
+    if not line and trace and not isinstance(error, Broken):
         place = f"{os.path.relpath(trace[-1].filename, ROOT)}, line {trace[-1].lineno}"
         said += f" (in {place}, and in no line of this file: what it has left behind is not as it should be)"
-    return {"status": "error", "line": line, "error": said}
+    return {"status": "error", "line": line, "error": f"{sheet.at}: ".removeprefix(", ") * bool(sheet.at) + said}
 
 
 def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, number: int) -> None:

@@ -212,6 +212,13 @@ class Sheet:
 
     # What is said.
 
+    def verdict(self, check, most: int) -> dict:
+        """What `check` has found, the first `most` findings."""
+        self.findings, self._wrong_at = [], None
+        torch.manual_seed(self.rank)
+        check.look(self)
+        return {"status": "failed" if self.findings else "passed", "findings": self.findings[:most]}
+
     def expect(self, right: bool, what: str, expected, found) -> None:
         """Write down what is not `right`. No rank leaves a check early: the others may wait for it in a collective."""
         if not right and self._wrong_at in (None, self.at):  # the first way of building engines that goes wrong
@@ -554,8 +561,8 @@ def zero2_send(sheet: Sheet) -> None:
             left = [name for name, param in zip(bucket.names, bucket.params) if param.grad is not None]
             sheet.expect(not left, "parameters with a .grad after sending", "none", ", ".join(left))
             sheet.expect(not bucket.kept, "gradients left in bucket.kept", "none", len(bucket.kept))
-            if hasattr(getattr(reduction, "work", None), "wait"):
-                reduction.work.wait()  # a buffer must not go while it is sent
+            dist.barrier(sheet.group)  # before its buffers go
+            del reduction
 
 
 def zero2_receive(sheet: Sheet) -> None:

@@ -6,6 +6,7 @@ The exercises are made from the reference, so they cannot grow old beside it. Th
 
 import argparse
 import ast
+import hashlib
 import re
 import sys
 import textwrap
@@ -54,8 +55,8 @@ _LAYOUT = Blank(
     "Step 0: lay the parameters end to end, and pad",
     "Set self.offsets (where each parameter starts), self.numel and self.shard_numel (of the buffer and of one shard) "
     "and self.start (of this rank's shard), all in elements. Every parameter and every shard starts on a multiple of "
-    "16 bytes, and numel is N shards: N rarely divides what there is, so zeros fill the rest. A shard has elements "
-    "even when a parameter has none.",
+    "16 bytes, in the parameters' dtype and in self.param_dtype, whose elements may be smaller. numel is N shards: N "
+    "rarely divides what there is, so zeros fill the rest. A shard has elements even when the parameters have none.",
     "about {lines} lines; less than 16 bytes of padding behind a parameter, less than 16 N bytes behind them all",
     "the picture in Bucket's docstring, and its Attributes",
     first="align = ",
@@ -76,7 +77,8 @@ _REDUCE_1 = Blank(
     "(group=self.group), divide by N, and set piece.grad, in the piece's dtype, from this rank's shard of it: "
     "bucket.pieces and bucket.cut(shard) have the same order. Started with async_op=True, all buckets travel at once; "
     'loop.wait(work, "all-reduce", bucket) receives one.',
-    "about {lines} lines; sends 2Ψ (times (N-1)/N, as all that is sent); no second copy of the gradients",
+    "about {lines} lines; sends 2Ψ (times (N-1)/N, as all that is sent); no second copy of the gradients: sum and mean "
+    "in place, pieces with views",
     "the arithmetic at the top of the file, `all-reduce` and `piece` in its words; ZeRO paper, section 5.1",
     first="works = []",
     last="for bucket, work in zip(",
@@ -86,7 +88,8 @@ _CLIP = Blank(
     "Step 3: clip the gradients by their norm over all shards",
     "Receive the gradients that are under way (self._sync_gradients()), take the norm of this rank's gradients, "
     "combine the ranks' norms, and scale the pieces' gradients by min(1, max_norm / (norm + 1e-6)). A rank may own "
-    "only padding: it has no gradients, and must take part. A maximum over ranks may lose a NaN; all values do not. "
+    "only padding: it has no gradients, and must take part; a piece's grad may be None. A maximum over ranks may lose "
+    "a NaN; all values do not. "
     "dist.all_gather_single(output, input, group=self.group) gathers N numbers.",
     "about {lines} lines with those that only ZeRO-1 needs; sends a number per rank, never gradients; the same norm as "
     "torch.nn.utils.clip_grad_norm_ on the whole model",
@@ -118,7 +121,7 @@ EXERCISES = {
                 "The model's weights are views of bucket.flat: an all-gather into it is all that is needed. "
                 "loop.rounded_shard(bucket) is what this rank brings (bucket.shard, in mixed precision rounded). Start "
                 'all buckets, then loop.wait(work, "all-gather", bucket) for each.',
-                "about {lines} lines; sends Ψ; not a byte more alive afterwards than before",
+                "about {lines} lines; sends Ψ; not a byte more alive afterwards than before, and meanwhile Ψ/N at most",
                 "Bucket.flatten, which makes the weights views; `all-gather` in the words at the top",
             ),
         ),
@@ -154,8 +157,9 @@ EXERCISES = {
                 "Step 3: send one bucket's gradients by reduce-scatter",
                 "Copy every param.grad into its view of a buffer of the bucket (bucket.views, bucket.reduce_dtype) "
                 "and let go of it: param.grad = None. Where bucket.kept has an earlier gradient of the parameter, add "
-                "and remove it. Then start the reduce-scatter into a shard of bucket.shard_numel elements; keep the "
-                "buffer, the shard and the work for `finish`.",
+                "and remove it. Zeros where there is no gradient (param.grad may be None), and in the padding. Then "
+                "start the reduce-scatter, in `group`, into a shard of bucket.shard_numel elements; keep the buffer, "
+                "the shard and the work for `finish`.",
                 "about {lines} lines; one reduce-scatter of the bucket; no param.grad is left",
                 "Reduction's docstring; Bucket in zero1.py",
                 first="self.flat = ",
@@ -298,10 +302,25 @@ def generate(name: str, open_blanks=None) -> str:
             taken = statements(find(tree, blank.where), text, blank)
             first, last = taken[0].lineno - 1, taken[-1].end_lineno
             lines[first:last] = _instead(blank, lines[first:last], taken[0].col_offset)
-    if open_blanks is None:
-        after = tree.body[0].end_lineno  # the chapter's docstring; it is above all blanks
-        lines[after:after] = ["", *_head(name, exercise)]
-    return "\n".join(lines)
+    if open_blanks is not None:
+        return "\n".join(lines)
+    after = tree.body[0].end_lineno  # the chapter's docstring; it is above all blanks
+    lines[after:after] = ["", *_head(name, exercise)]
+    text = "\n".join(lines)
+    return f"{text}\n{SEAL}{_digest(text)}\n"
+
+
+SEAL = "# What is above as ./launch.sh exercise wrote it: "
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.rstrip().encode()).hexdigest()[:16]
+
+
+def edited(text: str) -> bool:
+    """Whether somebody has changed the text of an exercise since it was written, from whatever reference."""
+    before, _, seal = text.rpartition(SEAL)
+    return seal.strip() != _digest(before)
 
 
 def _as_method(text: str, blank: Blank) -> str:
@@ -381,7 +400,7 @@ def main(argv=None) -> None:
         parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name))
     file, text = FOLDER / f"{options.name}.py", generate(options.name)
     shown = file.relative_to(ROOT)
-    if file.exists() and file.read_text() != text and not options.force:
+    if file.exists() and edited(file.read_text(errors="replace")) and not options.force:
         parser.error(f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost")
     FOLDER.mkdir(exist_ok=True)
     file.write_text(text)
