@@ -163,12 +163,12 @@ def load(name: str, file: str) -> types.ModuleType:
     return module
 
 
-def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exit_on_hang: bool = False) -> None:
-    """Try step after step on this rank, up to the first that some rank fails; the verdicts go to `folder`."""
+def examine(name, file: str, folder: str, seconds: float, device="cpu", first: int = 0, exit_on_hang=False) -> None:
+    """Try step after step on this rank, from number `first` to one that some rank fails; verdicts go to `folder`."""
     file, rank = os.path.realpath(file), dist.get_rank()
     sheet = None
     with without_reference(name, file), _Watch(file, Path(folder, f"now.{rank}")) as watch:
-        for number, check in enumerate(checks_of(name)):
+        for number, check in list(enumerate(checks_of(name)))[first:]:
             over = threading.Event()
             if exit_on_hang:
                 threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
@@ -178,6 +178,8 @@ def examine(name: str, file: str, folder: str, seconds: float, device="cpu", exi
                 verdict = sheet.verdict(check, FINDINGS)
             except BaseException as error:
                 verdict = _verdict(error, watch, sheet)
+                if verdict["status"] == "error" and sheet and sheet.findings:  # of which it may be a consequence
+                    verdict = {"status": "failed", "findings": sheet.findings[:FINDINGS]}
             over.set()
             _write(folder, number, verdict)
             patience = PATIENCE if verdict["status"] == "lost" else 2 * seconds + 10  # who is lost sends no verdict

@@ -205,7 +205,7 @@ class Sheet:
         self.groups = _groups(dist.group.WORLD)
         self.engine_cls = getattr(self.student, EXERCISES[self.name].engine)
         self.findings: list[dict] = []
-        self._wrong_at = None
+        self._wrong_at = None  # the `at` of what was found
         self.at, self.group = "", self.groups.all  # how engines are built at the moment
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._oracles = {}
@@ -214,7 +214,7 @@ class Sheet:
 
     def verdict(self, check, most: int) -> dict:
         """What `check` has found, the first `most` findings."""
-        self.findings, self._wrong_at = [], None
+        self.findings, self._wrong_at, self.at, self.group = [], None, "", self.groups.all
         torch.manual_seed(self.rank)
         check.look(self)
         return {"status": "failed" if self.findings else "passed", "findings": self.findings[:most]}
@@ -257,14 +257,12 @@ class Sheet:
     # What it is said about.
 
     def setups(self, *more):
-        """Options to build an engine with, one set after the other."""
+        """Options to build an engine with, one set after the other; `at` and `group` are those of the current one."""
         one = ", in a group of one rank (self.world_size is 1)", {"group": self.groups.alone}
-        try:
-            for self.at, options in (("", {}), one, (", in mixed precision", MIXED), *more):
-                self.group = options.get("group", self.groups.all)
-                yield options
-        finally:
-            self.at, self.group = "", self.groups.all
+        for self.at, options in (("", {}), one, (", in mixed precision", MIXED), *more):
+            self.group = options.get("group", self.groups.all)
+            yield options
+        self.at, self.group = "", self.groups.all  # not after an exception: its message says where it was
 
     @property
     def ranks(self) -> list[int]:

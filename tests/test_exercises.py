@@ -2,16 +2,18 @@
 
 import ast
 import difflib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from test_launch import launch
 
 from harness import check, check_ranks, check_steps, exercise
 from harness.exercise import EXERCISES, ROOT, generate
@@ -32,7 +34,7 @@ REDUCE_SCATTER = """\
 IN_PLACE = """\
         for bucket in self.trained:
             shard = bucket.flat_gradient[bucket.start : bucket.start + bucket.shard_numel]
-            dist.reduce_scatter_single(shard, bucket.flat_gradient.clone(), group=self.group)
+            dist.reduce_scatter_single(shard, bucket.flat_gradient, group=self.group)
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = (gradient / self.world_size).to(piece.dtype)
 """
@@ -64,12 +66,14 @@ def wheres(name: str) -> list[str]:
     return [blank.where for blank in EXERCISES[name].blanks]
 
 
-def examine(pool, folder: Path, name: str, text: str) -> check.Report:
-    """The check's verdicts and its report, on ranks that are there already."""
+def examine(pool, folder: Path, name: str, text: str, first: int = 0) -> check.Report:
+    """The check's verdicts from step `first` on and its report, on ranks that are there already."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
     file = folder / f"{name}.py"
     file.write_text(text)
-    pool.run(check_ranks.examine, name=name, file=str(file), folder=str(folder), seconds=30)
+    pool.run(check_ranks.examine, name=name, file=str(file), folder=str(folder), seconds=30, first=first)
     report = check.Report(check_steps.checks_of(name), str(folder), pool.world_size, file.name, text)
+    report.verdicts = [{"status": "passed"}] * first
     report.read()
     assert report.over
     return report
@@ -126,22 +130,20 @@ def test_every_exercise_has_a_check_for_every_blank():
 # Checking them.
 
 
-@pytest.mark.parametrize(("name", "where"), [(name, where) for name in EXERCISES for where in wheres(name)])
-def test_every_blank_fails_at_its_own_step(ranks, tmp_path, capsys, name, where):
-    text = generate(name, [where])
-    if name == "zero1_2psi":
-        text = generate(name)
-    report = examine(ranks(3), tmp_path, name, text)
-    *before, last = report.verdicts
-    place = wheres(name).index(where)
-    assert [verdict["status"] for verdict in before] == ["passed"] * place
-    (line,) = (line for line, task in check.to_write(text) if task == EXERCISES[name].blanks[place].task)
-    assert last["status"] == "open" and last["task"] == EXERCISES[name].blanks[place].task and last["line"] == line
-    assert f"not written yet: {last['task']}, see line {line} of {name}.py" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("name", EXERCISES)
+def test_every_blank_fails_at_its_own_step(ranks, tmp_path, capsys, name):
+    for place, where in enumerate(wheres(name)):  # that those before it pass is what the right solutions show
+        text = generate(name, None if name == "zero1_2psi" else [where])
+        last = examine(ranks(3), tmp_path, name, text, first=place).verdicts[-1]
+        (line,) = (line for line, task in check.to_write(text) if task == EXERCISES[name].blanks[place].task)
+        assert last["status"] == "open" and last["task"] == EXERCISES[name].blanks[place].task and last["line"] == line
+        said = f"not written yet: {last['task']}, see line {line} of {name}.py"
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
+DECORATED = re.sub(r"(    def (step|_sync_params)\()", r"    @torch.no_grad()\n\1", generate("zero1", ()))
 RIGHT = {
-    "the reference, zero1": ("zero1", {}),
+    "the reference, zero1, with decorators": ("zero1", None),
     "the reference, zero2": ("zero2", {}),
     "the reference, zero3": ("zero3", {}),
     "reduce-scatter": ("zero1_2psi", {}),
@@ -154,7 +156,7 @@ RIGHT = {
             dist.all_reduce(bucket.flat_gradient, group=self.group)
             mine = bucket.flat_gradient.div_(dist.get_world_size(self.group)).chunk(self.world_size)[self.rank]
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(mine)):
-                piece.grad = gradient
+                piece.grad = gradient.to(piece.dtype)
 """,
             "step": """\
         self._sync_gradients()
@@ -163,7 +165,8 @@ RIGHT = {
 """,
             "_sync_params": """\
         for bucket in buckets:
-            dist.all_gather_single(bucket.flat, bucket.shard.clone(), group=self.group)
+            parts = list(bucket.flat.chunk(self.world_size))
+            dist.all_gather(parts, loop.rounded_shard(bucket), group=self.group)
 """,
             "cut": """\
         found, end = [], self.start + self.shard_numel
@@ -179,7 +182,7 @@ RIGHT = {
         "zero2",
         {
             "Reduction_of___init__": """\
-        whole = torch.cat([bucket.flat.new_zeros(bucket.numel, dtype=bucket.reduce_dtype)])
+        whole = bucket.flat.new_zeros(bucket.numel, dtype=bucket.reduce_dtype)
         for i, param in enumerate(bucket.params):
             if param.grad is not None:
                 whole[bucket.offsets[i] :][: param.numel()] = param.grad.flatten()
@@ -191,11 +194,71 @@ RIGHT = {
 """,
             "Reduction_of_finish": """\
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.mean)):
-            piece.grad = gradient / world_size + (0 if piece.grad is None else piece.grad)
+            piece.grad = gradient.to(piece.dtype) / world_size + (0 if piece.grad is None else piece.grad)
 """,
             "_reduce_bucket": """\
         reduction = Reduction(bucket, self.group)
         reduction.finish(self.world_size)
+""",
+            "_on_gradient": """\
+        bucket.missing -= {param}
+        self._waiting = self._waiting or self.trained[:]
+        for first in self._waiting[:]:
+            if first.missing:
+                break
+            self._waiting.remove(first)
+            self._reduce_bucket(first)
+""",
+            "clip_grad_norm_": """\
+        self._sync_gradients()
+        grads = [piece.grad for bucket in self.trained for _, piece in bucket.pieces if piece.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.trained[0].shard)
+        everyone = [torch.empty_like(norm) for _ in range(self.world_size)]
+        dist.all_gather(everyone, norm, group=self.group)
+        norm = torch.stack(everyone).norm(norm_type)
+        for gradient in grads:
+            gradient *= torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
+""",
+        },
+    ),
+    "zero3 with other loops": (
+        "zero3",
+        {
+            "_reshard_unit": """\
+        if not unit.whole:
+            return
+        self._wait_for_unit(unit)
+        unit.whole = False
+        guard.close(unit.params)
+        for storage in [bucket.flat.untyped_storage() for bucket in unit.buckets]:
+            storage.resize_(0)
+""",
+            "_gather_unit": """\
+        unit.whole = True
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
+            parts = list(bucket.flat.split(bucket.shard_numel))
+            work = dist.all_gather(parts, loop.rounded_shard(bucket), group=self.group, async_op=True)
+            unit.works.append(work)
+""",
+            "_pre_forward": """\
+        if position < len(self._order) and self._order[position] is unit:
+            for i in range(position + 1, min(position + 1 + self.prefetch, len(self._order))):
+                self._gather_unit(self._order[i])
+""",
+            "_pre_backward": """\
+        for each in [unit, *upcoming]:
+            self._gather_unit(each)
+        self._wait_for_unit(unit)
+""",
+            "_on_gradient": """\
+        if all(not b.missing for b in unit.trained):
+            if all(b in unit.trained for b in unit.buckets):
+                self._reshard_unit(unit)
+            if not self.find_unused:
+                self._reduce_unit(unit)
+                self._finish_reduction()
 """,
         },
     ),
@@ -205,7 +268,8 @@ RIGHT = {
 @pytest.mark.parametrize("which", RIGHT)
 def test_right_solutions_pass(ranks, tmp_path, which):
     name, bodies = RIGHT[which]
-    report = examine(ranks(3), tmp_path, name, solution(name, **bodies))
+    text = DECORATED if bodies is None else solution(name, **bodies)
+    report = examine(ranks(3), tmp_path, name, text)
     assert [verdict["status"] for verdict in report.verdicts] == ["passed"] * len(report.checks)
 
 
@@ -252,7 +316,7 @@ KEPT = """\
         loop.wait(self.work, "reduce-scatter", self.bucket)
         self.bucket.whole = self.flat
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard / world_size)):
-            piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
+            piece.grad = gradient.to(piece.dtype) + (0 if piece.grad is None else piece.grad)
 """
 AT_THE_END = """\
         bucket.missing.discard(param)
@@ -266,7 +330,8 @@ SUMMED = REDUCE_SCATTER.replace("            shard /= self.world_size\n", "")
 ALL_REDUCED = """\
         self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
         for param, view in zip(bucket.params, bucket.views(self.flat)):
-            view.copy_(param.grad)
+            view.copy_(0 * param if param.grad is None else param.grad)
+            view.add_(bucket.kept.pop(param, torch.zeros(())))
             param.grad = None
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
         self.shard = self.flat[bucket.start : bucket.start + bucket.shard_numel]
@@ -275,7 +340,7 @@ BROADCAST = """\
         for bucket in buckets:
             for rank, part in enumerate(bucket.flat.chunk(self.world_size)):
                 dist.broadcast(part, group_src=rank, group=self.group)
-            dist.all_gather_single(bucket.flat, bucket.shard, group=self.group)
+            dist.all_gather_single(bucket.flat, loop.rounded_shard(bucket), group=self.group)
 """
 DATA = """\
         if unit.whole:
@@ -291,7 +356,8 @@ DATA = """\
 NEVER_FREED = """\
         if any(b.missing for b in unit.trained):
             return
-        self._reduce_unit(unit)
+        if not self.find_unused:
+            self._reduce_unit(unit)
 """
 FROZEN_FREED = """\
         if any(b.missing for b in unit.trained):
@@ -304,7 +370,7 @@ HIDDEN = """\
         loop.wait(self.work, "reduce-scatter", self.bucket)
         Reduction.all = [*getattr(Reduction, "all", []), self.flat]
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard / world_size)):
-            piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
+            piece.grad = gradient.to(piece.dtype) + (0 if piece.grad is None else piece.grad)
 """
 LOCAL_NORM = """\
         self._sync_gradients()
@@ -329,16 +395,42 @@ UNALIGNED = """\
         self.start = rank * self.shard_numel
 """
 NOT_ALL = UNALIGNED.replace("-(-end // world_size)", "end // world_size")
+SEND_FIRST = """\
+        reduction = Reduction(bucket, self.group)
+        self._finish_reduction()
+        self._in_flight = reduction
+"""
+ANY_ORDER = """\
+        bucket.missing.discard(param)
+        if not bucket.missing:
+            self._reduce_bucket(bucket)
+"""
+TRAINED_ONLY = """\
+        if unit.whole:
+            self._wait_for_unit(unit)
+            for bucket in unit.trained:
+                bucket.flat.untyped_storage().resize_(0)
+            guard.close(unit.params)
+            unit.whole = False
+"""
 WRONG = {
     "padding forgotten": ("zero1", {"__init__": NOT_ALL}, "Step 0: lay", "offsets and shard_numel"),
     "gradients not averaged": ("zero1_2psi", {"_sync_gradients": SUMMED}, "Step 3", "summed, not averaged"),
     "2Ψ wanted, 3Ψ sent": ("zero1_2psi", None, "Step 3", "found     all-reduce"),
-    "weights sent twice": ("zero1", {"_sync_params": BROADCAST}, "Step 5", "all-gather, then broadcast"),
+    "weights sent twice": ("zero1", {"_sync_params": BROADCAST}, "Step 5", "found broadcast, then all-gather"),
     "whole gradients kept": ("zero2", {"Reduction_of_finish": KEPT}, "Step 3: receive", "alive after finish"),
     "whole gradients kept where nobody looks": ("zero2", {"Reduction_of_finish": HIDDEN}, "Step 3: rec", "alive after"),
     "an all-reduce in place": ("zero2", {"Reduction_of___init__": ALL_REDUCED}, "Step 3: send", "found     all-reduce"),
     "gradients kept to the end of backward": ("zero2", {"_on_gradient": AT_THE_END}, "Step 3: from", "worst moment"),
+    "another bucket is sent first": (
+        "zero2",
+        {"_reduce_bucket": SEND_FIRST},
+        "Step 3: at most",
+        "the one before first",
+    ),
+    "each bucket when it is complete": ("zero2", {"_on_gradient": ANY_ORDER}, "Step 3: from", "order of self.trained"),
     "the norm of this rank's shard": ("zero2", {"clip_grad_norm_": LOCAL_NORM}, "Step 3: clip", "the norm that is"),
+    "a frozen bucket not freed": ("zero3", {"_reshard_unit": TRAINED_ONLY}, "Step 5: free", "alive after freeing"),
     "freed by .data": ("zero3", {"_reshard_unit": DATA}, "Step 5: free", "alive after freeing"),
     "everything gathered at once": ("zero3", {"_pre_forward": ALL_AT_ONCE}, "Step 1", "order of events"),
     "no prefetch in backward": ("zero3", {"_pre_backward": NOT_AHEAD}, "Step 2", "order of events"),
@@ -351,10 +443,87 @@ WRONG = {
 def test_wrong_solutions_do_not_pass(ranks, tmp_path, capsys, which):
     name, bodies, step, said = WRONG[which]
     text = generate("zero1", ()) if bodies is None else solution(name, **bodies)
-    report = examine(ranks(3), tmp_path, name, text)
-    assert report.verdicts[-1]["status"] in ("failed", "error")
-    assert report.checks[len(report.verdicts) - 1].title.startswith(step), report.verdicts
-    assert said in capsys.readouterr().out
+    fails(ranks(3), tmp_path, capsys, name, text, step, said)
+
+
+def fails(pool, folder: Path, capsys, name: str, text: str, step: str, said: str) -> None:
+    """`text` fails at the step whose title begins with `step`, and the report says `said`."""
+    titles = [each.title for each in check_steps.checks_of(name)]
+    place = next(number for number, title in enumerate(titles) if title.startswith(step))
+    report = examine(pool, folder, name, text, first=place)
+    assert report.verdicts[-1]["status"] in ("failed", "error") and len(report.verdicts) == place + 1, report.verdicts
+    assert " ".join(said.split()) in " ".join(capsys.readouterr().out.split()), report.verdicts[-1]
+
+
+# A line of the reference, what a student may write in its place, and what the check says of it.
+SLIPS = {
+    "zero1": [
+        ("Step 0: lay", "min(self.params[0].dtype.itemsize, self.param_dtype.itemsize)",
+         "self.params[0].dtype.itemsize", "with param_dtype bfloat16"),
+        ("Step 0: lay", "max(1, -(-end // (world_size * align)))", "-(-end // (world_size * align))", "numel at N = 1"),
+        ("Step 0: lay", "end += -(-param.numel() //", "end += -(-(param.shape or [1])[0] //", "none over another"),
+        ("Step 3", "flat_gradient, group=self.group, async", "flat_gradient, async", "outside of the engine's group"),
+        ("Step 3", 'loop.wait(work, "all-reduce", bucket)', "pass", "never waited for"),
+        ("Step 3", "div_(self.world_size)", "div_(dist.get_world_size())", "in a group of one rank"),
+        ("Step 3", "gradient.to(piece.dtype)", "gradient", "in mixed precision"),
+        ("Step 3", "bucket.flat_gradient.div_(self.world_size)",
+         "bucket.flat_gradient.copy_(bucket.flat_gradient / self.world_size)", "no second copy"),
+        ("Step 4", "self._sync_params(self.trained)", "self._sync_params(self.buckets)", "what is frozen"),
+        ("Step 4", "self._sync_params(self.trained)", "pass", "calls of self._sync_params"),
+        ("Step 5", "shard = loop.rounded_shard(bucket)", "shard = bucket.shard", "in mixed precision"),
+        ("Step 5", 'loop.wait(work, "all-gather", bucket)', "pass", "never waited for"),
+        ("Step 5", "for bucket in buckets:", "for bucket in self.trained:", "the weight blocks.1.up"),
+    ],
+    "zero2": [
+        ("Step 3: send", "view.add_(bucket.kept.pop(param))", "bucket.kept.pop(param)", "and bucket.kept)"),
+        ("Step 3: send", "(bucket.flat, dtype=bucket.reduce_dtype)", "(bucket.flat)", "in mixed precision"),
+        ("Step 3: send", "if param.grad is not None:", "if True:", "must be Tensor, not NoneType"),
+        ("Step 3: send", "torch.zeros_like(bucket.flat, ", "torch.full_like(bucket.flat, float('nan'), ", "padding"),
+        ("Step 3: receive", "self.flat = None", "pass", "alive after finish"),
+        ("Step 3: receive", "if piece.grad is None else piece.grad.add_(gradient)", "", "this rank's piece"),
+        ("Step 3: receive", "group=group, async_op=True)", "group=group, async_op=True); self.flat.zero_()",
+         "changed or freed before the wait"),
+        ("Step 3: at most", "self._in_flight = Reduction(bucket, self.group)",
+         "self._in_flight = Reduction(bucket, None)", "outside of the engine's group"),
+        ("Step 3: clip", "total = torch.linalg.vector_norm(everyone, norm_type)",
+         "total = torch.linalg.vector_norm(everyone.nan_to_num(0), norm_type)", "NaN on every rank"),
+    ],
+    "zero3": [
+        ("Step 5: start", "async_op=True))\n        unit.whole",
+         "async_op=True)); unit.works.pop().wait()\n        unit.whole", "works in unit.works"),
+        ("Step 5: start", "resize_(bucket.numel * bucket.flat.element_size())", "resize_(bucket.numel * 8)",
+         "bytes of the buffer"),
+        ("Step 1", "if self._order[position : position + 1] == [unit]:", "if True:", "runs the units [2, 0, 1, 3]"),
+        ("Step 2", "self._gather_unit(following)\n        self._w",
+         "self._gather_unit(following); self._wait_for_unit(following)\n        self._w", "order of events"),
+        ("Step 3", "if not self.find_unused:\n            self._reduce", "if True:\n            self._reduce",
+         "with find_unused=True"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_slips_are_found_at_their_step(ranks, tmp_path, capsys, name):
+    reference = solution(name)
+    for step, right, wrong, said in SLIPS[name]:
+        assert right in reference, right
+        fails(ranks(3), tmp_path, capsys, name, reference.replace(right, wrong), step, said)
+
+
+def test_the_reference_is_not_to_be_had(ranks, tmp_path, capsys):
+    body = f"""\
+        import importlib.util
+        spec = importlib.util.spec_from_file_location("other", "{ROOT / "zero2.py"}")
+        other = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(other)
+        other.ZeRO2._reduce_bucket(self, bucket)
+"""
+    by_path, read = solution("zero2", _reduce_bucket=body), f'        exec(open("{ROOT / "zero2.py"}").read(), {{}})\n'
+    for text in (by_path, solution("zero2", _reduce_bucket=read)):
+        fails(ranks(3), tmp_path, capsys, "zero2", text, "Step 3: at most", "it reads zero2.py, the reference")
+    called = "        return loop.clip_grad_norm_(self, max_norm, norm_type)\n"
+    text = solution("zero2", clip_grad_norm_=called)
+    fails(ranks(3), tmp_path, capsys, "zero2", text, "Step 3: clip", "it calls the function in harness/loop.py")
 
 
 def test_unsharded_adamw_under_ddp_fails_on_bytes_and_order(ranks, tmp_path, capsys):
@@ -404,22 +573,48 @@ def test_the_reference_is_not_taken_for_the_students_file(tmp_path):
                 sys.modules["zero2"] = before
 
 
-def test_a_deadlock_names_what_every_rank_waits_in(tmp_path):
-    body = """\
-        self._sync_gradients()
-        if self.rank == 0:
-            dist.barrier()
-        self.optimizer.step()
-        self._sync_params(self.trained)
-"""
-    file = tmp_path / "zero1.py"
-    file.write_text(solution("zero1", step=body))
-    result = launch("check", "zero1", "2", "--file", str(file), "--seconds", "6", "--device", "cpu")
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "HANGS     Step 4" in result.stdout and result.stdout.count("passed  ") == 3
-    line = file.read_text().split("\n").index("            dist.barrier()") + 1
-    assert f"rank 0 waits in barrier, issued in line {line}" in result.stdout, result.stdout
-    assert "Warning" not in result.stderr and not result.stderr.strip(), result.stderr
+def test_a_deadlock_names_what_every_rank_waits_in(tmp_path, capsys):
+    file, line = tmp_path / "zero1.py", "dist.all_reduce(torch.ones(3)) if dist.get_rank() else dist.barrier()"
+    file.write_text(f"import torch\nimport torch.distributed as dist\n\n{line}\n")
+    with pytest.raises(SystemExit) as leaving:
+        check.main(["zero1", "2", "--file", str(file), "--seconds", "3", "--device", "cpu"])
+    said, mistake = capsys.readouterr()
+    assert leaving.value.code == 1 and "HANGS     Step 0" in said and not mistake, said + mistake
+    assert "rank 0 waits in barrier, issued in line 4" in said, said
+    assert "rank 1 waits in all_reduce of 12 bytes, issued in line 4" in said, said
+
+
+def test_a_rank_that_waits_in_vain_does_not_wait_for_long(ranks, tmp_path):
+    found = ranks(3).run(_wait_in_vain, folder=str(tmp_path))
+    assert found[0] == {"status": "hang", "line": None, "error": "waits in barrier"}
+
+
+def _wait_in_vain(folder: str):
+    import threading
+
+    import torch.distributed as dist
+
+    if dist.get_rank():
+        return check_ranks._write(folder, 0, {"status": "error"})
+    watch = check_ranks._Watch("student.py")
+    with mock.patch.object(os, "_exit"), mock.patch.object(check_ranks, "PATIENCE", 0.1), watch.inside("barrier"):
+        check_ranks._guard(threading.Event(), 60, watch, folder, 0)
+    return json.loads(Path(folder, "0.0").read_text())
+
+
+def test_how_ranks_ended_is_told(tmp_path, capsys):
+    """Of four ranks the first ended by os._exit(), the others by a signal, a crash, and an exit status."""
+    for rank, crash in enumerate(("", "", 'Fatal Python error: Segmentation fault\nFile "a.py", line 7 in step', "")):
+        (tmp_path / f"crash.{rank}").write_text(crash)
+    (tmp_path / "now.0").write_text("barrier")
+    said = "rank : {0} (local_rank: {0})\n exitcode : {1} (pid: 9)\n"
+    errors = said.format(1, -9) + said.format(3, 5)
+    report = check.Report(check_steps.checks_of("zero1"), str(tmp_path), 4, "a.py", "")
+    report.read(check._how_they_died(str(tmp_path), errors, 4, "a.py"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("DIED Step 0") and "rank 1 was killed by SIGKILL" in said, said
+    assert "rank 0 ended without a word" in said and "the last collective it was in: barrier" in said
+    assert "rank 2 died: Segmentation fault in line 7" in said and "rank 3 ended with exit status 5" in said
 
 
 def test_from_the_first_line_to_passed(tmp_path):
@@ -453,7 +648,11 @@ def test_an_edited_file_is_not_overwritten(tmp_path, monkeypatch, capsys):
     shutil.copy(ROOT / "zero3.py", tmp_path)
     file = tmp_path / "exercises" / "zero3.py"
     exercise.main(["zero3"])
-    exercise.main(["zero3"])  # as it was written
+    text = file.read_text()
+    chapter = (tmp_path / "zero3.py").read_text()
+    (tmp_path / "zero3.py").write_text(chapter.replace("Words that are new here", "New words"))
+    exercise.main(["zero3"])  # nobody has edited it, and the reference has changed since
+    assert "New words" in file.read_text() and "New words" not in text
     text = file.read_text()
     file.write_text(text + "# mine\n")
     with pytest.raises(SystemExit) as leaving:
@@ -472,6 +671,12 @@ def test_a_syntax_error_is_one_line(tmp_path, capsys):
     mistake = capsys.readouterr().err
     line = file.read_text().split("\n").index("def main( -> None:") + 1
     assert leaving.value.code == 1 and f"zero1.py, line {line}: " in mistake and mistake.count("\n") == 1, mistake
+    for content, said in ((b"# \xe9\n", "zero1.py: 'utf-8' codec"), (b"\0", "zero1.py: source code string")):
+        file.write_bytes(content)
+        with pytest.raises(SystemExit):
+            check.main(["zero1", "--file", str(file)])
+        mistake = capsys.readouterr().err
+        assert said in mistake and mistake.count("\n") == 1, mistake
 
 
 @pytest.mark.parametrize(
