@@ -132,8 +132,9 @@ def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict
         crash, now = Path(folder, f"crash.{rank}"), Path(folder, f"now.{rank}")
         if not crash.exists():
             continue  # it never began
-        last = f"; the last collective it was in: {now.read_text()}" if now.exists() and now.read_text() else ""
         text, code = crash.read_text(), codes.get(rank, 0)
+        last = now.read_text().strip() if now.exists() else ""
+        last = f"; the last collective it was in: {last}" * bool(last)
         if text:
             what = text.split("\n")[0].removeprefix("Fatal Python error: ")
             line = re.search(rf'File "{re.escape(file)}", line (\d+)', text)
