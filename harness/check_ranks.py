@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from harness import loop, process_group
-from harness.check_steps import Sheet, Work, checks_of
+from harness.check_sheet import Sheet, Work
+from harness.check_steps import checks_of
 from harness.exercise import EXERCISES, ROOT
 
 FINDINGS = 3  # that are written down per step

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from harness import check, check_ranks, check_steps, exercise
+from harness import check, check_ranks, check_sheet, check_steps, exercise
 from harness.exercise import EXERCISES, ROOT, generate
 
 # The chapter's step 3 of ZeRO-1 sends 2Ψ; this is the exercise's own, and another that works in place.
@@ -546,7 +546,7 @@ def _all_steps_of_the_impostor(folder: str) -> None:
     file = Path(folder, f"impostor{dist.get_rank()}.py")
     file.write_text(text)
     module = check_ranks.load("zero1", str(file))
-    sheet = check_steps.Sheet("zero1", module, torch.device("cpu"))
+    sheet = check_sheet.Sheet("zero1", module, torch.device("cpu"))
     for each in check_steps.checks_of("zero1")[-2:]:
         each.look(sheet)
     Path(folder, f"findings.{dist.get_rank()}").write_text(str(sheet.findings))
