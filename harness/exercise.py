@@ -129,7 +129,8 @@ EXERCISES = {
     "zero1_2psi": Exercise(
         "zero1.py",
         "ZeRO1",
-        "holds what ZeRO-1 holds, and sends 2Ψ, like DDP, and not 3Ψ: reduce-scatter, then all-gather",
+        "holds what ZeRO-1 holds, and sends 2Ψ, like DDP, and not 3Ψ: reduce-scatter, then all-gather (the chapter's "
+        "other bodies are left in: solve zero1 before)",
         (
             Blank(
                 "ZeRO1._sync_gradients",
@@ -306,7 +307,7 @@ def generate(name: str, open_blanks=None) -> str:
         return "\n".join(lines)
     after = tree.body[0].end_lineno  # the chapter's docstring; it is above all blanks
     lines[after:after] = ["", *_head(name, exercise)]
-    text = "\n".join(lines)
+    text = re.sub(r"^Run it: .*$", f"Check it: ./launch.sh check {name}", "\n".join(lines), count=1, flags=re.MULTILINE)
     return f"{text}\n{SEAL}{_digest(text)}\n"
 
 
@@ -367,15 +368,15 @@ def _head(name: str, exercise: Exercise) -> list[str]:
 def told(name: str, text: str) -> str:
     """What is printed of an exercise that was written."""
     exercise = EXERCISES[name]
-    blanks = [
-        (n, line.split('"')[1]) for n, line in enumerate(text.split("\n"), 1) if "raise NotImplementedError(" in line
-    ]
+    places = enumerate(text.split("\n"), start=1)
+    lines = {line.split('"')[1]: number for number, line in places if "raise NotImplementedError(" in line}
+    blanks = [blank.task for blank in exercise.blanks]  # in the order to write them in
     return "\n".join(
         [
             f"written: exercises/{name}.py, {exercise.source} with {len(blanks)} blank{'s' * (len(blanks) > 1)}:",
-            *(f"  line {number:>3}  {task}" for number, task in blanks),
+            *(f"  line {lines[task]:>3}  {task}" for task in blanks),
             f"In all it {exercise.goal}.",
-            f"Write them in the order of the file's head, and ask after each: ./launch.sh check {name}",
+            f"Write them in this order, and ask after each: ./launch.sh check {name}",
         ]
     )
 
