@@ -206,8 +206,9 @@ def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
     said = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
     if sheet is None:
         return {"status": "error", "line": line, "error": said, "loading": True}
-    if not line and trace and not isinstance(error, Broken):
-        place = f"{os.path.relpath(trace[-1].filename, ROOT)}, line {trace[-1].lineno}"
+    ours = [frame for frame in trace if frame.filename.startswith(str(ROOT))]
+    if not line and ours and not isinstance(error, Broken):
+        place = f"{os.path.relpath(ours[-1].filename, ROOT)}, line {ours[-1].lineno}"
         said += f" (in {place}, and in no line of this file: what it has left behind is not as it should be)"
     return {"status": "error", "line": line, "error": f"{sheet.at}: ".removeprefix(", ") * bool(sheet.at) + said}
 

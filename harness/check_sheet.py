@@ -230,7 +230,8 @@ class Sheet:
             place = f" at element {first}; {int(wrong.sum())} of {wrong.numel()} differ" * bool(expected.dim())
             values = expected.flatten()[first].item(), found.detach().flatten()[first].item()
             ratio = values[1] / values[0] if values[0] else 0
-            times = f", {round(ratio)} times as much: summed, not averaged?" * (abs(ratio - len(self.ranks)) < 1e-6)
+            summed = abs(ratio - len(self.ranks)) < 1e-6
+            times = f", {len(self.ranks)} times as much: summed, not averaged?" * summed
             self.expect(False, what, f"{values[0]:.9g}", f"{values[1]:.9g}{times}{place}")
 
     def at_most(self, what: str, nbytes: int, allowed: float, means: str) -> None:

@@ -119,6 +119,10 @@ def gradients(sheet: Sheet, kind: str, times: float, before: tuple[str, ...] = (
             backwards = 2 if sheet.at == twice and sheet.name in ("zero2", "zero3") else 1
             for _ in range(2 if sheet.at == twice else 1):
                 sheet.backward(engine)
+            if sheet.name in ("zero2", "zero3"):
+                inside, buckets = sum(c.kind.startswith(kind) for c in traffic.collectives), len(engine.trained)
+                sheet.expect(inside == buckets * backwards, "reduce-scatters inside backward",
+                             f"{buckets * backwards}: one per bucket and backward", inside)  # fmt: skip
             engine._sync_gradients()
         sheet.right_gradients(engine, times=2 if sheet.at in (twice, unsent) else 1)
         if options.get("find_unused"):
@@ -350,7 +354,7 @@ def clip(sheet: Sheet) -> None:
                 tensor.grad = gradient
             expected = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
             at = f"with max_norm {max_norm:g}, norm_type {norm_type:g}"
-            norm = norm if isinstance(norm, torch.Tensor) else torch.tensor(float("nan") if norm is None else norm)
+            norm = torch.tensor(norm) if isinstance(norm, float) else norm
             sheet.same(f"the norm that is returned {at}", norm, expected, ROUNDED if options is MIXED else EXACT)
             sheet.right_gradients(engine, right)
             allowed = 64 * sheet.world_size
@@ -398,6 +402,12 @@ def zero3_free(sheet: Sheet) -> None:
             bucket.flat.zero_()
         unit.whole = True
         guard.open(unit.params)
+        views = [view for bucket in unit.buckets for view in bucket.views(bucket.flat)]
+        if any(
+            param.shape != view.shape or param.data_ptr() != view.data_ptr() for param, view in zip(unit.params, views)
+        ):
+            return sheet.expect(False, "the weights of a unit that was freed", "still views of bucket.flat",
+                                "tensors of their own: was param.data set?")  # fmt: skip
         saved = F.linear(inputs, model.layers[0].weight, model.layers[0].bias)  # autograd keeps a view of the weight
         unit.works = pending = [_Pending(bucket.flat) for bucket in unit.buckets]
         pending = list(pending)

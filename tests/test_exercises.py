@@ -405,6 +405,12 @@ ANY_ORDER = """\
         if not bucket.missing:
             self._reduce_bucket(bucket)
 """
+OTHER_DATA = """\
+        for bucket in unit.buckets:
+            for param in bucket.params:
+                param.data = bucket.shard
+        unit.whole = False
+"""
 TRAINED_ONLY = """\
         if unit.whole:
             self._wait_for_unit(unit)
@@ -432,6 +438,7 @@ WRONG = {
     "the norm of this rank's shard": ("zero2", {"clip_grad_norm_": LOCAL_NORM}, "Step 3: clip", "the norm that is"),
     "a frozen bucket not freed": ("zero3", {"_reshard_unit": TRAINED_ONLY}, "Step 5: free", "alive after freeing"),
     "freed by .data": ("zero3", {"_reshard_unit": DATA}, "Step 5: free", "alive after freeing"),
+    "a shard in place of the weight": ("zero3", {"_reshard_unit": OTHER_DATA}, "Step 5: free", "was param.data set?"),
     "everything gathered at once": ("zero3", {"_pre_forward": ALL_AT_ONCE}, "Step 1", "order of events"),
     "no prefetch in backward": ("zero3", {"_pre_backward": NOT_AHEAD}, "Step 2", "order of events"),
     "a frozen weight freed before its backward": ("zero3", {"_on_gradient": FROZEN_FREED}, "Step 3", ""),
@@ -485,6 +492,9 @@ SLIPS = {
          "changed or freed before the wait"),
         ("Step 3: at most", "self._in_flight = Reduction(bucket, self.group)",
          "self._in_flight = Reduction(bucket, None)", "outside of the engine's group"),
+        ("Step 3: clip", "        return total", "        return None", "a tensor of shape () found NoneType"),
+        ("Step 3: from", "self._reduce_bucket(self._waiting.pop(0))\n\n    def _end", "break\n\n    def _end",
+         "reduce-scatters inside backward"),
         ("Step 3: clip", "total = torch.linalg.vector_norm(everyone, norm_type)",
          "total = torch.linalg.vector_norm(everyone.nan_to_num(0), norm_type)", "NaN on every rank"),
     ],
