@@ -150,10 +150,18 @@ def zero1_gradients(sheet: Sheet, kind: str, times: float) -> None:
 
 
 def zero1_update(sheet: Sheet) -> None:
-    gathered = []
-    engine = sheet.build(sheet.odd(), sheet.probe(_sync_params=lambda self, buckets: gathered.append(buckets)), **SMALL)
+    gathered, order = [], []
+
+    def gather(self, buckets):
+        gathered.append(buckets)
+        order.append("gather")
+
+    engine = sheet.build(sheet.odd(), sheet.probe(_sync_params=gather), **SMALL)
+    engine.optimizer.register_step_post_hook(lambda *_: order.append("update"))
     sheet.backward(engine)
     engine.step()
+    sheet.expect(order in (["update", "gather"], ["update"]), "the order of steps 4 and 5", "update, then gather",
+                 ", then ".join(order) or "neither")  # fmt: skip
     plain, _ = sheet.oracle(1)
     values = dict(plain.named_parameters())
     for name, piece, part in sheet.pieces(engine):

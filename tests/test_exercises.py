@@ -477,6 +477,7 @@ SLIPS = {
          "bucket.flat_gradient.copy_(bucket.flat_gradient / self.world_size)", "no second copy"),
         ("Step 4", "self._sync_params(self.trained)", "self._sync_params(self.buckets)", "what is frozen"),
         ("Step 4", "self._sync_params(self.trained)", "pass", "calls of self._sync_params"),
+        ("Step 4", "self.optimizer.step()", "self._sync_params(self.trained); self.optimizer.step()", "gather, th"),
         ("Step 5", "shard = loop.rounded_shard(bucket)", "shard = bucket.shard", "in mixed precision"),
         ("Step 5", 'loop.wait(work, "all-gather", bucket)', "pass", "never waited for"),
         ("Step 5", "for bucket in buckets:", "for bucket in self.trained:", "the weight blocks.1.up"),
