@@ -125,7 +125,8 @@ def judge(broken: str, value: float):
     return match, referee.verdict(runs, reference, me.world_size)
 
 
-@pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero2", "2.000"), ("zero3", None)))
+# ZeRO-2's is in its notebook, which tests/test_notebooks.py runs.
+@pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero3", None)))
 def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     trace = tmp_path / "trace.json"
     more = ["--bucket-mb", "0", "--map"] if stage == "zero1" else []

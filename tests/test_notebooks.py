@@ -91,14 +91,18 @@ def test_it_runs_to_the_end(file, executed):
     result = executed[file]
     if isinstance(result, Exception):
         raise result
-    pictures = 0
+    pictures, texts = 0, ""
     for cell in result.cells:
         for output in cell.get("outputs", ()):
+            texts += output.get("text", "")
             assert output.output_type != "error"
             pictures += "image/png" in output.get("data", {})
             said = output.get("text", "")
             assert "Warning" not in said, f"{cell.id}: {said}"
     assert pictures >= 2
+    if file.stem == "04_zero2":
+        assert "Step 0 partition: 7 buckets" in texts and "3 reduce gradients: reduce-scatter" in texts
+        assert "2.000 Ψ x (N-1)/N" in texts
 
 
 def test_a_command_is_shown_and_its_output_returned(capfd):
