@@ -30,8 +30,10 @@ def ranks():
 
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(config, items):
-    """For `-n 2 --dist loadgroup`: all tests on ranks to one worker, which starts them once; the rest by file."""
+    """For `-n 2 --dist loadgroup`: what is started or run once for many tests goes to one worker; the rest by file."""
+    together = {"test_dry_run": "dry runs", "test_articles": "dry runs"}  # they share the runs of 7b
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            group = "ranks" if "ranks" in getattr(item, "fixturenames", ()) else item.path.stem
+            on_ranks = "ranks" in getattr(item, "fixturenames", ())
+            group = "ranks" if on_ranks else together.get(item.path.stem, item.path.stem)
             item.add_marker(pytest.mark.xdist_group(group))
