@@ -25,6 +25,8 @@ def ranks():
 
     yield of
     for pool in pools.values():
+        pool.let_go()
+    for pool in pools.values():
         pool.close()
 
 

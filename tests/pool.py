@@ -77,9 +77,12 @@ class Pool:
             process.join()
         self._folder.cleanup()
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """Tell the ranks to leave; `close` waits for them."""
         for pipe in self._pipes:
             pipe.send(None)
+
+    def close(self) -> None:
         for process in self._ranks:
             process.join(30)
         self.kill()
