@@ -1,8 +1,10 @@
 """What the notebooks share: the project's commands, run as a reader would type them, and plots in its colours."""
 
+import atexit
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,8 +22,10 @@ INK = figures.THEMES[""]["ink"]
 
 
 def scratch() -> Path:
-    """A new folder for what the commands of a notebook write."""
-    return Path(tempfile.mkdtemp(prefix="zero-notebook-"))
+    """A new folder for what the commands of a notebook write; it goes with the kernel."""
+    folder = Path(tempfile.mkdtemp(prefix="zero-notebook-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def run(line: str, show: bool = True) -> str:

@@ -77,7 +77,7 @@ def executed():
             kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
             client = nbclient.NotebookClient(cells, km=kernel, timeout=CELL_SECONDS, resources=where)
             try:
-                client.execute(env=environment)
+                client.execute(env=environment, cleanup_kc=True)
             except Exception as error:
                 return error
         return cells
