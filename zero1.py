@@ -1,7 +1,6 @@
 """ZeRO-1: every rank keeps 1/N of the optimizer state.
 
 Words of all three chapters:
-
     rank, world size  one process of the group, as a rule with a GPU of its own, and their number N
     Ψ                 the bytes of all parameters: 4 per element in float32 (in the paper Ψ is their number)
     optimizer state   what the optimizer remembers of each parameter: in AdamW two moments, 2Ψ
@@ -28,8 +27,7 @@ ZeRO-1 lets each rank update only 1/N of the parameters, so it needs only the st
 and pays with one more collective, as a rank lacks what the others have updated. Sent per rank and step, times (N-1)/N:
 DDP's all-reduce 2Ψ; here all-reduce 2Ψ + all-gather Ψ = 3Ψ (in the paper 2Ψ, see `_sync_gradients`).
 
-The steps, numbered alike in all three chapters: 0 partition, 1 forward, 2 backward, 3 reduce gradients,
-4 update the shard, 5 gather parameters.
+Steps in all chapters: 0 partition, 1 forward, 2 backward, 3 reduce gradients, 4 update the shard, 5 gather parameters.
 
 Paper: ZeRO (Rajbhandari et al., 2020), section 5.1, "P_os". Article: "AI in Multiple GPUs: ZeRO & FSDP".
 Run it: ./launch.sh zero1 2
@@ -50,8 +48,8 @@ class Bucket:
     """A run of parameters in one flat buffer, cut into one equal shard per rank.
 
     The articles cut every parameter by itself: with N = 2 and W of 6 elements, rank 0 owns W[0:3] and rank 1 W[3:6].
-    That is a bucket of one parameter (here with starts rounded up to 16 bytes: W[0:4] and W[4:6]). A collective has
-    a fixed cost however little it moves, so many parameters share a bucket, and the cuts fall where they fall:
+    That is a bucket of one parameter (here with starts rounded up to 16 bytes: W[0:4] and W[4:6]). A collective has a
+    fixed cost, so many parameters share a bucket, and the cuts fall where they fall:
 
         flat   | embedding ............ | norm | weight ................... | bias |pad|
         cut    | shard 0           | shard 1           | shard 2            | shard 3  |
@@ -103,10 +101,9 @@ class Bucket:
         """Step 0: what the optimizer is handed: a tensor per parameter that this rank owns some of.
 
         Pieces and not the shard as one tensor, so that parameter groups, and parameters without a gradient, behave
-        as in plain PyTorch. Each is a view of the shard: updating it updates the shard.
+        as in plain PyTorch. Each is a leaf, as optimizers want, on the shard's memory: updating it updates the shard.
         """
         loop.round_weights(self)  # in mixed precision: `flat` becomes bfloat16, say, beside a shard that stays float32
-        # `detach`: an optimizer takes leaves of autograd's graph, and a view is none. The memory is the same.
         self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
 
 
@@ -134,10 +131,9 @@ class ZeRO1:
     `param_groups` are a torch optimizer's, over the model's own parameters; `group` is the process group to shard over
     (default: all ranks); `bucket_mb` the size of a bucket in MiB, 0 for one parameter. All start from rank 0's
     parameters and buffers. Several backwards before a step add up, and send as much as one. `param_dtype` is that of
-    weights and computation, `reduce_dtype` (default: the same) that of the gradients' buffer; the shard keeps the
-    model's. With `find_unused` a step may leave parameters without gradient, on some ranks or all, for one small
-    all-reduce. Raises RuntimeError without a process group, ValueError or TypeError for what cannot work, on every
-    rank. ZeRO paper section 5.1; article class `ZeRO_1`.
+    weights and computation, `reduce_dtype` (default: the same) of the gradients' buffer; the shard keeps the model's.
+    With `find_unused` a step may leave parameters without gradient, on some ranks or all, for one small all-reduce.
+    Errors, on all ranks: RuntimeError without a process group, ValueError, TypeError. Paper section 5.1; article's `ZeRO_1`.
     """
 
     def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
@@ -192,10 +188,8 @@ class ZeRO1:
     def _on_gradient(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Called inside step 2: move `param.grad` into the bucket's buffer, so that it exists only once."""
         gradient = bucket.gradients[index]
-        if self.find_unused or param in bucket.used:  # on zeros, or on an earlier backward's
-            gradient.add_(param.grad)
-        else:
-            gradient.copy_(param.grad)  # over the last step's
+        store = gradient.add_ if self.find_unused or param in bucket.used else gradient.copy_  # over the last step's
+        store(param.grad)
         bucket.used.add(param)  # since `zero_grad`
         param.grad, self._reduced = None, False  # so `_sync_gradients` has something to do
 
@@ -210,9 +204,8 @@ class ZeRO1:
         loop.require_gradients(self.trained, self.find_unused)
         works = []
         for bucket in self.trained:
-            # Every rank gets all averaged gradients and uses 1/N of them: the articles' sequence, which
-            # sends 2Ψ here and 3Ψ in all. A reduce-scatter would send Ψ, and 2Ψ in all, as the paper has it
-            # for this stage too. ZeRO-2 does that, and then need not keep the other (N-1)/N either.
+            # Every rank gets all averaged gradients and uses 1/N of them: the articles' sequence, 2Ψ here and 3Ψ in
+            # all. The paper has a reduce-scatter for this stage too, Ψ and 2Ψ in all, as ZeRO-2 does.
             # async_op: started, and finished by the `wait` below, so that all buckets travel at once.
             works.append(dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True))
         for bucket, work in zip(self.trained, works):

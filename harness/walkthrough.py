@@ -1,4 +1,4 @@
-"""The torchrun exercise of each chapter: a few training steps, then one step told event by event.
+"""What each chapter does when it is run: a few training steps, then one step told event by event.
 
 Everything printed is observed from outside, by the memory and traffic ledgers; the stage files know nothing of it.
 """
