@@ -133,7 +133,7 @@ class ZeRO1:
     parameters and buffers. Several backwards before a step add up, and send as much as one. `param_dtype` is that of
     weights and computation, `reduce_dtype` (default: the same) of the gradients' buffer; the shard keeps the model's.
     With `find_unused` a step may leave parameters without gradient, on some ranks or all, for one small all-reduce.
-    Errors, on all ranks: RuntimeError without a process group, ValueError, TypeError. Paper section 5.1; article `ZeRO_1`.
+    Errors, on every rank: RuntimeError without a process group, ValueError, TypeError. Paper 5.1, class `ZeRO_1`
     """
 
     def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
