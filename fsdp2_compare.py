@@ -34,12 +34,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from harness import process_group
-from harness.data import Batches, load_text
-from harness.instruments.memory import MemoryLedger, held_bytes
-from harness.instruments.traffic import TrafficLedger
-from harness.model import GPT, PRESETS, Block, next_token_loss, preset
-from harness.process_group import Rank
+from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.traffic import TrafficLedger
+from harness.run import process_group
+from harness.run.data import Batches, load_text
+from harness.run.model import GPT, PRESETS, Block, next_token_loss, preset
+from harness.run.process_group import Rank
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3

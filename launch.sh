@@ -45,10 +45,11 @@ case "$command" in
 help | -h | --help) usage && exit 0 ;;
 compare) entry=(fsdp2_compare.py) ;;
 zero1 | zero2 | zero3) entry=("$command.py") ;;
-sweeps) entry=(-m harness.sweeps) ;;
-memory) entry=(-m harness.dry_run) ranked= ;;
-bug) entry=(-m harness.bug) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
-articles | figures | changes | exercise | check) entry=(-m "harness.$command") ranked= ;;
+sweeps) entry=(-m harness.measure.sweeps) ;;
+memory) entry=(-m harness.measure.dry_run) ranked= ;;
+bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
+figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
+articles | changes | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
@@ -112,7 +113,7 @@ for option in "$@"; do # an answer that needs no ranks
 done
 
 # One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
-# the number of ranks (harness/process_group.py): first line N, second why.
+# the number of ranks (harness/run/process_group.py): first line N, second why.
 echo "checking the options (importing torch takes a few seconds)"
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
 ranks=${plan%%$'\n'*}

@@ -41,7 +41,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function  # names a step in profiles, and computes nothing
 
-from harness import checks, loop  # bad input; and what every stage needs and none teaches
+from harness.engine import loop
+from harness.engine import refusals as checks  # bad input; and what every stage needs and none teaches
 
 
 class Bucket:
@@ -238,14 +239,14 @@ class ZeRO1:
             for _, piece in bucket.pieces:
                 piece.grad = None
 
-    # Not the lesson, and alike in every stage: the docstrings are in harness/loop.py.
+    # Not the lesson, and alike in every stage: the docstrings are in harness/engine/loop.py.
     clip_grad_norm_ = loop.clip_grad_norm_
     full_state_dict = loop.full_state_dict
     load_full_state_dict = loop.load_full_state_dict
 
 
 def main() -> None:
-    from harness import walkthrough
+    from harness.run import walkthrough
 
     walkthrough.run(ZeRO1, __doc__)
 

@@ -40,7 +40,7 @@ bytes were still there (./launch.sh articles --only "has gathered"). And those v
 them. So the views stay, and the storage under them goes: `storage.resize_(0)` gives the memory back
 and leaves every tensor on it in place, shape and all; resizing it back and gathering into it fills all of them
 again, the model's weights and autograd's saved views alike. (FSDP does the same.) A tensor whose storage has no
-bytes must not be read, or the process dies; harness/guard.py turns that into an error.
+bytes must not be read, or the process dies; harness/engine/guard.py turns that into an error.
 
 Steps: 0 partition, 1 forward, 2 backward, 3 reduce gradients inside 2, 4 update the shard, 5 gather
 parameters inside 1 and 2.
@@ -59,7 +59,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.profiler import record_function
 
-from harness import checks, guard, loop, materialise, order
+from harness.engine import guard, loop, order
+from harness.engine import meta as materialise
+from harness.engine import refusals as checks
 from zero1 import Bucket
 from zero2 import Reduction
 
@@ -127,10 +129,10 @@ class ZeRO3:
     `param_dtype` is the dtype of gathered weights and computation, `reduce_dtype` (default: the same) of gradients on
     their way; shards keep the model's. bfloat16 with float32 holds (4 + 4 + 8)/N bytes a parameter, the articles' 16/N.
     `find_unused=True` lets a step leave parameters without gradient, on some ranks or on all, for one small all-reduce.
-    Every rank must run the same units all the same: a unit that only some run is an error, see `harness/order.py`.
+    Every rank must run the same units all the same: a unit that only some run is an error (`engine/order.py`).
 
     A model on `meta` is materialised a unit at a time: at most the shards and one unit exist. `init_fn(name, tensor)`
-    fills every parameter and buffer in place, or `state_dict` has their values (see harness/materialise.py).
+    fills every parameter and buffer in place, or `state_dict` has their values (see harness/engine/meta.py).
 
     Raises RuntimeError without a process group or when a freed weight is used, ValueError or TypeError for a
     model, option or optimizer that cannot work. Source: ZeRO paper section 5.3; article class `ZeRO_3`.
@@ -434,14 +436,14 @@ class ZeRO3:
             for _, piece in bucket.pieces:
                 piece.grad = None
 
-    # Not the lesson, and alike in every stage: the docstrings are in harness/loop.py.
+    # Not the lesson, and alike in every stage: the docstrings are in harness/engine/loop.py.
     clip_grad_norm_ = loop.clip_grad_norm_
     full_state_dict = loop.full_state_dict
     load_full_state_dict = loop.load_full_state_dict
 
 
 def main() -> None:
-    from harness import walkthrough
+    from harness.run import walkthrough
 
     walkthrough.run(ZeRO3, __doc__)
 

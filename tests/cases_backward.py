@@ -7,8 +7,8 @@ from cases_errors import Forgetful, message
 from cases_models import DECAY, Forked, loss_of
 from torch.nn import functional as F
 
-from harness.instruments.memory import storage_bytes
-from harness.instruments.traffic import TrafficLedger
+from harness.measure.memory import storage_bytes
+from harness.measure.traffic import TrafficLedger
 
 MOMENTUM = parts.OPTIMIZERS["momentum"]
 

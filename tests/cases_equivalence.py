@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.loop import GradScaler
-from harness.model import GPT, next_token_loss, preset
+from harness.engine.loop import GradScaler
+from harness.run.model import GPT, next_token_loss, preset
 
 
 def against_the_oracle(stage: str, optimizer: str, options: dict, steps: int = 12) -> None:

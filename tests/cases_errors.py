@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.instruments.memory import storage_bytes
+from harness.measure.memory import storage_bytes
 
 ADAMW = parts.OPTIMIZERS["adamw"]
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from harness.instruments.memory import MemoryLedger, engine_tensors, storage_bytes
-from harness.instruments.parts import PartsLedger
-from harness.instruments.timeline import Timeline
-from harness.instruments.traffic import TrafficLedger
+from harness.measure.memory import MemoryLedger, engine_tensors, storage_bytes
+from harness.measure.parts import PartsLedger
+from harness.measure.timeline import Timeline
+from harness.measure.traffic import TrafficLedger
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from harness.instruments.memory import storage_bytes
-from harness.instruments.traffic import TrafficLedger
+from harness.measure.memory import storage_bytes
+from harness.measure.traffic import TrafficLedger
 
 ADAMW = parts.OPTIMIZERS["adamw"]
 

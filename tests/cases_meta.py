@@ -11,8 +11,8 @@ from cases_errors import message
 from torch import nn
 from torch.nn import functional as F
 
-from harness.instruments.memory import MemoryLedger, held_bytes
-from harness.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
+from harness.measure.memory import MemoryLedger, held_bytes
+from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from harness.instruments.memory import MemoryLedger, storage_bytes
-from harness.instruments.traffic import TrafficLedger
+from harness.measure.memory import MemoryLedger, storage_bytes
+from harness.measure.traffic import TrafficLedger
 
 DECAY = lambda pieces: torch.optim.AdamW(pieces, lr=0.01, weight_decay=0.3)  # noqa: E731
 

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import parts
 import torch.distributed as dist
 
-from harness import bug
-from harness.data import load_text
-from harness.museum import EXHIBITS
+from harness.run.data import load_text
+from harness.teach.museum import visit as bug
+from harness.teach.museum.exhibits import EXHIBITS
 
 
 def with_the_bug(number: int, module: str, name: str, arguments: dict) -> tuple[bool, object]:
@@ -48,7 +48,7 @@ _right: dict[str, dict] = {}  # what the right engines show, for several exhibit
 def visit(number: int) -> dict:
     """What the visitor sees on this rank in the first steps."""
     exhibit, rank = EXHIBITS[number], dist.get_rank()
-    # the fourth is the first that compares no notes on the order of collectives (harness/order.py) in any exhibit
+    # the fourth is the first that compares no notes on the order of collectives in any exhibit
     exhibit = dataclasses.replace(exhibit, training={**exhibit.training, "steps": 4})
     key = repr((exhibit.stage, exhibit.options, exhibit.training))
     with patch.object(bug, "load_text", lambda *_: _text()):

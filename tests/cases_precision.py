@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from harness.instruments.memory import MemoryLedger, held_bytes
-from harness.instruments.traffic import TrafficLedger
-from harness.loop import GradScaler
-from harness.model import GPT, PRESETS, next_token_loss
+from harness.engine.loop import GradScaler
+from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.traffic import TrafficLedger
+from harness.run.model import GPT, PRESETS, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.instruments.memory import MemoryLedger, held_bytes, storage_bytes
-from harness.instruments.traffic import TrafficLedger
+from harness.measure.memory import MemoryLedger, held_bytes, storage_bytes
+from harness.measure.traffic import TrafficLedger
 
 ADAMW = parts.OPTIMIZERS["adamw"]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import articles
-from harness.articles import FRAMEWORKS, MULTIPLE_GPUS, SCALING, SHARDING_STATE, WORDPRESS, Claim
-from harness.articles.__main__ import COLUMNS, main, markdown, row, text
+from harness.teach import articles
+from harness.teach.articles import FRAMEWORKS, MULTIPLE_GPUS, SCALING, SHARDING_STATE, WORDPRESS, Claim
+from harness.teach.articles.__main__ import COLUMNS, main, markdown, row, text
 
 # article -> claim -> (verdict, what the measured text must have in it ...)
 EXPECTED = {
@@ -618,7 +618,7 @@ def test_a_claim_that_raises_is_a_row_and_the_rest_still_run(monkeypatch, capsys
 
     broken = Claim(WORDPRESS, "broken 9.8 s", "nothing", fail)
     claims = [broken, *(claim for claim in articles.CLAIMS if "9.8 s" in claim.claim)]
-    monkeypatch.setattr("harness.articles.__main__.CLAIMS", claims)
+    monkeypatch.setattr("harness.teach.articles.__main__.CLAIMS", claims)
     assert main(["--only", "9.8 s"]) == 1
     printed = capsys.readouterr().out
     assert "RuntimeError: no such thing" in printed and "1 error" in printed and "0.98 s" in printed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import changes
+from harness.teach import changes
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_THE_LESSON = ["clip_grad_norm_", "full_state_dict", "load_full_state_dict"]

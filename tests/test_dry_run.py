@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import dry_run
-from harness.articles.memory import dry as articles_dry
-from harness.instruments.parts import HELD, PARTS, STATE, PartsLedger
-from harness.model import PRESETS, next_token_loss
+from harness.measure import dry_run
+from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
+from harness.run.model import PRESETS, next_token_loss
+from harness.teach.articles.memory import dry as articles_dry
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"

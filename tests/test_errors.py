@@ -4,7 +4,7 @@ import cases_errors as cases
 import parts
 import pytest
 
-from harness import process_group
+from harness.run import process_group
 
 
 @pytest.mark.parametrize("world_size", (1, 3))

@@ -15,8 +15,12 @@ from unittest import mock
 
 import pytest
 
-from harness import check, check_ranks, check_sheet, check_steps, exercise
-from harness.exercise import EXERCISES, ROOT, generate
+from harness.teach import exercise
+from harness.teach.check import ranks as check_ranks
+from harness.teach.check import report as check
+from harness.teach.check import sheet as check_sheet
+from harness.teach.check import steps as check_steps
+from harness.teach.exercise import EXERCISES, ROOT, generate
 
 # The chapter's step 3 of ZeRO-1 sends 2Ψ; this is the exercise's own, and another that works in place.
 REDUCE_SCATTER = """\
@@ -534,7 +538,7 @@ def test_the_reference_is_not_to_be_had(ranks, tmp_path, capsys):
         fails(ranks(3), tmp_path, capsys, "zero2", text, "Step 3: at most", "it reads zero2.py, the reference")
     called = "        return loop.clip_grad_norm_(self, max_norm, norm_type)\n"
     text = solution("zero2", clip_grad_norm_=called)
-    fails(ranks(3), tmp_path, capsys, "zero2", text, "Step 3: clip", "it calls the function in harness/loop.py")
+    fails(ranks(3), tmp_path, capsys, "zero2", text, "Step 3: clip", "it calls the function in harness/engine/loop.py")
 
 
 def test_unsharded_adamw_under_ddp_fails_on_bytes_and_order(ranks, tmp_path, capsys):

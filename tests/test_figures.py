@@ -7,8 +7,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
-from harness import figures
-from harness.instruments.parts import PARTS
+from harness.measure import figures
+from harness.measure.parts import PARTS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from harness.instruments.memory import MemoryLedger, held_bytes, storage_bytes
-from harness.instruments.parts import PartsLedger
-from harness.instruments.timeline import Span, Timeline, chrome_trace
-from harness.instruments.traffic import TrafficLedger, sent_bytes
+from harness.measure.memory import MemoryLedger, held_bytes, storage_bytes
+from harness.measure.parts import PartsLedger
+from harness.measure.timeline import Span, Timeline, chrome_trace
+from harness.measure.traffic import TrafficLedger, sent_bytes
 
 
 def test_a_storage_counts_once_and_whole():

@@ -196,7 +196,7 @@ def test_mistakes_in_the_options(command, arguments, words):
     from parts import STAGES
 
     import fsdp2_compare
-    from harness import walkthrough
+    from harness.run import walkthrough
 
     with pytest.raises(ValueError) as raised:
         if command == "compare":
@@ -271,7 +271,7 @@ DYING = """
 import os, sys, time
 from functools import partial
 import torch
-from harness import process_group
+from harness.run import process_group
 from zero{stage} import ZeRO{stage}
 
 def main():

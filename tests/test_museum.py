@@ -8,8 +8,8 @@ import cases_museum as cases
 import pytest
 from pool import CaseFailed
 
-from harness import bug
-from harness.museum import EXHIBITS, STAGES
+from harness.teach.museum import visit as bug
+from harness.teach.museum.exhibits import EXHIBITS, STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import notebook
+from harness.teach import notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -1,0 +1,85 @@
+"""Whether all ranks come to the same collectives in the same order.
+
+A collective is matched with the other ranks' by its turn alone. If one rank skips a unit, its next all-gather meets
+another unit's: at best the sizes differ and the process is aborted, at worst they are equal and the weights
+wrong. So whoever comes to something else than in the step before compares notes with the other ranks first.
+"""
+
+import torch
+import torch.distributed as dist
+
+from harness.engine.loop import waiting_for
+from harness.engine.refusals import digest
+
+_control_groups: dict[tuple, dist.ProcessGroup] = {}  # (name, ranks) of a group -> a gloo group of the same ranks
+
+
+class Sequence:
+    """The collectives of one forward and its backward, checked against those of the one before.
+
+    As long as every step goes like the last one, nothing is sent. Where this rank's differs (in the first step
+    everything does) a number is exchanged in a group of its own, which cannot be mistaken for anything else: ranks
+    that differ alike go on, ranks that came to something else get an error that names both, and a
+    rank that nobody joins gets the timeout's.
+    """
+
+    def __init__(self, group):
+        self._control = _control_group(group)
+        self._known: dict = {}  # kind of step -> its events when it was last run
+        self._kind, self._events = None, []
+
+    def begin(self, kind) -> None:
+        """Another forward begins, of a `kind` of its own: with gradients or without, under `no_sync` or not."""
+        if len(self._events) < len(self._known.get(self._kind, [])):
+            self._compare("the next forward", len(self._events))  # the last time something came before it
+        self._known[self._kind] = self._events
+        self._kind, self._events = kind, []
+
+    def next(self, event: str) -> None:
+        """This rank comes to `event`. Raises RuntimeError if others come to something else, or to nothing."""
+        known = self._known.get(self._kind, [])
+        position = len(self._events)
+        self._events.append(event)
+        if known[position : position + 1] != [event]:
+            self._compare(event, position)
+
+    def _compare(self, event: str, position: int) -> None:
+        if self._control is None:
+            return
+        known = self._known.get(self._kind, [])
+        before = f" (the last time it was {known[position]})" if position < len(known) else ""
+        mine = torch.tensor([digest(event)])
+        everyone = torch.empty(dist.get_world_size(self._control), dtype=torch.int64)
+        with waiting_for(f"the others to come to {event}{before}"):
+            dist.all_gather_single(everyone, mine, group=self._control)
+            if (everyone == mine).all():
+                return
+            events = [None] * len(everyone)
+            dist.all_gather_object(events, event, group=self._control)
+        where = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(events))
+        raise RuntimeError(
+            f"the ranks come to different collectives ({where}): every rank must run the same units in the same order. "
+            "Let no branch depend on a rank's own data, or run the unit and multiply its output by 0"
+        )
+
+
+def _control_group(group):
+    """A gloo group of the ranks of `group`, made once; None where there is nobody to compare with."""
+    group = dist.group.WORLD if group is None else group
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    key = (group.group_name, *ranks)
+    if key not in _control_groups or not _alive(_control_groups[key]):
+        timeout = group._get_backend(
+            torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        ).options._timeout
+        _control_groups[key] = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    return _control_groups[key]
+
+
+def _alive(group) -> bool:
+    try:
+        return dist.get_rank(group) >= 0
+    except ValueError:  # of a process group that was destroyed since
+        return False

@@ -1,0 +1,520 @@
+"""Rank 0 of N without the other ranks: what one rank holds, sends and needs at the worst moment of a training step.
+
+The real engines run on a process group that moves nothing ("fake"), with fake tensors, which have shapes, dtypes and
+storages but no memory, or with real ones on a GPU. What is printed as measured comes from the ledgers that
+watched the second step; the articles' formulas and the chapters' own stand beside it.
+
+Run it: ./launch.sh memory --preset 7b --ranks 8
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import re
+import sys
+import time
+from collections import Counter
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2_compare as referee
+import zero1
+import zero2
+import zero3
+from harness.measure.memory import held_bytes
+from harness.measure.parts import PARTS, STATE, PartsLedger
+from harness.measure.traffic import TrafficLedger
+from harness.run import process_group
+from harness.run.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
+
+ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2_no_reshard", "fsdp2")
+GPUS = (24, 40, 80, 141)  # GB of 10^9 bytes: RTX 4090, A100, A100 and H100, H200
+
+# Bytes per parameter as the articles count them, (whole, cut into N): weights, gradients and AdamW's two moments in
+# float32; in bf16 bfloat16 weights beside float32 ones (cut, where a stage cuts the optimizer), float32 gradients.
+FORMULAS = {
+    "fp32": {"ddp": (16, 0), "zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16)},
+    "bf16": {"ddp": (16, 0), "zero1": (6, 12), "zero2": (2, 16), "zero3": (0, 16)},
+}
+
+
+class DDPStandIn(referee.PlainStep):
+    """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
+
+    DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
+    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket.
+    A test compares it with the real one, byte for byte.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        super().__init__(model, optimizer)
+        self._flats, limit = [], 2**20
+        params, nbytes = [], 0
+        for param in reversed([param for param in model.parameters() if param.requires_grad]):
+            params.append(param)
+            nbytes += param.numel() * param.element_size()
+            if nbytes >= limit:
+                self._add_bucket(params)
+                params, nbytes, limit = [], 0, 25 * 2**20
+        if params:
+            self._add_bucket(params)
+
+    def _add_bucket(self, params: list[nn.Parameter]) -> None:
+        flat = params[0].new_zeros(sum(param.numel() for param in params))
+        missing, start = set(params), 0
+        for param in params:
+            view = flat[start : start + param.numel()].view(param.shape)
+            start += param.numel()
+
+            def on_gradient(param, view=view):
+                if param.grad is not view:
+                    view.copy_(param.grad)
+                    param.grad = view
+                missing.discard(param)
+                if not missing:
+                    missing.update(params)
+                    flat.div_(dist.get_world_size())
+                    dist.all_reduce(flat)
+
+            param.register_post_accumulate_grad_hook(on_gradient)
+        self._flats.append(flat)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="memory", description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="7b", help=f"model shape: {', '.join(PRESETS)} (default 7b)")
+    parser.add_argument("--ranks", type=int, default=8, help="world size N (default 8)")
+    parser.add_argument("--up-to", type=int, help="instead of --ranks: 1, 2, 4, ... up to so many ranks, peaks only")
+    parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank (default 1)")
+    parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES)}")
+    parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda: real allocations")
+    parser.add_argument("--json", help="write the results to this file")
+    options = parser.parse_args(argv)
+    config = preset(options.preset)
+    options.seq = config.seq if options.seq is None else options.seq
+    for name in ("ranks", "batch", "seq"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
+    if options.ranks > 10**6:
+        raise ValueError(f"--ranks must be 1,000,000 or less, got {options.ranks}")
+    if options.up_to is not None and options.up_to < 1:
+        raise ValueError(f"--up-to must be 1 or more, got {options.up_to}")
+    if options.seq > config.seq:
+        raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
+    if options.precision not in FORMULAS:
+        raise ValueError(f"--precision must be {' or '.join(FORMULAS)}, got {options.precision!r}")
+    if options.device not in ("fake", "cuda"):
+        raise ValueError(f"--device must be fake or cuda, got {options.device!r}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch sees no GPU here: use --device fake")
+    options.engines = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
+    for name in options.engines:
+        if name not in ENGINES:
+            raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES)}")
+    if not options.engines:
+        raise ValueError(f"--engines is empty; there are: {', '.join(ENGINES)}")
+    process_group.check_writable("--json", options.json)
+    return options
+
+
+def peak_formulas() -> dict[str, str]:
+    """{stage: the formula behind "peak" in its chapter's head}, for float32, without activations and temporaries."""
+    chapters = {"zero1": zero1, "zero2": zero2, "zero3": zero3}
+    return {name: re.search(r"^ +peak = (.*?)(?: {2,}|$)", m.__doc__, re.MULTILINE)[1] for name, m in chapters.items()}
+
+
+def evaluate(formula: str, **values: float) -> float:
+    """The number that a formula such as "(4Ψ - R)/N + (p + 3)U" has with these values of its letters."""
+    return eval(re.sub(r"(?<=[\dΨ)]) ?(?=[(A-ZΨ])", "*", formula), {"__builtins__": {}}, values)
+
+
+def letters(model: GPT, ranks: int, bucket_mb: float = 25.0, prefetch: int = 1) -> dict[str, float]:
+    """What the letters of the chapters' formulas stand for (bytes, in float32) for a GPT, without its engine."""
+    named = list(model.named_parameters())
+    units = [4 * sum(param.numel() for param in block.parameters()) for block in model.blocks]
+    total = 4 * sum(param.numel() for _, param in named)
+    made = zero1.make_buckets(named, bucket_mb, 0, ranks)
+    buckets, early = [4 * bucket.numel for bucket in made], [0] * len(made)
+    for number, (bucket, behind) in enumerate(zip(made, made[1:])):
+        if bucket.names[-1].rpartition(".")[0] == behind.names[0].rpartition(".")[0]:
+            early[number] = 4 * behind.params[0].numel()  # the weight of that bias: its gradient comes first
+    # Every bucket with the larger of it and the one before, and with all that is reduced from it on.
+    ahead = [max(buckets[max(0, i - 1) : i + 1]) for i in range(len(buckets))]
+    lines = [(ahead[i], buckets[i] + early[i], sum(buckets[i:])) for i in range(len(buckets))]
+    before, bucket, tail = max(lines, key=lambda line: line[0] + line[1] - line[2] / ranks)
+    prefetch = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
+    return {"Ψ": total, "N": ranks, "G": 4 * max(param.numel() for _, param in named), "A": before, "B": bucket,
+            "T": tail, "U": max(units), "R": total - sum(units), "p": prefetch}  # fmt: skip
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int, rank: int = 0):
+    """A process group of which only `rank` exists: its collectives return at once and move nothing."""
+    fake_pg = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build(name: str, model: GPT, adamw, device: torch.device, dtype, mesh):
+    """The referee's engine; for DDP on fake tensors the stand-in."""
+    if name == "ddp" and isinstance(next(model.parameters()), FakeTensor):
+        module = model if dtype is None else referee.MixedModule(model, dtype)
+        return DDPStandIn(module, adamw(model.parameters()))
+    engine = referee.build(name, model, adamw, device, dtype, mesh)
+    if name == "ddp":
+        engine.model.register_comm_hook(None, _all_reduce_bucket)
+    return engine
+
+
+def _all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own way to reduce a bucket, said once more because the fake group's futures bring no result."""
+    tensor = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(tensor)
+    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
+
+
+def make_model(config: GPTConfig, device: torch.device) -> GPT:
+    """A GPT with weights of the right size; on a GPU drawn there, as their values do not matter here."""
+    with torch.device("meta") if device.type == "cuda" else contextlib.nullcontext():
+        model = GPT(config)
+    if device.type == "cuda":
+        model.to_empty(device=device)
+        model.head.weight = model.tokens.weight  # to_empty takes tied weights apart
+        for param in model.parameters():
+            nn.init.normal_(param, std=0.02)
+    return model
+
+
+def checkpoint_blocks(model: GPT, casts: bool) -> None:
+    """Keep of each block only its input, and run it again in backward. `casts`: weights are cast before the forward."""
+
+    def again(block, plain, x):
+        # `MixedModule` lends the model its cast weights for the forward alone: the second run needs the same.
+        lent = dict(block.named_parameters()) if casts else {}
+
+        def run(x):
+            block.forward, patched = plain, block.forward
+            try:
+                return torch.func.functional_call(block, lent, x)
+            finally:
+                block.forward = patched
+
+        return checkpoint(run if casts else plain, x, use_reentrant=False)
+
+    for block in model.blocks:
+        block.forward = partial(again, block, block.forward)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict:
+    """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
+
+    On a GPU that is too small: {"out_of_memory": torch's words}.
+    """
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    try:
+        return _measure(name, options, device)
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).split(". ")[0]}
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(name: str, options: argparse.Namespace, device: torch.device) -> dict:
+    config, dtype, real = preset(options.preset), referee.DTYPES[options.precision], options.device != "fake"
+    # Made before there are fake tensors, which have no values to make it of.
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if name.startswith("fsdp2") else None
+    # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
+    adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type == "cuda")
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    held = {}
+    fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, PartsLedger() as memory:
+        model = make_model(config, device)
+        if options.checkpoint_activations:
+            checkpoint_blocks(model, casts=name == "ddp" and dtype is not None)
+        values = letters(model, options.ranks)
+        engine = build(name, model, adamw, device, dtype, mesh)
+        del model
+        tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
+        batch = tokens[:, :-1], tokens[:, 1:], next_token_loss
+        engine.training_step(*batch)
+        if name == "ddp" and real:
+            engine.training_step(*batch)  # in its second step DDP makes its buckets anew, for once
+        memory.begin(engine)
+        look = partial(_look, engine, held)
+        engine.optimizer.register_step_pre_hook(look)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with TrafficLedger() as traffic:
+            engine.training_step(*batch)
+        allocated = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
+        pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+        del engine, look
+    peak = memory.peak_moment()
+    state = memory.peak_moment(of=lambda moment: moment.state)
+    sent = Counter()
+    for collective in traffic.collectives:
+        sent[collective.kind] += collective.sent_bytes
+    whole, cut = FORMULAS[options.precision].get(name) or FORMULAS[options.precision]["zero3"]
+    formula = round(values["Ψ"] / 4 * (whole + cut / options.ranks))
+    peak_formula = peak_formulas().get(name) if dtype is None else None
+    result = {
+        "held_bytes": held,
+        "formula_bytes": formula,
+        "difference_bytes": sum(held.values()) - formula,
+        "step_counters_bytes": 4 * pieces,  # AdamW counts its steps per tensor, in float32
+        "peak_bytes": peak.live if allocated is None else allocated,
+        "peak_where": {"step": peak.step, "module": peak.module},
+        "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
+        "temporaries": dict(peak.made.most_common(4)),
+        "state_peak_bytes": state.state,
+        "state_peak_parts": {part: state.parts[part] for part in STATE if state.parts[part]},
+        "state_peak_formula": peak_formula,
+        "state_peak_formula_bytes": round(evaluate(peak_formula, **values)) if peak_formula else None,
+        "sent_bytes": traffic.sent_bytes,
+        "sent_by_collective": {kind: round(nbytes) for kind, nbytes in sent.items()},
+        "collectives": dict(Counter(collective.kind for collective in traffic.collectives)),
+        "curve": curve(memory),
+    }
+    if name == "ddp" and not real:
+        result["stand_in"] = True
+    if allocated is not None:
+        result["ledger_peak_bytes"] = peak.live
+    return result
+
+
+def _look(engine, held: dict, *_) -> None:
+    held.update(held_bytes(engine))
+
+
+def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
+    """The step as a line: `points` stretches per phase, of each the moments with the most and the least alive.
+
+    {"phase": ["1 forward", ...], "progress": [0 to 1 within the phase], part: [MB], ...}, MB being 10^6 bytes.
+    """
+    phases: dict[str, list] = {}
+    for moment in memory.moments():
+        if moment.phase:
+            phases.setdefault(moment.phase, []).append(moment)
+    result = {"phase": [], "progress": [], **{part: [] for part in PARTS}}
+    for phase, moments in phases.items():
+        stretch = max(1, -(-len(moments) // points))
+        for start in range(0, len(moments), stretch):
+            numbers = range(start, min(start + stretch, len(moments)))
+            ends = {pick(numbers, key=lambda number: moments[number].live) for pick in (min, max)}
+            for number in sorted(ends):
+                result["phase"].append(phase)
+                result["progress"].append(round(number / len(moments), 4))
+                for part in PARTS:
+                    result[part].append(round(moments[number].parts[part] / 1e6, 2))
+    return result
+
+
+def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
+    """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`."""
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
+    engines = {}
+    with fake_ranks(options.ranks):
+        for name in options.engines:
+            started = time.perf_counter()
+            engines[name] = measure(name, options)
+            if options.device == "cuda":
+                dry = measure(name, argparse.Namespace(**{**vars(options), "device": "fake"}))
+                engines[name]["dry_run_peak_bytes"] = dry["peak_bytes"]
+            say(f"  {name}: {time.perf_counter() - started:.1f} s")
+    return {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
+
+
+def _conditions(options: argparse.Namespace) -> dict:
+    return {
+        "preset": options.preset,
+        "precision": options.precision,
+        "batch": options.batch,
+        "seq": options.seq,
+        "checkpoint_activations": options.checkpoint_activations,
+        "device": options.device,
+        "hardware": process_group.hardware(torch.device("cuda" if options.device == "cuda" else "cpu")),
+        "torch": torch.__version__,
+        "command": " ".join(["./launch.sh memory", *sys.argv[1:]]),
+    }
+
+
+def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
+    """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
+    unit, size = ("GB", 1e9) if parameters > 2.5e8 else ("MB", 1e6)
+    numbers = [2**power for power in range(options.up_to.bit_length())]
+    engines = {name: [] for name in options.engines}
+    for options.ranks in numbers:
+        results = measure_all(options)
+        for name, row in results["engines"].items():
+            row.pop("curve", None)
+            engines[name].append(row)
+        peaks = [f"{name} {_peak(row, size)}" for name, row in results["engines"].items()]
+        say(f"  {options.ranks:>5} ranks, peak in {unit}: " + ", ".join(peaks))
+    return {"parameters": parameters, "ranks": numbers, **_conditions(options), "engines": engines}
+
+
+def _peak(row: dict, size: float) -> str:
+    return "OUT OF MEMORY" if "out_of_memory" in row else f"{row['peak_bytes'] / size:.2f}"
+
+
+def fits_on(nbytes: int) -> list[int]:
+    """The GPUs, in GB, that have so many bytes."""
+    return [gigabytes for gigabytes in GPUS if nbytes <= gigabytes * 1e9]
+
+
+def formula_name(results: dict) -> str:
+    """What the column "formula" is: in bf16 the articles count gradients or float32 weights in other ways."""
+    own = "the articles' formula with float32 gradients and weights to update"
+    return "the articles' formula" if results["precision"] == "fp32" else own
+
+
+def report(results: dict) -> str:
+    """The tables as text. GB are 10^9 bytes, MB 10^6."""
+    engines, ranks, parameters = results["engines"], results["ranks"], results["parameters"]
+    unit, size = ("GB", 1e9) if parameters > 2.5e8 else ("MB", 1e6)
+    lines = [f"GPT {results['preset']}: {parameters:,} parameters, Ψ = {4 * parameters / size:.3f} {unit} in float32"]
+    ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
+    name_of = {name: name + (" (stand-in)" if row.get("stand_in") else "") for name, row in engines.items()}
+
+    lines += [
+        "",
+        f"Held by one rank with the gradients of a finished backward, {unit}, beside {formula_name(results)}:",
+    ]
+    rows = [["engine", "parameters", "gradients", "optimizer", "together", "formula", "difference, bytes"]]
+    for name, row in ran.items():
+        held = row["held_bytes"].values()
+        rest = row["difference_bytes"] - row["step_counters_bytes"]
+        difference = f"{row['difference_bytes']:+,} = {row['step_counters_bytes']:,} step counters"
+        difference += f" {rest:+,} padding" if rest else ""
+        numbers = [f"{nbytes / size:.3f}" for nbytes in (*held, sum(held), row["formula_bytes"])]
+        rows.append([name_of[name], *numbers, difference])
+    lines += _columns(rows)
+
+    lines += ["", f"At the worst moment of the step, {unit}:"]
+    short = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}
+    rows = [["engine", "peak", "step", "module", *(short.get(part, part) for part in PARTS)]]
+    for name, row in ran.items():
+        where = row["peak_where"]
+        parts = [f"{row['peak_parts'].get(part, 0) / size:.3f}" for part in PARTS]
+        rows.append([name_of[name], f"{row['peak_bytes'] / size:.3f}", where["step"], where["module"] or "-", *parts])
+    lines += _columns(rows, left=(0, 2, 3))
+    for name, row in ran.items():
+        made = ", ".join(f"{operation} {nbytes / size:.3f}" for operation, nbytes in row["temporaries"].items())
+        lines.append(f"  {name}: temporaries made by {made}" if made else f"  {name}: no temporaries")
+        for other in ("ledger_peak_bytes", "dry_run_peak_bytes"):
+            if other in row:
+                what = "live storages, whose parts these are" if other.startswith("ledger") else "the dry run"
+                off = f"{row['peak_bytes'] / row[other] - 1:+.2%}"
+                lines.append(f"  {name}: the allocator's peak is {off} from {what} ({row[other] / size:.3f} {unit})")
+
+    stages = {name: row for name, row in ran.items() if row["state_peak_formula"]}
+    if stages:
+        lines += ["", f"Without activations and temporaries, {unit}, beside the formula in the chapter's head:"]
+        rows = [["engine", "peak", "formula", "off by", "which is"]]
+        for name, row in stages.items():
+            measured, formula = row["state_peak_bytes"], row["state_peak_formula_bytes"]
+            off = f"{measured / formula - 1:+.3%}"
+            rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
+        lines += _columns(rows, left=(0, 4))
+        lines.append(
+            "  (Ψ all parameters, G the largest gradient, U a unit, R the root, p units gathered ahead, A, B and T"
+        )
+        lines.append("  buckets: each chapter's head says which)")
+    elif results["precision"] != "fp32" and any(name.startswith("zero") for name in ran):
+        lines += ["", "The chapters' formulas for the peak are for fp32."]
+
+    factor = 4 * parameters * (ranks - 1) / ranks
+    times = f"times (N-1)/N = {ranks - 1}/{ranks}"
+    lines += ["", f"Sent by one rank in the step, {unit} (and in Ψ {times}), and the number of collectives:"]
+    kinds = [kind for kind in ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
+             if any(kind in row["sent_by_collective"] for row in ran.values())]  # fmt: skip
+    rows = [["engine", "together", *kinds]]
+    for name, row in ran.items():
+        cells = []
+        for kind in kinds:
+            nbytes, count = row["sent_by_collective"].get(kind), row["collectives"].get(kind)
+            cells.append(f"{_sent(nbytes, factor, size)} in {count}" if count else "-")
+        rows.append([name_of[name], _sent(row["sent_bytes"], factor, size), *cells])
+    lines += _columns(rows)
+
+    lines += [
+        "",
+        "On which GPUs it fits (GB of 10^9 bytes; what a GPU has beyond that is for CUDA and fragments):",
+    ]
+    for name, row in engines.items():
+        if "out_of_memory" in row:
+            lines.append(f"  {name_of[name]}: OUT OF MEMORY here. {row['out_of_memory']}")
+            continue
+        fits = fits_on(row["peak_bytes"])
+        answer = f"from {fits[0]} GB on" if fits else f"on none of them: {row['peak_bytes'] / 1e9:.1f} GB are needed"
+        lines.append(f"  {name_of[name]}: {answer}")
+    order = [name for name in ("ddp", "zero1", "zero2", "zero3") if name in ran]
+    for gigabytes in GPUS if order else ():
+        first = next((name for name in order if gigabytes in fits_on(ran[name]["peak_bytes"])), None)
+        answer = f"{first} is the first that fits" if first else f"none of {', '.join(order)}"
+        lines.append(f"  {gigabytes} GB: {answer}")
+    return "\n".join(lines)
+
+
+def _sent(nbytes: float, factor: float, size: float) -> str:
+    return f"{nbytes / size:.3f}" + (f" ({nbytes / factor:.3f} Ψ)" if factor else "")
+
+
+def _columns(rows: list[list[str]], left=(0,)) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if column in left else c.rjust(w) for column, (c, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def main() -> None:
+    try:
+        options = arguments()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(__doc__.splitlines()[0])
+    what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
+    batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank"
+    extra = ", activations checkpointed" if options.checkpoint_activations else ""
+    ranks = options.ranks if options.up_to is None else f"1 to {options.up_to}"
+    say = partial(print, flush=True)
+    say(f"Rank 0 of {ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
+    if options.up_to is None:
+        results = measure_all(options, say)
+        print("\n" + report(results))
+    else:
+        results = measure_up_to(options, say)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file)
+            file.write("\n")
+        print(f"\nwritten: {options.json}")
+
+
+if __name__ == "__main__":
+    process_group.run(main)

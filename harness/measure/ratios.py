@@ -1,0 +1,34 @@
+"""Step-time ratios over several launches of the referee: ./launch.sh ratios results/referee-cpu-2ranks-*.json"""
+
+import json
+import statistics
+import sys
+
+PAIRS = (("zero1", "zero_redundancy_optimizer"), ("zero2", "fsdp2_no_reshard"), ("zero3", "fsdp2"))
+
+
+def ratios(reports: list[dict]) -> dict[str, list[float]]:
+    """{"zero1 / ddp": [one value per report], ...}, from `step_ms` of engines that took turns in the same run."""
+    found: dict[str, list[float]] = {}
+    for report in reports:
+        times = {name: run["step_ms"] for name, run in report["runs"].items() if run["step_ms"]}
+        for name, base in [*PAIRS, *((name, "ddp") for name in times if name not in ("ddp", "single"))]:
+            if name in times and base in times:
+                found.setdefault(f"{name} / {base}", []).append(times[name] / times[base])
+    return found
+
+
+def main(files: list[str]) -> None:
+    if not files:
+        sys.exit("error: name the JSON files of one or more launches, as ./launch.sh compare --json FILE writes them")
+    reports = []
+    for file in files:
+        with open(file) as opened:
+            reports.append(json.load(opened))
+    print(f"{'step time':<38}median   lowest  highest  of {len(files)} launches")
+    for name, values in ratios(reports).items():
+        print(f"{name:<38}{statistics.median(values):>6.2f} {min(values):>8.2f} {max(values):>8.2f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,206 @@
+"""Sweeps over what an engine lets one choose: bucket size, units, prefetch, recomputation, and the price of each.
+
+Every sweep has all its variants alive and gives each one step in turn, so that whatever disturbs the machine
+disturbs all of them; peaks and collectives are taken before, with one variant alive at a time.
+
+Run it: ./launch.sh sweeps 2 --preset tiny
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.measure.dry_run import checkpoint_blocks
+from harness.measure.memory import MemoryLedger
+from harness.measure.traffic import TrafficLedger
+from harness.run import process_group
+from harness.run.data import Batches, load_text
+from harness.run.model import GPT, PRESETS, next_token_loss, preset
+from harness.run.process_group import Rank
+from zero1 import ZeRO1
+from zero2 import ZeRO2
+from zero3 import ZeRO3
+
+
+def every_layer(model: GPT) -> list[nn.Module]:
+    """Every module that has parameters of its own and shares none: Linear and LayerNorm layers inside the blocks."""
+    return [module for block in model.blocks for module in block.children()]
+
+
+def pairs_of_blocks(model: GPT) -> list[nn.Module]:
+    """The blocks two by two, as modules that the model then runs."""
+    blocks = list(model.blocks)
+    model.blocks = nn.ModuleList(nn.Sequential(*blocks[start : start + 2]) for start in range(0, len(blocks), 2))
+    return list(model.blocks)
+
+
+def variants(sweep: str) -> dict[str, tuple]:
+    """{label: (engine class, what to do to the model, options)}; an option may be a function of the model."""
+    if sweep in ("bucket size, zero1", "bucket size, zero2"):
+        stage = ZeRO1 if sweep.endswith("1") else ZeRO2
+        sizes = {"one parameter": 0, "0.25 MiB": 0.25, "1 MiB": 1, "4 MiB": 4, "25 MiB": 25}
+        return {label: (stage, None, {"bucket_mb": size}) for label, size in sizes.items()}
+    if sweep == "units":
+        return {
+            "layers": (ZeRO3, None, {"units": every_layer}),
+            "blocks": (ZeRO3, None, {}),
+            "pairs of blocks": (ZeRO3, None, {"units": pairs_of_blocks}),
+            "the whole model": (ZeRO3, None, {"units": lambda model: [model]}),
+        }
+    if sweep == "prefetch":
+        return {f"{ahead} ahead": (ZeRO3, None, {"prefetch": ahead}) for ahead in (0, 1, 2, 4)}
+    return {
+        "activations kept": (ZeRO3, None, {}),
+        "recomputed": (ZeRO3, partial(checkpoint_blocks, casts=False), {}),
+    }
+
+
+SWEEPS = ("bucket size, zero1", "bucket size, zero2", "units", "prefetch", "activations")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sweeps", description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each sweep (default 15)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
+    parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
+    parser.add_argument("--only", default="", help=f"sweeps with this in their name: {'; '.join(SWEEPS)}")
+    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--json", help="write the results to this file")
+    options = parser.parse_args(argv)
+    config = preset(options.preset)
+    options.seq = config.seq if options.seq is None else options.seq
+    for name, least in (("rounds", 1), ("batch", 1), ("seq", 1)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name} must be {least} or more, got {getattr(options, name)}")
+    if options.seq > config.seq:
+        raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
+    if not any(options.only in name for name in SWEEPS):
+        raise ValueError(f"--only {options.only!r} is in none of: {'; '.join(SWEEPS)}")
+    process_group.check_writable("--json", options.json)
+    return options
+
+
+def build(variant: tuple, options: argparse.Namespace, me: Rank):
+    stage, change, own = variant
+    model = GPT(preset(options.preset)).to(me.device)
+    if change is not None:
+        change(model)
+    own = {name: value(model) if callable(value) else value for name, value in own.items()}
+    return stage(model, partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda"), **own)
+
+
+def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
+    """{label: {"step_ms", "peak_bytes", "short_peak_bytes", "collectives", ...}}, maxima over the ranks.
+
+    The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
+    `ratio` is the median over the rounds of a step's time over the first variant's in the same round.
+    """
+    inputs, targets = batch
+    cuda, rows = me.device.type == "cuda", {}
+    for label, variant in variants(sweep).items():
+        before = torch.cuda.memory_allocated() if cuda else 0
+        with MemoryLedger() as memory:
+            engine = build(variant, options, me)
+            for _ in range(2):
+                engine.training_step(*batch, next_token_loss)
+            memory.reset_peak()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            with TrafficLedger() as traffic:
+                engine.training_step(*batch, next_token_loss)
+            peak = torch.cuda.max_memory_allocated() - before if cuda else memory.peak
+            memory.reset_peak()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            engine.training_step(inputs[:1, :8], targets[:1, :8], next_token_loss)
+            short = torch.cuda.max_memory_allocated() - before if cuda else memory.peak
+        peak, short = process_group.largest([peak, short], me)
+        rows[label] = {
+            "peak_bytes": int(peak),
+            "short_peak_bytes": int(short),
+            "collectives": len(traffic.collectives),
+            "all_gathers": sum(collective.kind == "all-gather" for collective in traffic.collectives),
+            "sent_bytes": traffic.sent_bytes,
+        }
+        del engine
+        gc.collect()
+    engines = {label: build(variant, options, me) for label, variant in variants(sweep).items()}
+    times, names = {label: [] for label in engines}, list(engines)
+    for turn in range(-2, options.rounds):  # two rounds to warm up
+        for label in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always the first
+            dist.barrier()
+            started = time.perf_counter()
+            engines[label].training_step(*batch, next_token_loss)
+            if cuda:
+                torch.cuda.synchronize()
+            (seconds,) = process_group.largest([time.perf_counter() - started], me)
+            if turn >= 0:
+                times[label].append(seconds)
+    for label, seconds in times.items():
+        rows[label]["ratio"] = round(statistics.median(a / b for a, b in zip(seconds, times[names[0]])), 4)
+        rows[label]["step_ms"] = round(statistics.median(seconds) * 1000, 3)
+        rows[label]["step_ms_lowest"] = round(min(seconds) * 1000, 3)
+        rows[label]["step_ms_highest"] = round(max(seconds) * 1000, 3)
+    del engines
+    gc.collect()
+    return rows
+
+
+def table(sweep: str, rows: dict[str, dict]) -> str:
+    head = ("step ms", "lowest", "highest", "x first", "peak MB", "8 tokens", "collectives", "all-gathers")
+    lines = [f"{sweep:<20}" + "".join(f"{word:>12}" for word in head)]
+    for label, row in rows.items():
+        numbers = [f"{row[key]:.1f}" for key in ("step_ms", "step_ms_lowest", "step_ms_highest")]
+        numbers += [f"{row['ratio']:.3f}", *(f"{row[key] / 1e6:.2f}" for key in ("peak_bytes", "short_peak_bytes"))]
+        numbers += [str(row["collectives"]), str(row["all_gathers"])]
+        lines.append(f"{label:<20}" + "".join(f"{number:>12}" for number in numbers))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = arguments()
+    text = load_text(None, preset(options.preset).seq)
+    me = process_group.start(options.backend, options.device)
+    batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
+    me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
+    me.print(f"GPT {options.preset}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
+    me.print(
+        f"Step times: medians of the slowest rank over {options.rounds} rounds. x first: of the ratios in each round."
+    )
+    me.print("8 tokens: the peak of a step on 8 tokens, with hardly any activations. MB are 10^6 bytes.\n")
+    sweeps = {}
+    for sweep in SWEEPS:
+        if options.only in sweep:
+            sweeps[sweep] = measure(sweep, batch, options, me)
+            me.print(table(sweep, sweeps[sweep]) + "\n")
+    if options.json and me.rank == 0:
+        results = {
+            "hardware": process_group.hardware(me.device),
+            "torch": torch.__version__,
+            "backend": me.backend,
+            "ranks": me.world_size,
+            "preset": options.preset,
+            "batch": options.batch,
+            "seq": options.seq,
+            "command": f"./launch.sh sweeps {me.world_size} " + " ".join(sys.argv[1:]),
+            "sweeps": sweeps,
+        }
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+            file.write("\n")
+        me.print(f"written: {options.json}")
+    process_group.stop()
+
+
+if __name__ == "__main__":
+    process_group.run(main)

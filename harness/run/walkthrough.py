@@ -1,0 +1,198 @@
+"""What each chapter does when it is run: a few training steps, then one step told event by event.
+
+Everything printed is observed from outside, by the memory and traffic ledgers; the stage files know nothing of it.
+"""
+
+import argparse
+import contextlib
+import inspect
+import sys
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.parts import PartsLedger
+from harness.measure.timeline import Timeline, chrome_trace, save_trace
+from harness.measure.traffic import TrafficLedger
+from harness.run import process_group
+from harness.run.data import Batches, load_text
+from harness.run.model import GPT, PRESETS, next_token_loss, preset
+
+STEPS = ("0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters")
+
+
+def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
+    own = inspect.signature(engine_cls).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    parser.add_argument("--steps", type=int, default=5, help="training steps (default 5)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
+    parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default 1e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    parser.add_argument("--trace", help="write a Chrome/Perfetto trace of one more step, and of step 0, to this file")
+    parser.add_argument("--map", action="store_true", help="print which ranks own which parameter, all of them")
+    if "bucket_mb" in own:
+        parser.add_argument("--bucket-mb", type=float, default=2.0, help="MiB; 0: one per parameter (default 2)")
+    if "prefetch" in own:
+        parser.add_argument("--prefetch", type=int, default=1, help="units to gather ahead (default 1)")
+        parser.add_argument("--no-reshard-after-forward", action="store_true", help="keep units whole until backward")
+    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    options = parser.parse_args(argv)
+    preset(options.preset)
+    for name, least in (("steps", 2), ("batch", 1)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name} must be {least} or more, got {getattr(options, name)}")
+    process_group.check_writable("--trace", options.trace)
+    for name in ("bucket_mb", "prefetch"):
+        if not getattr(options, name, 0) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(options, name)}")
+    return options
+
+
+def run(engine_cls, doc: str) -> None:
+    """Train and tell; the `main()` of every stage file."""
+    process_group.run(partial(_walk, engine_cls, doc))
+
+
+def _walk(engine_cls, doc: str) -> None:
+    options = arguments(engine_cls, doc)
+    config = preset(options.preset)
+    text = load_text(options.data, config.seq)
+    me = process_group.start(options.backend, options.device)
+    batches = Batches(text, options.batch, config.seq, options.seed, me.device)
+    ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
+    own = {}
+    if hasattr(options, "bucket_mb"):
+        own["bucket_mb"] = options.bucket_mb
+    if hasattr(options, "prefetch"):
+        own.update(prefetch=options.prefetch, reshard_after_forward=not options.no_reshard_after_forward)
+    me.print(f"{engine_cls.__name__}: {doc.splitlines()[0]}")
+    me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
+    with MemoryLedger() as memory:
+        model = GPT(config, options.seed + me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
+        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
+        with Timeline(device=me.device) if options.trace else contextlib.nullcontext() as partition:
+            engine = engine_cls(model, adamw, **own)
+        psi = 4 * sum(param.numel() for param in engine.model.parameters())
+        me.print(f"\nGPT {options.preset}: {psi // 4:,} parameters, Ψ = {psi / 1e6:.2f} MB")
+        limit = f" of at most {options.bucket_mb:g} MiB" if hasattr(options, "bucket_mb") else ""
+        me.print(f"\nStep {STEPS[0]}: {_partition(engine, limit)}")
+        me.print(_owners(engine, me.world_size, everything=options.map))
+        me.print(f"holds {_held(engine)}\n")
+        for step in range(options.steps - 1):
+            loss = engine.training_step(*ready[step], next_token_loss)
+            me.print(f"training step {step + 1}: loss {loss.item():.4f} on this rank's batch")
+        me.print(f"training step {options.steps}, event by event:\n")
+        story = _Story(engine, memory)
+        with TrafficLedger(story.event) as traffic:
+            loss = engine.training_step(*ready[-1], next_token_loss)
+        story.flush()
+    me.print("\n".join(story.lines))
+    me.print("\nlive: bytes alive when the event began; holds: when the step ended; x 2: two of them, live at the last")
+    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {_held(engine)}")
+    me.print(f"alive in all, buffers kept for the next step included: {memory.live / 1e6:.2f} MB")
+    factor = (me.world_size - 1) / me.world_size
+    sent = traffic.sent_bytes
+    times = f" = {sent / (psi * factor):.3f} Ψ x (N-1)/N" if factor else ""
+    me.print(f"sent in this step: {sent / 1e6:.2f} MB{times}, in {len(traffic.collectives)} collectives")
+    if options.trace:
+        _trace(engine, partition.spans, ready[-1], me, options, own)
+    process_group.stop()
+
+
+def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own: dict) -> None:
+    """One more step of all ranks, into one file; what step 0 was stands before it."""
+    dist.barrier()  # the ranks' clocks start here
+    with PartsLedger(engine) as memory, Timeline(engine, me.device) as timeline:
+        engine.training_step(*batch, next_token_loss)
+    moments = [(moment.seconds, moment.live) for moment in memory.moments(timeline.opened)]
+    everyone = [None] * me.world_size
+    dist.all_gather_object(everyone, (partition, timeline.spans, moments))
+    if me.rank == 0:
+        own = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own.items())
+        name, ranks = type(engine).__name__, f"{me.world_size} ranks over {me.backend}"
+        about = {
+            "title": f"{name}{own}: GPT {options.preset}, {ranks}",
+            "hardware": process_group.hardware(me.device),
+            "torch": torch.__version__,
+            "command": " ".join([f"./launch.sh {name.lower()} {me.world_size}", *sys.argv[1:]]),
+        }
+        # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
+        begins = max(span.end for partition, _, _ in everyone for span in partition)
+        about["step_begins_ms"] = round(begins * 1e3, 4)
+        ranks, live = [], []
+        for built, step, moments in everyone:
+            ranks.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
+            live.append([(begins + seconds, nbytes) for seconds, nbytes in moments])
+        save_trace(options.trace, chrome_trace(ranks, live, **about))
+        print(f"written: {options.trace} (open it in chrome://tracing or ui.perfetto.dev)")
+
+
+def _partition(engine, limit: str) -> str:
+    units = getattr(engine, "units", None)
+    count, what = (len(engine.buckets), "bucket") if units is None else (len(units), "unit")
+    parts = f"{count} {what}{'s' * (count > 1)}{limit}{' and the root' * (units is not None)}"
+    padding = sum(bucket.numel for bucket in engine.buckets) - sum(p.numel() for b in engine.buckets for p in b.params)
+    shard = sum(bucket.shard_numel for bucket in engine.buckets)
+    return (
+        f"{parts}, cut into {engine.world_size} shards each; "
+        f"this rank owns {shard:,} elements, and {padding} of all elements are padding"
+    )
+
+
+def _owners(engine, world_size: int, everything: bool) -> str:
+    """Which ranks own which parameter: the articles' picture, for the layout that is really used."""
+    lines = []
+    for bucket in engine.buckets:
+        for name, offset, param in zip(bucket.names, bucket.offsets, bucket.params):
+            first = offset // bucket.shard_numel
+            last = (offset + max(param.numel(), 1) - 1) // bucket.shard_numel
+            owners = f"rank {first}" if first == last else f"ranks {first} to {last}"
+            lines.append(f"  {name:<28} {str(tuple(param.shape)):<14} {owners}")
+    if not everything and len(lines) > 8:
+        lines = lines[:6] + [f"  ... {len(lines) - 6} more (--map prints all)"]
+    return "\n".join(lines)
+
+
+def _held(engine) -> str:
+    return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
+
+
+class _Story:
+    """Turns the ledgers' events into lines; equal neighbours become one line with a count."""
+
+    def __init__(self, engine, memory: MemoryLedger):
+        self.engine, self.memory = engine, memory
+        self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
+        self._last, self._count = None, 0
+
+    def event(self, what: str, depth: int, collective) -> None:
+        if what.startswith("enter step") and depth == 1:
+            self._line(f"Step {what.removeprefix('enter step ')}")
+        elif what.startswith("leave step") and depth == 1:
+            self._line(f"  holds {_held(self.engine)}")
+        elif collective is not None:
+            inside = f"{collective.step.removeprefix('step ')}: " if depth > 1 else ""
+            whole, sent = collective.whole_bytes / 1e6, collective.sent_bytes / 1e6
+            self._line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
+
+    def _line(self, text: str) -> None:
+        live = self.memory.live
+        if text == self._last:
+            self._count += 1
+            self._live = live
+            return
+        self.flush()
+        self._last, self._count, self._live = text, 1, live
+
+    def flush(self) -> None:
+        if self._last is not None:
+            times = f"  x {self._count}" if self._count > 1 else ""
+            live = "" if self._last.startswith("  holds") else f"{self._live / 1e6:>9.2f}"
+            self.lines.append(f"{self._last:<63}{live}{times}")
+        self._last, self._count = None, 0

@@ -1,0 +1,112 @@
+"""Runs the articles' claims and prints what holds, what holds under a condition, and what does not.
+
+Run it: ./launch.sh articles
+"""
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+import time
+from collections import Counter
+from html import escape
+
+from harness.run.process_group import check_writable
+from harness.teach.articles import ARTICLES, CLAIMS, Claim
+
+COLUMNS = ("article", "claim", "ran", "measured", "verdict")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command's options, `claims` among them. Raises ValueError for what cannot work."""
+    parser = argparse.ArgumentParser(prog="articles", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only claims with TEXT in the claim or its article")
+    parser.add_argument("--markdown", action="store_true", help="print the table as GitHub shows it")
+    options = parser.parse_args(argv)
+    wanted = options.only.lower()
+    options.claims = [claim for claim in CLAIMS if wanted in f"{claim.article} {claim.claim}".lower()]
+    if not options.claims:
+        raise ValueError(f"--only {options.only!r} matches none of the {len(CLAIMS)} claims")
+    check_writable("--json", options.json)
+    return options
+
+
+def row(claim: Claim) -> dict[str, str]:
+    """Run one claim: {"article", "claim", "ran", "measured", "verdict"}; what it raises becomes the verdict "error"."""
+    try:
+        measured, verdict = claim.check()
+    except Exception as error:
+        words = " ".join(str(error).split()) or "no message"
+        measured, verdict = f"{type(error).__name__}: {textwrap.shorten(words, 200)}", "error"
+    return dict(zip(COLUMNS, (claim.article, claim.claim, claim.ran, measured, verdict)))
+
+
+def text(rows: list[dict], width: int = 110) -> str:
+    """The table for a terminal: a paragraph per claim, under the title of its article."""
+    lines = []
+    for article in ARTICLES:
+        mine = [one for one in rows if one["article"] == article]
+        if mine:
+            lines += ["", article, "=" * len(article)]
+        for one in mine:
+            lines += ["", *textwrap.wrap(one["claim"], width)]
+            for column in COLUMNS[2:]:
+                lines += textwrap.wrap(
+                    one[column], width, initial_indent=f"    {column:<9} ", subsequent_indent=" " * 14
+                )
+    return "\n".join([*lines, "", counts(rows)])
+
+
+def markdown(rows: list[dict]) -> str:
+    """The table as GitHub shows it: one per article, folded under how many of its claims hold."""
+    lines = []
+    for article in ARTICLES:
+        mine = [one for one in rows if one["article"] == article]
+        if mine:
+            lines += ["<details>", f"<summary><b>{escape(article)}</b>: {counts(mine)}</summary>", ""]
+            lines += ["| claim | ran | measured | verdict |", "|---|---|---|---|"]
+            for one in mine:
+                cells = [one[column].replace("|", "\\|") for column in COLUMNS[1:]]
+                lines.append("| " + " | ".join([*cells[:-1], f"**{cells[-1]}**"]) + " |")
+            lines += ["", "</details>", ""]
+    return "\n".join(lines)
+
+
+def counts(rows: list[dict]) -> str:
+    """In a few words how many claims there are, and of which verdicts."""
+    verdicts = Counter(re.sub("^holds when .*", "holds when ...", one["verdict"]) for one in rows)
+    order = ("holds", "holds when ...", "does not hold", "error")
+    number = f"{len(rows)} claim{'s' if len(rows) != 1 else ''}"
+    return f"{number}: " + ", ".join(f"{verdicts[v]} {v}" for v in order if verdicts[v])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 1 if a claim could not be run, 2 for bad options."""
+    try:
+        options = arguments(argv)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows, started = [], time.perf_counter()
+    for number, claim in enumerate(options.claims, 1):
+        print(f"[{number}/{len(options.claims)}] {claim.claim} ...", end="", flush=True, file=sys.stderr)
+        began = time.perf_counter()
+        rows.append(row(claim))
+        print(f" {rows[-1]['verdict']} ({time.perf_counter() - began:.1f} s)", flush=True, file=sys.stderr)
+    print((markdown if options.markdown else text)(rows), flush=True)
+    print(f"\n{time.perf_counter() - started:.0f} s", file=sys.stderr)
+    if options.json:
+        try:
+            with open(options.json, "w") as file:
+                json.dump(rows, file, indent=1, ensure_ascii=False)
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print(f"written: {options.json}", file=sys.stderr)
+    return int(any(one["verdict"] == "error" for one in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What the claims run: engines on a process group that moves nothing, small models, and what was counted there."""
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections import Counter
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.measure.dry_run import checkpoint_blocks, fake_ranks
+from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.traffic import TrafficLedger
+from harness.run.model import GPT, GPTConfig, next_token_loss, preset
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch's own modules, about torch.jit
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from zero1 import ZeRO1
+from zero2 import ZeRO2
+from zero3 import ZeRO3
+
+STAGES = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
+SGD = partial(torch.optim.SGD, lr=0.01)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+
+
+@contextlib.contextmanager
+def one_rank():
+    """A real group of one rank over gloo: DDP's reducer is C++ and needs one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        gc.collect()  # DDP's reducer, before its group
+        dist.destroy_process_group()
+
+
+def chain(layers: int = 8, width: int = 64) -> nn.Sequential:
+    """Equal square matrices and nothing else: for ZeRO-3 `layers` units, and a root that holds nothing."""
+    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+
+def gpt(name: str = "toy", **shape) -> GPT:
+    """A GPT of a preset's shape, or with some of it changed."""
+    config = preset(name)
+    return GPT(GPTConfig(**{**vars(config), **shape}))
+
+
+def batch_for(model: nn.Module, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets) that fit `chain` or `gpt`."""
+    if isinstance(model, GPT):
+        tokens = torch.arange(batch * (model.config.seq + 1)).view(batch, -1) % model.config.vocab
+        return tokens[:, :-1], tokens[:, 1:]
+    width = model[0].in_features
+    return torch.ones(batch, width), torch.zeros(batch, width)
+
+
+def loss_for(model: nn.Module):
+    """The loss that goes with `batch_for`."""
+    return next_token_loss if isinstance(model, GPT) else nn.functional.mse_loss
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """What is gathered as one: the blocks of `gpt`, the layers of `chain`."""
+    return list(model.blocks if isinstance(model, GPT) else model)
+
+
+class Plain:
+    """Model and optimizer without a sharding engine, or with a wrapper of torch's around the model."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def __call__(self, inputs):
+        return self.model(inputs)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def no_sync(self):
+        return self.model.no_sync()
+
+
+def build(name: str, model: nn.Module, optimizer_cls=ADAMW, **options):
+    """The engine `name` around `model`: plain, ddp, zero1, zero2, zero3, fsdp1 or fsdp2."""
+    if name in STAGES:
+        return STAGES[name](model, optimizer_cls, **options)
+    if name == "ddp":
+        model = DistributedDataParallel(model, **options)
+    elif name == "fsdp1":
+        own_units = set(units_of(model))
+        wrap = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in own_units)
+        options = {"device_id": torch.device("cpu"), "use_orig_params": True, "auto_wrap_policy": wrap, **options}
+        model = FullyShardedDataParallel(model, **options)
+    elif name == "fsdp2":
+        modules = options.pop("units", None)
+        options = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), **options}
+        for module in units_of(model) if modules is None else modules:
+            fully_shard(module, **options)
+        fully_shard(model, **options)
+    return Plain(model, optimizer_cls(model.parameters()))
+
+
+class Step:
+    """What one training step of an engine did, the third one: `collectives`, bytes `held` and at the `peak`."""
+
+    def __init__(self, name, model, ranks=8, rank=0, micro_batches=1, no_sync=False, batch=2, **options):
+        build_model, self.held = model, {}
+        with one_rank() if name == "ddp" else fake_ranks(ranks, rank), MemoryLedger() as memory:
+            model = build_model()
+            inputs, targets = batch_for(model, batch)
+            loss_fn = loss_for(model)
+            self.parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+            engine = build(name, model, **options)
+            engine.optimizer.register_step_pre_hook(lambda *_: self.held.update(held_bytes(engine)))
+            for _ in range(3):  # the first makes the optimizer's state, in the second DDP rearranges its buckets
+                memory.reset_peak()
+                with TrafficLedger() as traffic:
+                    for turn in range(micro_batches):
+                        quiet = no_sync and turn < micro_batches - 1
+                        with engine.no_sync() if quiet else contextlib.nullcontext():
+                            loss_fn(engine(inputs), targets).backward()
+                    engine.step()
+                    engine.zero_grad()
+            self.peak, self.collectives = memory.peak, traffic.collectives
+            engine = model = None  # before the group goes
+        self.count = Counter(collective.kind for collective in self.collectives)
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer state that the rank holds when the optimizer steps."""
+        return sum(self.held.values())
+
+    def sent(self, *kinds: str) -> float:
+        """What a rank sends in Ψ (N-1)/N, by the collectives of these kinds or all: independent of N."""
+        return sum(
+            (2 if c.kind == "all-reduce" else 1) * c.whole_bytes / self.parameter_bytes
+            for c in self.collectives
+            if not kinds or c.kind in kinds
+        )
+
+
+@functools.cache
+def step(name: str, model=chain, **options) -> Step:
+    """One step of an engine over `model()`, run once however many claims look at it."""
+    return Step(name, model, **options)
+
+
+toy = partial(gpt, "toy")
+small_gpt = partial(gpt, "toy", layers=8, width=64)
+
+
+@contextlib.contextmanager
+def new_dtype(dtype: torch.dtype):
+    """Models built inside have parameters of `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@functools.cache
+def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute=False, **shape) -> int:
+    """Bytes that a GPT keeps for backward when its forward is over: all that is alive but the model and its input.
+
+    On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them.
+    """
+    with FakeTensorMode(), new_dtype(dtype), MemoryLedger() as memory:
+        model = gpt(name, **shape)
+        if recompute:
+            checkpoint_blocks(model, casts=False)
+        tokens = torch.zeros(batch, seq, dtype=torch.int64)
+        before = memory.live
+        logits = model(tokens)
+        saved = memory.live - before
+        del logits
+    return saved
+
+
+def parameters_of(name: str) -> int:
+    """How many parameters a preset has, counted on a model without memory."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in gpt(name).parameters())

@@ -1,0 +1,271 @@
+"""What `./launch.sh check` runs on every rank: load the student's file, try step after step, write down what was found.
+
+A verdict is a small file per rank and step, and not a message through torch.distributed: a rank that hangs, or is
+killed, takes no part in a collective any more. `harness/teach/check/report.py` starts the ranks and reads the verdicts.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.engine import loop
+from harness.run import process_group
+from harness.teach.check.sheet import Sheet, Work
+from harness.teach.check.steps import checks_of
+from harness.teach.exercise import EXERCISES, ROOT
+
+FINDINGS = 3  # that are written down per step
+PATIENCE = 3  # seconds
+LOST = ("onnection reset", "onnection closed", "roken pipe")  # what gloo says when another rank has gone
+
+
+class Broken(Exception):
+    """The file cannot be used at all; the message says why."""
+
+
+class _Watch:
+    """Knows which collective this rank is in: it stands in front of the functions of torch.distributed."""
+
+    NAMES = ("all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "reduce_scatter",
+             "reduce_scatter_single", "reduce_scatter_tensor", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+             "all_to_all_single", "send", "recv", "barrier", "all_gather_object", "broadcast_object_list")  # fmt: skip
+
+    def __init__(self, file: str, note: Path | None = None):
+        self.file, self.now, self.last, self._real = file, "", "", {}
+        self._note = None if note is None else os.open(note, os.O_CREAT | os.O_WRONLY)
+        self.count = 0  # of collectives
+
+    @contextlib.contextmanager
+    def inside(self, what: str):
+        before, self.now = self.now, self.now or what
+        self.last = self.now
+        self.count += 1
+        if self._note is not None:  # for whoever finds this rank dead
+            os.pwrite(self._note, f"{self.now[:200]:<200}".encode(), 0)
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def line(self, frame) -> int | None:
+        """Line in the student's file of the innermost of `frame` and its callers that is there."""
+        while frame is not None:
+            if frame.f_code.co_filename == self.file:
+                return frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def __enter__(self):
+        for name in self.NAMES:
+            if hasattr(dist, name):
+                self._real[name] = getattr(dist, name)
+                setattr(dist, name, partial(self._call, name, self._real[name]))
+        return self
+
+    def __exit__(self, *exception):
+        for name, real in self._real.items():
+            setattr(dist, name, real)
+        if self._note is not None:
+            os.close(self._note)
+
+    def _call(self, name, real, *args, **kwargs):
+        line = self.line(sys._getframe(1))
+        nbytes = max(sum(tensor.nbytes for tensor in loop.tensors_in([arg])) for arg in [None, *args, *kwargs.values()])
+        what = f"{name}{f' of {nbytes:,} bytes' if nbytes else ''}"
+        what += f", issued in line {line}" if line else ""
+        with self.inside(what):
+            result = real(*args, **kwargs)
+        if not isinstance(result, dist.Work):
+            return result
+        first = args[:2] if name == "all_reduce" else args[1:2]  # the input, where it is not given by name
+        inputs = [*first, *(value for key, value in kwargs.items() if key.startswith("input") or key == "tensor")]
+        return Work(result, self, what, loop.tensors_in(inputs), nbytes)
+
+
+_refused: set[str] = set()  # files that must not be read or run now
+
+
+def _audit(event: str, arguments) -> None:
+    """Sees what all ways of importing a file, and of reading it, come down to."""
+    if _refused and event in ("open", "exec"):
+        path = arguments[0] if event == "open" else getattr(arguments[0], "co_filename", None)
+        if isinstance(path, str) and path in _refused:
+            raise Broken(f"it reads {os.path.basename(path)}, the reference, which it is to replace")
+
+
+_install_audit = functools.cache(partial(sys.addaudithook, _audit))  # once: there is no taking it away
+
+
+@contextlib.contextmanager
+def without_reference(name: str, file: str):
+    """Inside, to import or read the exercise's reference is an error, and to call what a blank was made from."""
+    exercise = EXERCISES[name]
+    module = Path(exercise.source).stem
+
+    def refuse(*args, **kwargs):
+        raise Broken("it calls the function in harness/engine/loop.py, the reference, which it is to replace")
+
+    real, known = {}, sys.modules.get(module)
+    for blank in exercise.blanks:
+        if blank.source:
+            function = blank.where.partition(".")[2]
+            real[function] = getattr(loop, function)
+            setattr(loop, function, refuse)
+    sys.modules[module] = None
+    _install_audit()
+    _refused.update({str(ROOT / exercise.source)} - {file})
+    try:
+        yield
+    finally:
+        _refused.clear()
+        for function, body in real.items():
+            setattr(loop, function, body)
+        del sys.modules[module]
+        if known is not None:
+            sys.modules[module] = known
+
+
+def load(name: str, file: str) -> types.ModuleType:
+    """The student's module, from this path. Raises Broken if there is none, or if it is the reference in disguise."""
+    exercise, path = EXERCISES[name], os.path.realpath(file)
+    reference = Path(exercise.source).stem
+    spec = importlib.util.spec_from_file_location(f"student_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise Broken(f"line {error.lineno}: {error.msg}") from error
+    except ImportError as error:
+        if error.name == reference:
+            raise Broken(f"it imports {exercise.source}, the reference, which it is to replace") from error
+        raise
+    for blank in exercise.blanks:
+        at = module
+        for part in blank.where.split("."):
+            at = getattr(at, part, None)
+        code = getattr(inspect.unwrap(at) if callable(at) else at, "__code__", None)  # it may be decorated
+        if code is None:
+            raise Broken(f"there is no {blank.where} in it, which this exercise is to write")
+        if os.path.realpath(code.co_filename) != path:
+            raise Broken(f"{blank.where} comes from {code.co_filename}, and not from this file")
+    cls = getattr(module, exercise.engine, None)
+    if not isinstance(cls, type) or cls.__module__ != module.__name__:
+        raise Broken(f"there is no class {exercise.engine} of its own in it")
+    return module
+
+
+def examine(name, file: str, folder: str, seconds: float, device="cpu", first: int = 0, exit_on_hang=False) -> None:
+    """Try step after step on this rank, from number `first` to one that some rank fails; verdicts go to `folder`."""
+    file, rank = os.path.realpath(file), dist.get_rank()
+    sheet = None
+    with without_reference(name, file), _Watch(file, Path(folder, f"now.{rank}")) as watch:
+        for number, check in list(enumerate(checks_of(name)))[first:]:
+            over = threading.Event()
+            if exit_on_hang:
+                threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
+            try:
+                if sheet is None:
+                    sheet = Sheet(name, load(name, file), torch.device(device))
+                verdict = sheet.verdict(check, FINDINGS)
+            except BaseException as error:
+                verdict = _verdict(error, watch, sheet)
+                if verdict["status"] == "error" and sheet and sheet.findings:  # of which it may be a consequence
+                    verdict = {"status": "failed", "findings": sheet.findings[:FINDINGS]}
+            over.set()
+            _write(folder, number, verdict)
+            patience = PATIENCE if verdict["status"] == "lost" else 2 * seconds + 10  # who is lost sends no verdict
+            if any(other["status"] != "passed" for other in _everyone(folder, number, patience)):
+                return
+
+
+def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
+    """What an exception that came out of a check means; without a `sheet`, out of the file itself."""
+    chain, seen = error, error
+    while chain is not None:  # `waiting_for` passes on what happened inside
+        seen, chain = (chain, None) if isinstance(chain, NotImplementedError) else (seen, chain.__cause__)
+    trace = traceback.extract_tb(seen.__traceback__)
+    lines = [frame.lineno for frame in trace if frame.filename == watch.file]
+    line = lines[-1] if lines else None
+    if isinstance(seen, NotImplementedError) and line and str(seen).startswith("Step "):
+        return {"status": "open", "line": line, "task": str(seen)}
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
+        return {"status": "lost", "line": line, "error": f"has lost another rank in {watch.last or f'line {line}'}"}
+    said = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
+    if sheet is None:
+        return {"status": "error", "line": line, "error": said, "loading": True}
+    ours = [frame for frame in trace if frame.filename.startswith(str(ROOT))]
+    if not line and ours and not isinstance(error, Broken):
+        place = f"{os.path.relpath(ours[-1].filename, ROOT)}, line {ours[-1].lineno}"
+        said += f" (in {place}, and in no line of this file: what it has left behind is not as it should be)"
+    return {"status": "error", "line": line, "error": f"{sheet.at}: ".removeprefix(", ") * bool(sheet.at) + said}
+
+
+def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, number: int) -> None:
+    """Unless the step is `over` in time: say where this rank is, give the others the time to say it too, and leave.
+
+    A collective that this rank is in when another has failed, it is in in vain: PATIENCE is the time for that.
+    """
+    until, since, last = time.monotonic() + seconds, time.monotonic(), watch.count
+    while time.monotonic() < until:
+        if over.wait(0.1):
+            return
+        if not watch.now or watch.count != last:
+            since, last = time.monotonic(), watch.count
+        elif time.monotonic() > since + PATIENCE and any(v["status"] != "passed" for v in _verdicts(folder, number)):
+            break
+    line = watch.line(sys._current_frames().get(threading.main_thread().ident))
+    where = f"waits in {watch.now}" if watch.now else "is in no collective"
+    # Issued at one line, waited for at another.
+    at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
+    _write(folder, number, {"status": "hang", "line": line, "error": where + at})
+    with contextlib.suppress(TimeoutError):
+        _everyone(folder, number, 5)
+    os._exit(3)
+
+
+def _write(folder: str, number: int, verdict: dict) -> None:
+    file = Path(folder, f"{number}.{dist.get_rank()}")
+    part = Path(f"{file}.part")
+    part.write_text(json.dumps(verdict))
+    part.rename(file)  # whole, or not there
+
+
+def _verdicts(folder: str, number: int) -> list[dict]:
+    """The ranks' verdicts on one step, as many as are there."""
+    files = [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def _everyone(folder: str, number: int, seconds: float) -> list[dict]:
+    """All ranks' verdicts on one step, when they are there. Raises TimeoutError."""
+    until = time.monotonic() + seconds
+    while len(verdicts := _verdicts(folder, number)) < dist.get_world_size():
+        if time.monotonic() > until:
+            raise TimeoutError(f"some rank gives no verdict on step {number}")
+        time.sleep(0.002)
+    return verdicts
+
+
+def main() -> None:
+    name, file, folder, seconds, backend, device = sys.argv[1:]
+    faulthandler.enable(open(Path(folder, f"crash.{os.environ['RANK']}"), "w"))  # noqa: SIM115
+    me = process_group.start(backend, device)
+    examine(name, file, folder, float(seconds), me.device, exit_on_hang=True)
+
+
+if __name__ == "__main__":
+    process_group.run(main)

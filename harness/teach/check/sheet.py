@@ -1,0 +1,355 @@
+"""What the checks of an exercise share: models, instruments, and the `Sheet` on which a check writes what it finds."""
+
+import contextlib
+import functools
+import importlib
+import types
+import weakref
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from harness.engine import loop
+from harness.measure.memory import MemoryLedger
+from harness.measure.traffic import KINDS, Collective, TrafficLedger, group_of
+from harness.teach.exercise import EXERCISES
+
+# With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
+EXACT = {"rtol": 0, "atol": 1e-9}  # in float64, where the order of a sum makes 1e-15
+ROUNDED = {"rtol": 0.03, "atol": 1e-3}  # gradients that were bfloat16 on their way
+MIXED = {"param_dtype": torch.float32, "reduce_dtype": torch.bfloat16}  # of a model in float64: three dtypes
+SMALL = {"bucket_mb": 300 / 2**20}  # several buckets, with several parameters in some
+
+
+# Models: awkward sizes for values, large layers for bytes, different layers for the order of events.
+
+
+class OddBlock(nn.Module):
+    """Sizes that N rarely divides, a scalar, and a parameter of two elements."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+        self.scale, self.pair = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.tanh(self.up(x))) + self.pair.sum()
+
+
+class Odd(nn.Module):
+    """An embedding, whose input needs no gradient, blocks of different sizes, a frozen layer in one, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(5, 3)
+        self.blocks = nn.ModuleList(OddBlock(5, hidden) for hidden in (7, 9, 11))
+        self.blocks[1].up.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Stack(nn.Module):
+    """Linear layers, large beside their activations: what is alive are parameters and gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Lanes(nn.Module):
+    """Layers of different sizes, so that a collective's bytes name the layer, run in the order of `way`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, out) for out in (8, 16, 24, 32))
+        self.way = [0, 1, 2, 3]
+
+    def forward(self, x):
+        *first, last = self.way
+        for index in first:
+            x = x + self.layers[index](x).sum(-1, keepdim=True)
+        return self.layers[last](x)
+
+
+LAYERS, WIDTH = 8, 64
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of `Stack`
+ACTIVATIONS = (8 + 2 * LAYERS) * 4 * 2 * WIDTH
+
+
+def seeded(build, seed: int, dtype: torch.dtype, device) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().to(dtype).to(device)
+
+
+def tokens(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens (4, 6) int64, classes (4,) int64), others for every rank and step."""
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    return torch.randint(11, (4, 6), generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+def vectors(step: int, rank: int, wide: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    return torch.randn(2, wide, generator=generator), torch.randn(2, wide, generator=generator)
+
+
+# Instruments.
+
+
+class Traffic(TrafficLedger):
+    """Every collective and every message, also those that no stage needs; those outside of `group` under that name."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group, self.reduced = group, []  # what reduce-scatters were given
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        quiet = ("barrier", "monitored_barrier", "wait_tensor")
+        if func.namespace in ("c10d", "_c10d_functional") and name not in KINDS and name not in quiet:
+            whole = sum(tensor.nbytes for tensor in loop.tensors_in(list(args)))
+            self.collectives.append(Collective(name.strip("_"), whole, whole, ""))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note(self, kind, args) -> None:
+        tensors = loop.tensors_in(list(args[:2]))
+        if all(tensor.dtype == torch.int64 for tensor in tensors) and tensors[-1].numel() == 1:
+            return  # the ranks compare notes, with a number each (harness/engine/order.py)
+        if group_of(args).group_name != self.group.group_name:
+            kind += " outside of the engine's group (was group= passed?)"
+        if kind == "reduce-scatter":
+            self.reduced.append(torch.cat([tensor.flatten() for tensor in loop.tensors_in(args[1])]))
+        super()._note(kind, args)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [collective.whole_bytes for collective in self.collectives]
+
+
+@dataclass
+class Issued:
+    """A collective that was started: who it is, and what became of it."""
+
+    what: str
+    nbytes: int
+    waited: bool = False
+    spoilt: bool = False  # its input was changed or freed before somebody waited for it
+
+
+class Work:
+    """A collective's work that knows whether somebody has waited for it. It keeps no tensor alive."""
+
+    issued: list[Issued] = []
+    on_wait = None
+
+    def __init__(self, work, watch, what: str, inputs=(), nbytes: int = 0):
+        self._work, self._watch, self._issued = work, watch, Issued(what, nbytes)
+        self._inputs = [(weakref.ref(tensor), tensor._version) for tensor in inputs]
+        Work.issued.append(self._issued)
+
+    def wait(self, *args, **kwargs):
+        if not self._issued.waited:
+            self._issued.waited = True
+            there = [(tensor(), version) for tensor, version in self._inputs if tensor() is not None]
+            self._issued.spoilt = any(t._version != v or not t.untyped_storage().nbytes() for t, v in there)
+            if Work.on_wait:
+                Work.on_wait(self._issued)
+        with self._watch.inside(self._issued.what):
+            return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self._work, name)
+
+
+@functools.cache
+def _groups(world) -> types.SimpleNamespace:
+    """Groups to build engines with; none is the default one, so that a collective that was given none shows.
+
+    `all` of the ranks; this rank `alone`; and `silent`, whose collectives move nothing and take no memory, for the
+    bytes that an engine itself keeps.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return types.SimpleNamespace(all=dist.new_group(), alone=alone, silent=dist.new_group(backend="fake"))
+
+
+@dataclass
+class Sheet:
+    """What the checks of one run share: the student's module, this rank, and what was found."""
+
+    name: str
+    student: types.ModuleType
+    device: torch.device
+
+    def __post_init__(self):
+        self.groups = _groups(dist.group.WORLD)
+        self.engine_cls = getattr(self.student, EXERCISES[self.name].engine)
+        self.findings: list[dict] = []
+        self._wrong_at = None  # the `at` of what was found
+        self.at, self.group = "", self.groups.all  # how engines are built at the moment
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._oracles = {}
+
+    # What is said.
+
+    def verdict(self, check, most: int) -> dict:
+        """What `check` has found, the first `most` findings."""
+        self.findings, self._wrong_at, self.at, self.group = [], None, "", self.groups.all
+        torch.manual_seed(self.rank)
+        check.look(self)
+        return {"status": "failed" if self.findings else "passed", "findings": self.findings[:most]}
+
+    def expect(self, right: bool, what: str, expected, found) -> None:
+        """Write down what is not `right`. No rank leaves a check early: the others may wait for it in a collective."""
+        if not right and self._wrong_at in (None, self.at):  # the first way of building engines that goes wrong
+            self._wrong_at = self.at
+            self.findings.append({"what": what + self.at, "expected": str(expected), "found": str(found)})
+
+    def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT) -> None:
+        """`found` is `expected`, as far as float64 tells."""
+        if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
+            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            return self.expect(False, what, f"a tensor of shape {tuple(expected.shape)}", shape)
+        wrong = ~torch.isclose(found.detach().to(expected), expected, **tolerance)
+        if wrong.any():
+            first = wrong.flatten().nonzero()[0].item()
+            place = f" at element {first}; {int(wrong.sum())} of {wrong.numel()} differ" * bool(expected.dim())
+            values = expected.flatten()[first].item(), found.detach().flatten()[first].item()
+            ratio = values[1] / values[0] if values[0] else 0
+            summed = abs(ratio - len(self.ranks)) < 1e-6
+            times = f", {len(self.ranks)} times as much: summed, not averaged?" * summed
+            self.expect(False, what, f"{values[0]:.9g}", f"{values[1]:.9g}{times}{place}")
+
+    def at_most(self, what: str, nbytes: int, allowed: float, means: str) -> None:
+        self.expect(nbytes <= allowed, what, f"at most {allowed:,.0f} bytes ({means})", f"{nbytes:,} bytes")
+
+    @contextlib.contextmanager
+    def received(self, where: str):
+        """What is started inside is waited for inside, and left alone until then."""
+        Work.issued.clear()
+        yield
+        for said, wrong in (
+            ("never waited for", [issued for issued in Work.issued if not issued.waited]),
+            ("whose input was changed or freed before the wait", [issued for issued in Work.issued if issued.spoilt]),
+        ):
+            if wrong and not self.findings:
+                self.expect(False, f"collectives of {where}, {said}", "none", f"{len(wrong)}, first {wrong[0].what}")
+
+    # What it is said about.
+
+    def setups(self, *more):
+        """Options to build an engine with, one set after the other; `at` and `group` are those of the current one."""
+        one = ", in a group of one rank (self.world_size is 1)", {"group": self.groups.alone}
+        for self.at, options in (("", {}), one, (", in mixed precision", MIXED), *more):
+            self.group = options.get("group", self.groups.all)
+            yield options
+        self.at, self.group = "", self.groups.all  # not after an exception: its message says where it was
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+    def build(self, model: nn.Module, cls=None, **options):
+        return (cls or self.engine_cls)(model, ADAMW, **{"group": self.group, **options})
+
+    def probe(self, **methods):
+        """The student's class with some methods replaced: those whose turn comes later."""
+        return type(self.engine_cls.__name__, (self.engine_cls,), methods)
+
+    def odd(self, rank: int | None = None) -> nn.Module:
+        """The model for values: the group's first rank's start is the right one, the others' is another."""
+        return seeded(Odd, self.rank if rank is None else rank, torch.float64, self.device)
+
+    def start(self) -> nn.Module:
+        return self.odd(self.ranks[0])
+
+    @contextlib.contextmanager
+    def ledger(self, cls=None, **options):
+        """(what is alive, an engine over `Stack` that was built under it, in a group that moves nothing)."""
+        with MemoryLedger() as memory:
+            model = seeded(Stack, 0, torch.float32, self.device)
+            yield memory, self.build(model, cls, **{"group": self.groups.silent, **options})
+
+    def batch(self, step: int, of=tokens, **options) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.to(self.device) for tensor in of(step, self.rank, **options))
+
+    def oracle(self, steps: int) -> tuple[nn.Module, list[torch.Tensor]]:
+        """One process, plain PyTorch, all ranks' data: (the model after `steps`, its gradients left on, losses)."""
+        key = steps, *self.ranks
+        if key not in self._oracles:
+            model = self.start()
+            optimizer, losses = ADAMW(model.parameters()), []
+            for step in range(max(1, steps)):
+                optimizer.zero_grad()
+                parts = [tokens(step, rank) for rank in self.ranks]
+                inputs, targets = (torch.cat(tensors).to(self.device) for tensors in zip(*parts))
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+                if steps:
+                    optimizer.step()
+                losses.append(loss.detach())
+            self._oracles[key] = model, losses
+        return self._oracles[key]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: param.grad for name, param in self.oracle(0)[0].named_parameters()}
+
+    def backward(self, engine) -> None:
+        inputs, targets = self.batch(0)
+        F.cross_entropy(engine(inputs), targets).backward()
+
+    def pieces(self, engine):
+        """(name, piece, the elements of the whole parameter that it is) of all that this rank owns."""
+        for bucket in engine.trained:
+            for index, piece in bucket.pieces:
+                first = max(0, bucket.start - bucket.offsets[index])
+                yield bucket.names[index], piece, slice(first, first + piece.numel())
+
+    def right_gradients(self, engine, gradients: dict[str, torch.Tensor] | None = None, times: float = 1) -> None:
+        """Every piece has its part of `gradients` (default: the oracle's)."""
+        gradients = self.gradients() if gradients is None else gradients
+        dtypes = {bucket.reduce_dtype for bucket in engine.trained}
+        tolerance = EXACT if dtypes == {torch.float64} else ROUNDED
+        for name, piece, part in self.pieces(engine):
+            what = f"the gradient of this rank's piece of {name}"
+            if name in gradients and piece.grad is not None:
+                self.same(what, piece.grad, gradients[name].flatten()[part] * times, tolerance)
+            else:
+                self.expect(name not in gradients and piece.grad is None, what,
+                            f"{piece.numel()} elements" if name in gradients else None, piece.grad)  # fmt: skip
+
+    def traffic(self, traffic: Traffic, kinds: list[str], times: float, psi: float, when: str) -> None:
+        """These kinds of collectives, in the order in which they are first met; not more than `times` psi (N-1)/N."""
+        found = list(dict.fromkeys(collective.kind for collective in traffic.collectives))
+        self.expect(found == kinds, f"collectives {when}", ", then ".join(kinds), ", then ".join(found) or "none")
+        allowed = times * psi * (len(self.ranks) - 1) / len(self.ranks)
+        means = f"{times:g}Ψ (N-1)/N with Ψ = {psi:,.0f}, padding included"
+        self.at_most(f"bytes sent {when}", traffic.sent_bytes, allowed, means)
+
+
+def reduced_bytes(engine) -> int:
+    """Bytes of the trained buckets, padding included, in the dtype in which their gradients travel."""
+    return sum(bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained)
+
+
+def padding(buckets) -> float:
+    """Bytes of padding that a layout may need: 16 behind a parameter, 16 per rank behind a bucket."""
+    return sum(16 * (len(bucket.params) + dist.get_world_size()) for bucket in buckets)
+
+
+def trained_numel(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters() if param.requires_grad)

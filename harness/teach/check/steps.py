@@ -1,0 +1,705 @@
+"""What `./launch.sh check` looks at, step by step: values against plain PyTorch, bytes, and the order of collectives.
+
+A check is a function of a `Sheet`, run on every rank (`ranks.py`), and writes down what differs from what
+is expected. It looks at a step alone, with the steps behind it replaced, as long as that is possible.
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.engine import guard, loop
+from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.traffic import KINDS
+from harness.teach.check.sheet import (
+    ACTIVATIONS,
+    EXACT,
+    LAYER,
+    LAYERS,
+    MIXED,
+    ROUNDED,
+    SMALL,
+    Issued,
+    Lanes,
+    Sheet,
+    Stack,
+    Traffic,
+    Work,
+    padding,
+    reduced_bytes,
+    seeded,
+    trained_numel,
+    vectors,
+)  # fmt: skip
+from harness.teach.exercise import EXERCISES, Blank
+
+# Step 0, with no rank needed.
+
+
+def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
+    """(what it is, its parameters, world size, rank, bucket) of many layouts."""
+    for (dtype, param_dtype), world_size, shapes in itertools.product(dtypes, world_sizes, shapes_of):
+        named = [(f"p{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(shapes)]
+        said = ", ".join(" x ".join(map(str, shape)) or "()" for shape in shapes)
+        at = f"N = {world_size}, parameters of {said} elements, {str(dtype)[6:]}"
+        at += f" with param_dtype {str(param_dtype)[6:]}" * (param_dtype is not None)
+        for rank in range(world_size):
+            yield at, named, world_size, rank, sheet.student.Bucket(named, rank, world_size, (param_dtype, None))
+
+
+SHAPES = [[(6,)], [()], [(5,), (3,), (1,)], [(2, 2), (4,)], [(5, 7), (7,), (9, 5), (), (2,)], [(17,)], [(8, 8), (8,)]]
+DTYPES = [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16)]
+
+
+def layout(sheet: Sheet) -> None:
+    shapes_of = [*SHAPES, [(0,)], [(3,), (0, 2), (2,)]]
+    for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES, (1, 2, 3, 4, 7), shapes_of):
+        sizes = [param.numel() for _, param in named]
+        align = 16 // min(bucket.param_dtype.itemsize, named[0][1].dtype.itemsize)
+        end = sum(-(-size // align) * align for size in sizes)
+        least = max(1, -(-end // (align * world_size))) * align * world_size
+        offsets = list(bucket.offsets)
+        if len(offsets) != len(sizes):
+            return sheet.expect(False, f"offsets at {at}", f"{len(sizes)} of them", offsets)
+        unaligned = [offset for offset in (*offsets, bucket.shard_numel) if offset % align]
+        sheet.expect(not unaligned, f"offsets and shard_numel at {at}", f"multiples of {align} (16 bytes)", unaligned)
+        ends = [offset + size for offset, size in zip(offsets, sizes)]
+        apart = offsets[0] >= 0 and all(a <= b for a, b in zip(ends, offsets[1:]))
+        sheet.expect(apart, f"offsets at {at}", "one parameter behind the other, none over another", offsets)
+        sheet.expect(bucket.numel == bucket.shard_numel * world_size, f"numel at {at}",
+                     f"N x shard_numel = {bucket.shard_numel * world_size}", bucket.numel)  # fmt: skip
+        sheet.expect(max(1, *ends) <= bucket.numel <= least, f"numel at {at}",
+                     f"room for all, so {max(1, *ends)} or more, and no more padding than needed, so {least} at most",
+                     bucket.numel)  # fmt: skip
+        sheet.expect(bucket.start == rank * bucket.shard_numel, f"start of rank {rank} at {at}",
+                     rank * bucket.shard_numel, bucket.start)  # fmt: skip
+        if sheet.findings:
+            return
+
+
+def cut(sheet: Sheet) -> None:
+    found = {}
+    for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES[:1], (1, 2, 3, 5), SHAPES):
+        found = [[] for _ in named] if rank == 0 else found
+        flat = torch.arange(bucket.numel)
+        shard = flat[bucket.start : bucket.start + bucket.shard_numel]
+        for index, part in bucket.cut(shard):
+            what = f"the part of p{index} on rank {rank} at {at}"
+            view = part.untyped_storage()._cdata == flat.untyped_storage()._cdata
+            sheet.expect(view, what, "a view of the shard", "a copy")
+            sheet.expect(part.numel() > 0 and part.dim() == 1, what, "one dimension, and no empty parts",
+                         f"a tensor of shape {tuple(part.shape)}")  # fmt: skip
+            found[index] += part.flatten().tolist()
+        for index, expected in enumerate(bucket.views(flat) if rank == world_size - 1 else ()):
+            what = f"places in the buffer of all ranks' parts of p{index} at {at}"
+            expected = expected.flatten().tolist()
+            sheet.expect(found[index] == expected, what, expected, found[index])
+        if sheet.findings:
+            return
+
+
+# ZeRO-1.
+
+
+def gradients(sheet: Sheet, kind: str, times: float, before: tuple[str, ...] = ()) -> None:
+    """Backward and step 3 leave the right gradients on the pieces, however many backwards there were."""
+    twice, unsent = ", after two backwards", ", after a backward under no_sync() and another"
+    for options in sheet.setups((twice, {}), (unsent, {}), (", with find_unused=True", {"find_unused": True})):
+        engine = sheet.build(sheet.odd(), **({} if sheet.name == "zero3" else SMALL), **options)
+        with Traffic(sheet.group) as traffic, sheet.received("backward and step 3"):
+            if sheet.at == unsent:
+                with engine.no_sync():
+                    sheet.backward(engine)
+            backwards = 2 if sheet.at == twice and sheet.name in ("zero2", "zero3") else 1
+            for _ in range(2 if sheet.at == twice else 1):
+                sheet.backward(engine)
+            if sheet.name in ("zero2", "zero3"):
+                inside, buckets = sum(c.kind.startswith(kind) for c in traffic.collectives), len(engine.trained)
+                sheet.expect(inside == buckets * backwards, "reduce-scatters inside backward",
+                             f"{buckets * backwards}: one per bucket and backward", inside)  # fmt: skip
+            engine._sync_gradients()
+        sheet.right_gradients(engine, times=2 if sheet.at in (twice, unsent) else 1)
+        if options.get("find_unused"):
+            traffic.collectives.pop()  # which parameters were used
+        gathers = [c for c in traffic.collectives if c.kind in before]
+        traffic.collectives = [c for c in traffic.collectives if c not in gathers]
+        sheet.traffic(traffic, [kind], times * backwards, reduced_bytes(engine), "for the gradients")
+
+
+def zero1_gradients(sheet: Sheet, kind: str, times: float) -> None:
+    gradients(sheet, kind, times)
+    with sheet.ledger() as (memory, engine):
+        inputs, targets = sheet.batch(0, vectors)
+        F.mse_loss(engine(inputs), targets).backward()
+        before = memory.live
+        memory.reset_peak()
+        engine._sync_gradients()
+        most, after = memory.peak - before, memory.live - before
+    shard = LAYERS * LAYER / sheet.world_size
+    allowed = shard * (kind == "reduce-scatter") + padding(engine.buckets)
+    means = "Ψ/N: a shard" if kind == "reduce-scatter" else "none: the sum and the mean in place, and pieces take views"
+    sheet.at_most("bytes alive after step 3, more than before", after, allowed, means)
+    # In place or not, a shard more may exist for a moment.
+    sheet.at_most("bytes alive in step 3, more than before", most, allowed + shard, "no second copy of the gradients")
+
+
+def zero1_update(sheet: Sheet) -> None:
+    gathered, order = [], []
+
+    def gather(self, buckets):
+        gathered.append(buckets)
+        order.append("gather")
+
+    engine = sheet.build(sheet.odd(), sheet.probe(_sync_params=gather), **SMALL)
+    engine.optimizer.register_step_post_hook(lambda *_: order.append("update"))
+    sheet.backward(engine)
+    engine.step()
+    sheet.expect(order == ["update", "gather"], "the order of steps 4 and 5", "update, then gather",
+                 ", then ".join(order) or "neither")  # fmt: skip
+    plain, _ = sheet.oracle(1)
+    values = dict(plain.named_parameters())
+    for name, piece, part in sheet.pieces(engine):
+        sheet.same(f"this rank's piece of {name} after the update", piece, values[name].detach().flatten()[part])
+    sheet.expect(list(map(list, gathered)) == [engine.trained], "calls of self._sync_params",
+                 "one, of the trained buckets: what is frozen has not changed",
+                 " and ".join(f"one of {len(list(buckets))} buckets" for buckets in gathered) or "none")  # fmt: skip
+    owned = sum(param.numel() for group in engine.optimizer.param_groups for param in group["params"])
+    owned = torch.tensor([owned], device=sheet.device)
+    dist.all_reduce(owned)
+    sheet.expect(owned.item() == trained_numel(plain), "elements that the ranks' optimizers update, all ranks together",
+                 f"{trained_numel(plain)}, each once", owned.item())  # fmt: skip
+
+
+def zero1_gather(sheet: Sheet) -> None:
+    for options in sheet.setups():
+        engine = sheet.build(sheet.odd(), **SMALL, **options)
+        right = [torch.arange(bucket.numel, device=sheet.device) / 16 for bucket in engine.buckets]
+        for bucket, values in zip(engine.buckets, right):
+            bucket.flat.zero_()
+            bucket.shard.copy_(values[bucket.start : bucket.start + bucket.shard_numel])
+        with Traffic(sheet.group) as traffic, sheet.received("step 5"):
+            engine._sync_params(engine.buckets)
+        for bucket, values in zip(engine.buckets, right):
+            views = zip(bucket.names, bucket.params, bucket.views(values), bucket.views(bucket.flat))
+            for name, param, expected, view in views:
+                sheet.same(f"the weight {name} on this rank", param, expected)
+                sheet.expect(param.data_ptr() == view.data_ptr(), f"the weight {name}", "still a view of bucket.flat",
+                             "a tensor of its own")  # fmt: skip
+        sent = sum(bucket.flat.nbytes for bucket in engine.buckets)
+        sheet.traffic(traffic, ["all-gather"], 1, sent, "in step 5")
+    with sheet.ledger() as (memory, engine):
+        before = memory.live
+        memory.reset_peak()
+        engine._sync_params(engine.buckets)
+    allowed = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
+    sheet.at_most("bytes alive in step 5, more than before", memory.peak - before, allowed,
+                  "at most a shard, Ψ/N: gather into bucket.flat itself")  # fmt: skip
+    sheet.at_most("bytes alive after step 5, more than before", memory.live - before, 0, "none")
+
+
+def _right_weights(sheet: Sheet, found: dict, plain: nn.Module) -> None:
+    for name, expected in plain.state_dict().items():
+        sheet.same(f"the weight {name} on this rank", found.get(name), expected.cpu())
+
+
+# ZeRO-2.
+
+
+def _keep(self, bucket, param) -> None:
+    """A hook that leaves gradients where they are."""
+    bucket.used.add(param)
+
+
+def _own_gradients(sheet: Sheet, options):
+    """(engine, {parameter: this rank's own gradient}) after a backward that reduced nothing."""
+    engine = sheet.build(sheet.odd(), sheet.probe(_on_gradient=_keep), **SMALL, **options)
+    sheet.backward(engine)
+    return engine, {param: param.grad.clone() for bucket in engine.trained for param in bucket.params}
+
+
+def zero2_send(sheet: Sheet) -> None:
+    for options in sheet.setups():
+        engine, own = _own_gradients(sheet, options)
+        for bucket in engine.trained:
+            right = torch.zeros(bucket.numel, dtype=bucket.reduce_dtype, device=sheet.device)
+            for number, (param, view) in enumerate(zip(bucket.params, bucket.views(right))):
+                if number % 3 != 2:
+                    view.copy_(own[param])
+                else:  # as find_unused may leave it
+                    param.grad = None
+                if number % 2:  # as no_sync leaves it
+                    bucket.kept[param] = own[param].to(bucket.reduce_dtype)
+                    view.add_(bucket.kept[param])
+            with Traffic(sheet.group) as traffic:
+                reduction = sheet.student.Reduction(bucket, sheet.group)
+            sheet.traffic(traffic, ["reduce-scatter"], 1, right.nbytes, f"for a bucket of {right.nbytes} bytes")
+            sent = torch.cat(traffic.reduced) if traffic.reduced else right[:0]
+            sheet.expect(sent.dtype == right.dtype, "the dtype of what is sent", right.dtype, sent.dtype)
+            sheet.expect(len(sent) == len(right), "elements that are sent", len(right), len(sent))
+            if not sheet.findings:
+                for name, a, b in zip(bucket.names, bucket.views(sent), bucket.views(right)):
+                    what = f"what is sent of {name} (param.grad, zeros for None, and bucket.kept)"
+                    sheet.same(what, a, b, ROUNDED if sent.dtype == torch.bfloat16 else EXACT)
+                sheet.same("the buffer that is sent, with its padding", sent, right, ROUNDED)
+            left = [name for name, param in zip(bucket.names, bucket.params) if param.grad is not None]
+            sheet.expect(not left, "parameters with a .grad after sending", "none", ", ".join(left))
+            sheet.expect(not bucket.kept, "gradients left in bucket.kept", "none", len(bucket.kept))
+            dist.barrier(sheet.group)  # before its buffers go
+            del reduction
+
+
+def zero2_receive(sheet: Sheet) -> None:
+    for options in sheet.setups():
+        engine, own = _own_gradients(sheet, options)
+        for times in (1, 2):  # a second backward before the step adds up
+            with sheet.received("Reduction"):
+                for bucket in engine.trained:
+                    for param in bucket.params:
+                        param.grad = own[param].clone()
+                    sheet.student.Reduction(bucket, sheet.group).finish(len(sheet.ranks))
+            sheet.right_gradients(engine, times=times)
+    with sheet.ledger(sheet.probe(_on_gradient=_keep)) as (memory, engine):
+        before, (bucket,) = memory.live, engine.trained
+        for param in bucket.params:
+            param.grad = torch.zeros_like(param)
+        reduction = sheet.student.Reduction(bucket, sheet.groups.silent)
+        reduction.finish(sheet.world_size)
+        held = memory.live - before
+        del reduction
+        left = memory.live - before
+    share = LAYERS * LAYER / sheet.world_size + padding([bucket])
+    means = "Ψ/N on the pieces, Ψ/N that came, and nothing of the whole buffer"
+    sheet.at_most("bytes of gradients alive after finish", held, 2 * share, means)
+    sheet.at_most("bytes of gradients alive after finish, when the Reduction is gone", left, share, "Ψ/N")
+
+
+def zero2_in_flight(sheet: Sheet) -> None:
+    for options in sheet.setups():
+        engine, _ = _own_gradients(sheet, options)
+        with Traffic(sheet.group) as traffic, sheet.received("self._reduce_bucket"):
+            for bucket in engine.trained:
+                engine._reduce_bucket(bucket)
+            engine._finish_reduction()
+        sheet.right_gradients(engine)
+        sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained]
+        sheet.expect(traffic.sizes == sizes, "bytes of the collectives", sizes, traffic.sizes)
+        sheet.traffic(traffic, ["reduce-scatter"], 1, sum(sizes), "for all buckets")
+    with sheet.ledger(sheet.probe(_on_gradient=_keep), bucket_mb=LAYER / 2**20) as (memory, engine):
+        before = memory.live
+        memory.reset_peak()
+        for bucket in engine.trained:
+            for param in bucket.params:  # as backward fills it
+                param.grad = torch.zeros_like(param)
+            engine._reduce_bucket(bucket)
+        engine._finish_reduction()
+    allowed = 2 * LAYER + LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
+    sheet.at_most("bytes of gradients alive, bucket after bucket", memory.peak - before, allowed,
+                  f"Ψ/N + 2 buckets of {LAYER:,}: receive the one before first")  # fmt: skip
+
+
+def zero2_hook(sheet: Sheet) -> None:
+    gradients(sheet, "reduce-scatter", 1)
+    # Gradients that finish in the opposite order must not change the order of the buckets.
+    for way, what in (
+        ([0, 1, 2, 3], "backward"),
+        ([3, 2, 1, 0], "backward, when the first layer's gradients come first"),
+    ):
+        model = seeded(Lanes, 0, torch.float32, sheet.device)
+        model.way = way
+        engine = sheet.build(model, bucket_mb=0)
+        inputs, _ = sheet.batch(0, vectors, wide=8)
+        with Traffic(sheet.group) as traffic:
+            engine(inputs).square().mean().backward()
+        sizes = [4 * bucket.numel for bucket in engine.trained]
+        sheet.expect(traffic.sizes == sizes, f"bytes of the collectives inside {what}",
+                     f"{sizes}: every bucket once, in the order of self.trained", traffic.sizes)  # fmt: skip
+    if not sheet.findings:
+        _worst_moment(sheet, 2 * LAYER, f"2 buckets of {LAYER:,}", bucket_mb=LAYER / 2**20)
+
+
+def _worst_moment(sheet: Sheet, allowed: int, means: str, **options) -> None:
+    """In the second backward: at its worst moment Ψ/N of gradients and `allowed`, after step 3 only Ψ/N."""
+    batches = [sheet.batch(step, vectors) for step in range(2)]
+    with sheet.ledger(**options) as (memory, engine):
+        F.mse_loss(engine(batches[0][0]), batches[0][1]).backward()
+        engine._sync_gradients()
+        engine.zero_grad()
+        between = memory.live
+        loss = F.mse_loss(engine(batches[1][0]), batches[1][1])
+        memory.reset_peak()
+        loss.backward()
+        most = memory.peak - between
+        engine._sync_gradients()
+        after = memory.live - between
+    share = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
+    at = f", with prefetch {options['prefetch']}" if "prefetch" in options else ""
+    sheet.at_most(f"bytes alive at backward's worst moment{at}", most, share + allowed + ACTIVATIONS,
+                  f"Ψ/N of gradients, {means}, and activations")  # fmt: skip
+    sheet.at_most("bytes of gradients alive after step 3", after, share + 64, "Ψ/N")
+
+
+def clip(sheet: Sheet) -> None:
+    for options in sheet.setups():
+        for max_norm, norm_type in ((0.05, 2.0), (1e3, 2.0), (0.05, float("inf")), (0.05, 1.0)):
+            engine = sheet.build(sheet.odd(), **SMALL, **options)
+            sheet.backward(engine)
+            right = {name: gradient.clone() for name, gradient in sheet.gradients().items() if gradient is not None}
+            if norm_type == 1:  # a parameter that no rank has used, as find_unused leaves it
+                engine._sync_gradients()
+                right.pop("head.bias")
+                for name, piece, _ in sheet.pieces(engine):
+                    piece.grad = None if name == "head.bias" else piece.grad
+            with Traffic(sheet.group) as traffic:
+                norm = engine.clip_grad_norm_(max_norm, norm_type)
+            whole = [torch.zeros_like(gradient) for gradient in right.values()]
+            for tensor, gradient in zip(whole, right.values()):
+                tensor.grad = gradient
+            expected = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
+            at = f"with max_norm {max_norm:g}, norm_type {norm_type:g}"
+            norm = torch.tensor(norm) if isinstance(norm, float) else norm
+            sheet.same(f"the norm that is returned {at}", norm, expected, ROUNDED if options is MIXED else EXACT)
+            sheet.right_gradients(engine, right)
+            allowed = 64 * sheet.world_size
+            sheet.at_most(f"bytes sent {at}", traffic.sent_bytes, allowed, "some numbers per rank, and no gradients")
+            kinds = [c.kind for c in traffic.collectives if "outside" in c.kind]
+            sheet.expect(not kinds, f"collectives {at}", "in group=self.group", ", ".join(kinds))
+    # Three elements: from three ranks on, the last own nothing but padding. And one rank's NaN is everybody's.
+    engine = sheet.build(nn.Linear(3, 1, bias=False).to(sheet.device))
+    engine(torch.ones((1, 3), device=sheet.device)).sum().backward()
+    norm = engine.clip_grad_norm_(1.0)
+    sheet.expect(abs(norm.item() - 3**0.5) < 1e-5, "the norm of three gradients of 1", 1.732, norm.item())
+    for source, norm_type in itertools.product((0, sheet.world_size - 1), (2.0, float("inf"))):
+        engine = sheet.build(sheet.odd(), **SMALL)
+        sheet.backward(engine)
+        engine._sync_gradients()
+        for _, piece, _ in list(sheet.pieces(engine))[:1] if sheet.rank == source else ():
+            piece.grad.fill_(float("nan"))
+        norm = engine.clip_grad_norm_(1.0, norm_type)
+        what = f"the norm with norm_type {norm_type:g} when rank {source} has a NaN"
+        sheet.expect(norm.isnan().item(), what, "NaN on every rank", norm.item())
+
+
+# ZeRO-3.
+
+
+class _Pending:
+    """A gather that is still under way: notes how large the buffer was when somebody waited for it."""
+
+    def __init__(self, buffer: torch.Tensor):
+        self.buffer, self.nbytes = buffer, None
+
+    def wait(self):
+        self.nbytes = self.buffer.untyped_storage().nbytes()
+
+
+def zero3_free(sheet: Sheet) -> None:
+    inputs, _ = sheet.batch(0, vectors)
+    with MemoryLedger() as memory:
+        model = seeded(Stack, 0, torch.float32, sheet.device)
+        model.layers[0].bias.requires_grad_(False)  # so that the unit has two buckets
+        engine = sheet.build(model, group=sheet.groups.silent)
+        unit, before = engine.units[0], memory.live
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(bucket.numel * 4)
+            bucket.flat.zero_()
+        unit.whole = True
+        guard.open(unit.params)
+        views = [view for bucket in unit.buckets for view in bucket.views(bucket.flat)]
+        if any(
+            param.shape != view.shape or param.data_ptr() != view.data_ptr() for param, view in zip(unit.params, views)
+        ):
+            return sheet.expect(False, "the weights of a unit that was freed", "still views of bucket.flat",
+                                "tensors of their own: was param.data set?")  # fmt: skip
+        saved = F.linear(inputs, model.layers[0].weight, model.layers[0].bias)  # autograd keeps a view of the weight
+        unit.works = pending = [_Pending(bucket.flat) for bucket in unit.buckets]
+        pending = list(pending)
+        engine._reshard_unit(unit)
+        left = sum(bucket.flat.untyped_storage().nbytes() for bucket in unit.buckets)
+        left = max(left, memory.live - before - saved.untyped_storage().nbytes())
+        engine._reshard_unit(unit)  # already freed: nothing to do
+    sheet.at_most("bytes of whole parameters alive after freeing a unit of a trained and a frozen bucket", left, 0,
+                  "autograd holds a view of the weight, and must hold no memory with it")  # fmt: skip
+    sheet.expect(unit.whole is False, "unit.whole after freeing", False, unit.whole)
+    waited = [work.nbytes == 4 * bucket.numel for work, bucket in zip(pending, unit.buckets)]
+    sheet.expect(all(waited), "a gather that was still under way",
+                 "waited for, before the memory goes", "not waited for, or too late")  # fmt: skip
+    guarded = all(type(param) is guard.ShardedParameter for param in unit.params)
+    sheet.expect(guarded, "freed parameters", "guarded: guard.close(unit.params)", "a use of them would crash")
+    there = all(bucket.shard.untyped_storage().nbytes() for bucket in unit.buckets)
+    sheet.expect(there, "this rank's shard", "still there", "freed as well")
+
+
+def zero3_gather(sheet: Sheet) -> None:
+    for options in sheet.setups():
+        engine = sheet.build(sheet.odd(), **options)
+        right = dict(sheet.start().named_parameters())
+        for unit in engine.units:
+            with Traffic(sheet.group) as traffic, sheet.received("gathering a unit"):
+                engine._gather_unit(unit)
+                sheet.expect(unit.whole is True, "unit.whole after _gather_unit", True, unit.whole)
+                sheet.expect(len(unit.works) == len(unit.buckets), "works in unit.works after _gather_unit",
+                             f"{len(unit.buckets)}: one per bucket, not waited for yet", len(unit.works))  # fmt: skip
+                engine._gather_unit(unit)  # whole already: nothing to do
+                engine._wait_for_unit(unit)
+            found = [(c.kind, c.whole_bytes) for c in traffic.collectives]
+            expected = [("all-gather", bucket.flat.nbytes) for bucket in unit.buckets]
+            sheet.expect(found == expected, "collectives of gathering a unit, twice",
+                         f"{expected}: one per bucket, in bytes", found)  # fmt: skip
+            for bucket in unit.buckets:
+                nbytes = bucket.flat.untyped_storage().nbytes()
+                what = f"bytes of the buffer of {', '.join(bucket.names)}"
+                sheet.expect(nbytes == bucket.flat.nbytes, what, bucket.flat.nbytes, nbytes)
+                there = nbytes >= bucket.flat.nbytes  # or reading it would be the end
+                views = bucket.views(bucket.flat) if there else ()
+                for name, param, view in zip(bucket.names, bucket.params, views):
+                    sheet.same(f"the gathered weight {name}", view, right[name].detach().to(view))
+                    same = param.data_ptr() == view.data_ptr() if type(param) is nn.Parameter else True
+                    sheet.expect(same, f"the weight {name}", "still a view of bucket.flat", "a tensor of its own")
+            dist.barrier(sheet.group)  # nothing is on its way any more, whoever has waited
+            engine._reshard_unit(unit)
+    with sheet.ledger() as (memory, engine):
+        before = memory.live
+        memory.reset_peak()
+        engine._gather_unit(engine.units[0])
+    sheet.at_most("bytes alive while a unit is gathered", memory.peak - before, LAYER + padding(engine.buckets),
+                  "the unit: gather into bucket.flat itself")  # fmt: skip
+
+
+class _Events(TorchDispatchMode):
+    """Gathers and waits for them, reductions, and the matrix products of forward and backward, by layer, in order."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.events = []
+        self._units = {unit.buckets[0].numel: number for number, unit in enumerate(engine.units)}
+        self._weights = {unit.buckets[0].params[0].numel(): number for number, unit in enumerate(engine.units)}
+
+    def __enter__(self):
+        Work.on_wait = self._waited
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        Work.on_wait = None
+        return super().__exit__(*exception)
+
+    def _waited(self, issued: Issued) -> None:
+        if issued.what.startswith("all_gather"):
+            self.events.append(f"wait {self._units.get(issued.nbytes // 4, '?')}")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, result = func._schema.name, func(*args, **(kwargs or {}))
+        kind = KINDS.get(name.removeprefix("c10d::"), name) if name.startswith("c10d::") else None
+        tensors = loop.tensors_in(list(args)) if kind else []
+        if kind and tensors and tensors[0].is_floating_point():  # not what the ranks compare
+            sizes = [sum(tensor.numel() for tensor in loop.tensors_in([arg])) for arg in args[:2]]
+            verb = {"all-gather": "gather", "reduce-scatter": "reduce"}.get(kind, kind)
+            self.events.append(f"{verb} {self._units.get(max(sizes), '?')}")
+        elif name == "aten::addmm" and args[2].numel() in self._weights:
+            self.events.append(f"forward {self._weights[args[2].numel()]}")
+        elif name == "aten::mm" and result.numel() in self._weights:
+            self.events.append(f"backward {self._weights[result.numel()]}")
+        return result
+
+
+def _expected_events(way, known, prefetch: int, backward: bool, reduce: bool) -> list[str]:
+    """Of a forward that runs the units `way`, when the one before ran them as `known`."""
+    gathered, events = {}, []
+
+    def gather(indices):
+        for index in indices:
+            if index not in gathered:
+                gathered[index] = "on its way"
+                events.append(f"gather {index}")
+
+    def use(index, verb):
+        if gathered[index] == "on its way":
+            events.append(f"wait {index}")
+        events.append(f"{verb} {index}")
+        del gathered[index]  # freed
+
+    gather(known[:prefetch])
+    for position, index in enumerate(way):
+        gather([index])
+        if known[position : position + 1] == [index]:
+            gather(known[position + 1 : position + 1 + prefetch])
+        use(index, "forward")
+    back = list(reversed(way)) if backward else []
+    for position, index in enumerate(back):
+        gather(back[position : position + prefetch + 1])
+        use(index, "backward")
+        events += [f"reduce {index}"] * reduce
+    return events
+
+
+def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: bool = False) -> None:
+    # As declared, again, another way, that again, and a longer way.
+    ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
+    for prefetch in (1, 0, 2):
+        model = seeded(Lanes, 0, torch.float32, sheet.device)
+        engine = sheet.build(model, cls, prefetch=prefetch)
+        for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
+            model.way = way
+            inputs, _ = sheet.batch(step, vectors, wide=8)
+            with _Events(engine) as mode, torch.set_grad_enabled(backward):
+                loss = engine(inputs).square().mean()
+                if backward:
+                    loss.backward()
+            expected = _expected_events(way, known, prefetch, backward, reduce)
+            if mode.events != expected and not sheet.findings:
+                pairs = itertools.zip_longest(mode.events, expected)
+                at = max(0, next(i for i, (found, right) in enumerate(pairs) if found != right) - 2)
+                show = [", ".join(events[at : at + 6]) or "nothing" for events in (expected, mode.events)]
+                what = f"order of events with prefetch {prefetch}, forward number {step}, which runs the units {way}"
+                sheet.expect(False, f"{what} (known: {known}), from event {at + 1} on", *show)
+            engine.zero_grad()
+
+
+def zero3_prefetch(sheet: Sheet) -> None:
+    engine, plain = sheet.build(sheet.odd()), sheet.start()
+    inputs, _ = sheet.batch(0)
+    with torch.no_grad():
+        for _ in range(2):
+            sheet.same("the model's output", engine(inputs), plain(inputs))
+    _order_of_events(sheet)
+    inputs, _ = sheet.batch(0, vectors)
+    for prefetch, training in ((0, True), (1, True), (3, True), (1, False)) if not sheet.findings else ():
+        with sheet.ledger(prefetch=prefetch) as (memory, engine), torch.set_grad_enabled(training):
+            before = memory.live
+            memory.reset_peak()
+            engine(inputs)
+            most, after = memory.peak - before, memory.live - before
+        units, noise = 1 + prefetch, ACTIVATIONS + padding(engine.buckets)
+        means = f"{units} unit(s) of {LAYER:,}, and activations"
+        sheet.at_most(f"bytes of whole parameters alive in forward, with prefetch {prefetch}", most,
+                      units * LAYER + noise, means)  # fmt: skip
+        sheet.at_most("bytes alive after forward, more than before", after, noise, "activations")
+
+
+def zero3_before_backward(sheet: Sheet) -> None:
+    cls = sheet.probe(_on_gradient=lambda self, unit, bucket, param: bucket.used.add(param))
+    engine, plain = sheet.build(sheet.odd(), cls), sheet.start()
+    inputs, targets = sheet.batch(0)
+    F.cross_entropy(plain(inputs), targets).backward()
+    sheet.backward(engine)
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    for bucket in engine.trained:
+        for name, param in zip(bucket.names, bucket.params):
+            sheet.same(f"this rank's own gradient of {name} after backward", param.grad, expected[name])
+    _order_of_events(sheet, cls, backward=True)
+
+
+def zero3_gradient(sheet: Sheet) -> None:
+    gradients(sheet, "reduce-scatter", 1, before=("all-gather",))
+    model = sheet.odd()
+    model.blocks[0].pair.data = model.blocks[0].pair.data.float()  # two dtypes in a unit are two buckets
+    engine = sheet.build(model)
+    sheet.backward(engine)
+    engine._sync_gradients()
+    sheet.right_gradients(engine)
+    _order_of_events(sheet, backward=True, reduce=True)
+    for prefetch in (0, 1) if not sheet.findings else ():
+        means = f"{1 + prefetch} unit(s)' parameters and 2 units' gradients of {LAYER:,} each"
+        _worst_moment(sheet, (3 + prefetch) * LAYER, means, prefetch=prefetch)
+
+
+# All together.
+
+
+def training(sheet: Sheet, kinds: list[str], times: float, **options) -> None:
+    steps = 4
+    plain, losses = sheet.oracle(steps)
+    engine = sheet.build(sheet.odd(), **options)
+    for step in range(steps):
+        inputs, targets = sheet.batch(step)
+        with Traffic(sheet.group) as traffic:
+            loss = engine.training_step(inputs, targets, F.cross_entropy)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        sheet.same(f"the ranks' mean loss in training step {step + 1}", mean / sheet.world_size, losses[step])
+        if sheet.findings:
+            return
+    psi = 8 * (sum(param.numel() for param in plain.parameters()) if sheet.name == "zero3" else trained_numel(plain))
+    sheet.traffic(traffic, kinds, times, psi + padding(engine.buckets), "in a training step")
+    _right_weights(sheet, engine.full_state_dict(), plain)
+
+
+def memory(sheet: Sheet, shares: dict[str, bool], extra: bool = False, **options) -> None:
+    """What is held when the optimizer runs, by kind, and that nothing else is alive; `shares` says what is cut by N."""
+    batches = [sheet.batch(step, vectors) for step in range(2)]
+    held, total = {}, LAYERS * LAYER
+    with sheet.ledger(**options) as (ledger, engine):
+        for tensor in itertools.chain(*batches):
+            ledger.track(tensor)
+        outside = sum(tensor.untyped_storage().nbytes() for tensor in itertools.chain(*batches))
+        engine.training_step(*batches[0], F.mse_loss)
+        loss = F.mse_loss(engine(batches[1][0]), batches[1][1])
+        loss.backward()
+
+        def look(*_):
+            held.update(held_bytes(engine), live=ledger.live - outside)
+
+        engine.optimizer.register_step_pre_hook(look)
+        engine.step()
+        engine.zero_grad()
+        between = ledger.live - outside
+    if not held:
+        return sheet.expect(False, "engine.step()", "a step of engine.optimizer", "none")
+    live, slack, noise = held.pop("live"), padding(engine.buckets), 64 + loss.untyped_storage().nbytes()
+    for kind, cut in shares.items():
+        psis = 2 if kind == "optimizer" else 1
+        more = total / sheet.world_size if kind == "gradients" and extra else 0
+        allowed = psis * total / (sheet.world_size if cut else 1) + more + psis * slack
+        allowed += 4 * 2 * LAYERS if kind == "optimizer" else 0  # AdamW's counters
+        means = f"{'2' * (psis == 2)}Ψ{'/N' * cut}{' + Ψ/N' * bool(more)}, and padding"
+        sheet.at_most(f"{kind} held in step 4", held[kind], allowed, means)
+    means = "what is held, by name, and a loss"
+    sheet.at_most("bytes alive in step 4", live, sum(held.values()) + noise, means)
+    keeps = 0 if shares["gradients"] else total + slack
+    allowed = held["parameters"] + held["optimizer"] + keeps + noise
+    sheet.at_most("bytes alive between two steps", between, allowed,
+                  "parameters, optimizer state" + ", the gradients' buffer" * bool(keeps))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what it looks at (`blank`, or all steps together) and how."""
+
+    title: str
+    look: object
+    blank: Blank | None = None
+
+    @property
+    def read(self) -> str:
+        return self.blank.read if self.blank else "the arithmetic at the top of the file, and its class's docstring"
+
+
+def checks_of(name: str) -> list[Check]:
+    """The checks of an exercise, in the order of the steps."""
+    looks = {
+        "zero1": [layout, cut, partial(zero1_gradients, kind="all-reduce", times=2), zero1_update, zero1_gather],
+        "zero1_2psi": [partial(zero1_gradients, kind="reduce-scatter", times=1)],
+        "zero2": [zero2_send, zero2_receive, zero2_in_flight, zero2_hook, clip],
+        "zero3": [zero3_free, zero3_gather, zero3_prefetch, zero3_before_backward, zero3_gradient],
+    }
+    kinds, times, shards = {  # collectives, Ψ that are sent, and what is cut by N beside the optimizer state
+        "zero1": (["all-reduce", "all-gather"], 3, ()),
+        "zero1_2psi": (["reduce-scatter", "all-gather"], 2, ()),
+        "zero2": (["reduce-scatter", "all-gather"], 2, ("gradients",)),
+        "zero3": (["all-gather", "reduce-scatter"], 3, ("gradients", "parameters")),
+    }[name]
+    shares = {kind: kind in (*shards, "optimizer") for kind in ("parameters", "gradients", "optimizer")}
+    options = {} if name == "zero3" else SMALL
+    train = partial(training, kinds=kinds, times=times, **options)
+    held = partial(memory, shares=shares, extra=name == "zero1_2psi")
+    blanks = EXERCISES[name].blanks
+    return [
+        *(Check(blank.task, look, blank) for blank, look in zip(blanks, looks[name], strict=True)),
+        Check("All steps: training like one process on all data, and what it sends", train),
+        Check("All steps: what is held, and that nothing else is alive", held),
+    ]

@@ -1,0 +1,412 @@
+"""`./launch.sh exercise zero2`: the chapter with the bodies that matter taken out, to be written anew.
+
+The exercises are made from the reference, so they cannot grow old beside it. The reference carries no marks:
+`EXERCISES` names functions, and runs of statements inside them by how they begin; whatever is not found is an error.
+"""
+
+import argparse
+import ast
+import hashlib
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "exercises"
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A body to write: `where` ("Class.method"), from the statement that begins with `first` to that with `last`.
+
+    Without `first` the whole body, without `last` to its end. `task` is what the error says, `hint` and `target` what
+    stands above it; {lines} in `target` is the number of lines of code in the reference. `read` says where to look
+    when a check fails. With `source` the body is that of a function in another file, and becomes a method.
+    """
+
+    where: str
+    task: str
+    hint: str
+    target: str
+    read: str
+    first: str = ""
+    last: str = ""
+    source: str = ""
+
+    @property
+    def step(self) -> str:
+        return self.task.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A file to write: made from the chapter `source`, whose class `engine` is checked; `goal` in numbers."""
+
+    source: str
+    engine: str
+    goal: str
+    blanks: tuple[Blank, ...]
+
+
+_LAYOUT = Blank(
+    "Bucket.__init__",
+    "Step 0: lay the parameters end to end, and pad",
+    "Set self.offsets (where each parameter starts), self.numel and self.shard_numel (of the buffer and of one shard) "
+    "and self.start (of this rank's shard), all in elements. Every parameter and every shard starts on a multiple of "
+    "16 bytes, in the parameters' dtype and in self.param_dtype, whose elements may be smaller. numel is N shards: N "
+    "rarely divides what there is, so zeros fill the rest. A shard has elements even when the parameters have none.",
+    "about {lines} lines; less than 16 bytes of padding behind a parameter, less than 16 N bytes behind them all",
+    "the picture in Bucket's docstring, and its Attributes",
+    first="align = ",
+)
+_CUT = Blank(
+    "Bucket.cut",
+    "Step 0: cut the shard into one part per parameter",
+    "Parameter i lies at [offset, offset + numel) of the buffer, the shard at [start, start + shard_numel). Where the "
+    "two overlap, this rank owns some of the parameter: give (i, that part of `shard`), a view and no copy. Padding "
+    "belongs to nobody; a parameter may be cut by several ranks.",
+    "about {lines} lines; over all ranks each element exactly once",
+    "`piece` in the words at the top, and the picture in Bucket's docstring",
+)
+_REDUCE_1 = Blank(
+    "ZeRO1._sync_gradients",
+    "Step 3: all-reduce the gradients, and give each piece its part of the mean",
+    "For every bucket in self.trained, bucket.flat_gradient has this rank's gradients. Sum it over the ranks "
+    "(group=self.group), divide by N, and set piece.grad, in the piece's dtype, from this rank's shard of it: "
+    "bucket.pieces and bucket.cut(shard) have the same order. Started with async_op=True, all buckets travel at once; "
+    'loop.wait(work, "all-reduce", bucket) receives one.',
+    "about {lines} lines; sends 2Ψ (times (N-1)/N, as all that is sent); no second copy of the gradients: sum and mean "
+    "in place, pieces with views",
+    "the arithmetic at the top of the file, `all-reduce` and `piece` in its words; ZeRO paper, section 5.1",
+    first="works = []",
+    last="for bucket, work in zip(",
+)
+_CLIP = Blank(
+    "ZeRO2.clip_grad_norm_",
+    "Step 3: clip the gradients by their norm over all shards",
+    "Receive the gradients that are under way (self._sync_gradients()), take the norm of this rank's gradients, "
+    "combine the ranks' norms, and scale the pieces' gradients by min(1, max_norm / (norm + 1e-6)). A rank may own "
+    "only padding: it has no gradients, and must take part; a piece's grad may be None. A maximum over ranks may lose "
+    "a NaN; all values do not. "
+    "dist.all_gather_single(output, input, group=self.group) gathers N numbers.",
+    "about {lines} lines with those that only ZeRO-1 needs; sends a number per rank, never gradients; the same norm as "
+    "torch.nn.utils.clip_grad_norm_ on the whole model",
+    "torch.nn.utils.clip_grad_norm_'s documentation; a norm over shards is the norm of the shards' norms",
+    source="harness/engine/loop.py",
+)
+
+EXERCISES = {
+    "zero1": Exercise(
+        "zero1.py",
+        "ZeRO1",
+        "holds parameters Ψ, gradients Ψ, optimizer state 2Ψ/N; sends 3Ψ: all-reduce, then all-gather",
+        (
+            _LAYOUT,
+            _CUT,
+            _REDUCE_1,
+            Blank(
+                "ZeRO1.step",
+                "Step 4: reduce, update this rank's pieces, gather",
+                "Three calls in the right order: self._sync_gradients(), the optimizer's, self._sync_params(...) of "
+                'the trained buckets. Wrap each in record_function("step 3 reduce gradients"), "step 4 update the '
+                'shard", "step 5 gather parameters": that is how a profile shows the steps.',
+                "about {lines} lines; optimizer state 2Ψ/N and a counter of 4 bytes per piece",
+                "the steps at the top of the file; make_pieces, which says what self.optimizer has been given",
+            ),
+            Blank(
+                "ZeRO1._sync_params",
+                "Step 5: all-gather the updated shards into the weights",
+                "The model's weights are views of bucket.flat: an all-gather into it is all that is needed. "
+                "loop.rounded_shard(bucket) is what this rank brings (bucket.shard, in mixed precision rounded). Start "
+                'all buckets, then loop.wait(work, "all-gather", bucket) for each.',
+                "about {lines} lines; sends Ψ; not a byte more alive afterwards than before, and meanwhile Ψ/N at most",
+                "Bucket.flatten, which makes the weights views; `all-gather` in the words at the top",
+            ),
+        ),
+    ),
+    "zero1_2psi": Exercise(
+        "zero1.py",
+        "ZeRO1",
+        "holds what ZeRO-1 holds, and sends 2Ψ, like DDP, and not 3Ψ: reduce-scatter, then all-gather (the chapter's "
+        "other bodies are left in: solve zero1 before)",
+        (
+            Blank(
+                "ZeRO1._sync_gradients",
+                "Step 3: reduce-scatter the gradients, and give each piece its part of the mean",
+                "The chapter's all-reduce brings every rank all averaged gradients, of which it uses 1/N. A "
+                "reduce-scatter brings this rank's shard alone: dist.reduce_scatter_single(shard, whole, "
+                "group=self.group, async_op=True), shard of bucket.shard_numel elements. The whole must stay alive and "
+                "unchanged until the work was waited for. Divide by N, and set piece.grad from bucket.cut(shard).",
+                "about as many lines as the all-reduce takes ({lines}); sends Ψ here and 2Ψ in all; gradients held at "
+                "most Ψ + Ψ/N",
+                "the arithmetic at the top of zero1.py, `reduce-scatter` in its words; ZeRO paper, section 7.1",
+                first="works = []",
+                last="for bucket, work in zip(",
+            ),
+        ),
+    ),
+    "zero2": Exercise(
+        "zero2.py",
+        "ZeRO2",
+        "holds parameters Ψ, gradients Ψ/N, optimizer state 2Ψ/N; in backward at most two buckets of whole gradients "
+        "more; sends 2Ψ: reduce-scatter, then all-gather",
+        (
+            Blank(
+                "Reduction.__init__",
+                "Step 3: send one bucket's gradients by reduce-scatter",
+                "Copy every param.grad into its view of a buffer of the bucket (bucket.views, bucket.reduce_dtype) "
+                "and let go of it: param.grad = None. Where bucket.kept has an earlier gradient of the parameter, add "
+                "and remove it. Zeros where there is no gradient (param.grad may be None), and in the padding. Then "
+                "start the reduce-scatter, in `group`, into a shard of bucket.shard_numel elements; keep the buffer, "
+                "the shard and the work for `finish`.",
+                "about {lines} lines; one reduce-scatter of the bucket; no param.grad is left",
+                "Reduction's docstring; Bucket in zero1.py",
+                first="self.flat = ",
+            ),
+            Blank(
+                "Reduction.finish",
+                "Step 3: receive this rank's shard of the mean, and free the whole gradients",
+                'loop.wait(work, "reduce-scatter", self.bucket), let go of the whole buffer, divide by N, and add each '
+                "part of self.bucket.cut(shard) to its piece's gradient (None at first), in the piece's dtype.",
+                "about {lines} lines; of the whole gradients not a byte is left, gradients held Ψ/N",
+                "the first paragraph at the top of zero2.py",
+            ),
+            Blank(
+                "ZeRO2._reduce_bucket",
+                "Step 3: at most one bucket on its way",
+                "Receive the bucket before (self._finish_reduction()), then send this one: self._in_flight is the "
+                'Reduction on its way. record_function("step 3 reduce gradients") labels both in a profile.',
+                "about {lines} lines; two buckets of whole gradients at most: this one, and that which backward fills",
+                "the comment above the blank, and the drawing of backward at the top of zero2.py",
+                first="with record_function(",
+                last="with record_function(",
+            ),
+            Blank(
+                "ZeRO2._on_gradient",
+                "Step 3: from autograd's hook, reduce the buckets that are complete, in their turn",
+                "Take `param` off bucket.missing. self._waiting are the buckets that this backward has yet to reduce: "
+                "empty when one begins, then all of self.trained, in this order. While the first misses nothing, "
+                "self._reduce_bucket it. A bucket that is complete before its turn waits: collectives match by order.",
+                "about {lines} lines; gradients in backward at most Ψ/N + 2 buckets; each bucket sent once, inside "
+                "backward, last parameters first",
+                "ZeRO2's docstring (one fixed order), and the drawing of backward at the top of zero2.py",
+                first="bucket.missing.discard(",
+            ),
+            _CLIP,
+        ),
+    ),
+    "zero3": Exercise(
+        "zero3.py",
+        "ZeRO3",
+        "holds parameters Ψ/N, gradients Ψ/N, optimizer state 2Ψ/N; whole only the root, the unit at work and "
+        "`prefetch` more; sends 3Ψ: all-gather, all-gather, reduce-scatter",
+        (
+            Blank(
+                "ZeRO3._reshard_unit",
+                "Step 5: free a unit's whole parameters",
+                "Nothing to do unless unit.whole. Wait for a gather that is under way (self._wait_for_unit), then "
+                "give back the memory under bucket.flat of each of unit.buckets: the storage's, as autograd and the "
+                "model keep views of it. guard.close(unit.params) turns a use of the freed weights into an error. "
+                "unit.whole says how it is afterwards.",
+                "about {lines} lines; not a byte of whole parameters is left, whoever holds views of them",
+                "`Why freeing means resizing the storage` at the top of zero3.py",
+            ),
+            Blank(
+                "ZeRO3._gather_unit",
+                "Step 5: start to gather a unit's whole parameters",
+                "For each of unit.buckets give the storage under bucket.flat its bytes back (numel elements); start "
+                "an all-gather of loop.rounded_shard(bucket) into it; the work goes to unit.works, which "
+                "self._wait_for_unit waits for. The unit counts as whole from here on. The label is "
+                'record_function("step 5 gather parameters").',
+                "about {lines} lines; one all-gather per bucket, into the weights: no copy",
+                "`Why freeing means resizing the storage` at the top of zero3.py; `gathered` in its words",
+                first="with record_function(",
+                last="unit.whole = True",
+            ),
+            Blank(
+                "ZeRO3._pre_forward",
+                "Step 1: prefetch the units that forward needs next",
+                "self._order are the units as the last forward ran them, and this one is number `position`. If it is "
+                "`unit` there as well, start to gather the self.prefetch units behind it (self._gather_unit); if not, "
+                "forward takes another way and nobody knows what comes next.",
+                "about {lines} lines; whole in forward: the unit at work and `prefetch` more; each gathered once",
+                "the drawing of forward at the top of zero3.py: a gather stands left of what it hides behind",
+                first="if self._order[position",
+                last="if self._order[position",
+            ),
+            Blank(
+                "ZeRO3._pre_backward",
+                "Step 2: gather before backward, and prefetch",
+                "Backward of `unit` comes next and needs its weights, and after it that of `upcoming`. Start them all, "
+                "the one that is needed first, and wait for that one only.",
+                "about {lines} lines; every unit gathered once more; each before its backward, `prefetch` ahead",
+                "the drawing of backward at the top of zero3.py",
+                first="self._gather_unit(unit)",
+            ),
+            Blank(
+                "ZeRO3._on_gradient",
+                "Step 3: free and reduce a unit whose gradients are all final",
+                "Nothing to do while some of unit.trained has bucket.missing. Then nobody needs the weights any more: "
+                "free them, but only if all of unit.buckets are trained (a frozen weight has no gradient to tell). "
+                "Reduce the unit (self._reduce_unit), unless self.find_unused: then _reduce_begun does it later.",
+                "about {lines} lines; whole in backward: `prefetch` + 1 units' parameters, two units' gradients; a "
+                "reduce-scatter per unit, right after its backward",
+                "the drawing of backward at the top of zero3.py",
+                first="if any(b.missing",
+            ),
+        ),
+    ),
+}
+
+
+def find(tree: ast.Module, where: str) -> ast.FunctionDef:
+    """The function of that name ("Class.method" or "function"). Raises LookupError if there is none."""
+    node = tree
+    for part in where.split("."):
+        kinds = ast.ClassDef | ast.FunctionDef
+        node = next((child for child in node.body if isinstance(child, kinds) and child.name == part), None)
+        if node is None:
+            raise LookupError(f"there is no {where} any more: change EXERCISES in harness/teach/exercise.py")
+    return node
+
+
+def statements(node: ast.FunctionDef, text: str, blank: Blank) -> list[ast.stmt]:
+    """The statements of `node` that `blank` takes out. Raises LookupError if they are not found, or not once."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+
+    def only(start: str) -> int:
+        found = [i for i, stmt in enumerate(body) if ast.get_source_segment(text, stmt).startswith(start)]
+        if len(found) != 1:
+            raise LookupError(
+                f"{blank.where} has {len(found)} statements that begin with {start!r}, not one: "
+                "change EXERCISES in harness/teach/exercise.py"
+            )
+        return found[0]
+
+    first = only(blank.first) if blank.first else 0
+    last = only(blank.last) if blank.last else len(body) - 1
+    return body[first : last + 1]
+
+
+def generate(name: str, open_blanks=None) -> str:
+    """The text of the exercise: the chapter, with these blanks open (names of functions; default: all)."""
+    exercise = EXERCISES[name]
+    text = (ROOT / exercise.source).read_text()
+    for blank in exercise.blanks:
+        if blank.source:
+            text = _as_method(text, blank)
+    tree, lines = ast.parse(text), text.split("\n")
+    for blank in sorted(exercise.blanks, key=lambda blank: -find(tree, blank.where).lineno):  # from the end upwards
+        if open_blanks is None or blank.where in open_blanks:
+            taken = statements(find(tree, blank.where), text, blank)
+            first, last = taken[0].lineno - 1, taken[-1].end_lineno
+            lines[first:last] = _instead(blank, lines[first:last], taken[0].col_offset)
+    if open_blanks is not None:
+        return "\n".join(lines)
+    after = tree.body[0].end_lineno  # the chapter's docstring; it is above all blanks
+    lines[after:after] = ["", *_head(name, exercise)]
+    text = re.sub(r"^Run it: .*$", f"Check it: ./launch.sh check {name}", "\n".join(lines), count=1, flags=re.MULTILINE)
+    return f"{text}\n{SEAL}{_digest(text)}\n"
+
+
+SEAL = "# What is above as ./launch.sh exercise wrote it: "
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.rstrip().encode()).hexdigest()[:16]
+
+
+def edited(text: str) -> bool:
+    """Whether somebody has changed the text of an exercise since it was written, from whatever reference."""
+    before, _, seal = text.rpartition(SEAL)
+    return seal.strip() != _digest(before)
+
+
+def _as_method(text: str, blank: Blank) -> str:
+    """`name = loop.name` in the class becomes the function itself, as a method."""
+    name = blank.where.partition(".")[2]
+    other = (ROOT / blank.source).read_text()
+    node = find(ast.parse(other), name)
+    module = Path(blank.source).stem
+    borrowed = f"    {name} = {module}.{name}\n"
+    if text.count(borrowed) != 1:
+        raise LookupError(
+            f"{borrowed.strip()!r} is not in the chapter any more: change EXERCISES in harness/teach/exercise.py"
+        )
+    method = "\n".join(other.split("\n")[node.lineno - 1 : node.end_lineno])
+    method = re.sub(rf"\b{node.args.args[0].arg}\b(?!`)", "self", method)
+    # What stands in that module stays there.
+    own = {top.name for top in ast.parse(other).body if isinstance(top, ast.FunctionDef)} - {name}
+    method = re.sub(rf"(?<![.\w])({'|'.join(sorted(own))})\(", rf"{module}.\1(", method)
+    place = text.index("    # Not the lesson, and alike in every stage")
+    text = text[:place] + textwrap.indent(method, "    ") + "\n\n" + text[place:]
+    return text.replace(borrowed, "")
+
+
+def _instead(blank: Blank, taken: list[str], indent: int) -> list[str]:
+    target = blank.target.format(lines=sum(bool(line.strip()) and line.strip()[0] != "#" for line in taken))
+    hint = [f"{blank.step.upper()}. {blank.hint}", f"Target: {target}."]
+    comment = [line for part in hint for line in textwrap.wrap(part, 117 - indent, break_on_hyphens=False)]
+    return [
+        *(f"{' ' * indent}# {line}" for line in comment),
+        f'{" " * indent}raise NotImplementedError("{blank.task}")',
+    ]
+
+
+def _head(name: str, exercise: Exercise) -> list[str]:
+    said = [
+        f"An exercise, made from {exercise.source}. In all it {exercise.goal}.",
+        f"Write what raises NotImplementedError, in this order, and ask after each: ./launch.sh check {name}",
+    ]
+    lines = [line for part in said for line in textwrap.wrap(part, 117, break_on_hyphens=False)]
+    lines += [f"  {blank.where:<24} {blank.task}" for blank in exercise.blanks]
+    return [f"# {line}" for line in lines]
+
+
+def told(name: str, text: str) -> str:
+    """What is printed of an exercise that was written."""
+    exercise = EXERCISES[name]
+    places = enumerate(text.split("\n"), start=1)
+    lines = {line.split('"')[1]: number for number, line in places if "raise NotImplementedError(" in line}
+    blanks = [blank.task for blank in exercise.blanks]  # in the order to write them in
+    return "\n".join(
+        [
+            f"written: exercises/{name}.py, {exercise.source} with {len(blanks)} blank{'s' * (len(blanks) > 1)}:",
+            *(f"  line {lines[task]:>3}  {task}" for task in blanks),
+            f"In all it {exercise.goal}.",
+            f"Write them in this order, and ask after each: ./launch.sh check {name}",
+        ]
+    )
+
+
+def answer(parser: argparse.ArgumentParser):
+    """Have `parser` answer a mistake in one line, with exit status 2."""
+
+    def error(message):
+        print(f"{parser.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    parser.error = error
+    return parser
+
+
+def main(argv=None) -> None:
+    parser = answer(argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0]))
+    parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
+    parser.add_argument("--force", action="store_true", help="write it anew even if the file was edited")
+    options = parser.parse_args(argv)
+    if options.name not in EXERCISES:
+        parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name))
+    file, text = FOLDER / f"{options.name}.py", generate(options.name)
+    shown = file.relative_to(ROOT)
+    if file.exists() and edited(file.read_text(errors="replace")) and not options.force:
+        parser.error(f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost")
+    FOLDER.mkdir(exist_ok=True)
+    file.write_text(text)
+    print(told(options.name, text))
+
+
+if __name__ == "__main__":
+    main()

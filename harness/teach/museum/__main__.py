@@ -1,0 +1,5 @@
+import sys
+
+from harness.teach.museum.visit import main
+
+sys.exit(main())

@@ -1,0 +1,677 @@
+"""The museum of bugs: real mistakes, each a few lines that go in front of a right stage from outside.
+
+Every exhibit takes an engine class and returns one that is wrong in one place. Many were found in public
+implementations or in the articles; nearly all train without a complaint. `./launch.sh bug` lists them, `./launch.sh bug
+7` runs one beside the right engine (`visit.py`), and tests/test_museum.py demands that each is stopped by the
+tests it names.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import zero1
+import zero2
+import zero3
+from harness.engine import guard, loop
+
+STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One mistake: what a visitor is told before (stage, title) and after (the rest), and how it is run.
+
+    `mutate` takes the stage's class and returns the wrong one. `options` go to the engine, `training` to
+    `visit.Training`: the loop in which the mistake shows. `differs` are the lines of the report that are not
+    those of the right engine; or "error", or "timeout". `caught_by` names the tests that fail with the wrong one, as
+    pytest does.
+    """
+
+    number: int
+    stage: str
+    title: str
+    mutate: Callable[[type], type]
+    differs: set[str]
+    symptom: str
+    diagnosis: str
+    read: str
+    caught_by: tuple[str, ...]
+    options: dict = field(default_factory=dict)
+    training: dict = field(default_factory=dict)
+
+    @property
+    def right(self) -> type:
+        return STAGES[self.stage]
+
+    @property
+    def wrong(self) -> type:
+        return self.mutate(self.right)
+
+
+def own_part(bucket, flat: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a whole buffer."""
+    return flat[bucket.start : bucket.start + bucket.shard_numel]
+
+
+def hand_out(bucket, shard: torch.Tensor) -> None:
+    """Give the optimizer's pieces their parts of this rank's shard of the gradients, as every stage does."""
+    for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
+        piece.grad = gradient
+
+
+# ZeRO-1.
+
+
+def never_averaged(engine):
+    class Mutant(engine):
+        def _sync_gradients(self):
+            if self._reduced:
+                return
+            for bucket in self.trained:
+                dist.all_reduce(bucket.flat_gradient, group=self.group)
+                hand_out(bucket, own_part(bucket, bucket.flat_gradient))  # the sum of N gradients
+            self._reduced = True
+
+    return Mutant
+
+
+def not_padded(engine):
+    class Bucket(zero1.Bucket):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.numel = self.offsets[-1] + self.params[-1].numel()  # not rounded up to a multiple of N
+
+    class Mutant(engine):
+        def __init__(self, *arguments, **options):
+            with patch.object(zero1, "Bucket", Bucket):
+                super().__init__(*arguments, **options)
+
+    return Mutant
+
+
+def not_broadcast(engine):
+    class Mutant(engine):
+        def __init__(self, *arguments, **options):
+            with patch.object(dist, "broadcast", lambda *arguments, **options: None):  # no `dist.broadcast` in step 0
+                super().__init__(*arguments, **options)
+
+    return Mutant
+
+
+def different_shards(engine):
+    class Mutant(engine):
+        def _sync_gradients(self):
+            for bucket in self.trained:
+                shard = own_part(bucket, bucket.flat_gradient)  # rank 0's shard 0, rank 1's shard 1
+                dist.all_reduce(shard, group=self.group)
+                hand_out(bucket, shard.div_(self.world_size))
+
+    return Mutant
+
+
+def updated_too_early(engine):
+    class Mutant(engine):
+        def step(self):
+            self.optimizer.step()  # step 4
+            self._sync_gradients()  # step 3
+            self._sync_params(self.trained)  # step 5
+
+    return Mutant
+
+
+def not_gathered(engine):
+    class Mutant(engine):
+        def _sync_params(self, buckets):
+            pass
+
+    return Mutant
+
+
+def next_ranks_shard(engine):
+    class Mutant(engine):
+        def _sync_params(self, buckets):
+            for bucket in buckets:
+                start = (self.rank + 1) % self.world_size * bucket.shard_numel  # ranks counted from 1
+                shard = bucket.flat[start : start + bucket.shard_numel].clone()
+                dist.all_gather_single(bucket.flat, shard, group=self.group)
+
+    return Mutant
+
+
+def whole_optimizer(engine):
+    class Mutant(engine):
+        def __init__(self, model, optimizer_cls, **options):
+            super().__init__(model, optimizer_cls, **options)
+            for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
+                bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
+                bucket.make_pieces()
+            self.optimizer = loop.make_optimizer(optimizer_cls, self.trained)
+
+        def _sync_params(self, buckets):
+            for bucket in buckets:
+                shard = bucket.flat.chunk(self.world_size)[self.rank].clone()
+                dist.all_gather_single(bucket.flat, shard, group=self.group)
+
+    return Mutant
+
+
+def nothing_to_gather(engine):
+    class Mutant(engine):
+        def _sync_params(self, buckets):
+            super()._sync_params([bucket for bucket in buckets if bucket.pieces])  # only where this rank updated some
+
+    return Mutant
+
+
+def own_norm(engine):
+    class Mutant(engine):
+        def clip_grad_norm_(self, max_norm, norm_type=2.0):
+            self._sync_gradients()
+            pieces = [piece for bucket in self.trained for _, piece in bucket.pieces]
+            return torch.nn.utils.clip_grad_norm_(pieces, max_norm, norm_type)
+
+    return Mutant
+
+
+def old_gradients(engine):
+    class Mutant(engine):
+        def _on_gradient(self, bucket, index, param):
+            bucket.gradients[index].add_(param.grad)  # always added, also to what the step before has left there
+            bucket.used.add(param)
+            param.grad, self._reduced = None, False
+
+    return Mutant
+
+
+# ZeRO-2.
+
+
+def last_micro_batch(engine):
+    class Mutant(engine):
+        def _finish_reduction(self):
+            if self._in_flight is not None:
+                for _, piece in self._in_flight.bucket.pieces:
+                    piece.grad = None  # `piece.grad = gradient`, where an earlier backward may have left one
+            super()._finish_reduction()
+
+    return Mutant
+
+
+def reduced_at_the_end(engine):
+    class Mutant(engine):
+        def _on_gradient(self, bucket, param):
+            bucket.used.add(param)
+            bucket.missing.discard(param)  # and reduces nothing
+
+        def _sync_gradients(self):
+            for bucket in self.trained:
+                self._reduce_bucket(bucket)
+            super()._sync_gradients()
+
+    return Mutant
+
+
+def received_in_place(engine):
+    class Mutant(engine):
+        def _finish_reduction(self):
+            reduction = self._in_flight
+            if reduction is not None:
+                loop.wait(reduction.work, "reduce-scatter", reduction.bucket)
+                # This rank's part of the buffer that was sent is free by now, so why allocate another?
+                reduction.shard = own_part(reduction.bucket, reduction.flat).copy_(reduction.shard)
+            super()._finish_reduction()
+
+    return Mutant
+
+
+def not_waited_for(engine):
+    class Mutant(engine):
+        def _reduce_bucket(self, bucket):
+            super()._reduce_bucket(bucket)
+            self._in_flight.work = SimpleNamespace(wait=lambda: None)  # what `async_op=True` returned is dropped
+
+    return Mutant
+
+
+def norm_of_the_model(engine):
+    class Mutant(engine):
+        def clip_grad_norm_(self, max_norm, norm_type=2.0):
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    return Mutant
+
+
+def last_bucket_missed(engine):
+    class Mutant(engine):
+        def _sync_gradients(self):
+            loop.require_gradients(self.trained, self.find_unused)  # and no `_finish_reduction` before it
+
+    return Mutant
+
+
+def frozen_forgotten(engine):
+    class Mutant(engine):
+        def __init__(self, model, *arguments, **options):
+            frozen = [param for param in model.parameters() if not param.requires_grad]
+            own = [param.detach().clone() for param in frozen]
+            super().__init__(model, *arguments, **options)
+            for param, values in zip(frozen, own):
+                param.data.copy_(values)  # as if only `self.trained`, and not all buckets, were broadcast
+
+    return Mutant
+
+
+# ZeRO-3.
+
+
+def freed_by_data(engine):
+    class Mutant(engine):
+        def _gather_unit(self, unit):
+            if not unit.whole:
+                guard.open(unit.params)
+                for bucket in unit.buckets:
+                    bucket.flat = bucket.shard.new_empty(bucket.numel)
+                    for param, view in zip(bucket.params, bucket.views(bucket.flat)):
+                        param.data = view
+                super()._gather_unit(unit)
+
+        def _reshard_unit(self, unit):
+            if unit.whole:
+                self._wait_for_unit(unit)
+                for bucket in unit.buckets:
+                    bucket.flat = bucket.shard.new_empty(1).expand(bucket.numel)
+                    for param in bucket.params:  # nobody holds the whole weight any more
+                        param.data = param.data.new_zeros(()).expand(param.shape)
+                guard.close(unit.params)
+                unit.whole = False
+
+    return Mutant
+
+
+def all_at_once(engine):
+    class Mutant(engine):
+        def _pre_forward_root(self, module, args):
+            super()._pre_forward_root(module, args)
+            for unit in self.units:  # the earlier a gather is issued, the better it hides
+                self._gather_unit(unit)
+
+    return Mutant
+
+
+def prefetched_and_freed(engine):
+    class Mutant(engine):
+        def _post_forward(self, unit, module, args, output):
+            super()._post_forward(unit, module, args, output)
+            for other in self.units:  # a unit has run: free all that is gathered
+                self._reshard_unit(other)
+
+    return Mutant
+
+
+def root_kept(engine):
+    class Mutant(engine):
+        def _reshard_unit(self, unit):
+            if unit is self.root and hasattr(self, "optimizer"):  # every forward needs the root: keep it, once built
+                return
+            super()._reshard_unit(unit)
+
+    return Mutant
+
+
+def kept_after_forward(engine):
+    class Mutant(engine):
+        def __init__(self, *arguments, reshard_after_forward=True, **options):
+            super().__init__(*arguments, reshard_after_forward=False, **options)  # the option is accepted, and ignored
+
+    return Mutant
+
+
+def divided_twice(engine):
+    class Mutant(engine):
+        def _reduce_bucket(self, bucket):
+            for param in bucket.params:
+                param.grad.div_(self.world_size)  # before the sum; `Reduction.finish` divides after it
+            super()._reduce_bucket(bucket)
+
+    return Mutant
+
+
+def first_shard_for_all(engine):
+    class Mutant(engine):
+        @torch.no_grad()
+        def load_full_state_dict(self, state):
+            for bucket in self.buckets:
+                for index, part in bucket.cut(bucket.shard):
+                    value = state[bucket.names[index]].reshape(-1)
+                    part.copy_(value[: part.numel()])  # from the parameter's beginning, whatever part it is
+            self._sync_params(self.buckets)
+
+    return Mutant
+
+
+EQUIVALENCE = "tests/test_equivalence.py::"
+RESOURCES = "tests/test_resources.py::"
+ORACLE = EQUIVALENCE + "test_equals_one_process_on_the_whole_batch"
+SMALL = {"bucket_mb": 0.0625}  # some buckets for each block of the museum's GPT
+
+_IN_ORDER = (
+    dict(
+        stage="zero1",
+        title="The learning rate that was tuned on one GPU",
+        mutate=never_averaged,
+        differs={"losses", "norms"},
+        symptom="The first losses are right, and the gradient norms are twice what they should be from the start. "
+        "Every step goes twice as far; with a small learning rate that even looks better.",
+        diagnosis="The all-reduced gradients are summed and never divided by N, so that the learning rate grows with "
+        "the number of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
+        read="zero1.py, step 3, ZeRO1._sync_gradients: div_(self.world_size)",
+        caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
+        options=SMALL,
+        training={"optimizer": "SGD", "max_norm": 100.0},
+    ),
+    dict(
+        stage="zero1",
+        title="It ran on the author's model",
+        mutate=not_padded,
+        differs={"error"},
+        symptom="The first forward and backward pass, then every rank stops: a collective's buffers do not fit.",
+        diagnosis="The flat buffer is not padded to a multiple of N, so the last rank's shard is shorter than the "
+        "others. It works as long as all sizes are powers of two, as in the articles' ZeRO-1.",
+        read="zero1.py, step 0, Bucket.__init__: shard_numel and numel",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero1",
+        title="One seed per rank",
+        mutate=not_broadcast,
+        differs={"losses"},
+        symptom="Rank 0's first loss is right and rank 1's is not; from the second step on neither is, although all "
+        "learn, hold and send what they should.",
+        diagnosis="Nobody broadcasts rank 0's weights at the start. After the first all-gather all ranks agree, on a "
+        "patchwork: each shard comes from its owner's own initialisation.",
+        read="zero1.py, step 0, ZeRO1.__init__: dist.broadcast",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero1",
+        title="A third of the traffic saved",
+        mutate=different_shards,
+        differs={"losses", "sent"},
+        symptom="A third less is sent than should be, nothing complains, and it learns worse.",
+        diagnosis="Every rank all-reduces its own shard of the gradients: rank 0's shard 0 is added to rank 1's "
+        "shard 1. The sizes match, so nothing complains. A sum of one's own shard over the ranks is a reduce-scatter.",
+        read="zero1.py, step 3, ZeRO1._sync_gradients: the whole buffer goes into the all-reduce",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero1",
+        title="Five steps, five batches, one model",
+        mutate=updated_too_early,
+        differs={"losses", "optimizer", "peak in forward", "peak in backward"},
+        symptom="The losses do not fall, and the optimizer holds no state, also at the peaks. The traffic is right.",
+        diagnosis="The optimizer steps before the gradients are reduced. Its pieces have no gradient yet, so it does "
+        "nothing; when they get one, zero_grad() follows.",
+        read="zero1.py, steps 3 and 4, ZeRO1.step",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero1",
+        title="Two models for the price of one",
+        mutate=not_gathered,
+        differs={"losses", "sent", "all-gathers"},
+        symptom="The first loss is right, later ones are not. There is no all-gather, and a third less is sent.",
+        diagnosis="Step 5 is left out: every rank has updated its shard of the weights and never gets the others', so "
+        "it goes on with its own half of a model that is new, and another half that never changes.",
+        read="zero1.py, step 5, ZeRO1._sync_params",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero1",
+        title="Counting from one",
+        mutate=next_ranks_shard,
+        differs={"losses"},
+        symptom="The second loss is above the first, and every other one is that of an untrained model; bytes and "
+        "collectives are all right.",
+        diagnosis="Step 5 contributes the shard of rank + 1, which this rank has not updated. The all-gather puts "
+        "every shard in another's place, without its update; the next one puts them back where they were.",
+        read="zero1.py, step 5, ZeRO1._sync_params; Bucket.start",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero1",
+        title="Equal to the last digit",
+        mutate=whole_optimizer,
+        differs={"optimizer", "peak in forward", "peak in backward"},
+        symptom="Losses and traffic are right to the last digit; the optimizer holds twice what it should.",
+        diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
+        "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
+        read="zero1.py, step 0, Bucket.make_pieces and loop.make_optimizer",
+        caught_by=(RESOURCES + "test_bytes_held_equal_the_theory_to_the_byte",),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero1",
+        title="The parameter of one element",
+        mutate=nothing_to_gather,
+        differs={"timeout"},
+        symptom="The first step does not end. After the timeout each rank says that it waited in vain, and they wait "
+        "in different collectives.",
+        diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, "
+        "and it for them in the next step's all-reduce. A collective takes all ranks, also those with nothing to give.",
+        read="zero1.py, step 5, ZeRO1._sync_params",
+        caught_by=(RESOURCES + "test_a_rank_that_owns_only_padding",),
+        options={"bucket_mb": 0},
+    ),
+    dict(
+        stage="zero1",
+        title="Two opinions about a norm",
+        mutate=own_norm,
+        differs={"losses", "norms", "all-gathers"},
+        symptom="The ranks have different gradient norms, both below the right one; there is one all-gather fewer; the "
+        "losses are off from the second step on.",
+        diagnosis="Every rank clips by the norm of its own shard. The norm is that of all shards together: the squares "
+        "must be summed over the ranks, or every shard is scaled by another factor.",
+        read="harness/engine/loop.py, clip_grad_norm_",
+        caught_by=("tests/test_loop.py::test_clipping_equals_torch_on_the_whole_model",),
+        options=SMALL,
+        training={"optimizer": "SGD", "max_norm": 0.5},
+    ),
+    dict(
+        stage="zero1",
+        title="Momentum from nowhere",
+        mutate=old_gradients,
+        differs={"losses"},
+        symptom="The first two losses are right, and from the third on they are not: each step goes on where the "
+        "one before was heading.",
+        diagnosis="The gradients' buffer stays from step to step, and the hook adds to it without asking whether what "
+        "lies there is of this step. The sum of all steps' gradients is a momentum that nobody asked for.",
+        read="zero1.py, inside step 2, ZeRO1._on_gradient, and ZeRO1.zero_grad: bucket.used",
+        caught_by=(ORACLE,),
+        options=SMALL,
+        training={"optimizer": "SGD"},
+    ),
+    dict(
+        stage="zero2",
+        title="Half of the batch",
+        mutate=last_micro_batch,
+        differs={"losses"},
+        symptom="With one backward per step all is right; with two the losses are off from the second step on.",
+        diagnosis="What arrives from a reduction takes the place of what an earlier backward of the same step has "
+        "brought, and is not added to it: only the last micro-batch counts.",
+        read="zero2.py, step 3, Reduction.finish: piece.grad.add_",
+        caught_by=(EQUIVALENCE + "test_backwards_add_up",),
+        options=SMALL,
+        training={"optimizer": "SGD", "micro_batches": 2},
+    ),
+    dict(
+        stage="zero2",
+        title="What the log said",
+        mutate=reduced_at_the_end,
+        differs={"peak in backward", "of the reductions inside backward"},
+        symptom="Losses, held bytes and traffic are right; the peak in backward is not, and nothing is reduced there.",
+        diagnosis="The hook reduces nothing, and step() reduces all: all whole gradients are alive when backward ends. "
+        "Between steps 1/N of them is held, and so the log says; the peak does not.",
+        read="zero2.py, step 3 inside step 2, ZeRO2._on_gradient",
+        caught_by=(RESOURCES + "test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero2",
+        title="An allocation saved",
+        mutate=received_in_place,
+        differs={"gradients", "peak in backward"},
+        symptom="Losses and traffic are right; the gradients held are twice what they should be on two ranks.",
+        diagnosis="The reduced shard is received into its place in the whole buffer. It is a view, and a view keeps "
+        "the whole storage alive: nothing is freed, although nobody holds the whole gradients any more.",
+        read="zero2.py, step 3, Reduction: self.shard, and self.flat = None",
+        caught_by=(RESOURCES + "test_bytes_held_equal_the_theory_to_the_byte",),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero2",
+        title="The fast one",
+        mutate=not_waited_for,
+        differs={"losses"},
+        symptom="The first loss is right, later ones are rubbish, other rubbish in every run, perhaps NaN.",
+        diagnosis="Nobody waits for the asynchronous reduce-scatter: the optimizer is handed memory that nothing has "
+        "been written to yet.",
+        read="zero2.py, step 3, Reduction.finish: loop.wait",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero2",
+        title="The calmest gradients in the house",
+        mutate=norm_of_the_model,
+        differs={"losses", "norms", "all-gathers"},
+        symptom="The gradient norm is 0 in every step, there is one all-gather fewer, and the losses are those of a "
+        "training without clipping.",
+        diagnosis="torch.nn.utils.clip_grad_norm_(model.parameters()) finds no gradient: they were reduced, cut and "
+        "freed in backward, and the pieces have them. It returns 0 and clips nothing.",
+        read="harness/engine/loop.py, clip_grad_norm_; zero2.py, Reduction.__init__: param.grad = None",
+        caught_by=("tests/test_loop.py::test_clipping_equals_torch_on_the_whole_model",),
+        options=SMALL,
+        training={"optimizer": "SGD", "max_norm": 0.5},
+    ),
+    dict(
+        stage="zero2",
+        title="The slow learner",
+        mutate=last_bucket_missed,
+        differs={"losses", "gradients", "optimizer"},
+        symptom="It learns, but less well. A little less gradient and optimizer state is held than should be; the "
+        "collectives are right.",
+        diagnosis="The last bucket is on its way when backward ends, and nobody receives it before the update. Its "
+        "parameters, here the token embedding, never change: each step's gradient comes just in time to be dropped.",
+        read="zero2.py, the end of step 3, ZeRO2._sync_gradients",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero2",
+        title="Fine-tuning",
+        mutate=frozen_forgotten,
+        differs={"losses"},
+        symptom="Rank 0's first loss is right, and all of rank 1's are off, on a model of which a part is frozen. "
+        "Without frozen parameters all is right.",
+        diagnosis="Only the trained parameters are broadcast at the start. Each rank keeps the frozen ones it was "
+        "initialised with, and nothing ever makes them equal: the ranks train different models.",
+        read="zero2.py, step 0, ZeRO2.__init__: loop.frozen",
+        caught_by=(ORACLE,),
+        options=SMALL,
+        training={"frozen": "positions"},
+    ),
+    dict(
+        stage="zero3",
+        title="Nobody holds it any more",
+        mutate=freed_by_data,
+        differs={"peak in forward", "peak in backward"},
+        symptom="Losses, held bytes and traffic are right; forward's peak is what an engine has that frees nothing.",
+        diagnosis="Freeing by assigning param.data frees nothing: autograd has saved views of the gathered weights for "
+        "backward, and each keeps its whole storage alive. Then backward gathers them once more beside these.",
+        read="zero3.py, its head (why freeing means resizing the storage), ZeRO3._reshard_unit",
+        caught_by=(
+            RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",
+            "tests/test_errors.py::test_freeing_gives_the_storage_back",
+        ),
+    ),
+    dict(
+        stage="zero3",
+        title="The more overlap the better",
+        mutate=all_at_once,
+        differs={"peak in forward"},
+        symptom="Losses, traffic and collectives are right; at the peak in forward the whole model is there.",
+        diagnosis="Forward begins with the all-gathers of all units. They hide well, and at that moment every "
+        "parameter is whole, which is what ZeRO-3 is there to avoid.",
+        read="zero3.py, step 1, ZeRO3._pre_forward_root and _pre_forward: self.prefetch",
+        caught_by=(RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",),
+    ),
+    dict(
+        stage="zero3",
+        title="Tidy after every layer",
+        mutate=prefetched_and_freed,
+        differs={"sent", "all-gathers"},
+        symptom="Losses and memory are right; there are more all-gathers than there should be, and more is sent.",
+        diagnosis="After each unit's forward everything gathered is freed, the unit that was prefetched for the next "
+        "layer as well. It is gathered once more when it runs.",
+        read="zero3.py, step 1, ZeRO3._post_forward: which unit is freed",
+        caught_by=(RESOURCES + "test_sequence_and_bytes_of_collectives",),
+    ),
+    dict(
+        stage="zero3",
+        title="Why gather it again?",
+        mutate=root_kept,
+        differs={"losses", "parameters", "sent", "all-gathers"},
+        symptom="The first loss is right, later ones are not. One all-gather fewer, and more parameters held.",
+        diagnosis="The root stays gathered from step to step. Its shards are updated, and the whole weights that "
+        "forward uses are never gathered again: they are those of the first step.",
+        read="zero3.py, after step 4, ZeRO3._sync_params: what is still gathered holds the old values",
+        caught_by=(ORACLE,),
+    ),
+    dict(
+        stage="zero3",
+        title="A bargain",
+        mutate=kept_after_forward,
+        differs={"sent", "all-gathers", "peak in forward", "peak in backward"},
+        symptom="Losses are right and a third less is sent; forward's peak is higher, as all parameters are whole.",
+        diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
+        "ignored. Backward then need not gather, for the price of whole parameters in between.",
+        read="zero3.py, step 1, ZeRO3._post_forward: self.reshard_after_forward",
+        caught_by=(RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",),
+    ),
+    dict(
+        stage="zero3",
+        title="The more ranks, the slower",
+        mutate=divided_twice,
+        differs={"losses", "norms"},
+        symptom="The first losses are right, and the gradient norms are half of what they should be from the start.",
+        diagnosis="Gradients are divided by N before the reduce-scatter and after it.",
+        read="zero2.py, step 3, Reduction.finish: div_(world_size), which ZeRO-3 uses",
+        caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
+        training={"optimizer": "SGD", "max_norm": 100.0},
+    ),
+    dict(
+        stage="zero3",
+        title="Resumed from a checkpoint",
+        mutate=first_shard_for_all,
+        differs={"losses"},
+        symptom="All is right until the checkpoint is loaded; from then on the losses are off, with no complaint.",
+        diagnosis="Every rank loads each parameter from its beginning, as if it owned the first part: the ranks after "
+        "the first hold a copy of the wrong part.",
+        read="harness/engine/loop.py, load_full_state_dict: `first`",
+        caught_by=(EQUIVALENCE + "test_models_and_loops_of_ones_own",),
+        training={"reload_at": 2},
+    ),
+)
+
+EXHIBITS = {number: Exhibit(number, **exhibit) for number, exhibit in enumerate(_IN_ORDER, start=1)}

@@ -1,0 +1,344 @@
+"""A visit to the museum of bugs: a wrong engine and the right one train side by side, and only the symptom is shown.
+
+./launch.sh bug               the exhibits, without what is wrong with them
+./launch.sh bug 7             two ranks train with the right engine, then with number 7: losses, bytes, collectives
+./launch.sh bug 7 --answer    what is wrong, where to read, the lines that do it, and the test that catches it
+"""
+
+import argparse
+import gc
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.traffic import TrafficLedger
+from harness.run import process_group
+from harness.run.data import Batches, load_text
+from harness.run.model import GPT, GPTConfig, next_token_loss
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, own_part
+
+RANKS = 2
+TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
+# An odd width, so that no parameter but the embeddings is a multiple of the ranks and there is padding; short
+# sequences, so that live bytes are parameters and gradients rather than activations.
+SHAPE = GPTConfig(layers=6, width=63, heads=3, seq=8)
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=3e-3),
+    "SGD": partial(torch.optim.SGD, lr=0.05),
+}
+
+
+class Tempered(GPT):
+    """A GPT with a learned temperature: a parameter of one element, as many models have one somewhere."""
+
+    def __init__(self, config: GPTConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens):
+        return super().forward(tokens) / self.temperature
+
+
+@dataclass(frozen=True)
+class Training:
+    """The loop around an engine: steps, backwards per step, clipping, what is frozen, a checkpoint on the way."""
+
+    optimizer: str = "AdamW"
+    steps: int = 5
+    micro_batches: int = 1
+    max_norm: float | None = None
+    reload_at: int | None = None
+    frozen: str | None = None  # parameters with this in their name
+
+    def __str__(self):
+        return "".join(
+            (
+                f"{self.steps} steps, {self.optimizer}",
+                f", {self.micro_batches} backwards per step" * (self.micro_batches > 1),
+                f", gradients clipped to a norm of {self.max_norm}" if self.max_norm is not None else "",
+                f", {self.frozen} frozen" if self.frozen is not None else "",
+                f"; before step {self.reload_at + 1} a new engine loads the state"
+                if self.reload_at is not None
+                else "",
+            )
+        )
+
+
+def nothing_yet() -> dict:
+    return {"losses": [], "norms": [], "error": None, "finished": False}
+
+
+def train(engine_cls, options: dict, training: Training, batches, rank: int, found: dict) -> None:
+    """Train, and write down in `found` what a user can see, as soon as it is there: an exhibit may not come far."""
+
+    numbers = range(training.steps * training.micro_batches)
+    ready = [batches(number, rank) for number in numbers]  # before anything is counted
+
+    def build(seed: int):
+        # every rank starts from other weights: an engine takes rank 0's
+        model = Tempered(SHAPE, seed=seed + rank)
+        for name, param in model.named_parameters():
+            param.requires_grad_(training.frozen is None or training.frozen not in name)
+        return engine_cls(model, OPTIMIZERS[training.optimizer], **options)
+
+    with MemoryLedger() as memory:
+        engine = build(0)
+        for step in range(training.steps):
+            if step == training.reload_at:
+                state = engine.full_state_dict()
+                del engine
+                engine = build(100)
+                engine.load_full_state_dict(state)
+            looking = engine.optimizer.register_step_pre_hook(
+                lambda *_, engine=engine: found.update(held=held_bytes(engine))
+            )
+            peaks, losses = {"forward": 0, "backward": 0}, []
+            with TrafficLedger() as traffic:
+                for micro in range(training.micro_batches):
+                    inputs, targets = ready[step * training.micro_batches + micro]
+                    memory.reset_peak()
+                    loss = next_token_loss(engine(inputs), targets)
+                    peaks["forward"] = max(peaks["forward"], memory.peak)
+                    memory.reset_peak()
+                    (loss / training.micro_batches).backward()
+                    inside = sum(
+                        collective.kind in ("all-reduce", "reduce-scatter") for collective in traffic.collectives
+                    )
+                    peaks["backward"] = max(peaks["backward"], memory.peak)
+                    losses.append(loss.item())
+                if training.max_norm is not None:
+                    found["norms"].append(engine.clip_grad_norm_(training.max_norm).item())
+                found["losses"].append(sum(losses) / len(losses))
+                engine.step()
+                engine.zero_grad()
+            looking.remove()
+            found["peaks"], found["sent"], found["inside"] = peaks, traffic.sent_bytes, inside
+            found["collectives"] = dict(Counter(collective.kind for collective in traffic.collectives))
+    found["finished"] = True
+
+
+def visit(exhibit: Exhibit, rank: int, write=lambda found: None, group=None, right: dict | None = None) -> dict:
+    """{"right", "wrong"}: what both engines show on this rank. What the exhibit raises is part of it.
+
+    `write` is called with it whenever there is more to tell; `group` is the wrong engine's, where something may hang;
+    `right` is that part, if it is known from another visit.
+    """
+    batches = Batches(load_text(None, SHAPE.seq), 2, SHAPE.seq, 0)
+    training = Training(**exhibit.training)
+    found = {"right": right or nothing_yet(), "wrong": nothing_yet()}
+    if right is None:
+        train(exhibit.right, exhibit.options, training, batches, rank, found["right"])
+        gc.collect()
+    write(found)
+    try:
+        train(exhibit.wrong, {**exhibit.options, "group": group}, training, batches, rank, found["wrong"])
+    except Exception as error:
+        found["wrong"]["error"] = f"{type(error).__name__}: {error}"
+    write(found)
+    return found
+
+
+# The report.
+
+
+def thousands(nbytes: float) -> str:
+    return f"{nbytes / 1e3:,.0f}"
+
+
+def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
+    """(line, right engine, this one) of what is counted in the last step, on rank 0; "-" where it was not reached."""
+
+    def both(value) -> tuple[str, str]:
+        texts = []
+        for found in (right[0], wrong[0]):
+            try:
+                texts.append(value(found))
+            except KeyError:
+                texts.append("-")
+        return tuple(texts)
+
+    lines = []
+    for part in ("parameters", "gradients", "optimizer"):
+        lines.append((f"{part} held, kB", *both(lambda f, part=part: thousands(f["held"][part]))))
+    for phase in ("forward", "backward"):
+        lines.append((f"peak in {phase}, kB", *both(lambda f, phase=phase: thousands(f["peaks"][phase]))))
+    lines.append(("sent per step, kB", *both(lambda f: thousands(f["sent"]))))
+    for kind in ("all-reduce", "reduce-scatter", "all-gather"):
+        if any(found.get("collectives", {}).get(kind) for found in (right[0], wrong[0])):
+            lines.append((f"{kind}s per step", *both(lambda f, kind=kind: str(f["collectives"].get(kind, 0)))))
+    if any(found.get("inside") for found in (right[0], wrong[0])):
+        lines.append(("of the reductions inside backward", *both(lambda f: str(f["inside"]))))
+    return lines
+
+
+def differences(right: list[dict], wrong: list[dict]) -> set[str]:
+    """Names of the report's lines in which the wrong engine's differ, from `Exhibit.differs`; peaks by 10% and more.
+
+    A gloo thread lets go of a collective's buffers a moment after `wait()`, so that a peak may have one of them more.
+    """
+    found = set()
+    errors = "".join(ours["error"] or "" for ours in wrong)
+    if errors:
+        return {"timeout" if "waited in vain" in errors else "error"}
+    for key in ("losses", "norms"):
+        for a, b in zip(right, wrong):
+            if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in zip(a[key], b[key])):  # NaN is not close to itself
+                found.add(key)
+    for line, a, b in rows(right, wrong):
+        a, b = (float(text.replace(",", "")) for text in (a, b))
+        if abs(a - b) > (0.1 * a if line.startswith("peak") else 0):
+            found.add(line.split(",")[0].removesuffix(" per step").removesuffix(" held"))
+    return found
+
+
+def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
+    """What a user would see of the two, a list entry per rank each."""
+    ranks = range(len(right))
+    head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in ranks)
+    lines = [f"{'':<22}{head}"]
+    for key, label in (("losses", "loss"), ("norms", "gradient norm")):
+        for step in range(len(right[0][key])):
+            values = [found[key][step] if step < len(found[key]) else None for found in (*right, *wrong)]
+            numbers = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
+            lines.append(f"{f'{label}, step {step + 1}':<22}{numbers}")
+    if wrong[0]["finished"]:
+        lines += ["", f"{'rank 0, last step':<32}{'right':>12}{'this':>12}"]
+        lines += [f"{line:<32}{a:>12}{b:>12}" for line, a, b in rows(right, wrong)]
+    for rank in ranks:
+        if wrong[rank]["error"]:
+            lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]
+        elif not wrong[rank]["finished"]:
+            lines += ["", f"rank {rank} died without a word after {len(wrong[rank]['losses'])} losses {died}".rstrip()]
+    return "\n".join(lines)
+
+
+def catalogue() -> str:
+    lines = [f"{exhibit.number:>3}  {exhibit.stage}  {exhibit.title}" for exhibit in EXHIBITS.values()]
+    return "\n".join(
+        [__doc__.splitlines()[0], "", *lines, "", "./launch.sh bug N runs one, ./launch.sh bug N --answer tells."]
+    )
+
+
+def answer(exhibit: Exhibit) -> str:
+    code = inspect.getsource(exhibit.mutate)
+    shown = [helper for helper in (own_part, hand_out) if f"{helper.__name__}(" in code] + [exhibit.mutate]
+    return "\n".join(
+        (
+            f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
+            "",
+            textwrap.fill(f"The symptom: {exhibit.symptom}", 100, break_on_hyphens=False),
+            textwrap.fill(f"The mistake: {exhibit.diagnosis}", 100, break_on_hyphens=False),
+            textwrap.fill(f"Where to read: {exhibit.read}", 100, break_on_hyphens=False),
+            "\nThe lines that were put in front of the right ones (harness/teach/museum/exhibits.py):\n",
+            "\n\n".join(inspect.getsource(function).rstrip() for function in shown),
+            "\nCaught by (it passes as it is, and fails with these lines in place):",
+            *(f"  ./launch.sh test {name}" for name in exhibit.caught_by),
+            f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
+        )
+    )
+
+
+# The command, and what it starts on every rank.
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bug", description=__doc__.splitlines()[0])
+    parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
+    parser.add_argument("--answer", action="store_true", help="tell what is wrong, and run nothing")
+    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
+    options = parser.parse_args(argv)
+    if options.number is None:
+        if options.answer:
+            raise ValueError(f"--answer needs the number of a bug, 1 to {len(EXHIBITS)}")
+    elif not options.number.isdecimal() or int(options.number) not in EXHIBITS:
+        raise ValueError(f"no bug {options.number!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
+    return options
+
+
+def on_ranks(exhibit: Exhibit, folder: Path) -> None:
+    me = process_group.start("gloo", "cpu")
+
+    def write(found: dict) -> None:
+        (folder / f"{me.rank}.new").write_text(json.dumps(found))
+        os.replace(folder / f"{me.rank}.new", folder / f"{me.rank}.json")
+
+    # A short timeout for what may hang, and only for that: on a busy machine a right rank may be late, too.
+    found = visit(exhibit, me.rank, write, dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
+    (folder / f"{me.rank}.over").touch()
+    if not found["wrong"]["error"]:
+        process_group.stop()
+        return
+    # A rank that leaves makes the others fail in another way than they would have: let them tell theirs first.
+    deadline = time.monotonic() + 2 * TIMEOUT
+    while time.monotonic() < deadline and len(list(folder.glob("*.over"))) < me.world_size:
+        time.sleep(0.05)
+
+
+def show(exhibit: Exhibit) -> int:
+    """Run it on two ranks of their own, which may hang or die, and print what was seen. Returns the exit status."""
+    print(f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}\n", flush=True)
+    module = ["-m", "harness.teach.museum", str(exhibit.number), "--on-ranks"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *module]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = {**os.environ, "ZERO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            [sys.executable, *command, name],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=120)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun takes its ranks along
+                output, _ = process.communicate()
+        files = [folder / f"{rank}.json" for rank in range(RANKS)]
+        if not all(file.exists() for file in files):
+            print(output, file=sys.stderr)
+            print("error: the right engine did not come to its end, see above", file=sys.stderr)
+            return 1
+        found = [json.loads(file.read_text()) for file in files]
+    signal = next((line.strip() for line in output.splitlines() if "Signal" in line or "terminate" in line), "")
+    print(f"A GPT of {SHAPE.layers} layers, {RANKS} gloo ranks on the CPU; {Training(**exhibit.training)}.")
+    print(
+        "The right engine first, then the one with the bug: same weights, same batches, another batch for each rank.\n"
+    )
+    print(report([each["right"] for each in found], [each["wrong"] for each in found], signal))
+    print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --answer")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        options = arguments(argv)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.number is None:
+        print(catalogue())
+        return 0
+    exhibit = EXHIBITS[int(options.number)]
+    if options.on_ranks:
+        process_group.run(partial(on_ranks, exhibit, Path(options.on_ranks)))
+    if options.answer:
+        print(answer(exhibit))
+        return 0
+    return show(exhibit)
