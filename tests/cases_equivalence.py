@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.engine.loop import GradScaler
+from harness.engine.gradients import GradScaler
 from harness.run.model import GPT, next_token_loss, preset
 
 

@@ -60,7 +60,7 @@ def a_unit_that_stays_gathered() -> None:
         x, y = parts.vector_batch(0, dist.get_rank(), 32)
         engine.training_step(x, y, F.mse_loss)
         if leaks:
-            engine._reshard_unit = lambda unit: None
+            engine._free = lambda unit: None
         with PartsLedger(engine) as memory:
             outputs = engine(x)
         alive[leaks] = list(memory.moments())[-1].parts["gathered units"]

@@ -10,17 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-MAX_NAMES = 5  # in an error message
+from harness.engine.waiting import name_some
 
-
-def name_some(names: list[str]) -> str:
-    """The first few names, quoted, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:MAX_NAMES])
-    return shown + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
-
-
-def check(model: nn.Module, group, dtypes, find_unused, source=None, **options) -> tuple[int, int]:
-    """(rank, world size) in `group`, after every check that can be made before anything is changed.
+def check(model: nn.Module, group, dtypes, find_unused, source=None, **options) -> None:
+    """Every check that can be made before anything is changed, on all ranks of `group` together.
 
     `dtypes` are (param_dtype, reduce_dtype), `source` is where a model on `meta` gets its values from,
     (init_fn, state_dict), or None in a stage that takes no such model. Raises RuntimeError without a process group;
@@ -43,7 +36,6 @@ def check(model: nn.Module, group, dtypes, find_unused, source=None, **options) 
     problem = problem or _dtypes_problem(dtypes, find_unused) or _source_problem(model, source)
     options = {**options, "dtypes": dtypes, "find_unused": find_unused}
     agree(problem, "" if problem else _fingerprint(model, options), group, rank, world_size)
-    return rank, world_size
 
 
 def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:

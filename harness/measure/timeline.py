@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engine.loop import default_units
+from harness.engine.units import default_units
 from harness.measure.traffic import KINDS, whole_bytes
 from harness.measure.where import Where
 

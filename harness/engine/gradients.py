@@ -1,0 +1,203 @@
+"""Gradients around step 3: kept by `no_sync`, missing, unused, clipped, scaled.
+
+Plain functions over an engine or its buckets (see `zero1.Bucket`). Each bucket of trained parameters has
+
+    used      the parameters that got a gradient since `zero_grad()`
+    missing   those whose gradient the backward under way has still to finish (where buckets are sent during backward)
+    kept      {parameter: its whole gradient} of earlier backwards, under `no_sync`
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.engine.precision import common_dtype
+from harness.engine.waiting import name_some, waiting_for
+
+
+def forget(engine) -> None:
+    """Drop all gradients, and what is known of their way: `zero_grad()` of every stage."""
+    for bucket in engine.trained:
+        for param in bucket.params:
+            param.grad = None
+        for _, piece in bucket.pieces:
+            piece.grad = None
+        bucket.used, bucket.missing, bucket.kept = set(), set(bucket.params), {}
+    engine.moments.reset()
+
+
+def take(bucket) -> list[torch.Tensor]:
+    """The whole gradient of each parameter of `bucket`; `param.grad` is None from now on.
+
+    What `no_sync` has kept of earlier backwards is added. A parameter without a gradient (`find_unused`) sends a zero.
+    """
+    gradients = []
+    for param in bucket.params:
+        gradient, param.grad = param.grad, None
+        if param in bucket.kept:
+            kept = bucket.kept.pop(param)
+            gradient = kept if gradient is None else kept.add_(gradient)
+        gradients.append(bucket.flat.new_zeros(()).expand(param.shape) if gradient is None else gradient)
+    return gradients
+
+
+def keep(bucket, param: nn.Parameter) -> None:
+    """Under `no_sync`: move `param.grad` to `bucket.kept`, where several backwards add up in the reduce dtype."""
+    gradient, param.grad = param.grad.to(bucket.reduce_dtype), None
+    if param in bucket.kept:
+        bucket.kept[param].add_(gradient)
+    else:
+        bucket.kept[param] = gradient
+
+
+def name_of(bucket, param: nn.Parameter) -> str:
+    return next(name for name, other in zip(bucket.names, bucket.params) if other is param)
+
+
+def check(bucket, param: nn.Parameter) -> None:
+    """Refuse a gradient that would be reduced wrongly: one that is sparse, or that nobody waits for any more."""
+    if param not in bucket.missing:
+        raise RuntimeError(
+            f"a second gradient of {name_of(bucket, param)!r} arrived before its bucket was reduced. Either a backward "
+            "before this one was interrupted or left some parameter without a gradient (build the engine with "
+            "find_unused=True if that is meant); call engine.zero_grad() before the next forward"
+        )
+    if param.grad.layout != torch.strided:
+        name = name_of(bucket, param)
+        raise RuntimeError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+
+
+def without_gradient(buckets) -> list[str]:
+    """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached.
+
+    A bucket's `missing` are all of its parameters between two backwards, and some when one stopped short.
+    """
+    names = []
+    for bucket in buckets:
+        short = bucket.missing if len(bucket.missing) < len(bucket.params) else ()
+        names += [n for n, param in zip(bucket.names, bucket.params) if param not in bucket.used or param in short]
+    return names
+
+
+def settle(engine) -> None:
+    """The end of step 3: every trained parameter has its gradient, or is left alone by the update.
+
+    Raises RuntimeError for parameters that the step left without a gradient, unless `find_unused`, and for gradients
+    that were not reduced, which would otherwise be lost. With `find_unused` a parameter that no rank has used loses
+    the zeros that were reduced for it.
+    """
+    names = [] if engine.find_unused else without_gradient(engine.trained)
+    if names:
+        raise RuntimeError(
+            f"no gradient for {name_some(names)}: the loss does not depend on {'it' if len(names) == 1 else 'them'}, "
+            "or no backward() was called since zero_grad() (outside no_sync()). Use every parameter in forward, freeze "
+            "those that are not trained with requires_grad_(False) before building the engine, or build it with "
+            "find_unused=True"
+        )
+    left = []
+    for bucket in engine.trained:
+        left += [n for n, p in zip(bucket.names, bucket.params) if p.grad is not None or p in bucket.kept]
+    if left:
+        raise RuntimeError(
+            f"gradients of {name_some(left)} were not reduced: the last backward before step() must run outside "
+            "no_sync() and reach the same buckets as those before it, or the engine be built with find_unused=True"
+        )
+    if engine.find_unused and not engine.moments.settled:
+        drop_unused(engine.trained, engine.group)
+    engine.moments.settled = True
+
+
+def drop_unused(buckets, group) -> None:
+    """Take the gradient, which is zero, from the pieces of parameters that no rank has used.
+
+    Then the optimizer leaves them alone, as in plain PyTorch: no weight decay, no momentum, no state. One
+    all-reduce of a byte per parameter; the host waits for its result.
+    """
+    used = [param in bucket.used for bucket in buckets for param in bucket.params]
+    used = torch.tensor(used, dtype=torch.uint8, device=buckets[0].flat.device)
+    with waiting_for("the all-reduce of which parameters were used (find_unused)"):
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    flags = iter(used.tolist())
+    for bucket in buckets:
+        flag = [next(flags) for _ in bucket.params]
+        for index, piece in bucket.pieces:
+            if not flag[index]:
+                piece.grad = None
+
+
+def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Between backward and `step()`: scale the gradients so that their norm is at most `max_norm`. A collective.
+
+    Returns the norm before, a 0-d tensor that is the same on every rank: what `torch.nn.utils.clip_grad_norm_` gives
+    for the whole model. Padding does not count, a tied parameter counts once, a NaN or inf on one rank is seen by all.
+    """
+    engine._reduce_gradients()
+    buckets = engine.trained
+    gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
+    dtype = common_dtype(buckets)
+    norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in gradients]
+    none = buckets[0].shard.new_zeros((), dtype=dtype)
+    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else none
+    # All values and not their all-reduced maximum: a maximum may lose a NaN.
+    everyone = local.new_empty(engine.world_size)
+    with waiting_for("the all-gather of the gradients' norms"):
+        dist.all_gather_single(everyone, local.reshape(1), group=engine.group)
+    total = torch.linalg.vector_norm(everyone, norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
+    # ZeRO-1's gradients are views of a whole buffer, to which a later backward adds: all of it is scaled.
+    buffers = [bucket.flat_gradient for bucket in buckets if hasattr(bucket, "flat_gradient")]
+    storages = {buffer.untyped_storage()._cdata for buffer in buffers}
+    for gradient in gradients:
+        if gradient.untyped_storage()._cdata not in storages:
+            gradient.mul_(factor)
+    for buffer in buffers:
+        buffer.mul_(factor)
+    return total
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for float16 (its documentation has the why), over an engine in place of an optimizer:
+
+        scaler = GradScaler()          # or with the options of torch's
+        scaler.scale(loss).backward()
+        scaler.unscale_(engine)        # if the gradients are to be clipped
+        engine.clip_grad_norm_(1.0)
+        scaler.step(engine)            # all ranks, or none
+        scaler.update()
+        engine.zero_grad()
+
+    After step 3 an inf lies in one rank's shard alone. torch's own scaler would skip the step there and nowhere else,
+    and the ranks would part; here the verdict is that of all ranks, for one all-reduce of 4 bytes.
+    """
+
+    def __init__(self, device: str | None = None, **options):
+        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+
+    def unscale_(self, engine) -> None:
+        """Divide the gradients by the scale, and find out whether some rank has an inf or NaN. A collective."""
+        _require_engine(engine)
+        if not self.is_enabled():
+            return
+        engine._reduce_gradients()
+        super().unscale_(engine.optimizer)
+        found = self._found_inf_per_device(engine.optimizer)  # nothing on a rank that owns only padding
+        device = engine.trained[0].shard.device
+        anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
+        with waiting_for("the all-reduce of whether gradients are finite"):
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=engine.group)
+        found[device] = anywhere
+
+    def step(self, engine) -> None:
+        """`engine.step()`, unless a gradient on some rank is inf or NaN. Unscales first if that was not done."""
+        _require_engine(engine)
+        if not self.is_enabled():
+            return engine.step()
+        if not self._found_inf_per_device(engine.optimizer):
+            self.unscale_(engine)
+        if not any(flag.item() for flag in self._found_inf_per_device(engine.optimizer).values()):
+            engine.step()
+
+
+def _require_engine(engine) -> None:
+    if not hasattr(engine, "trained"):
+        raise TypeError(f"expected the engine, got {type(engine).__name__}: the ranks must decide together")

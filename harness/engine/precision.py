@@ -1,0 +1,64 @@
+"""Mixed precision: weights and gradients travel and compute in one dtype, and shards keep another.
+
+Without `param_dtype` and `reduce_dtype` nothing here does anything.
+"""
+
+import functools
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+
+def bucket_dtypes(own: torch.dtype, param_dtype=None, reduce_dtype=None) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype to compute in, dtype to reduce gradients in) for parameters of dtype `own`, as FSDP2's policy has it."""
+    if not own.is_floating_point:  # quantized weights, for example, which nobody trains
+        return own, own
+    param_dtype = param_dtype or own
+    return param_dtype, reduce_dtype or param_dtype
+
+
+def round_weights(bucket) -> None:
+    """Let the model compute with a `flat` of `param_dtype`. The shard keeps the parameters' dtype.
+
+    bfloat16 has no digits for an update that is small beside its weight. A freed `flat` stays freed.
+    """
+    if bucket.param_dtype == bucket.flat.dtype:
+        return
+    freed = bucket.flat.untyped_storage().nbytes() == 0
+    if freed:
+        bucket.flat = torch.empty_like(bucket.flat, dtype=bucket.param_dtype)
+    else:
+        bucket.shard, bucket.flat = bucket.shard.clone(), bucket.flat.to(bucket.param_dtype)
+    for param, view in zip(bucket.params, bucket.views(bucket.flat)):
+        param.data = view
+    if freed:
+        bucket.flat.untyped_storage().resize_(0)
+
+
+def rounded_shard(bucket) -> torch.Tensor:
+    """What this rank brings to an all-gather into `bucket.flat`: its shard, in mixed precision rounded into place."""
+    if bucket.param_dtype == bucket.shard.dtype:
+        return bucket.shard
+    return bucket.own_part(bucket.flat).copy_(bucket.shard)
+
+
+def common_dtype(buckets) -> torch.dtype:
+    """The dtype that holds all shards' values: the same on every rank, also where one owns only a bucket's padding."""
+    return functools.reduce(torch.promote_types, (bucket.shard.dtype for bucket in buckets))
+
+
+def cast_inputs(modules: list[nn.Module], param_dtype: torch.dtype) -> list:
+    """Have the forward of each of `modules` cast its floating point inputs to `param_dtype`; returns the hooks' handles.
+
+    FSDP2 casts at each module that it wraps, so that a float32 buffer in between does no harm. Buffers and outputs
+    keep their dtype.
+    """
+
+    def one(value):
+        return value.to(param_dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def cast(module, args, kwargs):
+        return tree_map(one, args), tree_map(one, kwargs)
+
+    return [module.register_forward_pre_hook(cast, with_kwargs=True) for module in modules]

@@ -1,0 +1,74 @@
+"""Whole weights out of an engine, and into one."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from harness.engine import refusals
+from harness.engine.waiting import label, name_some, waiting_for
+
+
+def full_state_dict(engine) -> dict[str, torch.Tensor]:
+    """Names, shapes, dtypes and values of the whole model's `state_dict()`, on CPU, on every rank. A collective.
+
+    Parameters are gathered from the shards, bucket by bucket. Buffers (BatchNorm's running statistics,
+    for example) are every rank's own and may differ, as each has seen other data: rank 0's are returned.
+    """
+    model, group = engine.model, engine.group
+    values = {}  # id of the model's own tensor -> its whole value on CPU
+    with torch.no_grad():
+        for bucket in engine.buckets:
+            flat = bucket.shard.new_empty(bucket.numel)
+            with waiting_for(f"the all-gather of {label(bucket)}"):
+                dist.all_gather_single(flat, bucket.shard, group=group)
+            for param, view in zip(bucket.params, bucket.views(flat)):
+                values[id(param)] = view.to("cpu", copy=True)
+        state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
+        for key, tensor in state.items():
+            if id(tensor) in values:
+                state[key] = values[id(tensor)]
+            elif isinstance(tensor, torch.Tensor):
+                whole = tensor.detach().clone()
+                dist.broadcast(whole, group_src=0, group=group)
+                state[key] = values[id(tensor)] = whole.cpu()
+    return state
+
+
+def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
+    """Load what `full_state_dict` returned, at any world size: this rank's part of every parameter. A collective.
+
+    Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
+    and ValueError for another shape, on every rank, before anything is written.
+    """
+    refusals.agree(_state_problem(engine, state), "", engine.group, engine.rank, engine.world_size)
+    own = engine.model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        keys = {id(tensor): key for key, tensor in own.items()}
+        sharded = set()
+        for bucket in engine.buckets:
+            sharded.update(id(param) for param in bucket.params)
+            for index, part in bucket.cut(bucket.shard):
+                value = state[keys[id(bucket.params[index])]].reshape(-1)
+                first = max(0, bucket.start - bucket.offsets[index])
+                part.copy_(value[first : first + part.numel()])
+        for key, tensor in own.items():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
+                tensor.copy_(state[key])
+    engine._shards_changed()
+
+
+def _state_problem(engine, state) -> Exception | None:
+    if not isinstance(state, Mapping):
+        return TypeError(f"every rank must pass the whole state, a dictionary of tensors, got {type(state).__name__}")
+    own = engine.model.state_dict(keep_vars=True)
+    missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
+    if missing or unexpected:
+        return KeyError(
+            f"the state does not fit the model: missing {name_some(missing) or 'nothing'}; "
+            f"unexpected {name_some(unexpected) or 'nothing'}"
+        )
+    for key, tensor in own.items():
+        if isinstance(tensor, torch.Tensor) and tensor.shape != state[key].shape:
+            return ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
+    return None
