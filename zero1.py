@@ -240,7 +240,7 @@ class ZeRO1(Interface):
                 # It stays from step to step: a large allocation costs more than filling it.
                 bucket.flat_gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
         self.optimizer = optimizer.over_pieces(optimizer_cls, self.trained, param_groups)
-        # From here on backward moves each `param.grad` into its place in `flat_gradient`, and adds up several backwards.
+        # From here on backward moves each `param.grad` into its place in `flat_gradient`.
         self.moments = moments.CollectGradients(self)
         self.zero_grad()
 

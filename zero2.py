@@ -106,7 +106,7 @@ class ZeRO2(Interface):
     # The moment.
 
     def gradients_final(self, bucket: Bucket) -> None:
-        """Inside step 2: all gradients of `bucket` are final. Send it, and those behind it that waited for their turn."""
+        """Inside step 2: all gradients of `bucket` are final. Send the buckets whose turn has come."""
         self._complete.add(bucket)
         while self._turns[0] in self._complete:
             first = self._turns.popleft()

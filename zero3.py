@@ -1,9 +1,9 @@
 """ZeRO-3: every rank keeps 1/N of the parameters too.
 
 At any moment a model computes in one layer, so only this layer's parameters must be there. ZeRO-3 cuts the model into
-**units**, a transformer block each. A unit is **gathered** right before its forward: an all-gather brings its parameters
-to every rank. Right after it is **freed**: each rank keeps its shard and gives the rest of the memory back. Backward
-does both once more.
+**units**, a transformer block each. A unit is **gathered** right before its forward: an all-gather brings all of its
+parameters to every rank. Right after forward it is **freed**: each rank keeps its shard, and gives the memory of the
+rest back. Backward does both once more.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [##      ]   [  ##    ]   [    ##  ]   [      ##]

@@ -9,8 +9,8 @@ used here says why no simpler one will do.
     ZeRO-3   `UnitMoments`: before_forward(unit, upcoming), after_forward(unit), before_backward(unit, upcoming),
              after_backward(unit), gradients_final(unit)
 
-A hook that held its engine would keep model and engine alive for ever: parameter, hook, engine, parameter is a cycle that
-runs through C++, where Python's garbage collector cannot see it. So all hooks are `WeakHook`s.
+A hook that held its engine would keep model and engine alive for ever: parameter, hook, engine, parameter is a cycle
+that runs through C++, where Python's garbage collector cannot see it. So all hooks are `WeakHook`s.
 """
 
 import contextlib
@@ -30,12 +30,13 @@ from harness.engine.watch import watch_forward
 class WeakHook:
     """A hook that calls a method as long as the method's object lives, and does nothing in a copy of the model."""
 
-    def __init__(self, method, *first):
-        self._method, self._first = weakref.WeakMethod(method), first
+    def __init__(self, method, unit=None):
+        self._method, self._unit = weakref.WeakMethod(method), unit and weakref.ref(unit)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args):
         method = self._method()
-        return None if method is None else method(*self._first, *args, **kwargs)
+        if method is not None:
+            return method(*args) if self._unit is None else method(self._unit(), *args)
 
     def __deepcopy__(self, memo):
         return _nothing
@@ -53,7 +54,7 @@ def _no_hook():
 
 
 class CollectGradients:
-    """ZeRO-1: a gradient moves into its bucket's `flat_gradient` as soon as it is final, so that it exists only once."""
+    """ZeRO-1: a gradient moves into its bucket's `flat_gradient` as soon as it is final. So it exists only once."""
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
@@ -92,7 +93,7 @@ class BucketMoments:
     """ZeRO-2: calls `engine.gradients_final(bucket)` when backward has finished all gradients of a bucket.
 
     With `find_unused` a bucket that lacks some is final when backward ends. Under `no_sync` none is: the gradients are
-    kept. ZeRO-3 has the same moment, with a unit in the place of a bucket; `parts` are then {unit: its trained buckets}.
+    kept. ZeRO-3 has the same moment with units in the place of buckets: `parts` are then {unit: its trained buckets}.
     """
 
     def __init__(self, engine, parts=None):
@@ -193,10 +194,11 @@ class UnitMoments(BucketMoments):
         self._keep_gathered = False  # in a backward that builds a graph of its own
         self._last_hook: dict = {}  # module -> number of the hook that is called after its forward
         super().__init__(engine, {unit: unit.trained for unit in (*engine.units, engine.root)})
-        self._unit_of = {}  # storage of a bucket's gathered parameters -> its unit
+        self._unit_of = {}  # address of a storage -> (the unit whose gathered parameters it holds, the storage)
         for unit in (*engine.units, engine.root):
             for bucket in unit.buckets:
-                self._unit_of[bucket.flat.untyped_storage()._cdata] = unit
+                storage = bucket.flat.untyped_storage()
+                self._unit_of[storage._cdata] = unit, storage
             guard.watch(unit.params, WeakHook(self._touched, unit))
         for unit in engine.units:
             self._hook(unit.module, WeakHook(self._before_unit, unit), WeakHook(self._after_unit, unit))
@@ -280,8 +282,9 @@ class UnitMoments(BucketMoments):
         if run.saved or not torch.is_grad_enabled():
             return run.saved
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        this = weakref.ref(self)
         for tensor in outputs:
-            tensor.register_hook(lambda gradient: self._ask(run))
+            tensor.register_hook(lambda gradient: this() and this()._ask(run))
         return bool(outputs)
 
     # What autograd saves in forward, and reads in backward.
@@ -297,9 +300,12 @@ class UnitMoments(BucketMoments):
 
     def _pack(self, tensor: torch.Tensor):
         """Forward saves `tensor`. If it lies in a unit's buffer, remember whose it is."""
-        unit = self._unit_of.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        if unit is None:
-            return (tensor, tensor._version, None) if self._outer is None else (self._outer[0](tensor), None, self._outer)
+        address = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        if address not in self._unit_of:
+            if self._outer is not None:
+                return self._outer[0](tensor), None, self._outer[1]
+            return tensor, tensor._version, None
+        unit, _ = self._unit_of[address]
         run = self._run_of_root() if unit is self._engine.root else self._latest.get(unit) or Run(unit, [], 0)
         run.saved = True
         return tensor, tensor._version, run
@@ -308,7 +314,7 @@ class UnitMoments(BucketMoments):
         """Backward is about to read what forward saved."""
         tensor, version, run = saved
         if version is None:
-            return run[1](tensor)  # by the caller's own context
+            return run(tensor)  # by the caller's own context
         if run is not None:
             self._ask(run)
             if torch.is_grad_enabled():  # a graph of this backward may be gone through later, and read the weights
@@ -363,8 +369,8 @@ class UnitMoments(BucketMoments):
     def _finish_work(self, following) -> None:
         """The backward of `following` begins. Backward goes the way of forward in reverse, so the unit before is done.
 
-        Where a gradient does not tell, this does. A frozen weight has none. With `find_unused` a gradient may never come on
-        another rank; collectives match by their turn alone, so no rank may reduce earlier than another.
+        Where a gradient does not tell, this does. A frozen weight has none. With `find_unused` a gradient may never
+        come on another rank; collectives match by their turn alone, so no rank may reduce earlier than another.
         """
         unit = self._at_work
         if unit is None or unit is following:
@@ -379,7 +385,7 @@ class UnitMoments(BucketMoments):
         super()._on_gradient(param)
 
     def _complete(self, unit) -> None:
-        # Every use of a weight adds to its gradient. So when all gradients are final, nobody needs the weights any more.
+        # Every use of a weight adds to its gradient. So when all gradients are final, nobody needs the weights.
         if len(unit.trained) == len(unit.buckets):
             self._free(unit)
         if not self._engine.find_unused:

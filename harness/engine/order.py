@@ -8,8 +8,8 @@ wrong. So whoever comes to something else than in the step before compares notes
 import torch
 import torch.distributed as dist
 
-from harness.engine.waiting import waiting_for
 from harness.engine.refusals import digest
+from harness.engine.waiting import waiting_for
 
 _control_groups: dict[tuple, dist.ProcessGroup] = {}  # (name, ranks) of a group -> a gloo group of the same ranks
 

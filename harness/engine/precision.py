@@ -49,7 +49,7 @@ def common_dtype(buckets) -> torch.dtype:
 
 
 def cast_inputs(modules: list[nn.Module], param_dtype: torch.dtype) -> list:
-    """Have the forward of each of `modules` cast its floating point inputs to `param_dtype`; returns the hooks' handles.
+    """Have the forward of each of `modules` cast its floating point inputs to `param_dtype`. Returns the handles.
 
     FSDP2 casts at each module that it wraps, so that a float32 buffer in between does no harm. Buffers and outputs
     keep their dtype.

@@ -12,6 +12,7 @@ from torch import nn
 
 from harness.engine.waiting import name_some
 
+
 def check(model: nn.Module, group, dtypes, find_unused, source=None, **options) -> None:
     """Every check that can be made before anything is changed, on all ranks of `group` together.
 

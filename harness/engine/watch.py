@@ -13,7 +13,7 @@ from harness.engine.waiting import name_some
 def watch_forward(engine) -> list:
     """Look at the model before every forward, and cast its inputs in mixed precision. Returns the hooks' handles.
 
-    The first handle is that of the look, which raises RuntimeError for parameters that came, or were frozen or unfrozen,
+    The first handle is that of the look. It raises RuntimeError for parameters that came, or were frozen or unfrozen,
     since the engine was built.
     """
     look = Look(engine)
@@ -32,11 +32,12 @@ class Look:
 
     def __init__(self, engine):
         self._engine = weakref.ref(engine)
-        self._flags = [(bucket, [param.requires_grad for param in bucket.params]) for bucket in engine.buckets]
+        self._flags = [[param.requires_grad for param in bucket.params] for bucket in engine.buckets]
         self._known = {id(param) for bucket in engine.buckets for param in bucket.params}
 
     def __call__(self, model: nn.Module, args) -> None:
-        if backward_now() is not None or self._engine() is None:  # recomputed by activation checkpointing
+        engine = self._engine()
+        if engine is None or backward_now() is not None:  # gone; or activation checkpointing runs the model again
             return
         new = [name for name, param in model.named_parameters() if id(param) not in self._known]
         if new:
@@ -45,7 +46,7 @@ class Look:
                 "whole model first, then the engine"
             )
         changed = []
-        for bucket, was in self._flags:
+        for bucket, was in zip(engine.buckets, self._flags):
             for name, param, before in zip(bucket.names, bucket.params, was):
                 if param.requires_grad != before:
                     changed.append(name)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import zero1
 import zero2
 import zero3
-from harness.engine import guard, loop
+from harness.engine import gradients, guard, moments, optimizer
+from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
 
@@ -53,11 +54,6 @@ class Exhibit:
         return self.mutate(self.right)
 
 
-def own_part(bucket, flat: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a whole buffer."""
-    return flat[bucket.start : bucket.start + bucket.shard_numel]
-
-
 def hand_out(bucket, shard: torch.Tensor) -> None:
     """Give the optimizer's pieces their parts of this rank's shard of the gradients, as every stage does."""
     for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
@@ -67,15 +63,26 @@ def hand_out(bucket, shard: torch.Tensor) -> None:
 # ZeRO-1.
 
 
+def with_step_5(engine, gather):
+    """The stage with another function in the place of `gather_parameters`."""
+
+    class Mutant(engine):
+        def step(self):
+            with patch.object(zero1, "gather_parameters", gather):
+                super().step()
+
+    return Mutant
+
+
 def never_averaged(engine):
     class Mutant(engine):
-        def _sync_gradients(self):
-            if self._reduced:
+        def _reduce_gradients(self):
+            if self.moments.settled:
                 return
             for bucket in self.trained:
                 dist.all_reduce(bucket.flat_gradient, group=self.group)
-                hand_out(bucket, own_part(bucket, bucket.flat_gradient))  # the sum of N gradients
-            self._reduced = True
+                hand_out(bucket, bucket.own_part(bucket.flat_gradient))  # the sum of N gradients
+            self.moments.settled = True
 
     return Mutant
 
@@ -105,9 +112,9 @@ def not_broadcast(engine):
 
 def different_shards(engine):
     class Mutant(engine):
-        def _sync_gradients(self):
+        def _reduce_gradients(self):
             for bucket in self.trained:
-                shard = own_part(bucket, bucket.flat_gradient)  # rank 0's shard 0, rank 1's shard 1
+                shard = bucket.own_part(bucket.flat_gradient)  # rank 0's shard 0, rank 1's shard 1
                 dist.all_reduce(shard, group=self.group)
                 hand_out(bucket, shard.div_(self.world_size))
 
@@ -118,60 +125,59 @@ def updated_too_early(engine):
     class Mutant(engine):
         def step(self):
             self.optimizer.step()  # step 4
-            self._sync_gradients()  # step 3
-            self._sync_params(self.trained)  # step 5
+            self._reduce_gradients()  # step 3
+            zero1.gather_parameters(self.trained, self.group)  # step 5
 
     return Mutant
 
 
 def not_gathered(engine):
-    class Mutant(engine):
-        def _sync_params(self, buckets):
-            pass
+    def gather(buckets, group):
+        pass
 
-    return Mutant
+    return with_step_5(engine, gather)
 
 
 def next_ranks_shard(engine):
-    class Mutant(engine):
-        def _sync_params(self, buckets):
-            for bucket in buckets:
-                start = (self.rank + 1) % self.world_size * bucket.shard_numel  # ranks counted from 1
-                shard = bucket.flat[start : start + bucket.shard_numel].clone()
-                dist.all_gather_single(bucket.flat, shard, group=self.group)
+    def gather(buckets, group):
+        for bucket in buckets:
+            start = (dist.get_rank(group) + 1) % dist.get_world_size(group) * bucket.shard_numel  # ranks counted from 1
+            shard = bucket.flat[start : start + bucket.shard_numel].clone()
+            dist.all_gather_single(bucket.flat, shard, group=group)
 
-    return Mutant
+    return with_step_5(engine, gather)
 
 
 def whole_optimizer(engine):
-    class Mutant(engine):
+    def gather(buckets, group):
+        for bucket in buckets:
+            shard = bucket.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+            dist.all_gather_single(bucket.flat, shard, group=group)
+
+    class Mutant(with_step_5(engine, gather)):
         def __init__(self, model, optimizer_cls, **options):
             super().__init__(model, optimizer_cls, **options)
             for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
                 bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
                 bucket.make_pieces()
-            self.optimizer = loop.make_optimizer(optimizer_cls, self.trained)
-
-        def _sync_params(self, buckets):
-            for bucket in buckets:
-                shard = bucket.flat.chunk(self.world_size)[self.rank].clone()
-                dist.all_gather_single(bucket.flat, shard, group=self.group)
+            self.optimizer = optimizer.over_pieces(optimizer_cls, self.trained)
 
     return Mutant
 
 
 def nothing_to_gather(engine):
-    class Mutant(engine):
-        def _sync_params(self, buckets):
-            super()._sync_params([bucket for bucket in buckets if bucket.pieces])  # only where this rank updated some
+    right = zero1.gather_parameters
 
-    return Mutant
+    def gather(buckets, group):
+        right([bucket for bucket in buckets if bucket.pieces], group)  # only where this rank updated some
+
+    return with_step_5(engine, gather)
 
 
 def own_norm(engine):
     class Mutant(engine):
         def clip_grad_norm_(self, max_norm, norm_type=2.0):
-            self._sync_gradients()
+            self._reduce_gradients()
             pieces = [piece for bucket in self.trained for _, piece in bucket.pieces]
             return torch.nn.utils.clip_grad_norm_(pieces, max_norm, norm_type)
 
@@ -179,11 +185,17 @@ def own_norm(engine):
 
 
 def old_gradients(engine):
-    class Mutant(engine):
-        def _on_gradient(self, bucket, index, param):
-            bucket.gradients[index].add_(param.grad)  # always added, also to what the step before has left there
+    class Collect(moments.CollectGradients):
+        def _on_gradient(self, param):
+            bucket, place = self._place[id(param)]
+            place.add_(param.grad)  # always added, also to what the step before has left there
             bucket.used.add(param)
-            param.grad, self._reduced = None, False
+            param.grad, self.settled = None, False
+
+    class Mutant(engine):
+        def __init__(self, *arguments, **options):
+            with patch.object(moments, "CollectGradients", Collect):
+                super().__init__(*arguments, **options)
 
     return Mutant
 
@@ -193,46 +205,45 @@ def old_gradients(engine):
 
 def last_micro_batch(engine):
     class Mutant(engine):
-        def _finish_reduction(self):
+        def _receive(self):
             if self._in_flight is not None:
                 for _, piece in self._in_flight.bucket.pieces:
                     piece.grad = None  # `piece.grad = gradient`, where an earlier backward may have left one
-            super()._finish_reduction()
+            super()._receive()
 
     return Mutant
 
 
 def reduced_at_the_end(engine):
     class Mutant(engine):
-        def _on_gradient(self, bucket, param):
-            bucket.used.add(param)
-            bucket.missing.discard(param)  # and reduces nothing
+        def gradients_final(self, bucket):
+            pass  # inside backward nothing is sent
 
-        def _sync_gradients(self):
+        def _reduce_gradients(self):
             for bucket in self.trained:
-                self._reduce_bucket(bucket)
-            super()._sync_gradients()
+                self._send(bucket)
+            super()._reduce_gradients()
 
     return Mutant
 
 
 def received_in_place(engine):
     class Mutant(engine):
-        def _finish_reduction(self):
+        def _receive(self):
             reduction = self._in_flight
             if reduction is not None:
-                loop.wait(reduction.work, "reduce-scatter", reduction.bucket)
+                wait(reduction.work, "reduce-scatter", reduction.bucket)
                 # This rank's part of the buffer that was sent is free by now, so why allocate another?
-                reduction.shard = own_part(reduction.bucket, reduction.flat).copy_(reduction.shard)
-            super()._finish_reduction()
+                reduction.shard = reduction.bucket.own_part(reduction.flat).copy_(reduction.shard)
+            super()._receive()
 
     return Mutant
 
 
 def not_waited_for(engine):
     class Mutant(engine):
-        def _reduce_bucket(self, bucket):
-            super()._reduce_bucket(bucket)
+        def _send(self, bucket):
+            super()._send(bucket)
             self._in_flight.work = SimpleNamespace(wait=lambda: None)  # what `async_op=True` returned is dropped
 
     return Mutant
@@ -248,8 +259,8 @@ def norm_of_the_model(engine):
 
 def last_bucket_missed(engine):
     class Mutant(engine):
-        def _sync_gradients(self):
-            loop.require_gradients(self.trained, self.find_unused)  # and no `_finish_reduction` before it
+        def _reduce_gradients(self):
+            gradients.settle(self)  # and no `_receive` before it
 
     return Mutant
 
@@ -271,54 +282,52 @@ def frozen_forgotten(engine):
 
 def freed_by_data(engine):
     class Mutant(engine):
-        def _gather_unit(self, unit):
-            if not unit.whole:
+        def _gather(self, unit):
+            if not unit.gathered:
                 guard.open(unit.params)
                 for bucket in unit.buckets:
                     bucket.flat = bucket.shard.new_empty(bucket.numel)
                     for param, view in zip(bucket.params, bucket.views(bucket.flat)):
                         param.data = view
-                super()._gather_unit(unit)
+                super()._gather(unit)
 
-        def _reshard_unit(self, unit):
-            if unit.whole:
-                self._wait_for_unit(unit)
+        def _free(self, unit):
+            if unit.gathered:
+                self._wait(unit)
                 for bucket in unit.buckets:
                     bucket.flat = bucket.shard.new_empty(1).expand(bucket.numel)
                     for param in bucket.params:  # nobody holds the whole weight any more
                         param.data = param.data.new_zeros(()).expand(param.shape)
                 guard.close(unit.params)
-                unit.whole = False
+                unit.gathered = False
 
     return Mutant
 
 
 def all_at_once(engine):
     class Mutant(engine):
-        def _pre_forward_root(self, module, args):
-            super()._pre_forward_root(module, args)
-            for unit in self.units:  # the earlier a gather is issued, the better it hides
-                self._gather_unit(unit)
+        def before_forward(self, unit, upcoming):
+            # The earlier a gather is started, the better it hides.
+            super().before_forward(unit, self.units if unit is self.root else upcoming)
 
     return Mutant
 
 
 def prefetched_and_freed(engine):
     class Mutant(engine):
-        def _post_forward(self, unit, module, args, output):
-            super()._post_forward(unit, module, args, output)
+        def after_forward(self, unit):
             for other in self.units:  # a unit has run: free all that is gathered
-                self._reshard_unit(other)
+                self._free(other)
 
     return Mutant
 
 
 def root_kept(engine):
     class Mutant(engine):
-        def _reshard_unit(self, unit):
+        def _free(self, unit):
             if unit is self.root and hasattr(self, "optimizer"):  # every forward needs the root: keep it, once built
                 return
-            super()._reshard_unit(unit)
+            super()._free(unit)
 
     return Mutant
 
@@ -333,10 +342,10 @@ def kept_after_forward(engine):
 
 def divided_twice(engine):
     class Mutant(engine):
-        def _reduce_bucket(self, bucket):
+        def _send(self, bucket):
             for param in bucket.params:
                 param.grad.div_(self.world_size)  # before the sum; `Reduction.finish` divides after it
-            super()._reduce_bucket(bucket)
+            super()._send(bucket)
 
     return Mutant
 
@@ -349,7 +358,7 @@ def first_shard_for_all(engine):
                 for index, part in bucket.cut(bucket.shard):
                     value = state[bucket.names[index]].reshape(-1)
                     part.copy_(value[: part.numel()])  # from the parameter's beginning, whatever part it is
-            self._sync_params(self.buckets)
+            self._shards_changed()
 
     return Mutant
 
@@ -369,7 +378,7 @@ _IN_ORDER = (
         "Every step goes twice as far; with a small learning rate that even looks better.",
         diagnosis="The all-reduced gradients are summed and never divided by N, so that the learning rate grows with "
         "the number of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
-        read="zero1.py, step 3, ZeRO1._sync_gradients: div_(self.world_size)",
+        read="zero1.py, step 3, ZeRO1._reduce_gradients: div_(self.world_size)",
         caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 100.0},
@@ -407,7 +416,7 @@ _IN_ORDER = (
         symptom="A third less is sent than should be, nothing complains, and it learns worse.",
         diagnosis="Every rank all-reduces its own shard of the gradients: rank 0's shard 0 is added to rank 1's "
         "shard 1. The sizes match, so nothing complains. A sum of one's own shard over the ranks is a reduce-scatter.",
-        read="zero1.py, step 3, ZeRO1._sync_gradients: the whole buffer goes into the all-reduce",
+        read="zero1.py, step 3, ZeRO1._reduce_gradients: the whole buffer goes into the all-reduce",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -431,7 +440,7 @@ _IN_ORDER = (
         symptom="The first loss is right, later ones are not. There is no all-gather, and a third less is sent.",
         diagnosis="Step 5 is left out: every rank has updated its shard of the weights and never gets the others', so "
         "it goes on with its own half of a model that is new, and another half that never changes.",
-        read="zero1.py, step 5, ZeRO1._sync_params",
+        read="zero1.py, step 5, gather_parameters",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -444,7 +453,7 @@ _IN_ORDER = (
         "collectives are all right.",
         diagnosis="Step 5 contributes the shard of rank + 1, which this rank has not updated. The all-gather puts "
         "every shard in another's place, without its update; the next one puts them back where they were.",
-        read="zero1.py, step 5, ZeRO1._sync_params; Bucket.start",
+        read="zero1.py, step 5, gather_parameters; Bucket.start",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -456,7 +465,7 @@ _IN_ORDER = (
         symptom="Losses and traffic are right to the last digit; the optimizer holds twice what it should.",
         diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
         "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
-        read="zero1.py, step 0, Bucket.make_pieces and loop.make_optimizer",
+        read="zero1.py, step 0, Bucket.make_pieces and self.optimizer",
         caught_by=(RESOURCES + "test_bytes_held_equal_the_theory_to_the_byte",),
         options=SMALL,
     ),
@@ -469,7 +478,7 @@ _IN_ORDER = (
         "in different collectives.",
         diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, "
         "and it for them in the next step's all-reduce. A collective takes all ranks, also those with nothing to give.",
-        read="zero1.py, step 5, ZeRO1._sync_params",
+        read="zero1.py, step 5, gather_parameters",
         caught_by=(RESOURCES + "test_a_rank_that_owns_only_padding",),
         options={"bucket_mb": 0},
     ),
@@ -482,7 +491,7 @@ _IN_ORDER = (
         "losses are off from the second step on.",
         diagnosis="Every rank clips by the norm of its own shard. The norm is that of all shards together: the squares "
         "must be summed over the ranks, or every shard is scaled by another factor.",
-        read="harness/engine/loop.py, clip_grad_norm_",
+        read="harness/engine/gradients.py, clip_grad_norm_",
         caught_by=("tests/test_loop.py::test_clipping_equals_torch_on_the_whole_model",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 0.5},
@@ -496,7 +505,7 @@ _IN_ORDER = (
         "one before was heading.",
         diagnosis="The gradients' buffer stays from step to step, and the hook adds to it without asking whether what "
         "lies there is of this step. The sum of all steps' gradients is a momentum that nobody asked for.",
-        read="zero1.py, inside step 2, ZeRO1._on_gradient, and ZeRO1.zero_grad: bucket.used",
+        read="harness/engine/moments.py, CollectGradients._on_gradient: bucket.used",
         caught_by=(ORACLE,),
         options=SMALL,
         training={"optimizer": "SGD"},
@@ -522,7 +531,7 @@ _IN_ORDER = (
         symptom="Losses, held bytes and traffic are right; the peak in backward is not, and nothing is reduced there.",
         diagnosis="The hook reduces nothing, and step() reduces all: all whole gradients are alive when backward ends. "
         "Between steps 1/N of them is held, and so the log says; the peak does not.",
-        read="zero2.py, step 3 inside step 2, ZeRO2._on_gradient",
+        read="zero2.py, step 3 inside step 2, ZeRO2.gradients_final",
         caught_by=(RESOURCES + "test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
         options=SMALL,
     ),
@@ -546,7 +555,7 @@ _IN_ORDER = (
         symptom="The first loss is right, later ones are rubbish, other rubbish in every run, perhaps NaN.",
         diagnosis="Nobody waits for the asynchronous reduce-scatter: the optimizer is handed memory that nothing has "
         "been written to yet.",
-        read="zero2.py, step 3, Reduction.finish: loop.wait",
+        read="zero2.py, step 3, Reduction.finish: wait",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -559,7 +568,7 @@ _IN_ORDER = (
         "training without clipping.",
         diagnosis="torch.nn.utils.clip_grad_norm_(model.parameters()) finds no gradient: they were reduced, cut and "
         "freed in backward, and the pieces have them. It returns 0 and clips nothing.",
-        read="harness/engine/loop.py, clip_grad_norm_; zero2.py, Reduction.__init__: param.grad = None",
+        read="harness/engine/gradients.py, clip_grad_norm_; harness/engine/gradients.py, take: param.grad",
         caught_by=("tests/test_loop.py::test_clipping_equals_torch_on_the_whole_model",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 0.5},
@@ -573,7 +582,7 @@ _IN_ORDER = (
         "collectives are right.",
         diagnosis="The last bucket is on its way when backward ends, and nobody receives it before the update. Its "
         "parameters, here the token embedding, never change: each step's gradient comes just in time to be dropped.",
-        read="zero2.py, the end of step 3, ZeRO2._sync_gradients",
+        read="zero2.py, the end of step 3, ZeRO2._reduce_gradients",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -586,7 +595,7 @@ _IN_ORDER = (
         "Without frozen parameters all is right.",
         diagnosis="Only the trained parameters are broadcast at the start. Each rank keeps the frozen ones it was "
         "initialised with, and nothing ever makes them equal: the ranks train different models.",
-        read="zero2.py, step 0, ZeRO2.__init__: loop.frozen",
+        read="zero2.py, step 0, ZeRO2.__init__: self.buckets",
         caught_by=(ORACLE,),
         options=SMALL,
         training={"frozen": "positions"},
@@ -599,7 +608,7 @@ _IN_ORDER = (
         symptom="Losses, held bytes and traffic are right; forward's peak is what an engine has that frees nothing.",
         diagnosis="Freeing by assigning param.data frees nothing: autograd has saved views of the gathered weights for "
         "backward, and each keeps its whole storage alive. Then backward gathers them once more beside these.",
-        read="zero3.py, its head (why freeing means resizing the storage), ZeRO3._reshard_unit",
+        read="zero3.py, its head (why freeing means resizing the storage), ZeRO3._free",
         caught_by=(
             RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",
             "tests/test_errors.py::test_freeing_gives_the_storage_back",
@@ -613,7 +622,7 @@ _IN_ORDER = (
         symptom="Losses, traffic and collectives are right; at the peak in forward the whole model is there.",
         diagnosis="Forward begins with the all-gathers of all units. They hide well, and at that moment every "
         "parameter is whole, which is what ZeRO-3 is there to avoid.",
-        read="zero3.py, step 1, ZeRO3._pre_forward_root and _pre_forward: self.prefetch",
+        read="zero3.py, step 1, ZeRO3.before_forward: upcoming",
         caught_by=(RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",),
     ),
     dict(
@@ -624,7 +633,7 @@ _IN_ORDER = (
         symptom="Losses and memory are right; there are more all-gathers than there should be, and more is sent.",
         diagnosis="After each unit's forward everything gathered is freed, the unit that was prefetched for the next "
         "layer as well. It is gathered once more when it runs.",
-        read="zero3.py, step 1, ZeRO3._post_forward: which unit is freed",
+        read="zero3.py, step 1, ZeRO3.after_forward: which unit is freed",
         caught_by=(RESOURCES + "test_sequence_and_bytes_of_collectives",),
     ),
     dict(
@@ -635,7 +644,7 @@ _IN_ORDER = (
         symptom="The first loss is right, later ones are not. One all-gather fewer, and more parameters held.",
         diagnosis="The root stays gathered from step to step. Its shards are updated, and the whole weights that "
         "forward uses are never gathered again: they are those of the first step.",
-        read="zero3.py, after step 4, ZeRO3._sync_params: what is still gathered holds the old values",
+        read="zero3.py, after step 4, ZeRO3.step: what is still gathered has the old values",
         caught_by=(ORACLE,),
     ),
     dict(
@@ -646,7 +655,7 @@ _IN_ORDER = (
         symptom="Losses are right and a third less is sent; forward's peak is higher, as all parameters are whole.",
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then need not gather, for the price of whole parameters in between.",
-        read="zero3.py, step 1, ZeRO3._post_forward: self.reshard_after_forward",
+        read="zero3.py, step 1, ZeRO3.after_forward: self.reshard_after_forward",
         caught_by=(RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",),
     ),
     dict(
@@ -668,7 +677,7 @@ _IN_ORDER = (
         symptom="All is right until the checkpoint is loaded; from then on the losses are off, with no complaint.",
         diagnosis="Every rank loads each parameter from its beginning, as if it owned the first part: the ranks after "
         "the first hold a copy of the wrong part.",
-        read="harness/engine/loop.py, load_full_state_dict: `first`",
+        read="harness/engine/state.py, load_full_state_dict: `first`",
         caught_by=(EQUIVALENCE + "test_models_and_loops_of_ones_own",),
         training={"reload_at": 2},
     ),

@@ -31,7 +31,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, own_part
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, with_step_5
 
 RANKS = 2
 TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
@@ -237,7 +237,7 @@ def catalogue() -> str:
 
 def answer(exhibit: Exhibit) -> str:
     code = inspect.getsource(exhibit.mutate)
-    shown = [helper for helper in (own_part, hand_out) if f"{helper.__name__}(" in code] + [exhibit.mutate]
+    shown = [helper for helper in (hand_out, with_step_5) if f"{helper.__name__}(" in code] + [exhibit.mutate]
     return "\n".join(
         (
             f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
