@@ -332,12 +332,15 @@ class Sheet:
                 self.expect(name not in gradients and piece.grad is None, what,
                             f"{piece.numel()} elements" if name in gradients else None, piece.grad)  # fmt: skip
 
-    def traffic(self, traffic: Traffic, kinds: list[str], times: float, psi: float, when: str) -> None:
-        """These kinds of collectives, in the order in which they are first met; not more than `times` psi (N-1)/N."""
+    def traffic(self, traffic: Traffic, kinds: list[str], times: float, nbytes: float, when: str) -> None:
+        """These kinds of collectives, in the order in which they are first met; not more than `times` Ψ (N-1)/N.
+
+        `nbytes` is what the Ψ elements take, in the dtype in which they travel.
+        """
         found = list(dict.fromkeys(collective.kind for collective in traffic.collectives))
         self.expect(found == kinds, f"collectives {when}", ", then ".join(kinds), ", then ".join(found) or "none")
-        allowed = times * psi * (len(self.ranks) - 1) / len(self.ranks)
-        means = f"{times:g}Ψ (N-1)/N with Ψ = {psi:,.0f}, padding included"
+        allowed = times * nbytes * (len(self.ranks) - 1) / len(self.ranks)
+        means = f"{times:g}Ψ (N-1)/N elements; Ψ of them take {nbytes:,.0f} bytes, padding included"
         self.at_most(f"bytes sent {when}", traffic.sent_bytes, allowed, means)
 
 
