@@ -109,3 +109,8 @@ def test_gathered_units_are_half_as_large_in_bfloat16(ranks):
     ):
         shard = 64 * 64 + 64  # of one unit, in float32 2 bytes per parameter at N = 2, cast for sending
         assert half < full / 2 + 2 * 2 * shard + 1024, (half, full)
+
+
+@pytest.mark.parametrize("model", ("twice", "tied", "around"))
+def test_bfloat16_is_the_same_in_every_stage(ranks, model):
+    ranks(2).run(cases.low_precision_everywhere, model=model)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.engine import guard, loop
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import KINDS
+from harness.run.small_models import seeded
 from harness.teach.check.sheet import (
     ACTIVATIONS,
     EXACT,
@@ -33,7 +34,6 @@ from harness.teach.check.sheet import (
     Work,
     padding,
     reduced_bytes,
-    seeded,
     trained_numel,
     vectors,
 )  # fmt: skip
@@ -313,7 +313,7 @@ def zero2_hook(sheet: Sheet) -> None:
         model = seeded(Lanes, 0, torch.float32, sheet.device)
         model.way = way
         engine = sheet.build(model, bucket_mb=0)
-        inputs, _ = sheet.batch(0, vectors, wide=8)
+        inputs, _ = sheet.batch(0, vectors, width=8)
         with Traffic(sheet.group) as traffic:
             engine(inputs).square().mean().backward()
         sizes = [4 * bucket.numel for bucket in engine.trained]
@@ -545,7 +545,7 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: boo
         engine = sheet.build(model, cls, prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way
-            inputs, _ = sheet.batch(step, vectors, wide=8)
+            inputs, _ = sheet.batch(step, vectors, width=8)
             with _Events(engine) as mode, torch.set_grad_enabled(backward):
                 loss = engine(inputs).square().mean()
                 if backward:
