@@ -355,7 +355,6 @@ def first_shard_for_all(engine):
 
 
 EQUIVALENCE = "tests/test_equivalence.py::"
-RESOURCES = "tests/test_resources.py::"
 ORACLE = EQUIVALENCE + "test_equals_one_process_on_the_whole_batch"
 SMALL = {"bucket_mb": 0.0625}  # some buckets for each block of the museum's GPT
 
@@ -457,7 +456,7 @@ _IN_ORDER = (
         diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
         "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
         read="zero1.py, step 0, Bucket.make_pieces and loop.make_optimizer",
-        caught_by=(RESOURCES + "test_bytes_held_equal_the_theory_to_the_byte",),
+        caught_by=("tests/test_memory_held.py::test_bytes_held_equal_the_theory_to_the_byte",),
         options=SMALL,
     ),
     dict(
@@ -470,7 +469,7 @@ _IN_ORDER = (
         diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, "
         "and it for them in the next step's all-reduce. A collective takes all ranks, also those with nothing to give.",
         read="zero1.py, step 5, ZeRO1._sync_params",
-        caught_by=(RESOURCES + "test_a_rank_that_owns_only_padding",),
+        caught_by=("tests/test_layout.py::test_a_rank_that_owns_only_padding",),
         options={"bucket_mb": 0},
     ),
     dict(
@@ -523,7 +522,7 @@ _IN_ORDER = (
         diagnosis="The hook reduces nothing, and step() reduces all: all whole gradients are alive when backward ends. "
         "Between steps 1/N of them is held, and so the log says; the peak does not.",
         read="zero2.py, step 3 inside step 2, ZeRO2._on_gradient",
-        caught_by=(RESOURCES + "test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
+        caught_by=("tests/test_peaks.py::test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
         options=SMALL,
     ),
     dict(
@@ -535,7 +534,7 @@ _IN_ORDER = (
         diagnosis="The reduced shard is received into its place in the whole buffer. It is a view, and a view keeps "
         "the whole storage alive: nothing is freed, although nobody holds the whole gradients any more.",
         read="zero2.py, step 3, Reduction: self.shard, and self.flat = None",
-        caught_by=(RESOURCES + "test_bytes_held_equal_the_theory_to_the_byte",),
+        caught_by=("tests/test_memory_held.py::test_bytes_held_equal_the_theory_to_the_byte",),
         options=SMALL,
     ),
     dict(
@@ -601,7 +600,7 @@ _IN_ORDER = (
         "backward, and each keeps its whole storage alive. Then backward gathers them once more beside these.",
         read="zero3.py, its head (why freeing means resizing the storage), ZeRO3._reshard_unit",
         caught_by=(
-            RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",
+            "tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_whole",
             "tests/test_errors.py::test_freeing_gives_the_storage_back",
         ),
     ),
@@ -614,7 +613,7 @@ _IN_ORDER = (
         diagnosis="Forward begins with the all-gathers of all units. They hide well, and at that moment every "
         "parameter is whole, which is what ZeRO-3 is there to avoid.",
         read="zero3.py, step 1, ZeRO3._pre_forward_root and _pre_forward: self.prefetch",
-        caught_by=(RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",),
+        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_whole",),
     ),
     dict(
         stage="zero3",
@@ -625,7 +624,7 @@ _IN_ORDER = (
         diagnosis="After each unit's forward everything gathered is freed, the unit that was prefetched for the next "
         "layer as well. It is gathered once more when it runs.",
         read="zero3.py, step 1, ZeRO3._post_forward: which unit is freed",
-        caught_by=(RESOURCES + "test_sequence_and_bytes_of_collectives",),
+        caught_by=("tests/test_traffic.py::test_sequence_and_bytes_of_collectives",),
     ),
     dict(
         stage="zero3",
@@ -647,7 +646,7 @@ _IN_ORDER = (
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then need not gather, for the price of whole parameters in between.",
         read="zero3.py, step 1, ZeRO3._post_forward: self.reshard_after_forward",
-        caught_by=(RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",),
+        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_whole",),
     ),
     dict(
         stage="zero3",
