@@ -100,7 +100,7 @@ def test_scaling_by_a_power_of_two_changes_nothing(ranks, stage):
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_the_scaler_takes_an_engine(ranks, stage):
     for message in ranks(2).run(cases.the_scaler_takes_an_engine, stage=stage):
-        assert "expected the engine, got AdamW" in message
+        assert "engine" in message and "AdamW" in message  # what it takes, and what it got
 
 
 def test_gathered_units_are_half_as_large_in_bfloat16(ranks):

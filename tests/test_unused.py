@@ -45,7 +45,7 @@ def test_unused_parameters_are_an_error_by_default(ranks, world_size, stage):
 @pytest.mark.parametrize("stage", ("zero2", "zero3"))
 def test_gradients_that_were_not_reduced_are_not_dropped(ranks, stage):
     for message in ranks(3).run(cases.nothing_is_lost, stage=stage):
-        assert "not reduced" in message and "no_sync" in message
+        assert "gradient" in message and "no_sync" in message
 
 
 @pytest.mark.parametrize("model", ("twice", "tied", "around", "inside", "several", "odd"))
