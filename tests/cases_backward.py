@@ -71,7 +71,7 @@ def ways_to_call_backward(stage: str, options: dict) -> None:
         optimizer.zero_grad()
         way(engine, parts.token_batch(step, rank), 1)
         if stage == "zero3":
-            assert storage_bytes(engine.model.parameters()) == 0, f"whole parameters outlive {way.__name__}"
+            assert storage_bytes(engine.model.parameters()) == 0, f"gathered parameters outlive {way.__name__}"
         engine.step()
         engine.zero_grad()
         parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)

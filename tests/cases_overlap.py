@@ -151,7 +151,7 @@ def collectives_run_while_computing(stage: str, root: bool = False, reverse: boo
     if stage == "zero3":
         # in forward the first gather has nothing in front of it, in backward (this model has no root) the last unit's
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
-        if root:  # the first gather is the root's, and in backward, where it is whole, every unit's has its head's
+        if root:  # the first gather is the root's; in backward the root is still gathered, and its head hides the first
             expected = [False] + [True] * layers + [True] * layers
         assert issued["gather"] == len(expected)
         assert [computed_meanwhile("gather", n) for n in range(len(expected))] == expected, events

@@ -40,7 +40,7 @@ def gradients_in_backward(engine_name: str = "zero2", reverse: bool = False) -> 
 
 
 def parameters_in_a_step(options: dict) -> None:
-    """ZeRO-3: whole parameters alive are the root, the unit at work and `prefetch` more; none after backward."""
+    """ZeRO-3: gathered are the root, the unit at work and `prefetch` more; none after backward."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layers, width = 12, 64
     prefetch, group = options.get("prefetch", 1), parts.silent_group()
@@ -52,7 +52,7 @@ def parameters_in_a_step(options: dict) -> None:
     with MemoryLedger() as memory:
         model = parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32)
         engine = parts.ZeRO3(model, ADAMW, group=group, **options)
-        assert memory.live <= layers * layer / world_size + noise, "whole parameters outlive the construction"
+        assert memory.live <= layers * layer / world_size + noise, "gathered parameters outlive the construction"
         for batch in batches[:2]:
             engine.training_step(*batch, F.mse_loss)
         between = memory.live
@@ -65,14 +65,14 @@ def parameters_in_a_step(options: dict) -> None:
         in_backward, after_backward = memory.peak - between, memory.live - between
     if options.get("reshard_after_forward", True):
         units = 1 + min(prefetch, layers - 1)
-        assert in_forward <= units * layer + noise, f"{in_forward / layer:.2f} units whole in forward"
-        assert in_forward >= units * layer, "fewer units than promised were whole: is prefetching on?"
-        assert after_forward <= noise, f"{after_forward / layer:.2f} units whole after forward"
+        assert in_forward <= units * layer + noise, f"{in_forward / layer:.2f} units gathered in forward"
+        assert in_forward >= units * layer, "fewer units than promised were gathered: is prefetching on?"
+        assert after_forward <= noise, f"{after_forward / layer:.2f} units gathered after forward"
         # backward adds the gradients' shards and at most two units of whole gradients
         assert in_backward <= (units + 2) * layer + layers * layer / world_size + noise
     else:
         assert layers * layer <= after_forward <= layers * layer + noise
-    assert after_backward <= layers * layer / world_size + noise, "whole parameters outlive backward"
+    assert after_backward <= layers * layer / world_size + noise, "gathered parameters outlive backward"
 
 
 class ByKeyword(parts.Stack):
@@ -101,7 +101,7 @@ def frozen_units_in_backward(kind: str) -> None:
         memory.reset_peak()
         loss.backward()
     most = memory.peak - before
-    assert most <= 4 * layer, f"{most / layer:.2f} units whole in backward"
+    assert most <= 4 * layer, f"{most / layer:.2f} units gathered in backward"
 
 
 def evaluation_frees_at_once() -> None:
@@ -117,11 +117,11 @@ def evaluation_frees_at_once() -> None:
     x, _ = parts.vector_batch(0, dist.get_rank(), width)
     with MemoryLedger() as memory, torch.no_grad():
         engine(x)
-    assert memory.peak <= 2 * layer + 16 * 4 * width, f"{memory.peak / layer:.2f} units whole in an evaluation"
+    assert memory.peak <= 2 * layer + 16 * 4 * width, f"{memory.peak / layer:.2f} units gathered in an evaluation"
 
 
 def units_under_no_sync() -> None:
-    """ZeRO-3 under `no_sync()`: gradients stay whole, as documented, parameters do not."""
+    """ZeRO-3 under `no_sync()`: gradients stay whole, as documented, parameters are freed."""
     layers, width = 12, 64
     layer = 4 * (width * width + width)
     engine = parts.ZeRO3(
@@ -134,11 +134,11 @@ def units_under_no_sync() -> None:
         memory.reset_peak()
         loss.backward()
     most = memory.peak - before - layers * layer
-    assert most <= 2.5 * layer, f"{most / layer:.2f} units whole besides the gradients"
+    assert most <= 2.5 * layer, f"{most / layer:.2f} units gathered besides the gradients"
 
 
 def units_in_another_order() -> None:
-    """ZeRO-3 gathers ahead by the last forward's order. Where the next takes another, it stops, and keeps few whole."""
+    """ZeRO-3 gathers ahead by the last forward's order. Where the next takes another, few are gathered."""
     layers, width = 12, 64
     layer = 4 * (width * width + width)
     model = parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32)
@@ -148,4 +148,4 @@ def units_in_another_order() -> None:
     model.reverse = True
     with MemoryLedger() as memory:
         engine(batch[0])
-    assert memory.peak <= 3.5 * layer, f"{memory.peak / layer:.2f} units whole in forward"
+    assert memory.peak <= 3.5 * layer, f"{memory.peak / layer:.2f} units gathered in forward"

@@ -277,7 +277,7 @@ def a_rank_of_padding_scales_along(stage: str) -> None:
 
 
 def peak_in_forward(dtype) -> int:
-    """ZeRO-3's whole parameters in forward: half as many bytes in bfloat16."""
+    """ZeRO-3's gathered parameters in forward: half as many bytes in bfloat16."""
     engine = parts.ZeRO3(
         parts.seeded(lambda: parts.Stack(8, 64), dtype=torch.float32),
         ADAMW,

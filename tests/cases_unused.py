@@ -97,7 +97,7 @@ def find_unused(stage: str, same: bool, micro_batches: int, no_sync: bool, optio
         engine.zero_grad()
         assert "blocks.2.adapters.3" in unused and len(unused) < len(list(plain.parameters()))
         if stage == "zero3":
-            assert storage_bytes(engine.model.parameters()) == 0, "whole parameters outlive the step"
+            assert storage_bytes(engine.model.parameters()) == 0, "gathered parameters outlive the step"
     parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
 
 

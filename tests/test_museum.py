@@ -21,7 +21,7 @@ PARAMETERS = {
     "test_models_and_loops_of_ones_own": {"case": import_module("cases_equivalence").state_in_and_out},
     "test_clipping_equals_torch_on_the_whole_model": {"norm_type": 2.0},
     "test_zero2_keeps_two_buckets_of_whole_gradients_at_most": {"reverse": False},
-    "test_zero3_keeps_only_the_units_in_use_whole": {"options": {}},
+    "test_zero3_keeps_only_the_units_in_use_gathered": {"options": {}},
 }
 
 

@@ -20,7 +20,7 @@ def test_unsharded_adamw_under_ddp_fails_on_gradients_in_backward(ranks):
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 @pytest.mark.parametrize("options", ({}, {"prefetch": 0}, {"prefetch": 3}, {"reshard_after_forward": False}), ids=str)
-def test_zero3_keeps_only_the_units_in_use_whole(ranks, world_size, options):
+def test_zero3_keeps_only_the_units_in_use_gathered(ranks, world_size, options):
     ranks(world_size).run(cases.parameters_in_a_step, options=options)
 
 

@@ -600,7 +600,7 @@ _IN_ORDER = (
         "backward, and each keeps its whole storage alive. Then backward gathers them once more beside these.",
         read="zero3.py, its head (why freeing means resizing the storage), ZeRO3._reshard_unit",
         caught_by=(
-            "tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_whole",
+            "tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",
             "tests/test_errors.py::test_freeing_gives_the_storage_back",
         ),
     ),
@@ -613,7 +613,7 @@ _IN_ORDER = (
         diagnosis="Forward begins with the all-gathers of all units. They hide well, and at that moment every "
         "parameter is whole, which is what ZeRO-3 is there to avoid.",
         read="zero3.py, step 1, ZeRO3._pre_forward_root and _pre_forward: self.prefetch",
-        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_whole",),
+        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
     ),
     dict(
         stage="zero3",
@@ -646,7 +646,7 @@ _IN_ORDER = (
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then need not gather, for the price of whole parameters in between.",
         read="zero3.py, step 1, ZeRO3._post_forward: self.reshard_after_forward",
-        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_whole",),
+        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
     ),
     dict(
         stage="zero3",
