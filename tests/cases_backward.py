@@ -4,7 +4,7 @@ import parts
 import torch
 import torch.distributed as dist
 from cases_errors import Forgetful, message
-from cases_models import DECAY, Forked, loss_of
+from cases_unused import Forked, loss_of
 from torch.nn import functional as F
 
 from harness.measure.memory import storage_bytes
@@ -71,7 +71,7 @@ def ways_to_call_backward(stage: str, options: dict) -> None:
         optimizer.zero_grad()
         way(engine, parts.token_batch(step, rank), 1)
         if stage == "zero3":
-            assert storage_bytes(engine.model.parameters()) == 0, f"whole parameters outlive {way.__name__}"
+            assert storage_bytes(engine.model.parameters()) == 0, f"gathered parameters outlive {way.__name__}"
         engine.step()
         engine.zero_grad()
         parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
@@ -119,8 +119,10 @@ def clipping_between_with_unused(stage: str) -> None:
 def a_fault_under_no_sync(stage: str) -> None:
     """An exception leaves `no_sync()`, and the steps after it are reduced as ever."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    _, expected = parts.oracle(parts.seeded(parts.OddModel), DECAY, F.cross_entropy, parts.token_batch, 3, world_size)
-    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), DECAY)
+    _, expected = parts.oracle(
+        parts.seeded(parts.OddModel), parts.DECAY, F.cross_entropy, parts.token_batch, 3, world_size
+    )
+    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), parts.DECAY)
 
     def interrupted():
         with engine.no_sync():
@@ -146,7 +148,7 @@ class Trip(torch.autograd.Function):
 def going_on_after_half_a_backward(stage: str) -> str:
     """Without `zero_grad()` half a backward would be mixed with the next: an error that names the way out."""
     rank = dist.get_rank()
-    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), DECAY)
+    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), parts.DECAY)
     tokens, targets = parts.token_batch(0, rank)
     hook = engine.model.blocks[1].register_forward_pre_hook(lambda module, args: (Trip.apply(args[0]),))
     message(F.cross_entropy(engine(tokens), targets).backward, ZeroDivisionError)
@@ -162,7 +164,7 @@ def a_second_backward_that_stops_short(stage: str) -> str:
     rank = dist.get_rank()
     model = parts.seeded(Forgetful)
     model.spare.requires_grad_(False)
-    engine = parts.STAGES[stage](model, DECAY)
+    engine = parts.STAGES[stage](model, parts.DECAY)
     tokens, targets = parts.token_batch(0, rank)
     for asked in (True, False):
         F.cross_entropy(engine(tokens, asked=asked), targets).backward()

@@ -172,7 +172,7 @@ def faults_in_a_step(stage: str, options: dict) -> None:
             found = message(lambda batch=batch: engine.training_step(*batch, loss_fn), ZeroDivisionError)
             assert found == f"ZeroDivisionError: tripped in {where['now']}"
             if stage == "zero3" and where["now"] == "forward":
-                assert storage_bytes(engine.model.parameters()) == 0, "whole parameters outlive a fault in forward"
+                assert storage_bytes(engine.model.parameters()) == 0, "gathered parameters outlive a fault in forward"
                 assert "sharded" in message(lambda: engine.model.blocks[0](torch.ones(2, 5).double()), RuntimeError)
             if where["now"] == "backward":  # before that nothing was accumulated: the next step works as it is
                 engine.zero_grad()

@@ -241,7 +241,7 @@ def activation_checkpointing(stage: str, where: str, options: dict) -> None:
         tokens, targets = parts.token_batch(step, rank)
         F.cross_entropy(engine(tokens), targets).backward()
         if stage == "zero3":
-            assert storage_bytes(engine.model.parameters()) == 0, "whole parameters outlive backward"
+            assert storage_bytes(engine.model.parameters()) == 0, "gathered parameters outlive backward"
         engine.step()
         engine.zero_grad()
     parts.assert_same_state(engine.full_state_dict(), expected, atol=1e-12)

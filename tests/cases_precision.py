@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import cases_loop
 import parts
 import torch
 import torch.distributed as dist
@@ -276,7 +277,7 @@ def a_rank_of_padding_scales_along(stage: str) -> None:
 
 
 def peak_in_forward(dtype) -> int:
-    """ZeRO-3's whole parameters in forward: half as many bytes in bfloat16."""
+    """ZeRO-3's gathered parameters in forward: half as many bytes in bfloat16."""
     engine = parts.ZeRO3(
         parts.seeded(lambda: parts.Stack(8, 64), dtype=torch.float32),
         ADAMW,
@@ -287,3 +288,37 @@ def peak_in_forward(dtype) -> int:
     with MemoryLedger() as memory, torch.no_grad():
         engine(x)
     return memory.peak
+
+
+def low_precision_everywhere(model: str) -> None:
+    """bfloat16 through every stage and option: the same losses and weights, to the bit on two ranks."""
+    rank = dist.get_rank()
+    build = {
+        "twice": parts.Twice,
+        "tied": cases_loop.TiedAcross,
+        "around": lambda: cases_loop.Checkpointed("around"),
+    }[model]
+    found = []
+    for stage, options in (
+        ("zero1", {}),
+        ("zero2", {"bucket_mb": 0}),
+        ("zero3", {}),
+        ("zero3", {"prefetch": 0, "find_unused": True}),
+        ("zero3", {"reshard_after_forward": False}),
+    ):
+        engine = parts.STAGES[stage](
+            parts.seeded(build, dtype=torch.float32),
+            parts.DECAY,
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            **options,
+        )
+        for step in range(4):
+            tokens, targets = parts.token_batch(step, rank)
+            F.cross_entropy(engine(tokens).float(), targets).backward()
+            engine.clip_grad_norm_(1e9)
+            engine.step()
+            engine.zero_grad()
+        found.append(engine.full_state_dict())
+    for other in found[1:]:
+        parts.assert_same_state(other, found[0], atol=0)

@@ -1,4 +1,4 @@
-"""What the cases share: models of awkward shapes, data that differs per rank, oracles and an impostor."""
+"""What the cases share: the stages, optimizers, small models (harness/run/small_models.py), and an impostor."""
 
 import copy
 import importlib
@@ -9,6 +9,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.run.small_models import (  # noqa: F401  the cases use them as parts.Stack and so on
+    OddBlock,
+    OddModel,
+    Stack,
+    Twice,
+    oracle,
+    seeded,
+    token_batch,
+    vector_batch,
+    whole,
+)
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -26,108 +37,7 @@ OPTIMIZERS = {
     "rmsprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5),
     "adagrad": partial(torch.optim.Adagrad, lr=0.01),
 }
-
-
-class OddBlock(nn.Module):
-    """Sizes that no N from 2 to 4 divides, a scalar, and a parameter of two elements."""
-
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.pair = nn.Parameter(torch.tensor([0.3, -0.2]))
-
-    def forward(self, x):
-        return x + self.scale * self.down(torch.tanh(self.up(x))) + self.pair.sum()
-
-
-class OddModel(nn.Module):
-    """An embedding (whose input needs no gradient), blocks of different sizes, a frozen scale and a buffer."""
-
-    def __init__(self, blocks: int = 3, width: int = 5):
-        super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        self.blocks = nn.ModuleList(OddBlock(width, 7 + 2 * i) for i in range(blocks))
-        self.frozen = nn.Parameter(torch.full((width,), 1.5), requires_grad=False)
-        self.register_buffer("shift", torch.linspace(-1, 1, width))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1) * self.frozen + self.shift
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Twice(nn.Module):
-    """A block that runs twice in one forward, and a weight that embedding and head share."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.ModuleList([OddBlock(5, 7), OddBlock(5, 9)])
-        self.head = nn.Linear(5, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
-            x = block(x)
-        return self.head(x)[:, :3]
-
-
-class Stack(nn.Module):
-    """Wide layers and hardly any activations, so that live bytes are parameters and gradients."""
-
-    def __init__(self, layers: int = 8, width: int = 64, reverse: bool = False):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.reverse = reverse  # use the last layer first: gradients then finish in the opposite order
-
-    def forward(self, x):
-        for layer in reversed(self.layers) if self.reverse else self.layers:
-            x = layer(x)
-        return x
-
-
-def seeded(build, seed: int = 0, dtype=torch.float64) -> nn.Module:
-    """The same model wherever it is called, without disturbing the rank's own random state."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return build().to(dtype)
-
-
-def token_batch(step: int, rank: int, batch: int = 4):
-    """(tokens (batch, 6) int64, classes (batch,) int64), another for every rank and step."""
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
-    tokens = torch.randint(11, (batch, 6), generator=generator)
-    return tokens, torch.randint(3, (batch,), generator=generator)
-
-
-def vector_batch(step: int, rank: int, width: int = 64, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
-    x = torch.randn(1, width, generator=generator, dtype=dtype)
-    return x, torch.randn(1, width, generator=generator, dtype=dtype)
-
-
-def whole(batch_of, step: int, world_size: int):
-    parts = [batch_of(step, rank) for rank in range(world_size)]
-    return tuple(torch.cat(tensors) for tensors in zip(*parts))
-
-
-def oracle(model: nn.Module, optimizer_cls, loss_fn, batch_of, steps: int, world_size: int):
-    """One process, plain PyTorch, the whole batch: (losses, state_dict)."""
-    optimizer = optimizer_cls([param for param in model.parameters() if param.requires_grad])
-    losses = []
-    for step in range(steps):
-        inputs, targets = whole(batch_of, step, world_size)
-        loss = loss_fn(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses), model.state_dict()
+DECAY = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)  # a step too many, or too few, shows
 
 
 def assert_same_state(state: dict, expected: dict, atol: float) -> None:
@@ -174,6 +84,15 @@ def build_engine(stage: str, model: nn.Module, optimizer_cls, options: dict):
     if options.get("units") == ["the whole model"]:
         options = {**options, "units": [model]}
     return STAGES[stage](model, optimizer_cls, **options)
+
+
+def failure(module: str, of: str, **arguments) -> str:
+    """The message with which a case fails, on every rank and between collectives, so that the ranks go on."""
+    try:
+        getattr(importlib.import_module(module), of)(**arguments)
+    except AssertionError as error:
+        return str(error)
+    raise RuntimeError(f"{of} passes with {arguments}")
 
 
 def silent_group():

@@ -38,16 +38,16 @@ def test_a_fault_under_no_sync_ends_it(ranks, world_size, stage):
 
 
 # in ZeRO-1 gradients add up whatever came before, as in torch
-@pytest.mark.parametrize("stage, words", (("zero2", "before this one was interrupted"), ("zero3", "did not finish")))
-def test_going_on_after_half_a_backward_is_refused(ranks, stage, words):
+@pytest.mark.parametrize("stage", ("zero2", "zero3"))
+def test_going_on_after_half_a_backward_is_refused(ranks, stage):
     for message in ranks(2).run(cases.going_on_after_half_a_backward, stage=stage):
-        assert words in message and "engine.zero_grad()" in message
+        assert "backward" in message and "engine.zero_grad()" in message  # what happened, and the way out
 
 
 @pytest.mark.parametrize("stage", ("zero2", "zero3"))
 def test_a_second_backward_that_stops_short_is_refused(ranks, stage):
     for message in ranks(2).run(cases.a_second_backward_that_stops_short, stage=stage):
-        assert "no gradient for 'ask'" in message
+        assert "gradient" in message and "'ask'" in message
 
 
 @pytest.mark.parametrize("world_size", (2, 3))

@@ -1,83 +1,114 @@
-"""From chapter to chapter: what should stay the same does, and the README shows what changes."""
+"""From chapter to chapter: `./launch.sh changes` tells all that changes, and what must stay the same does."""
 
+import inspect
 import re
-from itertools import pairwise
-from pathlib import Path
+from itertools import combinations, pairwise
 
+import cases_changes as cases
+import parts
 import pytest
 
 from harness.teach import changes
 
-ROOT = Path(__file__).resolve().parent.parent
-NOT_THE_LESSON = ["clip_grad_norm_", "full_state_dict", "load_full_state_dict"]
+# The command, on chapters made for it.
+
+OLD = '''
+class Bucket: ...
 
 
-def test_what_the_chapters_share_is_the_same_code():
-    """ZeRO-2 changes the way of the gradients alone; ZeRO-3 the way of the parameters, and what depends on it."""
-    kinds = changes.sort(changes.read("zero1"), changes.read("zero2"))
-    assert kinds["the same"] == ["__call__", "training_step", "step", "_sync_params", *NOT_THE_LESSON]
-    assert kinds["changed"] == ["__init__", "_on_gradient", "no_sync", "_sync_gradients", "zero_grad"]
-    assert kinds["new"] == ["_end_backward", "_reduce_bucket", "_finish_reduction"] and kinds["gone"] == []
+class ZeRO1:
+    """A class's words are nobody's method."""
 
-    kinds = changes.sort(changes.read("zero2"), changes.read("zero3"))
-    same = ["__call__", "training_step", "no_sync", "_finish_reduction", "_sync_gradients"]
-    assert kinds["the same"] == same + NOT_THE_LESSON
-    moved = ["step", "_sync_params"]  # step 5 has moved into steps 1 and 2
-    assert kinds["changed"] == ["__init__", *moved, "_on_gradient", "_end_backward", "_reduce_bucket", "zero_grad"]
-    assert kinds["gone"] == []
+    def __init__(self, model):
+        self.model = model
+
+    def words(self):
+        """What it does."""
+        return 1  # why
+
+    def step(self):
+        self.reduce()
+        self.update()
+
+    @property
+    def marked(self): ...
+
+    def left_out(self): ...
+
+    state = borrowed.state
 
 
-@pytest.mark.parametrize("first, second", pairwise(changes.CHAPTERS))
-def test_a_chapter_keeps_the_order_of_the_one_before(first, second):
-    old, new = (list(changes.read(name).methods) for name in (first, second))
-    moved = {"_sync_params"} if second == "zero3" else set()  # it stands with the methods that gather
-    assert [name for name in old if name not in moved] == [name for name in new if name in old and name not in moved]
+def main(): ...
+'''
+NEW = '''
+def helper(): ...
 
 
-@pytest.mark.parametrize("first, second", pairwise(changes.CHAPTERS))
-def test_what_changed_methods_have_in_common(first, second):
-    """Lines that every stage has, word for word, in methods that differ elsewhere."""
-    common = {
-        "__init__": [
-            "self.model, self.group, self.find_unused = model, group, find_unused",
-            'with record_function("step 0 partition"), torch.no_grad():',
-            "bucket.flatten()",
-            "dist.broadcast(bucket.flat, group_src=0, group=group)",
-            "bucket.make_pieces()",
-            "dist.broadcast(buffer, group_src=0, group=group)",
-            "self.optimizer = loop.make_optimizer(optimizer_cls, self.trained, param_groups)",
-            "self.zero_grad()",
-        ],
-        "step": [
-            'with record_function("step 3 reduce gradients"):',
-            "self._sync_gradients()",
-            'with record_function("step 4 update the shard"):',
-            "self.optimizer.step()",
-        ],
-        "_on_gradient": ["bucket.used.add(param)  # since `zero_grad`"],
-        "zero_grad": [
-            "self.model.zero_grad()",
-            "for bucket in self.trained:",
-            "bucket.used = set()  # the parameters that got a gradient since",
-            "for _, piece in bucket.pieces:",
-            "piece.grad = None",
-        ],
+class Reduction: ...
+
+
+class ZeRO2:
+    def added(self):
+        """Says what is new."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def words(self):
+        """The same, in other words."""
+        # and another reason
+        return 1
+
+    def step(self):
+        self.receive()
+        self.update()
+
+    def marked(self): ...
+
+    state = borrowed.state
+
+
+def main(): ...
+'''
+
+
+@pytest.fixture
+def chapters(tmp_path, monkeypatch):
+    """`changes` finds OLD as zero1 and NEW as zero2."""
+    (tmp_path / "zero1.py").write_text(OLD)
+    (tmp_path / "zero2.py").write_text(NEW)
+    monkeypatch.setattr(changes, "ROOT", tmp_path)
+
+
+def summary(report: str) -> dict[str, list[str]]:
+    """{kind: names} of the table at the head of a report."""
+    table = report.split("\n\n")[1]
+    kinds = re.findall(r"^(the same|changed|new|gone|beside it) (.*(?:\n .*)*)", table, re.MULTILINE)
+    assert len(kinds) == 5, table
+    return {kind: [] if names.strip() == "nothing" else re.findall(r"\w+", names) for kind, names in kinds}
+
+
+def test_methods_are_sorted_by_what_happened_to_them(chapters):
+    assert summary(changes.report("zero1", "zero2")) == {
+        "the same": ["__init__", "words", "state"],
+        "changed": ["step", "marked"],
+        "new": ["added"],
+        "gone": ["left_out"],
+        "beside it": ["helper", "Reduction"],
     }
-    for method, expected in common.items():
-        for name in (first, second):
-            lines = [line.strip() for line in changes.read(name).methods[method].split("\n")]
-            assert [line for line in lines if line in expected] == expected, (name, method)
 
 
-@pytest.mark.parametrize("first, second", changes.STEPS)
-def test_the_readme_shows_what_the_command_says(capsys, first, second):
-    assert changes.main([first, second]) == 0
-    block = re.search(
-        rf"^```diff\n{changes.CHAPTERS[first]} -> {changes.CHAPTERS[second]}.*?^```$",
-        (ROOT / "README.md").read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
-    assert block[0] == f"```diff\n{capsys.readouterr().out}```", "./launch.sh changes, and put it into the README"
+def test_what_changed_is_shown_and_what_did_not_is_not(chapters):
+    lines = [line.strip() for line in changes.report("zero1", "zero2").split("\n")]
+    assert "-        self.reduce()" in lines and "+        self.receive()" in lines and "-    @property" in lines
+    assert any(line.startswith("added") and line.endswith("Says what is new.") for line in lines)
+    assert not any("self.model = model" in line or "in other words" in line for line in lines)
+
+
+def test_a_chapter_does_not_change_from_itself(chapters):
+    table = summary(changes.report("zero1", "zero1"))
+    assert table["the same"] == list(changes.read("zero1").methods)
+    assert table["changed"] == table["new"] == table["gone"] == []
 
 
 def test_code_is_compared_without_words_but_not_without_code():
@@ -91,3 +122,62 @@ def test_code_is_compared_without_words_but_not_without_code():
 def test_wrong_chapters(capsys, arguments):
     assert changes.main(arguments) == 2
     assert f"got {' '.join(arguments)!r}" in capsys.readouterr().err
+
+
+# The chapters themselves.
+
+
+@pytest.mark.parametrize("first, second", combinations(changes.CHAPTERS, 2))
+def test_every_method_of_both_classes_is_told_once(first, second):
+    table = summary(changes.report(first, second))
+    table.pop("beside it")
+    told = [name for names in table.values() for name in names]
+    classes = parts.STAGES[first], parts.STAGES[second]
+    written = {
+        name
+        for cls in classes
+        for name, value in vars(cls).items()
+        if inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod)
+    }
+    assert len(told) == len(set(told)) and set(told) >= written, set(told) ^ written
+
+
+@pytest.mark.parametrize("first, second", pairwise(changes.CHAPTERS))
+def test_what_stays_the_same_stays_in_order(first, second):
+    old, new = changes.read(first), changes.read(second)
+    same = changes.sort(old, new)["the same"]  # in the new chapter's order
+    assert same == [name for name in old.methods if name in same]
+    assert "training_step" in same, "one training step reads the same in every chapter"
+
+
+def test_no_chapter_inherits_another_or_hides_its_steps():
+    for cls in parts.STAGES.values():
+        assert not any(issubclass(cls, other) for other in parts.STAGES.values() if other is not cls)
+        assert {"training_step", "step"} <= set(vars(cls)), "the steps stand in the chapter itself"
+
+
+def test_what_a_loop_calls_is_the_same_in_every_stage():
+    """A script goes from one stage to another by its name alone. (A later stage has more: its moments, its options.)"""
+    first, *others = parts.STAGES.values()
+    loop = [name for name in dir(first) if not name.startswith("_")]
+    assert {"training_step", "step", "zero_grad", "no_sync", "clip_grad_norm_", "full_state_dict"} <= set(loop)
+    for other in others:
+        for name in loop:
+            assert inspect.signature(getattr(other, name)) == inspect.signature(getattr(first, name)), name
+        options, theirs = (inspect.signature(cls.__init__).parameters for cls in (first, other))
+        assert {"model", "optimizer_cls", "group", "param_groups"} <= set(options) & set(theirs)
+        assert all(theirs[name].default == options[name].default for name in options if name in theirs)
+
+
+def test_the_steps_have_the_same_numbers_and_names_in_every_stage(ranks):
+    """Seen from outside, as a profile shows them: 0 to 5. What moves inside another step is what a stage is about."""
+    inside = {"zero1": set(), "zero2": {("3", "2")}, "zero3": {("3", "2"), ("5", "1"), ("5", "2")}}
+    labels = {}
+    for stage in parts.STAGES:
+        (found,) = ranks(1).run(cases.labels_of_a_step, stage=stage)
+        number = {label: re.fullmatch(r"step (\d) .+", label)[1] for label, _ in found}
+        labels[stage] = sorted(number)
+        assert {(number[label], number[around]) for label, around in found if around} == inside[stage], found
+        alone = [number[label] for label, around in found if around is None]
+        assert alone == sorted(alone) and set(number.values()) == set("012345"), found
+    assert labels["zero1"] == labels["zero2"] == labels["zero3"]

@@ -77,8 +77,3 @@ def test_backwards_add_up(ranks, world_size, stage, options):
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_shards_over_a_subgroup(ranks, stage):
     ranks(4).run(cases.subgroup, stage=stage)
-
-
-@pytest.mark.parametrize("stage", parts.STAGES)
-def test_a_subgroup_keeps_to_itself(ranks, stage):
-    ranks(4).run(cases.a_group_keeps_to_itself, stage=stage)

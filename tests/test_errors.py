@@ -45,9 +45,9 @@ def test_bad_models_and_options(ranks, world_size, stage):
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks, stage):
     answers = ranks(3).run(cases.wrong_on_one_rank, stage=stage)
     for rank, (first, second, third) in enumerate(answers):
-        assert ("no trainable parameter" if rank == 1 else "the checks failed on rank(s) [1]") in first
-        assert "rank(s) [1, 2] have another model" in second
-        assert "rank(s) [1, 2] have another model" in third and "other options" in third
+        assert ("trainable" if rank == 1 else "[1]") in first
+        assert "[1, 2]" in second and "model" in second
+        assert "[1, 2]" in third and "model" in third and "options" in third
 
 
 @pytest.mark.parametrize("stage", parts.STAGES)

@@ -241,7 +241,7 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path):
     script = tmp_path / "dies.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from harness import process_group\n"
+        "from harness.run import process_group\n"
         "import torch, torch.distributed as dist\n"
         "def main():\n"
         "    me = process_group.start()\n"
@@ -310,7 +310,7 @@ def test_a_rank_that_dies_takes_the_job_down_and_the_others_say_where(tmp_path, 
     # Some rank that was left: torchrun ends the others as soon as it has noticed, which may be before they speak.
     said = rf"\[rank (\d)\] error: rank \1 waited in vain for the {re.escape(collective)}"
     assert re.search(said, result.stderr), result.stderr[-3000:]
-    assert "look for the first error of another rank" in result.stderr
+    assert "another rank" in result.stderr  # where to look
     assert "Warning" not in result.stderr
 
 

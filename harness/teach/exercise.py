@@ -1,11 +1,13 @@
 """`./launch.sh exercise zero2`: the chapter with the bodies that matter taken out, to be written anew.
 
 The exercises are made from the reference, so they cannot grow old beside it. The reference carries no marks:
-`EXERCISES` names functions, and runs of statements inside them by how they begin; whatever is not found is an error.
+`EXERCISES` names functions, and the statements inside them that become a blank. It names them by their structure (the
+first `with`, the assignment to `self.flat`), never by how a line is spelt. What is not found is an error.
 """
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import re
 import sys
@@ -16,12 +18,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises"
 
+# Names one statement of a body, by its kind and a number or a name:
+#     ("With", 0)               the first `with` (-1: the last one)
+#     ("Assign", "self.flat")   the only assignment to self.flat
+#     ("Call", "self._free")    the only statement that is a call of self._free
+#     ("For", "self.trained")   the only loop over something that mentions self.trained; likewise the condition of "If"
+#                               and "While", and what "With" is given
+Selector = tuple[str, int | str]
+
 
 @dataclass(frozen=True)
 class Blank:
-    """A body to write: `where` ("Class.method"), from the statement that begins with `first` to that with `last`.
+    """A body to write: in the function `where` ("Class.method") the statements from `first` to `last`.
 
-    Without `first` the whole body, without `last` to its end. `task` is what the error says, `hint` and `target` what
+    Without `first` from the beginning of the body, without `last` to its end; `inside` names a statement, such as a
+    `with`, whose body is meant in place of the function's. `task` is what the error says, `hint` and `target` what
     stands above it; {lines} in `target` is the number of lines of code in the reference. `read` says where to look
     when a check fails. With `source` the body is that of a function in another file, and becomes a method.
     """
@@ -31,8 +42,9 @@ class Blank:
     hint: str
     target: str
     read: str
-    first: str = ""
-    last: str = ""
+    first: Selector | None = None
+    last: Selector | None = None
+    inside: Selector | None = None
     source: str = ""
 
     @property
@@ -59,7 +71,7 @@ _LAYOUT = Blank(
     "rarely divides what there is, so zeros fill the rest. A shard has elements even when the parameters have none.",
     "about {lines} lines; less than 16 bytes of padding behind a parameter, less than 16 N bytes behind them all",
     "the picture in Bucket's docstring, and its Attributes",
-    first="align = ",
+    first=("Assign", "align"),
 )
 _CUT = Blank(
     "Bucket.cut",
@@ -77,11 +89,11 @@ _REDUCE_1 = Blank(
     "(group=self.group), divide by N, and set piece.grad, in the piece's dtype, from this rank's shard of it: "
     "bucket.pieces and bucket.cut(shard) have the same order. Started with async_op=True, all buckets travel at once; "
     'loop.wait(work, "all-reduce", bucket) receives one.',
-    "about {lines} lines; sends 2Ψ (times (N-1)/N, as all that is sent); no second copy of the gradients: sum and mean "
-    "in place, pieces with views",
+    "about {lines} lines; sends 2Ψ elements (times (N-1)/N, as all that is sent); no second copy of the gradients: sum "
+    "and mean in place, pieces with views",
     "the arithmetic at the top of the file, `all-reduce` and `piece` in its words; ZeRO paper, section 5.1",
-    first="works = []",
-    last="for bucket, work in zip(",
+    first=("Assign", "works"),
+    last=("For", 1),
 )
 _CLIP = Blank(
     "ZeRO2.clip_grad_norm_",
@@ -101,7 +113,8 @@ EXERCISES = {
     "zero1": Exercise(
         "zero1.py",
         "ZeRO1",
-        "holds parameters Ψ, gradients Ψ, optimizer state 2Ψ/N; sends 3Ψ: all-reduce, then all-gather",
+        "holds 4Ψ bytes of parameters, 4Ψ of gradients, 8Ψ/N of optimizer state, with Ψ parameters in the model; sends "
+        "3Ψ elements: all-reduce, then all-gather",
         (
             _LAYOUT,
             _CUT,
@@ -112,7 +125,7 @@ EXERCISES = {
                 "Three calls in the right order: self._sync_gradients(), the optimizer's, self._sync_params(...) of "
                 'the trained buckets. Wrap each in record_function("step 3 reduce gradients"), "step 4 update the '
                 'shard", "step 5 gather parameters": that is how a profile shows the steps.',
-                "about {lines} lines; optimizer state 2Ψ/N and a counter of 4 bytes per piece",
+                "about {lines} lines; optimizer state 8Ψ/N bytes and a counter of 4 bytes per piece",
                 "the steps at the top of the file; make_pieces, which says what self.optimizer has been given",
             ),
             Blank(
@@ -121,7 +134,8 @@ EXERCISES = {
                 "The model's weights are views of bucket.flat: an all-gather into it is all that is needed. "
                 "loop.rounded_shard(bucket) is what this rank brings (bucket.shard, in mixed precision rounded). Start "
                 'all buckets, then loop.wait(work, "all-gather", bucket) for each.',
-                "about {lines} lines; sends Ψ; not a byte more alive afterwards than before, and meanwhile Ψ/N at most",
+                "about {lines} lines; sends Ψ elements; not a byte more alive afterwards than before, and meanwhile "
+                "4Ψ/N at most",
                 "Bucket.flatten, which makes the weights views; `all-gather` in the words at the top",
             ),
         ),
@@ -129,8 +143,8 @@ EXERCISES = {
     "zero1_2psi": Exercise(
         "zero1.py",
         "ZeRO1",
-        "holds what ZeRO-1 holds, and sends 2Ψ, like DDP, and not 3Ψ: reduce-scatter, then all-gather (the chapter's "
-        "other bodies are left in: solve zero1 before)",
+        "holds what ZeRO-1 holds, and sends 2Ψ elements, like DDP, and not 3Ψ: reduce-scatter, then all-gather (the "
+        "chapter's other bodies are left in: solve zero1 before)",
         (
             Blank(
                 "ZeRO1._sync_gradients",
@@ -139,19 +153,19 @@ EXERCISES = {
                 "reduce-scatter brings this rank's shard alone: dist.reduce_scatter_single(shard, whole, "
                 "group=self.group, async_op=True), shard of bucket.shard_numel elements. The whole must stay alive and "
                 "unchanged until the work was waited for. Divide by N, and set piece.grad from bucket.cut(shard).",
-                "about as many lines as the all-reduce takes ({lines}); sends Ψ here and 2Ψ in all; gradients held at "
-                "most Ψ + Ψ/N",
+                "about as many lines as the all-reduce takes ({lines}); sends Ψ elements here and 2Ψ in all; gradients "
+                "held at most 4Ψ + 4Ψ/N bytes",
                 "the arithmetic at the top of zero1.py, `reduce-scatter` in its words; ZeRO paper, section 7.1",
-                first="works = []",
-                last="for bucket, work in zip(",
+                first=("Assign", "works"),
+                last=("For", 1),
             ),
         ),
     ),
     "zero2": Exercise(
         "zero2.py",
         "ZeRO2",
-        "holds parameters Ψ, gradients Ψ/N, optimizer state 2Ψ/N; in backward at most two buckets of whole gradients "
-        "more; sends 2Ψ: reduce-scatter, then all-gather",
+        "holds 4Ψ bytes of parameters, 4Ψ/N of gradients, 8Ψ/N of optimizer state, with Ψ parameters in the model; in "
+        "backward at most two buckets of whole gradients more; sends 2Ψ elements: reduce-scatter, then all-gather",
         (
             Blank(
                 "Reduction.__init__",
@@ -163,14 +177,14 @@ EXERCISES = {
                 "the shard and the work for `finish`.",
                 "about {lines} lines; one reduce-scatter of the bucket; no param.grad is left",
                 "Reduction's docstring; Bucket in zero1.py",
-                first="self.flat = ",
+                first=("Assign", "self.flat"),
             ),
             Blank(
                 "Reduction.finish",
                 "Step 3: receive this rank's shard of the mean, and free the whole gradients",
                 'loop.wait(work, "reduce-scatter", self.bucket), let go of the whole buffer, divide by N, and add each '
                 "part of self.bucket.cut(shard) to its piece's gradient (None at first), in the piece's dtype.",
-                "about {lines} lines; of the whole gradients not a byte is left, gradients held Ψ/N",
+                "about {lines} lines; of the whole gradients not a byte is left, gradients held 4Ψ/N bytes",
                 "the first paragraph at the top of zero2.py",
             ),
             Blank(
@@ -180,8 +194,8 @@ EXERCISES = {
                 'Reduction on its way. record_function("step 3 reduce gradients") labels both in a profile.',
                 "about {lines} lines; two buckets of whole gradients at most: this one, and that which backward fills",
                 "the comment above the blank, and the drawing of backward at the top of zero2.py",
-                first="with record_function(",
-                last="with record_function(",
+                first=("With", 0),
+                last=("With", 0),
             ),
             Blank(
                 "ZeRO2._on_gradient",
@@ -189,10 +203,10 @@ EXERCISES = {
                 "Take `param` off bucket.missing. self._waiting are the buckets that this backward has yet to reduce: "
                 "empty when one begins, then all of self.trained, in this order. While the first misses nothing, "
                 "self._reduce_bucket it. A bucket that is complete before its turn waits: collectives match by order.",
-                "about {lines} lines; gradients in backward at most Ψ/N + 2 buckets; each bucket sent once, inside "
-                "backward, last parameters first",
+                "about {lines} lines; gradients in backward at most 4Ψ/N bytes + 2 buckets; each bucket sent once, "
+                "inside backward, last parameters first",
                 "ZeRO2's docstring (one fixed order), and the drawing of backward at the top of zero2.py",
-                first="bucket.missing.discard(",
+                first=("Call", "bucket.missing.discard"),
             ),
             _CLIP,
         ),
@@ -200,30 +214,31 @@ EXERCISES = {
     "zero3": Exercise(
         "zero3.py",
         "ZeRO3",
-        "holds parameters Ψ/N, gradients Ψ/N, optimizer state 2Ψ/N; whole only the root, the unit at work and "
-        "`prefetch` more; sends 3Ψ: all-gather, all-gather, reduce-scatter",
+        "holds 4Ψ/N bytes of parameters, 4Ψ/N of gradients, 8Ψ/N of optimizer state, with Ψ parameters in the model; "
+        "gathered are only the root, the unit at work and `prefetch` more; sends 3Ψ elements: all-gather, all-gather, "
+        "reduce-scatter",
         (
             Blank(
                 "ZeRO3._reshard_unit",
-                "Step 5: free a unit's whole parameters",
+                "Step 5: free a unit",
                 "Nothing to do unless unit.whole. Wait for a gather that is under way (self._wait_for_unit), then "
                 "give back the memory under bucket.flat of each of unit.buckets: the storage's, as autograd and the "
                 "model keep views of it. guard.close(unit.params) turns a use of the freed weights into an error. "
                 "unit.whole says how it is afterwards.",
-                "about {lines} lines; not a byte of whole parameters is left, whoever holds views of them",
+                "about {lines} lines; not a byte of the gathered parameters is left, whoever holds views of them",
                 "`Why freeing means resizing the storage` at the top of zero3.py",
             ),
             Blank(
                 "ZeRO3._gather_unit",
-                "Step 5: start to gather a unit's whole parameters",
+                "Step 5: start to gather a unit",
                 "For each of unit.buckets give the storage under bucket.flat its bytes back (numel elements); start "
                 "an all-gather of loop.rounded_shard(bucket) into it; the work goes to unit.works, which "
-                "self._wait_for_unit waits for. The unit counts as whole from here on. The label is "
+                "self._wait_for_unit waits for. The unit counts as gathered from here on. The label is "
                 'record_function("step 5 gather parameters").',
                 "about {lines} lines; one all-gather per bucket, into the weights: no copy",
                 "`Why freeing means resizing the storage` at the top of zero3.py; `gathered` in its words",
-                first="with record_function(",
-                last="unit.whole = True",
+                first=("With", 0),
+                last=("Assign", "unit.whole"),
             ),
             Blank(
                 "ZeRO3._pre_forward",
@@ -231,10 +246,10 @@ EXERCISES = {
                 "self._order are the units as the last forward ran them, and this one is number `position`. If it is "
                 "`unit` there as well, start to gather the self.prefetch units behind it (self._gather_unit); if not, "
                 "forward takes another way and nobody knows what comes next.",
-                "about {lines} lines; whole in forward: the unit at work and `prefetch` more; each gathered once",
+                "about {lines} lines; gathered in forward: the unit at work and `prefetch` more; each once",
                 "the drawing of forward at the top of zero3.py: a gather stands left of what it hides behind",
-                first="if self._order[position",
-                last="if self._order[position",
+                first=("If", "self._order"),
+                last=("If", "self._order"),
             ),
             Blank(
                 "ZeRO3._pre_backward",
@@ -243,7 +258,7 @@ EXERCISES = {
                 "the one that is needed first, and wait for that one only.",
                 "about {lines} lines; every unit gathered once more; each before its backward, `prefetch` ahead",
                 "the drawing of backward at the top of zero3.py",
-                first="self._gather_unit(unit)",
+                first=("Call", "self._gather_unit"),
             ),
             Blank(
                 "ZeRO3._on_gradient",
@@ -251,10 +266,10 @@ EXERCISES = {
                 "Nothing to do while some of unit.trained has bucket.missing. Then nobody needs the weights any more: "
                 "free them, but only if all of unit.buckets are trained (a frozen weight has no gradient to tell). "
                 "Reduce the unit (self._reduce_unit), unless self.find_unused: then _reduce_begun does it later.",
-                "about {lines} lines; whole in backward: `prefetch` + 1 units' parameters, two units' gradients; a "
+                "about {lines} lines; in backward `prefetch` + 1 units are gathered, two units' gradients alive; a "
                 "reduce-scatter per unit, right after its backward",
                 "the drawing of backward at the top of zero3.py",
-                first="if any(b.missing",
+                first=("If", "b.missing"),
             ),
         ),
     ),
@@ -268,39 +283,71 @@ def find(tree: ast.Module, where: str) -> ast.FunctionDef:
         kinds = ast.ClassDef | ast.FunctionDef
         node = next((child for child in node.body if isinstance(child, kinds) and child.name == part), None)
         if node is None:
-            raise LookupError(f"there is no {where} any more: change EXERCISES in harness/teach/exercise.py")
+            raise LookupError(f"there is no {where}")
     return node
 
 
-def statements(node: ast.FunctionDef, text: str, blank: Blank) -> list[ast.stmt]:
-    """The statements of `node` that `blank` takes out. Raises LookupError if they are not found, or not once."""
+def _is_selected(statement: ast.stmt, kind: str, name: str | None) -> bool:
+    """Whether `statement` is of that kind, and has to do with `name` in the way that `Selector` says."""
+    match kind, statement:
+        case "Assign", ast.Assign(targets=targets):
+            targets = [each for target in targets for each in getattr(target, "elts", [target])]
+        case "Assign", ast.AnnAssign(target=target) | ast.AugAssign(target=target):
+            targets = [target]
+        case "Call", ast.Expr(value=ast.Call(func=function)):
+            targets = [function]
+        case ("For", ast.For(iter=head)) | ("If", ast.If(test=head)) | ("While", ast.While(test=head)):
+            targets = ast.walk(head)
+        case "With", ast.With(items=items):
+            targets = [node for item in items for node in ast.walk(item.context_expr)]
+        case _:
+            return name is None and type(statement).__name__ == kind
+    return name is None or any(ast.unparse(target) == name for target in targets if not isinstance(target, ast.Load))
+
+
+def select(body: list[ast.stmt], selector: Selector) -> int:
+    """The place in `body` of the statement that `selector` names. Raises LookupError if it names none, or several."""
+    kind, which = selector
+    name = which if isinstance(which, str) else None
+    found = [place for place, statement in enumerate(body) if _is_selected(statement, kind, name)]
+    if name is None and -len(found) <= which < len(found):
+        return found[which]
+    if name is None or len(found) != 1:
+        raise LookupError(f"{selector} names {len(found)} of its statements" if name else f"it has no {selector}")
+    return found[0]
+
+
+def statements(tree: ast.Module, blank: Blank) -> list[ast.stmt]:
+    """The statements of the chapter `tree` that `blank` takes out. Raises LookupError if they are not found."""
+    node = find(tree, blank.where)
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-
-    def only(start: str) -> int:
-        found = [i for i, stmt in enumerate(body) if ast.get_source_segment(text, stmt).startswith(start)]
-        if len(found) != 1:
-            raise LookupError(
-                f"{blank.where} has {len(found)} statements that begin with {start!r}, not one: "
-                "change EXERCISES in harness/teach/exercise.py"
-            )
-        return found[0]
-
-    first = only(blank.first) if blank.first else 0
-    last = only(blank.last) if blank.last else len(body) - 1
+    if blank.inside is not None:
+        body = body[select(body, blank.inside)].body
+    first = 0 if blank.first is None else select(body, blank.first)
+    last = len(body) - 1 if blank.last is None else select(body, blank.last)
+    if last < first:
+        raise LookupError(f"{blank.last} stands before {blank.first}")
     return body[first : last + 1]
 
 
 def generate(name: str, open_blanks=None) -> str:
-    """The text of the exercise: the chapter, with these blanks open (names of functions; default: all)."""
+    """The text of the exercise: the chapter, with these blanks open (names of functions; default: all).
+
+    Raises LookupError, with the chapter, the function and the selector, for what is not in the chapter any more.
+    """
     exercise = EXERCISES[name]
     text = (ROOT / exercise.source).read_text()
     for blank in exercise.blanks:
         if blank.source:
-            text = _as_method(text, blank)
+            with _naming(exercise, blank):
+                text = _as_method(text, blank)
     tree, lines = ast.parse(text), text.split("\n")
-    for blank in sorted(exercise.blanks, key=lambda blank: -find(tree, blank.where).lineno):  # from the end upwards
+    places = []
+    for blank in exercise.blanks:
+        with _naming(exercise, blank):
+            places.append((statements(tree, blank), blank))
+    for taken, blank in sorted(places, key=lambda place: -place[0][0].lineno):  # from the end upwards
         if open_blanks is None or blank.where in open_blanks:
-            taken = statements(find(tree, blank.where), text, blank)
             first, last = taken[0].lineno - 1, taken[-1].end_lineno
             lines[first:last] = _instead(blank, lines[first:last], taken[0].col_offset)
     if open_blanks is not None:
@@ -324,25 +371,92 @@ def edited(text: str) -> bool:
     return seal.strip() != _digest(before)
 
 
-def _as_method(text: str, blank: Blank) -> str:
-    """`name = loop.name` in the class becomes the function itself, as a method."""
-    name = blank.where.partition(".")[2]
-    other = (ROOT / blank.source).read_text()
-    node = find(ast.parse(other), name)
-    module = Path(blank.source).stem
-    borrowed = f"    {name} = {module}.{name}\n"
-    if text.count(borrowed) != 1:
+@contextlib.contextmanager
+def _naming(exercise: Exercise, blank: Blank):
+    """What is not found inside: in which chapter, in which function, by which selector."""
+    try:
+        yield
+    except LookupError as error:
         raise LookupError(
-            f"{borrowed.strip()!r} is not in the chapter any more: change EXERCISES in harness/teach/exercise.py"
-        )
-    method = "\n".join(other.split("\n")[node.lineno - 1 : node.end_lineno])
-    method = re.sub(rf"\b{node.args.args[0].arg}\b(?!`)", "self", method)
-    # What stands in that module stays there.
-    own = {top.name for top in ast.parse(other).body if isinstance(top, ast.FunctionDef)} - {name}
-    method = re.sub(rf"(?<![.\w])({'|'.join(sorted(own))})\(", rf"{module}.\1(", method)
-    place = text.index("    # Not the lesson, and alike in every stage")
-    text = text[:place] + textwrap.indent(method, "    ") + "\n\n" + text[place:]
-    return text.replace(borrowed, "")
+            f"{exercise.source}, {blank.where}: {error}; change EXERCISES in harness/teach/exercise.py"
+        ) from None
+
+
+def _as_method(text: str, blank: Blank) -> str:
+    """The chapter with the function of `blank.source` as a method at the end of the class.
+
+    Until now the class has had it by an assignment (`name = module.name`, which goes) or from a base class.
+    """
+    class_name, name = blank.where.split(".")
+    tree, lines = ast.parse(text), text.split("\n")
+    method, imports = _of_the_chapter(tree, blank.source, name)
+    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    lines[cls.end_lineno : cls.end_lineno] = ["", *textwrap.indent(method, "    ").split("\n")]
+    for node in cls.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            raise LookupError(f"the class writes {name} itself, so nothing is to be taken from {blank.source}")
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+            del lines[node.lineno - 1 : node.end_lineno]
+    after = [node.end_lineno for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)][-1]
+    lines[after:after] = sorted(imports)
+    return "\n".join(lines)
+
+
+def borrowed_function(tree: ast.Module, name: str) -> ast.FunctionDef:
+    """The function `name` of a module, or the method of one of its classes. Raises LookupError if there is none."""
+    for scope in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+        with contextlib.suppress(LookupError):
+            return find(scope, name)
+    raise LookupError(f"there is no {name} where it is to be taken from")
+
+
+def _globals(tree: ast.Module) -> dict[str, ast.stmt]:
+    """{name: the statement that gives it} of a module's own names, the imported ones included."""
+    names = {}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name.partition(".")[0]): node for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names[node.name] = node
+        elif isinstance(node, ast.Assign):
+            names |= {name.id: node for target in node.targets for name in ast.walk(target) if type(name) is ast.Name}
+    return names
+
+
+def _of_the_chapter(chapter: ast.Module, source: str, name: str) -> tuple[str, set[str]]:
+    """(the function `name` of the file `source` as the chapter would write it, the imports that this takes).
+
+    Its first argument becomes `self`. What its module defines is now `module.name`, and what its module imports is
+    imported by the chapter as well.
+    """
+    text = (ROOT / source).read_text()
+    function, theirs, known = borrowed_function(ast.parse(text), name), _globals(ast.parse(text)), _globals(chapter)
+    package, _, module = source.removesuffix(".py").replace("/", ".").rpartition(".")
+    for node in chapter.body:  # under which name has the chapter imported that module?
+        for alias in node.names if isinstance(node, ast.ImportFrom) and node.module == package else ():
+            module = (alias.asname or alias.name) if alias.name == module else module
+    first, imports = function.args.args[0], set()
+    changes = {(first.lineno, first.col_offset, first.end_col_offset, "self")}
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    local = {arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg)}
+    local |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    for node in names:
+        place = node.lineno, node.col_offset, node.end_col_offset
+        given = None if node.id in local else theirs.get(node.id)
+        if node.id == first.arg:
+            changes.add((*place, "self"))
+        elif isinstance(given, ast.Import | ast.ImportFrom) and node.id not in known:
+            alias = next(each for each in given.names if (each.asname or each.name.partition(".")[0]) == node.id)
+            imports.add(ast.unparse(type(given)(**{**vars(given), "names": [alias]})))
+        elif given is not None and not isinstance(given, ast.Import | ast.ImportFrom):
+            changes.add((*place, f"{module}.{node.id}"))
+            if module not in known:
+                imports.add(f"from {package} import {module}")
+    lines = [line.encode() for line in text.split("\n")]  # columns count bytes
+    for line, start, end, new in sorted(changes, reverse=True):
+        lines[line - 1] = lines[line - 1][:start] + new.encode() + lines[line - 1][end:]
+    begin = min([function.lineno, *(mark.lineno for mark in function.decorator_list)])
+    return textwrap.dedent(b"\n".join(lines[begin - 1 : function.end_lineno]).decode()), imports
 
 
 def _instead(blank: Blank, taken: list[str], indent: int) -> list[str]:

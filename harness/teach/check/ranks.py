@@ -7,6 +7,7 @@ killed, takes no part in a collective any more. `harness/teach/check/report.py` 
 import contextlib
 import faulthandler
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -110,21 +111,32 @@ def _audit(event: str, arguments) -> None:
 _install_audit = functools.cache(partial(sys.addaudithook, _audit))  # once: there is no taking it away
 
 
+def _owner(source: str, function: str):
+    """The module `source` ("harness/engine/loop.py"), or the class in it, that has this function."""
+    module = importlib.import_module(source.removesuffix(".py").replace("/", "."))
+    classes = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    return next(owner for owner in (module, *filter(inspect.isclass, classes)) if function in vars(owner))
+
+
 @contextlib.contextmanager
 def without_reference(name: str, file: str):
     """Inside, to import or read the exercise's reference is an error, and to call what a blank was made from."""
     exercise = EXERCISES[name]
     module = Path(exercise.source).stem
 
-    def refuse(*args, **kwargs):
-        raise Broken("it calls the function in harness/engine/loop.py, the reference, which it is to replace")
+    def refusing(source: str):
+        def refuse(*args, **kwargs):
+            raise Broken(f"it calls the function in {source}, the reference, which it is to replace")
 
-    real, known = {}, sys.modules.get(module)
+        return refuse
+
+    real, known = [], sys.modules.get(module)
     for blank in exercise.blanks:
         if blank.source:
             function = blank.where.partition(".")[2]
-            real[function] = getattr(loop, function)
-            setattr(loop, function, refuse)
+            owner = _owner(blank.source, function)
+            real.append((owner, function, vars(owner)[function]))
+            setattr(owner, function, refusing(blank.source))
     sys.modules[module] = None
     _install_audit()
     _refused.update({str(ROOT / exercise.source)} - {file})
@@ -132,8 +144,8 @@ def without_reference(name: str, file: str):
         yield
     finally:
         _refused.clear()
-        for function, body in real.items():
-            setattr(loop, function, body)
+        for owner, function, body in real:
+            setattr(owner, function, body)
         del sys.modules[module]
         if known is not None:
             sys.modules[module] = known

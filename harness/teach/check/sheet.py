@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from harness.engine import loop
 from harness.measure.memory import MemoryLedger
 from harness.measure.traffic import KINDS, Collective, TrafficLedger, group_of
+from harness.run import small_models
+from harness.run.small_models import OddModel, oracle, seeded, token_batch, vector_batch, whole
 from harness.teach.exercise import EXERCISES
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
@@ -23,51 +25,18 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 EXACT = {"rtol": 0, "atol": 1e-9}  # in float64, where the order of a sum makes 1e-15
 ROUNDED = {"rtol": 0.03, "atol": 1e-3}  # gradients that were bfloat16 on their way
 MIXED = {"param_dtype": torch.float32, "reduce_dtype": torch.bfloat16}  # of a model in float64: three dtypes
-SMALL = {"bucket_mb": 300 / 2**20}  # several buckets, with several parameters in some
+SMALL = {"bucket_mb": 320 / 2**20}  # several buckets, with three parameters and more in some
+
+LAYERS, WIDTH = 8, 64
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of `Stack`
+ACTIVATIONS = (8 + 2 * LAYERS) * 4 * 2 * WIDTH
 
 
 # Models: awkward sizes for values, large layers for bytes, different layers for the order of events.
 
-
-class OddBlock(nn.Module):
-    """Sizes that N rarely divides, a scalar, and a parameter of two elements."""
-
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
-        self.scale, self.pair = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor([0.3, -0.2]))
-
-    def forward(self, x):
-        return x + self.scale * self.down(torch.tanh(self.up(x))) + self.pair.sum()
-
-
-class Odd(nn.Module):
-    """An embedding, whose input needs no gradient, blocks of different sizes, a frozen layer in one, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(5, 3)
-        self.blocks = nn.ModuleList(OddBlock(5, hidden) for hidden in (7, 9, 11))
-        self.blocks[1].up.requires_grad_(False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Stack(nn.Module):
-    """Linear layers, large beside their activations: what is alive are parameters and gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+Odd = partial(OddModel, frozen_block=1)
+Stack = partial(small_models.Stack, LAYERS, WIDTH)
+vectors = partial(vector_batch, width=WIDTH, batch=2)
 
 
 class Lanes(nn.Module):
@@ -83,28 +52,6 @@ class Lanes(nn.Module):
         for index in first:
             x = x + self.layers[index](x).sum(-1, keepdim=True)
         return self.layers[last](x)
-
-
-LAYERS, WIDTH = 8, 64
-LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of `Stack`
-ACTIVATIONS = (8 + 2 * LAYERS) * 4 * 2 * WIDTH
-
-
-def seeded(build, seed: int, dtype: torch.dtype, device) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build().to(dtype).to(device)
-
-
-def tokens(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens (4, 6) int64, classes (4,) int64), others for every rank and step."""
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
-    return torch.randint(11, (4, 6), generator=generator), torch.randint(3, (4,), generator=generator)
-
-
-def vectors(step: int, rank: int, wide: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
-    return torch.randn(2, wide, generator=generator), torch.randn(2, wide, generator=generator)
 
 
 # Instruments.
@@ -284,24 +231,26 @@ class Sheet:
             model = seeded(Stack, 0, torch.float32, self.device)
             yield memory, self.build(model, cls, **{"group": self.groups.silent, **options})
 
-    def batch(self, step: int, of=tokens, **options) -> tuple[torch.Tensor, ...]:
+    def batch(self, step: int, of=token_batch, **options) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.to(self.device) for tensor in of(step, self.rank, **options))
 
-    def oracle(self, steps: int) -> tuple[nn.Module, list[torch.Tensor]]:
-        """One process, plain PyTorch, all ranks' data: (the model after `steps`, its gradients left on, losses)."""
+    def oracle(self, steps: int) -> tuple[nn.Module, torch.Tensor]:
+        """One process, plain PyTorch, all ranks' data: (the model after `steps`, its gradients left on, losses).
+
+        With 0 steps the model is that of the start, with the gradients of the first step.
+        """
         key = steps, *self.ranks
         if key not in self._oracles:
-            model = self.start()
-            optimizer, losses = ADAMW(model.parameters()), []
-            for step in range(max(1, steps)):
-                optimizer.zero_grad()
-                parts = [tokens(step, rank) for rank in self.ranks]
-                inputs, targets = (torch.cat(tensors).to(self.device) for tensors in zip(*parts))
-                loss = F.cross_entropy(model(inputs), targets)
-                loss.backward()
-                if steps:
-                    optimizer.step()
-                losses.append(loss.detach())
+
+            def batch_of(step, rank):
+                return tuple(tensor.to(self.device) for tensor in token_batch(step, rank))
+
+            model, losses = self.start(), torch.empty(0)
+            if steps:
+                losses, _ = oracle(model, ADAMW, F.cross_entropy, batch_of, steps, self.ranks)
+            else:
+                inputs, targets = whole(batch_of, 0, self.ranks)
+                F.cross_entropy(model(inputs), targets).backward()
             self._oracles[key] = model, losses
         return self._oracles[key]
 
@@ -332,12 +281,15 @@ class Sheet:
                 self.expect(name not in gradients and piece.grad is None, what,
                             f"{piece.numel()} elements" if name in gradients else None, piece.grad)  # fmt: skip
 
-    def traffic(self, traffic: Traffic, kinds: list[str], times: float, psi: float, when: str) -> None:
-        """These kinds of collectives, in the order in which they are first met; not more than `times` psi (N-1)/N."""
+    def traffic(self, traffic: Traffic, kinds: list[str], times: float, nbytes: float, when: str) -> None:
+        """These kinds of collectives, in the order in which they are first met; not more than `times` Ψ (N-1)/N.
+
+        `nbytes` is what the Ψ elements take, in the dtype in which they travel.
+        """
         found = list(dict.fromkeys(collective.kind for collective in traffic.collectives))
         self.expect(found == kinds, f"collectives {when}", ", then ".join(kinds), ", then ".join(found) or "none")
-        allowed = times * psi * (len(self.ranks) - 1) / len(self.ranks)
-        means = f"{times:g}Ψ (N-1)/N with Ψ = {psi:,.0f}, padding included"
+        allowed = times * nbytes * (len(self.ranks) - 1) / len(self.ranks)
+        means = f"{times:g}Ψ (N-1)/N elements; Ψ of them take {nbytes:,.0f} bytes, padding included"
         self.at_most(f"bytes sent {when}", traffic.sent_bytes, allowed, means)
 
 

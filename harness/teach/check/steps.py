@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.engine import guard, loop
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import KINDS
+from harness.run.small_models import seeded
 from harness.teach.check.sheet import (
     ACTIVATIONS,
     EXACT,
@@ -33,7 +34,6 @@ from harness.teach.check.sheet import (
     Work,
     padding,
     reduced_bytes,
-    seeded,
     trained_numel,
     vectors,
 )  # fmt: skip
@@ -143,7 +143,7 @@ def zero1_gradients(sheet: Sheet, kind: str, times: float) -> None:
         most, after = memory.peak - before, memory.live - before
     shard = LAYERS * LAYER / sheet.world_size
     allowed = shard * (kind == "reduce-scatter") + padding(engine.buckets)
-    means = "Ψ/N: a shard" if kind == "reduce-scatter" else "none: the sum and the mean in place, and pieces take views"
+    means = "4Ψ/N: a shard" if kind == "reduce-scatter" else "none: sum and mean in place, and pieces take views"
     sheet.at_most("bytes alive after step 3, more than before", after, allowed, means)
     # In place or not, a shard more may exist for a moment.
     sheet.at_most("bytes alive in step 3, more than before", most, allowed + shard, "no second copy of the gradients")
@@ -199,7 +199,7 @@ def zero1_gather(sheet: Sheet) -> None:
         engine._sync_params(engine.buckets)
     allowed = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
     sheet.at_most("bytes alive in step 5, more than before", memory.peak - before, allowed,
-                  "at most a shard, Ψ/N: gather into bucket.flat itself")  # fmt: skip
+                  "at most a shard, 4Ψ/N: gather into bucket.flat itself")  # fmt: skip
     sheet.at_most("bytes alive after step 5, more than before", memory.live - before, 0, "none")
 
 
@@ -274,9 +274,9 @@ def zero2_receive(sheet: Sheet) -> None:
         del reduction
         left = memory.live - before
     share = LAYERS * LAYER / sheet.world_size + padding([bucket])
-    means = "Ψ/N on the pieces, Ψ/N that came, and nothing of the whole buffer"
+    means = "4Ψ/N on the pieces, 4Ψ/N that came, and nothing of the whole buffer"
     sheet.at_most("bytes of gradients alive after finish", held, 2 * share, means)
-    sheet.at_most("bytes of gradients alive after finish, when the Reduction is gone", left, share, "Ψ/N")
+    sheet.at_most("bytes of gradients alive after finish, when the Reduction is gone", left, share, "4Ψ/N")
 
 
 def zero2_in_flight(sheet: Sheet) -> None:
@@ -300,7 +300,7 @@ def zero2_in_flight(sheet: Sheet) -> None:
         engine._finish_reduction()
     allowed = 2 * LAYER + LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
     sheet.at_most("bytes of gradients alive, bucket after bucket", memory.peak - before, allowed,
-                  f"Ψ/N + 2 buckets of {LAYER:,}: receive the one before first")  # fmt: skip
+                  f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first")  # fmt: skip
 
 
 def zero2_hook(sheet: Sheet) -> None:
@@ -313,7 +313,7 @@ def zero2_hook(sheet: Sheet) -> None:
         model = seeded(Lanes, 0, torch.float32, sheet.device)
         model.way = way
         engine = sheet.build(model, bucket_mb=0)
-        inputs, _ = sheet.batch(0, vectors, wide=8)
+        inputs, _ = sheet.batch(0, vectors, width=8)
         with Traffic(sheet.group) as traffic:
             engine(inputs).square().mean().backward()
         sizes = [4 * bucket.numel for bucket in engine.trained]
@@ -324,7 +324,7 @@ def zero2_hook(sheet: Sheet) -> None:
 
 
 def _worst_moment(sheet: Sheet, allowed: int, means: str, **options) -> None:
-    """In the second backward: at its worst moment Ψ/N of gradients and `allowed`, after step 3 only Ψ/N."""
+    """In the second backward: at its worst moment 4Ψ/N bytes of gradients and `allowed`, after step 3 only 4Ψ/N."""
     batches = [sheet.batch(step, vectors) for step in range(2)]
     with sheet.ledger(**options) as (memory, engine):
         F.mse_loss(engine(batches[0][0]), batches[0][1]).backward()
@@ -340,8 +340,8 @@ def _worst_moment(sheet: Sheet, allowed: int, means: str, **options) -> None:
     share = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
     at = f", with prefetch {options['prefetch']}" if "prefetch" in options else ""
     sheet.at_most(f"bytes alive at backward's worst moment{at}", most, share + allowed + ACTIVATIONS,
-                  f"Ψ/N of gradients, {means}, and activations")  # fmt: skip
-    sheet.at_most("bytes of gradients alive after step 3", after, share + 64, "Ψ/N")
+                  f"4Ψ/N of gradients, {means}, and activations")  # fmt: skip
+    sheet.at_most("bytes of gradients alive after step 3", after, share + 64, "4Ψ/N")
 
 
 def clip(sheet: Sheet) -> None:
@@ -423,7 +423,7 @@ def zero3_free(sheet: Sheet) -> None:
         left = sum(bucket.flat.untyped_storage().nbytes() for bucket in unit.buckets)
         left = max(left, memory.live - before - saved.untyped_storage().nbytes())
         engine._reshard_unit(unit)  # already freed: nothing to do
-    sheet.at_most("bytes of whole parameters alive after freeing a unit of a trained and a frozen bucket", left, 0,
+    sheet.at_most("bytes of gathered parameters alive after freeing a unit of a trained and a frozen bucket", left, 0,
                   "autograd holds a view of the weight, and must hold no memory with it")  # fmt: skip
     sheet.expect(unit.whole is False, "unit.whole after freeing", False, unit.whole)
     waited = [work.nbytes == 4 * bucket.numel for work, bucket in zip(pending, unit.buckets)]
@@ -445,7 +445,7 @@ def zero3_gather(sheet: Sheet) -> None:
                 sheet.expect(unit.whole is True, "unit.whole after _gather_unit", True, unit.whole)
                 sheet.expect(len(unit.works) == len(unit.buckets), "works in unit.works after _gather_unit",
                              f"{len(unit.buckets)}: one per bucket, not waited for yet", len(unit.works))  # fmt: skip
-                engine._gather_unit(unit)  # whole already: nothing to do
+                engine._gather_unit(unit)  # gathered already: nothing to do
                 engine._wait_for_unit(unit)
             found = [(c.kind, c.whole_bytes) for c in traffic.collectives]
             expected = [("all-gather", bucket.flat.nbytes) for bucket in unit.buckets]
@@ -545,7 +545,7 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: boo
         engine = sheet.build(model, cls, prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way
-            inputs, _ = sheet.batch(step, vectors, wide=8)
+            inputs, _ = sheet.batch(step, vectors, width=8)
             with _Events(engine) as mode, torch.set_grad_enabled(backward):
                 loss = engine(inputs).square().mean()
                 if backward:
@@ -576,7 +576,7 @@ def zero3_prefetch(sheet: Sheet) -> None:
             most, after = memory.peak - before, memory.live - before
         units, noise = 1 + prefetch, ACTIVATIONS + padding(engine.buckets)
         means = f"{units} unit(s) of {LAYER:,}, and activations"
-        sheet.at_most(f"bytes of whole parameters alive in forward, with prefetch {prefetch}", most,
+        sheet.at_most(f"bytes of gathered parameters alive in forward, with prefetch {prefetch}", most,
                       units * LAYER + noise, means)  # fmt: skip
         sheet.at_most("bytes alive after forward, more than before", after, noise, "activations")
 
@@ -656,7 +656,7 @@ def memory(sheet: Sheet, shares: dict[str, bool], extra: bool = False, **options
         more = total / sheet.world_size if kind == "gradients" and extra else 0
         allowed = psis * total / (sheet.world_size if cut else 1) + more + psis * slack
         allowed += 4 * 2 * LAYERS if kind == "optimizer" else 0  # AdamW's counters
-        means = f"{'2' * (psis == 2)}Ψ{'/N' * cut}{' + Ψ/N' * bool(more)}, and padding"
+        means = f"{4 * psis}Ψ{'/N' * cut}{' + 4Ψ/N' * bool(more)}, and padding"
         sheet.at_most(f"{kind} held in step 4", held[kind], allowed, means)
     means = "what is held, by name, and a loss"
     sheet.at_most("bytes alive in step 4", live, sum(held.values()) + noise, means)
@@ -687,7 +687,7 @@ def checks_of(name: str) -> list[Check]:
         "zero2": [zero2_send, zero2_receive, zero2_in_flight, zero2_hook, clip],
         "zero3": [zero3_free, zero3_gather, zero3_prefetch, zero3_before_backward, zero3_gradient],
     }
-    kinds, times, shards = {  # collectives, Ψ that are sent, and what is cut by N beside the optimizer state
+    kinds, times, shards = {  # collectives, how many Ψ are sent, what is cut by N beside the optimizer state
         "zero1": (["all-reduce", "all-gather"], 3, ()),
         "zero1_2psi": (["reduce-scatter", "all-gather"], 2, ()),
         "zero2": (["reduce-scatter", "all-gather"], 2, ("gradients",)),

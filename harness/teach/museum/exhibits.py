@@ -364,7 +364,6 @@ def first_shard_for_all(engine):
 
 
 EQUIVALENCE = "tests/test_equivalence.py::"
-RESOURCES = "tests/test_resources.py::"
 ORACLE = EQUIVALENCE + "test_equals_one_process_on_the_whole_batch"
 SMALL = {"bucket_mb": 0.0625}  # some buckets for each block of the museum's GPT
 
@@ -466,7 +465,7 @@ _IN_ORDER = (
         diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
         "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
         read="zero1.py, step 0, Bucket.make_pieces and self.optimizer",
-        caught_by=(RESOURCES + "test_bytes_held_equal_the_theory_to_the_byte",),
+        caught_by=("tests/test_memory_held.py::test_bytes_held_equal_the_theory_to_the_byte",),
         options=SMALL,
     ),
     dict(
@@ -479,7 +478,7 @@ _IN_ORDER = (
         diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, "
         "and it for them in the next step's all-reduce. A collective takes all ranks, also those with nothing to give.",
         read="zero1.py, step 5, gather_parameters",
-        caught_by=(RESOURCES + "test_a_rank_that_owns_only_padding",),
+        caught_by=("tests/test_layout.py::test_a_rank_that_owns_only_padding",),
         options={"bucket_mb": 0},
     ),
     dict(
@@ -532,7 +531,7 @@ _IN_ORDER = (
         diagnosis="The hook reduces nothing, and step() reduces all: all whole gradients are alive when backward ends. "
         "Between steps 1/N of them is held, and so the log says; the peak does not.",
         read="zero2.py, step 3 inside step 2, ZeRO2.gradients_final",
-        caught_by=(RESOURCES + "test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
+        caught_by=("tests/test_peaks.py::test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
         options=SMALL,
     ),
     dict(
@@ -544,7 +543,7 @@ _IN_ORDER = (
         diagnosis="The reduced shard is received into its place in the whole buffer. It is a view, and a view keeps "
         "the whole storage alive: nothing is freed, although nobody holds the whole gradients any more.",
         read="zero2.py, step 3, Reduction: self.shard, and self.flat = None",
-        caught_by=(RESOURCES + "test_bytes_held_equal_the_theory_to_the_byte",),
+        caught_by=("tests/test_memory_held.py::test_bytes_held_equal_the_theory_to_the_byte",),
         options=SMALL,
     ),
     dict(
@@ -610,7 +609,7 @@ _IN_ORDER = (
         "backward, and each keeps its whole storage alive. Then backward gathers them once more beside these.",
         read="zero3.py, its head (why freeing means resizing the storage), ZeRO3._free",
         caught_by=(
-            RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",
+            "tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",
             "tests/test_errors.py::test_freeing_gives_the_storage_back",
         ),
     ),
@@ -623,7 +622,7 @@ _IN_ORDER = (
         diagnosis="Forward begins with the all-gathers of all units. They hide well, and at that moment every "
         "parameter is whole, which is what ZeRO-3 is there to avoid.",
         read="zero3.py, step 1, ZeRO3.before_forward: upcoming",
-        caught_by=(RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",),
+        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
     ),
     dict(
         stage="zero3",
@@ -634,7 +633,7 @@ _IN_ORDER = (
         diagnosis="After each unit's forward everything gathered is freed, the unit that was prefetched for the next "
         "layer as well. It is gathered once more when it runs.",
         read="zero3.py, step 1, ZeRO3.after_forward: which unit is freed",
-        caught_by=(RESOURCES + "test_sequence_and_bytes_of_collectives",),
+        caught_by=("tests/test_traffic.py::test_sequence_and_bytes_of_collectives",),
     ),
     dict(
         stage="zero3",
@@ -656,7 +655,7 @@ _IN_ORDER = (
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then need not gather, for the price of whole parameters in between.",
         read="zero3.py, step 1, ZeRO3.after_forward: self.reshard_after_forward",
-        caught_by=(RESOURCES + "test_zero3_keeps_only_the_units_in_use_whole",),
+        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
     ),
     dict(
         stage="zero3",

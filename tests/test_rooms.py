@@ -1,0 +1,222 @@
+"""The rooms: who may import whom, what lies flat, and how long a chapter may be."""
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("engine", "run", "measure", "teach")
+CHAPTERS = ("zero1", "zero2", "zero3")
+WALKTHROUGH = "harness.run.walkthrough"  # the demo's driver: a chapter starts it, and knows it nowhere else
+
+
+# Imports.
+
+
+def name_of(file: Path) -> str:
+    """The module in `file`, as it is imported: "harness.run.data"."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(text: str, module: str = "") -> set[tuple[str, str | None]]:
+    """(imported module, the function in which it is imported or None) of a file's `text`; `module` is its own name.
+
+    `from package import name` counts as package.name: whether that is a module or something in one, it lies there.
+    """
+    found = set()
+
+    def look(node, function):
+        for child in ast.iter_child_nodes(node):
+            inside = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
+            if isinstance(child, ast.Import):
+                found.update((alias.name, function) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                package = module.split(".")[: -child.level] if child.level else []
+                base = ".".join([*package, *([child.module] if child.module else [])])
+                found.update((f"{base}.{alias.name}", function) for alias in child.names)
+            elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith(("import_module", "__import__")):
+                found.update((arg.value, function) for arg in child.args[:1] if isinstance(arg, ast.Constant))
+            look(child, inside)
+
+    look(ast.parse(text), None)
+    return found
+
+
+def place_of(imported: str) -> str:
+    """The room or the file at the top that `imported` belongs to, "harness" for the house itself, else the package."""
+    first, *rest = imported.split(".")
+    return rest[0] if first == "harness" and rest and rest[0] in ROOMS else first
+
+
+def own(places) -> set[str]:
+    """Those of `places` that are the project's own, and not an installed package."""
+    return set(places) & {*ROOMS, *CHAPTERS, "harness", "fsdp2_compare", "tests"}
+
+
+def test_imports_are_found_wherever_they_stand():
+    text = """
+import torch, harness.measure.traffic
+from harness.engine import guard as g, meta
+from . import data
+from ..engine.order import Sequence
+
+class A:
+    def f(self):
+        import zero1
+        return importlib.import_module("harness.teach.notebook")
+"""
+    assert imports_of(text, "harness.run.walkthrough") == {
+        ("torch", None),
+        ("harness.measure.traffic", None),
+        ("harness.engine.guard", None),
+        ("harness.engine.meta", None),
+        ("harness.run.data", None),
+        ("harness.engine.order.Sequence", None),
+        ("zero1", "f"),
+        ("harness.teach.notebook", "f"),
+    }
+    assert place_of("harness.engine.order.Sequence") == "engine" and place_of("zero1.Bucket") == "zero1"
+    assert own({"torch", "engine", "zero1"}) == {"engine", "zero1"}
+
+
+# Which of the project's own places a room may import; run and measure may import each other.
+MAY = {
+    "engine": {"engine"},
+    "run": {"engine", "run", "measure"},
+    "measure": {"engine", "run", "measure", "fsdp2_compare", *CHAPTERS},
+    "teach": {*ROOMS, "fsdp2_compare", *CHAPTERS, "harness"},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_it_may(room):
+    files = sorted((ROOT / "harness" / room).rglob("*.py"))
+    assert len(files) > 2
+    for file in files:
+        found = {place_of(imported) for imported, _ in imports_of(file.read_text(), name_of(file))}
+        assert own(found) <= MAY[room], f"{file.relative_to(ROOT)} imports {sorted(own(found) - MAY[room])}"
+
+
+def test_the_engine_needs_torch_and_nothing_else_that_is_installed():
+    for file in (ROOT / "harness" / "engine").rglob("*.py"):
+        found = {imported.split(".")[0] for imported, _ in imports_of(file.read_text(), name_of(file))}
+        more = found - sys.stdlib_module_names - {"torch", "harness"}
+        assert not more, f"{file.relative_to(ROOT)} imports {sorted(more)}"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_imports_the_engine_and_earlier_chapters(chapter):
+    text = (ROOT / f"{chapter}.py").read_text()
+    earlier = set(CHAPTERS[: CHAPTERS.index(chapter)])
+    for imported, function in imports_of(text, chapter):
+        if imported.startswith(WALKTHROUGH):
+            assert function == "main", f"{imported} is imported in {function}"
+        else:
+            assert own({place_of(imported)}) <= {"engine", *earlier}, imported
+
+
+def test_the_referee_does_without_the_room_of_teaching():
+    text = (ROOT / "fsdp2_compare.py").read_text()
+    assert "teach" not in {place_of(imported) for imported, _ in imports_of(text, "fsdp2_compare")}
+
+
+# What lies where.
+
+
+def test_nothing_lies_flat_in_the_house():
+    assert [file.name for file in (ROOT / "harness").glob("*.py")] == ["__init__.py"]
+    folders = {path.parent.name for path in (ROOT / "harness").glob("*/__init__.py")}
+    assert folders == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_in_a_few_lines_who_lives_there(room):
+    folders = {file.parent for file in (ROOT / "harness" / room).rglob("*.py")}
+    for folder in folders:
+        said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert said, folder
+        lines = [line for line in said.split("\n") if line.strip()]
+        assert len(lines) <= 3, f"{folder.relative_to(ROOT)}: {len(lines)} lines"
+
+
+# How long a chapter is.
+
+
+def code_lines(text: str) -> int:
+    """Lines of `text` with code on them: no docstrings, comments or blank lines. A string of three lines is three."""
+    comments = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in comments:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def code_lines_of_class(text: str, name: str) -> int:
+    """As `code_lines`, of one class with its decorators."""
+    (node,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+    first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
+    return code_lines("\n".join(text.split("\n")[first - 1 : node.end_lineno]))
+
+
+def test_code_lines_are_counted_without_words():
+    text = '''"""A module.
+
+Of several lines.
+"""
+
+x = 1  # counts
+
+
+class A:  # 2
+    """Words."""
+
+    # a comment
+    y = """a string
+    that is a value
+    """  # to 5
+
+    @property  # 6
+    def f(self):  # 7
+        """Words,
+
+        more words.
+        """
+        return call(  # 8
+            # no code
+            self,  # 9
+
+        )  # 10
+
+
+def main(): ...
+'''
+    assert code_lines(text) == 11
+    assert code_lines_of_class(text, "A") == 9
+    assert code_lines_of_class("class A:\n    pass\n", "A") == 2
+
+
+BUDGETS = {"zero1": ("ZeRO1", 70, 250), "zero2": ("ZeRO2", 75, 230), "zero3": ("ZeRO3", 170, 400)}
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_is_read_in_one_sitting(chapter):
+    """Lines of code of its class, and lines of the file in all."""
+    name, code, all_lines = BUDGETS[chapter]
+    text = (ROOT / f"{chapter}.py").read_text()
+    found = code_lines_of_class(text, name), len(text.splitlines())
+    assert found[0] <= code and found[1] <= all_lines, f"{found}, allowed {code, all_lines}"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapters_lines_fit_on_a_screen(chapter):
+    lines = (ROOT / f"{chapter}.py").read_text().splitlines()
+    assert max(map(len, lines)) <= 120
