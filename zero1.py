@@ -50,7 +50,7 @@ from torch import nn
 from torch.profiler import record_function  # gives a step its name in profiles, and computes nothing
 
 # What every stage needs and none teaches. You can read the chapter without it.
-from harness.engine import gradients, moments, optimizer, precision, refusals
+from harness.engine import gradients, moments, optimizer, precision, refusals, state
 from harness.engine.interface import Interface
 from harness.engine.waiting import wait
 
@@ -118,7 +118,8 @@ class Bucket:
         parameter groups, and parameters without a gradient, behave as in plain PyTorch.
         """
         precision.round_weights(self)  # mixed precision: `flat` becomes bfloat16, say, beside a shard in float32
-        self.pieces = [(index, part.detach().requires_grad_()) for index, part in self.cut(self.shard)]
+        trained = self.params[0].requires_grad
+        self.pieces = [(index, part.detach().requires_grad_(trained)) for index, part in self.cut(self.shard)]
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -223,8 +224,9 @@ class ZeRO1(Interface):
 
     def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
                  param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
-        self.dtypes = param_dtype, reduce_dtype
-        refusals.check(model, group, self.dtypes, find_unused, bucket_mb=bucket_mb)  # before anything changes
+        group, self.dtypes = refusals.process_group(group), (param_dtype, reduce_dtype)
+        # What cannot work raises here, on every rank, and before anything is changed.
+        refusals.check(model, optimizer_cls, param_groups, group, self.dtypes, find_unused, bucket_mb=bucket_mb)
         self.model, self.group, self.find_unused = model, group, find_unused
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         with record_function("step 0 partition"), torch.no_grad():
@@ -232,14 +234,13 @@ class ZeRO1(Interface):
             self.buckets = self.trained + frozen
             for bucket in self.buckets:
                 bucket.flatten()
-                dist.broadcast(bucket.flat, group_src=0, group=group)
+                dist.broadcast(state.sendable(bucket.flat), group_src=0, group=group)
                 bucket.make_pieces()
-            for buffer in model.buffers():
-                dist.broadcast(buffer, group_src=0, group=group)
+            state.broadcast_buffers(model, group)  # they are not cut
             for bucket in self.trained:
                 # It stays from step to step: a large allocation costs more than filling it.
                 bucket.flat_gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
-        self.optimizer = optimizer.over_pieces(optimizer_cls, self.trained, param_groups)
+        self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         # From here on backward moves each `param.grad` into its place in `flat_gradient`.
         self.moments = moments.CollectGradients(self)
         self.zero_grad()

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from harness.engine import gradients, moments, optimizer, refusals
+from harness.engine import gradients, moments, optimizer, refusals, state
 from harness.engine.interface import Interface
 from harness.engine.waiting import wait
 from zero1 import Bucket, gather_parameters, partition
@@ -154,8 +154,9 @@ class ZeRO2(Interface):
 
     def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
                  param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
-        self.dtypes = param_dtype, reduce_dtype
-        refusals.check(model, group, self.dtypes, find_unused, bucket_mb=bucket_mb)  # before anything changes
+        group, self.dtypes = refusals.process_group(group), (param_dtype, reduce_dtype)
+        # What cannot work raises here, on every rank, and before anything is changed.
+        refusals.check(model, optimizer_cls, param_groups, group, self.dtypes, find_unused, bucket_mb=bucket_mb)
         self.model, self.group, self.find_unused = model, group, find_unused
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         with record_function("step 0 partition"), torch.no_grad():
@@ -163,11 +164,10 @@ class ZeRO2(Interface):
             self.buckets = self.trained + frozen
             for bucket in self.buckets:
                 bucket.flatten()
-                dist.broadcast(bucket.flat, group_src=0, group=group)
+                dist.broadcast(state.sendable(bucket.flat), group_src=0, group=group)
                 bucket.make_pieces()
-            for buffer in model.buffers():
-                dist.broadcast(buffer, group_src=0, group=group)
-        self.optimizer = optimizer.over_pieces(optimizer_cls, self.trained, param_groups)
+            state.broadcast_buffers(model, group)  # they are not cut
+        self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
         self.moments = moments.BucketMoments(self)  # from here on backward calls `gradients_final`
         self.zero_grad()

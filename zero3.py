@@ -56,7 +56,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from harness.engine import gradients, guard, meta, moments, optimizer, order, precision, refusals
+from harness.engine import gradients, guard, meta, moments, optimizer, order, precision, refusals, state
 from harness.engine.interface import Interface
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import wait
@@ -234,9 +234,10 @@ class ZeRO3(Interface):
                  reshard_after_forward: bool = True, param_groups=None, param_dtype=None, reduce_dtype=None,
                  find_unused: bool = False, init_fn=None, state_dict=None):  # fmt: skip
         units = list(units) if isinstance(units, Iterable) else units
-        self.dtypes, source = (param_dtype, reduce_dtype), (init_fn, state_dict)
+        group, self.dtypes = refusals.process_group(group), (param_dtype, reduce_dtype)
+        # What cannot work raises here, on every rank, and before anything is changed.
         refusals.check(
-            model, group, self.dtypes, find_unused, source,
+            model, optimizer_cls, param_groups, group, self.dtypes, find_unused, (init_fn, state_dict),
             units=units, prefetch=prefetch, reshard_after_forward=reshard_after_forward,
         )  # fmt: skip
         self.model, self.group, self.find_unused = model, group, find_unused
@@ -248,28 +249,28 @@ class ZeRO3(Interface):
             self.units, self.root = make_units(model, units, self.rank, self.world_size, self.dtypes)
             self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]
             self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
+            source = meta.Source(model, group, init_fn, state_dict)  # of the values, for a model on `meta`
             for unit in (*self.units, self.root):
                 for bucket in unit.buckets:
                     self._shard(bucket, source)
                 self._free(unit)
-            meta.buffers(model, group, *source)
-            for buffer in model.buffers():  # they stay whole
-                dist.broadcast(buffer, group_src=0, group=group)
-        self.optimizer = optimizer.over_pieces(optimizer_cls, self.trained, param_groups)
+            source.finish()
+            state.broadcast_buffers(model, group)  # they are not cut
+        self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
         self.moments = moments.UnitMoments(self)  # from here on the model's forward and backward call the moments
         self.zero_grad()
 
-    def _shard(self, bucket: Bucket, source) -> None:
+    def _shard(self, bucket: Bucket, source: meta.Source) -> None:
         """Step 0 of one bucket: flatten it, and keep this rank's shard alone."""
-        on_meta = meta.parameters(bucket, self.group)  # they get a device here, memory in `flatten`
+        on_meta = source.begin(bucket)  # parameters on `meta` get a device here, memory in `flatten`
         bucket.flatten()
-        meta.fill(on_meta, *source)  # and their values here
-        dist.broadcast(bucket.flat, group_src=0, group=self.group)
+        source.fill(on_meta)  # and their values here
+        dist.broadcast(state.sendable(bucket.flat), group_src=0, group=self.group)
         bucket.shard = bucket.shard.clone()
         bucket.flat.untyped_storage().resize_(0)
         bucket.make_pieces()
-        guard.name_parameters(bucket)  # in messages
+        guard.adopt(bucket, self)  # from here on a wrong use of the parameters is an error
 
 
 def main() -> None:

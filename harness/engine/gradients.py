@@ -10,6 +10,7 @@ Plain functions over an engine or its buckets (see `zero1.Bucket`). Each bucket 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from harness.engine.precision import common_dtype
 from harness.engine.waiting import name_some, waiting_for
@@ -19,7 +20,7 @@ def forget(engine) -> None:
     """Drop all gradients, and what is known of their way: `zero_grad()` of every stage."""
     for bucket in engine.trained:
         for param in bucket.params:
-            param.grad = None
+            param.grad, param.zero_moved = None, False
         for _, piece in bucket.pieces:
             piece.grad = None
         bucket.used, bucket.missing, bucket.kept = set(), set(bucket.params), {}
@@ -58,10 +59,15 @@ def check(bucket, param: nn.Parameter) -> None:
     """Refuse a gradient that would be reduced wrongly: one that is sparse, or that nobody waits for any more."""
     if param not in bucket.missing:
         raise RuntimeError(
-            f"a second gradient of {name_of(bucket, param)!r} arrived before its bucket was reduced. Either a backward "
-            "before this one was interrupted or left some parameter without a gradient (build the engine with "
-            "find_unused=True if that is meant); call engine.zero_grad() before the next forward"
+            f"a second gradient of {name_of(bucket, param)!r} arrived before its bucket was reduced: the backward before "
+            "this one was interrupted, or left some parameter without a gradient. Several losses of one forward: call "
+            "backward on their sum, or all but the last under engine.no_sync(). A step that leaves parameters unused: "
+            "build the engine with find_unused=True. After an error: call engine.zero_grad() before the next forward"
         )
+    refuse_sparse(bucket, param)
+
+
+def refuse_sparse(bucket, param: nn.Parameter) -> None:
     if param.grad.layout != torch.strided:
         name = name_of(bucket, param)
         raise RuntimeError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
@@ -182,7 +188,8 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(engine.optimizer)
         found = self._found_inf_per_device(engine.optimizer)  # nothing on a rank that owns only padding
         device = engine.trained[0].shard.device
-        anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
+        nothing = torch.zeros((), dtype=torch.float32, device=device)
+        anywhere = torch.stack([nothing, *(flag.to(device) for flag in found.values())]).amax()
         with waiting_for("the all-reduce of whether gradients are finite"):
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=engine.group)
         found[device] = anywhere
@@ -192,10 +199,14 @@ class GradScaler(torch.amp.GradScaler):
         _require_engine(engine)
         if not self.is_enabled():
             return engine.step()
+        state = self._per_optimizer_states[id(engine.optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() was called already since the last update(): call scaler.update() in between")
         if not self._found_inf_per_device(engine.optimizer):
             self.unscale_(engine)
         if not any(flag.item() for flag in self._found_inf_per_device(engine.optimizer).values()):
             engine.step()
+        state["stage"] = OptState.STEPPED
 
 
 def _require_engine(engine) -> None:

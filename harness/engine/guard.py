@@ -1,48 +1,127 @@
-"""A clear error in place of a crash, for whoever touches a weight while it is freed.
+"""A clear error where a parameter would give a wrong answer, or end the process.
 
-A freed parameter's storage has zero bytes. Most operations on it, `model.state_dict()`, `copy.deepcopy`,
-printing or calling a submodule by itself, would read memory that is not there and kill the process.
+While an engine has a parameter, the object is the same and its class is another, made here:
+
+- An *engine's* parameter has no gradient after backward, because it has moved into this rank's pieces. Whoever takes
+  that for "there is no gradient" (torch's clipping, an optimizer over the model's parameters) gets an error.
+- A *freed* parameter's storage has zero bytes. Most operations on it, `model.state_dict()`, `copy.deepcopy`, printing
+  or calling a submodule by itself, would read memory that is not there and kill the process. They get an error.
 """
 
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from harness.engine.waiting import name_some
 
 # What may be asked of a freed parameter: everything that does not look at its values.
 _METADATA = {
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn",
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "names", "_backward_hooks",
-    "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous",
+    "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous", "__len__",
     "is_floating_point", "is_complex", "get_device", "register_post_accumulate_grad_hook", "register_hook",
-    "_post_accumulate_grad_hooks", "untyped_storage", "data_ptr",
+    "_post_accumulate_grad_hooks", "untyped_storage", "data_ptr", "_version", "is_shared", "is_inference", "empty_like",
+    "_is_view", "output_nr", "is_same_size", "__hash__", "_has_compatible_shallow_copy_type",
 }  # fmt: skip
+# Moves that may change nothing, as `model.float()` of a float32 model: they answer with the parameter itself.
+_MOVES = {"to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"}
+# Who would take a gradient of None for "this parameter has no gradient".
+_TAKERS = ("torch.nn.utils.clip_grad", "torch.optim.", "torch.amp.", "torch.nn.modules.module")
+
+_grad = torch._C.TensorBase.grad
 
 
-class FreedParameter(nn.Parameter):
-    """What a parameter is while it is freed: the same object, of this class, with the error below."""
+class EngineParameter(nn.Parameter):
+    """A parameter that an engine has: its gradient moves away while backward runs."""
 
+    zero_name, zero_moved = "", False  # what an error calls it; whether its gradient has moved since `zero_grad()`
     zero_touched = staticmethod(lambda param: False)  # see `watch`
+
+    @property
+    def grad(self):
+        gradient = _grad.__get__(self)
+        if gradient is None and self.zero_moved:
+            taker = sys._getframe(1).f_globals.get("__name__", "")
+            if taker.startswith(_TAKERS):
+                raise RuntimeError(
+                    f"the gradient of {self.zero_name!r} has moved into the engine's pieces: {taker} would see none. "
+                    "Call engine.clip_grad_norm_() and not torch's, engine.step() and not an optimizer over "
+                    "model.parameters(), engine.zero_grad() and not model.zero_grad()"
+                )
+        return gradient
+
+    @grad.setter
+    def grad(self, value):
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self):
+        _grad.__set__(self, None)
+
+
+class Freed:
+    """What a parameter's class is mixed with while it is freed."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         # A property arrives as its getter, whose __self__ carries the property's name.
-        name = getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", "")
-        if name in _METADATA or getattr(func, "__name__", "") in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        freed = next(arg for arg in _flatten((args, kwargs or {})) if isinstance(arg, cls))
-        if freed.zero_touched(freed):  # it is gathered now: backward runs a part of its unit again
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        own = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", None) or own
+        if name in _METADATA or own in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        freed = next(arg for arg in _flatten((args, kwargs)) if isinstance(arg, Freed))
+        if name == "data" and own == "__get__":
+            return freed._data()
+        if name == "data" and len(args) == 2 and args[1] is freed:
+            return None  # `module._apply` puts back what did not change
+        if name in _MOVES and freed is args[0] and _changes_nothing(func, freed, args[1:], kwargs):
+            return freed
+        if freed.zero_touched(freed):  # it is gathered now: the model uses it outside its module, or runs a part again
+            return func(*args, **kwargs)
         raise RuntimeError(message(freed, name))
+
+    def _data(self):
+        """What `param.data` is: something that knows the shape, and whose values nobody can read."""
+        with torch._C.DisableTorchFunctionSubclass():
+            data = self.detach()
+        data.__class__ = FreedData
+        data.zero_name = self.zero_name
+        return data
+
+
+class FreedData(Freed, torch.Tensor):
+    """`param.data` of a freed parameter."""
+
+    zero_touched = staticmethod(lambda param: False)
+
+    def _data(self):
+        return self
+
+
+def _changes_nothing(func, freed, args, kwargs) -> bool:
+    empty = torch.empty(0, dtype=freed.dtype, device=freed.device)
+    try:
+        return func(empty, *args, **kwargs) is empty
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def message(param: nn.Parameter, asked_for: str) -> str:
     return (
         f"parameter {param.zero_name!r} is freed: its values are sharded over the ranks (asked for: {asked_for}). They "
         "are gathered only inside the model's forward and backward: call engine(inputs) and not a submodule alone, and "
-        "read weights with engine.full_state_dict(). If the model's own forward got here, it uses this weight outside "
-        "the module it belongs to: choose other units"
+        "read weights with engine.full_state_dict()"
     )
 
 
-def _flatten(arguments):
+def _flatten(arguments) -> Iterator:
     for arg in arguments.values() if isinstance(arguments, dict) else arguments:
         if isinstance(arg, (list, tuple, dict)):
             yield from _flatten(arg)
@@ -50,10 +129,45 @@ def _flatten(arguments):
             yield arg
 
 
-def name_parameters(bucket) -> None:
-    """Give the parameters of `bucket` the names that an error shows."""
+@functools.cache
+def _engine_class(cls: type) -> type:
+    return EngineParameter if cls is nn.Parameter else type(f"Engine{cls.__name__}", (EngineParameter, cls), {})
+
+
+@functools.cache
+def _freed_class(cls: type) -> type:
+    return type(f"Freed{cls.__name__}", (Freed, cls), {"zero_gathered_class": cls})
+
+
+def adopt(bucket, engine) -> None:
+    """The bucket's parameters are `engine`'s from here on. Fake tensors of a dry run keep their class: no values."""
     for name, param in zip(bucket.names, bucket.params):
-        param.zero_name = name
+        if not isinstance(param, (FakeTensor, EngineParameter)):
+            param.zero_plain_class, param.__class__ = type(param), _engine_class(type(param))
+        param.zero_name, param.zero_version, param.zero_moved = name, param._version, False
+        param.zero_engine = weakref.ref(engine)
+
+
+def release(params) -> None:
+    """These parameters, which are gathered, have no engine any more."""
+    for param in params:
+        if isinstance(param, EngineParameter):
+            param.__class__ = param.zero_plain_class
+        for key in [key for key in vars(param) if key.startswith("zero_")]:
+            delattr(param, key)
+
+
+def written(params) -> list[str]:
+    """Names of those that were written to since they were gathered, or since `stepped`."""
+    return [p.zero_name for p in params if not isinstance(p, (Freed, FakeTensor)) and p._version != p.zero_version]
+
+
+def stepped(params) -> None:
+    """The parameters' values are other ones from here on. A backward of an earlier forward is an error, as in torch."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(params)
+        for param in params:
+            param.zero_version = param._version
 
 
 def watch(params: list[nn.Parameter], touched) -> None:
@@ -63,14 +177,23 @@ def watch(params: list[nn.Parameter], touched) -> None:
 
 
 def close(params: list[nn.Parameter]) -> None:
-    """From here on, using the values of these parameters raises RuntimeError."""
+    """From here on, using the values of these parameters raises RuntimeError. So does having written to them before."""
+    lost = written(params)
     for param in params:
-        if type(param) is nn.Parameter:  # not the fake tensors of a dry run, which have no values anyway
-            param.__class__ = FreedParameter
+        cls = type(param)
+        if issubclass(cls, EngineParameter) and not issubclass(cls, Freed):
+            param.__class__ = _freed_class(cls)
+    if lost:
+        raise RuntimeError(
+            f"{name_some(lost)} was written to while it was gathered. The engine's values are the shards: what is "
+            "written into gathered weights is lost. Change weights by the optimizer or engine.load_full_state_dict(). "
+            "An embedding's max_norm, and other forwards that write into their weights, cannot be used here"
+        )
 
 
 def open(params: list[nn.Parameter]) -> None:
     """These parameters are gathered again."""
     for param in params:
-        if type(param) is FreedParameter:
-            param.__class__ = nn.Parameter
+        if isinstance(param, Freed):
+            param.__class__ = param.zero_gathered_class
+            param.zero_version = param._version

@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.engine import refusals
+
 
 def device_for(group) -> torch.device:
     """Where a model on `meta` is to live: this rank's GPU under NCCL, else torch's default device."""
@@ -13,44 +15,72 @@ def device_for(group) -> torch.device:
     return torch.device("cpu") if default.type == "meta" else default
 
 
-def parameters(bucket, group) -> list[tuple[str, nn.Parameter]]:
-    """Give every parameter of `bucket` that is on `meta` a device and the memory of one element.
+class Source:
+    """Where the values of a model on `meta` come from: `state_dict`, else `init_fn(name, tensor)`.
 
-    It stays the same object, tied or in a parameter group as it may be. Returns (name, parameter) of those,
-    for `fill`, once `bucket.flatten()` has given them their place.
+    What `init_fn` raises on one rank is kept until `finish`, where all ranks hear of it. Else the others would wait in
+    the next collective. The model is then on `meta` again.
     """
-    on_meta = [(name, param) for name, param in zip(bucket.names, bucket.params) if param.is_meta]
-    for _, param in on_meta:
-        one = torch.zeros((), dtype=param.dtype, device=device_for(group))
-        real = nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
-        real.__dict__.update(param.__dict__)
-        torch.utils.swap_tensors(param, real)
-    return on_meta
 
+    def __init__(self, model: nn.Module, group, init_fn, state_dict):
+        self._model, self._group, self._init_fn, self._state = model, group, init_fn, state_dict
+        self._problem, self._began = None, []
 
-def fill(named, init_fn, state) -> None:
-    """The values of (name, tensor) pairs: from `state` where it has the name, else by `init_fn(name, tensor)`."""
-    for name, tensor in named:
-        if state is not None and name in state:
-            tensor.data.copy_(state[name])
-            continue
-        try:
-            result = init_fn(name, tensor.data)
-        except Exception as error:
-            error.add_note(f"while init_fn was to fill {name!r}, {tuple(tensor.shape)} of {tensor.dtype}")
-            raise
+    def begin(self, bucket) -> list[tuple[str, nn.Parameter]]:
+        """Give every parameter of `bucket` that is on `meta` a device and the memory of one element.
+
+        It stays the same object, tied or in a parameter group as it may be. Returns (name, parameter) of those,
+        for `fill`, once `bucket.flatten()` has given them their place.
+        """
+        on_meta = [(name, param) for name, param in zip(bucket.names, bucket.params) if param.is_meta]
+        for _, param in on_meta:
+            one = torch.zeros((), dtype=param.dtype, device=device_for(self._group))
+            # The memory under it and not the object is exchanged: modules such as LSTM hold weak references to it.
+            param.data = one.expand(param.shape)
+        self._began += on_meta
+        return on_meta
+
+    def fill(self, named) -> None:
+        """The values of (name, tensor) pairs."""
+        for name, tensor in named:
+            if self._problem is not None:
+                return
+            try:
+                self._fill_one(name, tensor)
+            except Exception as error:
+                error.add_note(f"while {name!r} was to be filled, {tuple(tensor.shape)} of {tensor.dtype}")
+                self._problem = error
+
+    def _fill_one(self, name: str, tensor: torch.Tensor) -> None:
+        if self._state is not None and name in self._state:
+            tensor.data.copy_(self._state[name])
+            return
+        result = self._init_fn(name, tensor.data)
         if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
             raise TypeError(
                 f"init_fn returned a new tensor for {name!r}: it must fill the one that it is given, in place, "
                 "for example tensor.normal_() or tensor.copy_(values)"
             )
 
+    def finish(self) -> None:
+        """Make the buffers that are on `meta` real, and fill them. Raises on every rank what was raised on one."""
+        made = []
+        for prefix, module in self._model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    made.append((module, key, buffer))
+                    module._buffers[key] = torch.empty_like(buffer, device=device_for(self._group))
+                    self.fill([(f"{prefix}.{key}" if prefix else key, module._buffers[key])])
+        try:
+            refusals.agree(self._problem, "", self._group)
+        except Exception:
+            from harness.engine import guard
 
-def buffers(model: nn.Module, group, init_fn, state) -> None:
-    """Make the buffers that are on `meta` real, and fill them."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                real = torch.empty_like(buffer, device=device_for(group))
-                fill([(f"{prefix}.{key}" if prefix else key, real)], init_fn, state)
-                module._buffers[key] = real
+            for module, key, buffer in made:
+                module._buffers[key] = buffer
+            params = [param for _, param in self._began]
+            guard.open(params)
+            guard.release(params)
+            for param in params:
+                param.data = torch.empty_like(param, device="meta")
+            raise

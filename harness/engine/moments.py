@@ -15,12 +15,13 @@ that runs through C++, where Python's garbage collector cannot see it. So all ho
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import gradients, guard
 from harness.engine.autograd import backward_now, when_backward_ends
@@ -53,6 +54,19 @@ def _no_hook():
     return _nothing
 
 
+def hook_all(engine, on_gradient) -> list:
+    """Adopt the engine's parameters, and watch the model and every gradient. Returns the hooks' handles."""
+    for bucket in engine.buckets:
+        guard.adopt(bucket, engine)
+    handles = watch_forward(engine)
+    for bucket in engine.trained:
+        for param in bucket.params:
+            # Called when `param.grad` is final for this backward, however often `param` was used.
+            handles.append(param.register_post_accumulate_grad_hook(WeakHook(on_gradient)))
+            param.zero_hook = handles[-1].id
+    return handles
+
+
 class CollectGradients:
     """ZeRO-1: a gradient moves into its bucket's `flat_gradient` as soon as it is final. So it exists only once."""
 
@@ -60,22 +74,25 @@ class CollectGradients:
         self._engine = weakref.proxy(engine)
         self._place = {}  # id of a parameter -> (its bucket, its view of `flat_gradient`)
         self.settled = False  # whether step 3 was made since the last gradient came
+        self._handles = hook_all(engine, self._on_gradient)
         for bucket in engine.trained:
             for param, view in zip(bucket.params, bucket.views(bucket.flat_gradient)):
                 self._place[id(param)] = bucket, view
-                # Called when `param.grad` is final for this backward, however often `param` was used.
-                param.register_post_accumulate_grad_hook(WeakHook(self._on_gradient))
-        self._handles = watch_forward(engine)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         bucket, place = self._place[id(param)]
+        gradients.refuse_sparse(bucket, param)
         with torch.no_grad():
             # The first gradient since `zero_grad()` overwrites what the step before has left there. With `find_unused`
             # zeros are there: a parameter that this rank does not use must contribute zeros, not an earlier gradient.
             store = place.add_ if self._engine.find_unused or param in bucket.used else place.copy_
             store(param.grad)
         bucket.used.add(param)
-        param.grad, self.settled = None, False
+        param.grad, param.zero_moved, self.settled = None, True, False
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def reset(self) -> None:
         """All gradients were dropped."""
@@ -108,9 +125,11 @@ class BucketMoments:
             for bucket in buckets:
                 for param in bucket.params:
                     self._home[id(param)] = part, bucket
-                    # Called when `param.grad` is final for this backward, however often `param` was used.
-                    param.register_post_accumulate_grad_hook(WeakHook(self._on_gradient))
-        self._handles = watch_forward(engine)
+        self._handles = hook_all(engine, self._on_gradient)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def reset(self) -> None:
         """All gradients were dropped, also those of a backward that did not finish."""
@@ -138,6 +157,7 @@ class BucketMoments:
         with torch.no_grad():  # a backward that builds a graph must not record what happens here
             gradients.check(bucket, param)
             bucket.used.add(param)
+            param.zero_moved = True
             if not self._sync:
                 gradients.keep(bucket, param)
             bucket.missing.discard(param)
@@ -192,6 +212,8 @@ class UnitMoments(BucketMoments):
         self._asked: set[Run] = set()  # the runs that this backward has come back to
         self._at_work = None  # the unit whose backward has begun last; never the root, which is at work all along
         self._keep_gathered = False  # in a backward that builds a graph of its own
+        self._lent: set = set()  # units whose weights this forward has used outside of their own forward
+        self._warned: set = set()  # names of those that a warning was given for
         self._last_hook: dict = {}  # module -> number of the hook that is called after its forward
         super().__init__(engine, {unit: unit.trained for unit in (*engine.units, engine.root)})
         self._unit_of = {}  # address of a storage -> (the unit whose gathered parameters it holds, the storage)
@@ -225,7 +247,7 @@ class UnitMoments(BucketMoments):
         if self._backward is not None:
             raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
         self._stay_last(module)
-        self._in_forward, self._runs, self._latest = True, [], {}
+        self._in_forward, self._runs, self._latest, self._lent = True, [], {}, set()
         self._engine.order.begin((torch.is_grad_enabled(), self._sync))
         self._watch_saving()
         self._engine.before_forward(self._engine.root, self._order[: self._engine.prefetch])
@@ -250,16 +272,21 @@ class UnitMoments(BucketMoments):
         self._engine.before_forward(unit, self._order[place + 1 : place + 1 + ahead] if known else [])
         self._require_gathered(unit, "before_forward")
 
-    def _after_unit(self, unit, module, args, output) -> None:
+    def _after_unit(self, unit, module, args, output):
         if backward_now() is not None:
             return  # run again for backward, which needs its weights: `_complete` or `_end_backward` frees it
         run = self._latest.get(unit)
-        if run is None or self._backward_may_come(run, output):
+        may_come = run is None or self._backward_may_come(run, output)
+        output = self._without_weights(output)
+        if unit in self._lent:
+            pass  # until the end of forward
+        elif may_come:
             self._engine.after_forward(unit)
         else:
             self._engine._free(unit)  # whatever `reshard_after_forward` says
+        return output
 
-    def _after_root(self, module, args, output) -> None:
+    def _after_root(self, module, args, output):
         if backward_now() is not None:
             return
         if self._saving is not None:
@@ -272,7 +299,23 @@ class UnitMoments(BucketMoments):
         if not self._backward_may_come(run, output) or not any(t.requires_grad for t in tensors_in(output)):
             # An evaluation; or an exception in forward, which a second one must not hide.
             with contextlib.suppress(RuntimeError) if output is None else contextlib.nullcontext():
+                output = self._without_weights(output)
                 self._engine._free_all()
+        else:
+            for unit in self._lent:
+                self._engine.after_forward(unit)
+        return output
+
+    def _without_weights(self, output):
+        """`output`, with a copy of every tensor in it that is a view of weights which are about to be freed."""
+
+        def copy(value):
+            inside = isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._unit_of
+            return value.clone() if inside else value
+
+        if isinstance(output, torch.Tensor):
+            return copy(output)
+        return tree_map(copy, output)
 
     def _backward_may_come(self, run: Run, output) -> bool:
         """Whether backward may come back to `run`. If it will not ask for weights, have its outputs tell.
@@ -352,7 +395,7 @@ class UnitMoments(BucketMoments):
         unit = run.unit
         if backward_now() is None:  # somebody looks at what autograd saved
             if not unit.gathered:
-                raise RuntimeError(guard.message(unit.params[0], "what autograd saved of it"))
+                raise RuntimeError(guard.message(unit.params[0], "what autograd saved of its unit"))
             return
         self._begin_backward()
         if run in self._asked:
@@ -405,11 +448,25 @@ class UnitMoments(BucketMoments):
         self._asked, self._at_work = set(), None
 
     def _touched(self, unit, param) -> bool:
-        """A weight is used while its unit is freed. True if that is right: backward runs a part of a unit again."""
-        if backward_now() is None or self._backward is None:
+        """A weight is used while its unit is freed. True if the model does it: then the unit is gathered now."""
+        if backward_now() is not None and self._backward is not None:  # a part of a unit runs again
+            self._begin_backward()
+            self._gather_now(unit)
+            return True
+        if not self._in_forward:
             return False
-        self._begin_backward()
-        self._gather_now(unit)
+        # A part of the model uses the weight without calling the unit, so nothing tells when it is done.
+        if unit.name not in self._warned:
+            self._warned.add(unit.name)
+            warnings.warn(
+                f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "
+                "gathered for it, and stays so until the model's forward ends, in every step. To spend less memory, pass "
+                "units= that hold whole modules whose weights only their own forward uses",
+                stacklevel=4,
+            )
+        self._lent.add(unit)
+        self._engine.before_forward(unit, [])
+        self._require_gathered(unit, "before_forward")
         return True
 
     def _gather_now(self, unit) -> None:

@@ -9,34 +9,47 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from harness.engine import guard, optimizer
 from harness.engine.waiting import name_some
 
 
-def check(model: nn.Module, group, dtypes, find_unused, source=None, **options) -> None:
+def check(model: nn.Module, optimizer_cls, param_groups, group, dtypes, find_unused, source=None, **options) -> None:
     """Every check that can be made before anything is changed, on all ranks of `group` together.
 
     `dtypes` are (param_dtype, reduce_dtype), `source` is where a model on `meta` gets its values from,
     (init_fn, state_dict), or None in a stage that takes no such model. Raises RuntimeError without a process group;
     ValueError, TypeError or KeyError for a model or an option that cannot work.
     """
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
+    problem = _problem(model, options, dist.get_backend(group))
+    problem = problem or _dtypes_problem(model, dtypes, find_unused) or _source_problem(model, source)
+    problem = problem or optimizer.problem(model, optimizer_cls, param_groups)
+    options = {**options, "dtypes": dtypes, "find_unused": find_unused}
+    agree(problem, "" if problem else _fingerprint(model, options), group)
+
+
+def process_group(group):
+    """The process group of the ranks to shard over: `group` itself, or the one of a DeviceMesh of one dimension."""
     if not dist.is_initialized():
         raise RuntimeError(
             "no process group: call torch.distributed.init_process_group() first, "
             "or start this file by ./launch.sh or torchrun, which set one up"
         )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions; a stage shards over one: pass mesh['name of it']"
+            )
+        return group.get_group()
     if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         raise TypeError(
-            f"group must be a process group, as dist.new_group() or mesh.get_group('name of a dimension') return it, "
+            "group must be a process group, as dist.new_group() returns it, or a DeviceMesh of one dimension, "
             f"got {type(group).__name__}"
         )
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
-    problem = _problem(model, options, dist.get_backend(group))
-    problem = problem or _dtypes_problem(dtypes, find_unused) or _source_problem(model, source)
-    options = {**options, "dtypes": dtypes, "find_unused": find_unused}
-    agree(problem, "" if problem else _fingerprint(model, options), group, rank, world_size)
+    return group
 
 
 def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
@@ -55,8 +68,17 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
             return ValueError(f"parameter {name!r} is a DTensor, sharded by something else already; build a new model")
         if isinstance(param, nn.parameter.UninitializedParameter):
             return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
-        if getattr(param, "zero_engine", False):
-            return ValueError(f"parameter {name!r} is sharded by another engine already; build a new model")
+        engine = getattr(param, "zero_engine", lambda: None)()
+        if engine is not None:
+            return ValueError(
+                f"parameter {name!r} is sharded by another engine already: call that engine's close(), which makes the "
+                "model plain again, or build a new model"
+            )
+        if isinstance(param, guard.Freed):
+            return ValueError(
+                f"parameter {name!r} was freed by an engine that is gone, and its values with it: call engine.close() "
+                "while the engine is there, or build a new model"
+            )
     if not any(param.requires_grad for _, param in named):
         return ValueError(
             f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "
@@ -79,10 +101,21 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
     return _units_problem(model, options.get("units"))
 
 
-def _dtypes_problem(dtypes, find_unused) -> Exception | None:
+def _dtypes_problem(model, dtypes, find_unused) -> Exception | None:
     for name, dtype in zip(("param_dtype", "reduce_dtype"), dtypes):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             return ValueError(f"{name} must be a floating point dtype such as torch.bfloat16, or None, got {dtype!r}")
+    param_dtype = dtypes[0]
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if norms and param_dtype is not None and next(model.parameters()).device.type == "cpu":
+        ones = torch.ones(1)
+        try:
+            nn.functional.batch_norm(ones[None].to(param_dtype), ones, ones, ones.to(param_dtype), ones.to(param_dtype))
+        except RuntimeError as error:
+            return ValueError(
+                f"{name_some(norms)} cannot compute in {param_dtype} on a CPU: torch wants its weights in the dtype of its "
+                f"running statistics there ({error}). Leave param_dtype out, or run on a GPU"
+            )
     if not isinstance(find_unused, bool):
         return ValueError(f"find_unused must be True or False, got {find_unused!r}")
     return None
@@ -184,8 +217,9 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def agree(problem, fingerprint: str, group, rank: int, world_size: int) -> None:
-    """Raise on every rank if one has a problem, or if the ranks are about to shard different models."""
+def agree(problem, fingerprint: str, group) -> None:
+    """Raise on every rank if one has a problem, or if the ranks are about to shard different models. A collective."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
         if problem is not None:
             raise problem

@@ -1,12 +1,43 @@
-"""Whole weights out of an engine, and into one."""
+"""Whole weights out of an engine and into one, the buffers, and the way back to a plain model."""
 
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from harness.engine import refusals
+from harness.engine import guard, refusals
 from harness.engine.waiting import label, name_some, waiting_for
+
+# What gloo has a name for. Of the rest (int16, float8 and others) the bytes are sent.
+_KNOWN = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+}  # fmt: skip
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor, or its bytes where its dtype cannot be sent."""
+    return tensor if tensor.dtype in _KNOWN else tensor.reshape(-1).view(torch.uint8)
+
+
+def broadcast_buffers(model, group) -> None:
+    """All ranks start from rank 0's buffers. A collective sends memory as it lies, so it is given contiguous memory."""
+    for buffer in model.buffers():
+        whole = buffer.detach().contiguous()
+        dist.broadcast(sendable(whole), group_src=0, group=group)
+        if whole.data_ptr() == buffer.data_ptr():
+            continue
+        if 0 in buffer.stride():  # expanded: several elements in one place of memory
+            buffer.data = whole
+        else:
+            buffer.copy_(whole)
+
+
+def gather_whole(bucket, group) -> torch.Tensor:
+    """The bucket's values from all ranks' shards, in the shards' dtype: (numel,)."""
+    flat = bucket.shard.new_empty(bucket.numel)
+    with waiting_for(f"the all-gather of {label(bucket)}"):
+        dist.all_gather_single(sendable(flat), sendable(bucket.shard), group=group)
+    return flat
 
 
 def full_state_dict(engine) -> dict[str, torch.Tensor]:
@@ -19,9 +50,7 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
         for bucket in engine.buckets:
-            flat = bucket.shard.new_empty(bucket.numel)
-            with waiting_for(f"the all-gather of {label(bucket)}"):
-                dist.all_gather_single(flat, bucket.shard, group=group)
+            flat = gather_whole(bucket, group)
             for param, view in zip(bucket.params, bucket.views(flat)):
                 values[id(param)] = view.to("cpu", copy=True)
         state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
@@ -29,8 +58,8 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
             if id(tensor) in values:
                 state[key] = values[id(tensor)]
             elif isinstance(tensor, torch.Tensor):
-                whole = tensor.detach().clone()
-                dist.broadcast(whole, group_src=0, group=group)
+                whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+                dist.broadcast(sendable(whole), group_src=0, group=group)
                 state[key] = values[id(tensor)] = whole.cpu()
     return state
 
@@ -41,7 +70,7 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
     and ValueError for another shape, on every rank, before anything is written.
     """
-    refusals.agree(_state_problem(engine, state), "", engine.group, engine.rank, engine.world_size)
+    refusals.agree(_state_problem(engine, state), "", engine.group)
     own = engine.model.state_dict(keep_vars=True)
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
@@ -72,3 +101,19 @@ def _state_problem(engine, state) -> Exception | None:
         if isinstance(tensor, torch.Tensor) and tensor.shape != state[key].shape:
             return ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
     return None
+
+
+def close(engine) -> None:
+    """The way back: the model is plain again, with whole parameters in memory of their own. A collective.
+
+    All hooks are gone, and the engine cannot be used any more. Another one may be built on the model.
+    """
+    engine.zero_grad()
+    engine.moments.close()
+    with torch.no_grad():
+        for bucket in engine.buckets:
+            guard.open(bucket.params)
+            guard.release(bucket.params)
+            for param, view in zip(bucket.params, bucket.views(gather_whole(bucket, engine.group))):
+                param.data = view.clone()
+    vars(engine).clear()

@@ -2,9 +2,10 @@
 
 import weakref
 
+import torch
 from torch import nn
 
-from harness.engine import precision
+from harness.engine import guard, precision
 from harness.engine.autograd import backward_now
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
@@ -13,11 +14,9 @@ from harness.engine.waiting import name_some
 def watch_forward(engine) -> list:
     """Look at the model before every forward, and cast its inputs in mixed precision. Returns the hooks' handles.
 
-    The first handle is that of the look. It raises RuntimeError for parameters that came, or were frozen or unfrozen,
-    since the engine was built.
+    The first handle is that of the look.
     """
-    look = Look(engine)
-    handles = [engine.model.register_forward_pre_hook(look)]
+    handles = [engine.model.register_forward_pre_hook(Look(engine))]
     if engine.dtypes[0] is not None:
         for module in engine.model.modules():
             handles.append(module.register_load_state_dict_pre_hook(refuse_loading))
@@ -28,36 +27,88 @@ def watch_forward(engine) -> list:
 
 
 class Look:
-    """What the parameters were when the engine was built, compared with what they are."""
+    """Compares the model with what it was when the engine was built.
+
+    Raises RuntimeError for parameters that came, went, moved, were frozen or unfrozen, or written to where it is lost.
+    """
 
     def __init__(self, engine):
         self._engine = weakref.ref(engine)
-        self._flags = [[param.requires_grad for param in bucket.params] for bucket in engine.buckets]
-        self._known = {id(param) for bucket in engine.buckets for param in bucket.params}
+        # Lists and not a walk through the model: this runs before every forward.
+        self._counts = [(weakref.ref(m), len(m._parameters), len(m._modules)) for m in engine.model.modules()]
+        homes = {}  # id of a parameter -> where the model has it
+        for module in engine.model.modules():
+            for key, param in module._parameters.items():
+                if param is not None:
+                    homes.setdefault(id(param), []).append((weakref.ref(module), key))
+        self._places = []  # of each bucket: (name, where the model has the parameter, requires_grad, address)
+        for bucket in engine.buckets:
+            gathered = bucket.flat.untyped_storage().nbytes() > 0
+            self._places.append(
+                [
+                    (name, homes[id(param)], param.requires_grad, param.data_ptr() if gathered else None)
+                    for name, param in zip(bucket.names, bucket.params)
+                ]
+            )
 
     def __call__(self, model: nn.Module, args) -> None:
         engine = self._engine()
         if engine is None or backward_now() is not None:  # gone; or activation checkpointing runs the model again
             return
-        new = [name for name, param in model.named_parameters() if id(param) not in self._known]
-        if new:
-            raise RuntimeError(
-                f"{name_some(new)} came into the model after the engine was built, which does not train it: build the "
-                "whole model first, then the engine"
-            )
-        changed = []
-        for bucket, was in zip(engine.buckets, self._flags):
-            for name, param, before in zip(bucket.names, bucket.params, was):
-                if param.requires_grad != before:
-                    changed.append(name)
-        if changed:
-            raise RuntimeError(
-                f"requires_grad of {name_some(changed)} was changed after the engine was built, which has buckets, "
-                "hooks and optimizer state for the flags as they were. Change it back, or take state = "
-                "engine.full_state_dict(), build a new model, load the state into it, set the flags, and build a new "
-                "engine (its optimizer starts afresh). A parameter that only rests for some steps can be left out of "
-                "the loss with find_unused=True"
-            )
+        came, replaced, flags, moved, lost = [], [], [], [], []
+        if any(m() is None or (len(m()._parameters), len(m()._modules)) != (p, c) for m, p, c in self._counts):
+            known = {id(param) for bucket in engine.buckets for param in bucket.params}
+            came = [name for name, param in model.named_parameters() if id(param) not in known]
+        with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
+            for bucket, places in zip(engine.buckets, self._places):
+                rounded = bucket.flat.dtype != bucket.shard.dtype
+                for param, (name, homes, requires_grad, address) in zip(bucket.params, places):
+                    if any(home() is None or home()._parameters.get(key) is not param for home, key in homes):
+                        replaced.append(name)
+                    elif param.requires_grad != requires_grad:
+                        flags.append(name)
+                    elif address is not None and (param.data_ptr() != address or param.dtype != bucket.flat.dtype):
+                        moved.append(name)
+                    elif address is not None and rounded and guard.written([param]):
+                        lost.append(name)
+                    hooks = param._post_accumulate_grad_hooks
+                    if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
+                        hooks.move_to_end(param.zero_hook)
+        if came or replaced or flags or moved or lost:
+            raise RuntimeError(_what_changed(came, replaced, flags, moved, lost))
+
+
+def _what_changed(came, replaced, flags, moved, lost) -> str:
+    if came:
+        return (
+            f"{name_some(came)} came into the model after the engine was built, which does not train it: build the "
+            "whole model first, then the engine"
+        )
+    if replaced:
+        return (
+            f"{name_some(replaced)} was replaced after the engine was built (by setattr, a parametrization, "
+            "weight_norm, functional_call or load_state_dict(assign=True)). The engine would train a tensor that the model "
+            "no longer uses. Change the model first, then build the engine; load weights by engine.load_full_state_dict()"
+        )
+    if flags:
+        return (
+            f"requires_grad of {name_some(flags)} was changed after the engine was built, which has buckets, "
+            "hooks and optimizer state for the flags as they were. Change it back, or take state = "
+            "engine.full_state_dict(), build a new model, load the state into it, set the flags, and build a new "
+            "engine (its optimizer starts afresh). A parameter that only rests for some steps can be left out of "
+            "the loss with find_unused=True"
+        )
+    if moved:
+        return (
+            f"{name_some(moved)} was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), or "
+            "param.data = ...), so the engine would train values that the model no longer uses. Move the model first, "
+            "then build the engine; param_dtype= computes in another dtype"
+        )
+    return (
+        f"{name_some(lost)} was written to after the engine was built. In mixed precision the engine's values are the "
+        "shards, and what is written into the rounded weights is lost with the next step. Change weights by the "
+        "optimizer, or by engine.load_full_state_dict()"
+    )
 
 
 def refuse_loading(module, *args) -> None:

@@ -160,7 +160,7 @@ def whole_optimizer(engine):
             for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
                 bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
                 bucket.make_pieces()
-            self.optimizer = optimizer.over_pieces(optimizer_cls, self.trained)
+            self.optimizer = optimizer.over_pieces(self, optimizer_cls)
 
     return Mutant
 
