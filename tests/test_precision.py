@@ -42,7 +42,7 @@ def test_close_to_fsdp2_on_three_ranks(ranks, stage):
 BYTES = {  # (parameters whole, cut), (gradients whole, cut), (optimizer state whole, cut)
     "zero1": ((2, 4), (4, 0), (0, 8)),  # 6 + 12/N
     "zero2": ((2, 4), (0, 4), (0, 8)),  # 2 + 16/N
-    "zero3": ((0, 4), (0, 4), (0, 8)),  # 16/N: the articles' figure
+    "zero3": ((0, 4), (0, 4), (0, 8)),  # 16/N
 }
 SENT = {
     "zero1": {"all-reduce": 8, "all-gather": 2},
