@@ -97,9 +97,10 @@ def test_the_referee_in_bfloat16(tmp_path):
 
 
 def test_the_articles_policy_wraps_by_size_and_keeps_a_tied_weight_one(ranks):
-    """FSDP1 with the article's policy wraps the linear layers of `tiny`, and not its blocks as a whole."""
+    """FSDP1 with the article's policy wraps the large layers of `tiny`, and not its blocks."""
     for found in ranks(2).run(wrapped_by_size):
-        assert found["fsdp1"] == (1 + 6, True) and found["fsdp1_article"] == (1 + 6 * 4, True)
+        assert found["fsdp1"] == (1 + 6, True)  # the model, the blocks
+        assert found["fsdp1_article"] == (1 + 1 + 6 * 4, True)  # the model, the positions, four linear layers a block
 
 
 def wrapped_by_size() -> dict:
