@@ -146,8 +146,8 @@ def _partition(engine, limit: str) -> str:
     padding = sum(bucket.numel for bucket in engine.buckets) - sum(p.numel() for b in engine.buckets for p in b.params)
     shard = sum(bucket.shard_numel for bucket in engine.buckets)
     return (
-        f"{parts}, each cut into {engine.world_size} equal shards, one per rank. This rank owns {shard:,} elements; "
-        f"{padding} of all elements are padding, zeros that make the shards equal."
+        f"{parts}, each cut into {engine.world_size} equal shards, one per rank.\n"
+        f"This rank owns {shard:,} elements; {padding} of all elements are padding, zeros that make the shards equal."
     )
 
 
