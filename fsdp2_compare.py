@@ -5,7 +5,10 @@
     zero1                       beside zero_redundancy_optimizer, torch's ZeroRedundancyOptimizer over DDP
     zero2                       beside fsdp2_no_reshard, fully_shard(reshard_after_forward=False)
     zero3                       beside fsdp2, fully_shard
-    fsdp1 (only when asked for) FullyShardedDataParallel with an auto-wrap policy
+    fsdp1                       FullyShardedDataParallel around every block and the model, as fsdp2
+    fsdp1_article               the same with the wrap policy of the article "Scaling LLM Training", see `_fsdp1`
+
+The last two run only when asked for.
 
 Two passes. The first trains each engine alone, from the same weights on the same batches, and takes losses,
 bytes held, peak and traffic; nothing is timed. The second has all engines alive and gives each one step in
@@ -29,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -57,7 +60,7 @@ TOLERANCE = 1e-3
 TOLERANCE_BF16 = 1e-1
 
 NO_RESHARD_NOTE = (
-    "fsdp2_no_reshard holds the parameters whole only from forward to the end of backward, "
+    "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
     "and 1/N of them otherwise: it is not quite ZeRO-2.\n"
 )
 
@@ -114,12 +117,40 @@ def _fully_shard(model: nn.Module, device: torch.device, dtype, **options) -> nn
     return fully_shard(model, **options)
 
 
-def _fsdp1(model: nn.Module, device: torch.device, dtype) -> nn.Module:
+ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
+
+
+def _fsdp1(model: nn.Module, device: torch.device, dtype, wrap) -> nn.Module:
+    """FSDP1 with the auto-wrap policy `wrap`.
+
+    The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
+    10,000 parameters on (`_by_size`), and offloads the parameters to the CPU. `fsdp1` wraps the blocks and does not
+    offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
+    """
     policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    wrap = ModuleWrapPolicy({Block})
     return FullyShardedDataParallel(
         model, auto_wrap_policy=wrap, device_id=device, use_orig_params=True, mixed_precision=policy
     )
+
+
+def _by_size(model: nn.Module):
+    """The article's policy, but for modules that share a weight: those stay with the model around them.
+
+    Wrapped by themselves, embedding and head would each get a flat parameter of its own, and their one weight would
+    become two, which learn different things. With `use_orig_params` FSDP1 stops with an error instead.
+    """
+    owners = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+    tied = {module for modules in owners.values() if len(modules) > 1 for module in modules}
+
+    def wrap(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if module in tied and not recurse:
+            return False
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, ARTICLE_MIN_NUM_PARAMS)
+
+    return wrap
 
 
 def build(
@@ -141,12 +172,14 @@ def build(
     elif name == "fsdp2_no_reshard":
         model = _fully_shard(model, device, dtype, mesh=mesh, reshard_after_forward=False)
     elif name == "fsdp1":
-        model = _fsdp1(model, device, dtype)
+        model = _fsdp1(model, device, dtype, ModuleWrapPolicy({Block}))
+    elif name == "fsdp1_article":
+        model = _fsdp1(model, device, dtype, _by_size(model))
     return PlainStep(model, adamw(model.parameters()))
 
 
 ENGINES = ("single", "ddp", "zero1", "zero_redundancy_optimizer", "zero2", "fsdp2_no_reshard", "zero3", "fsdp2")
-ON_REQUEST = ("fsdp1",)
+ON_REQUEST = ("fsdp1", "fsdp1_article")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -210,8 +243,8 @@ class Referee:
     def train(self, name: str) -> dict:
         """First pass, one engine: losses, bytes held, peak and traffic, each the maximum over the ranks.
 
-        `held_bytes` are those right before the optimizer's step, when all gradients are there (the articles'
-        way of counting); peak and traffic those of one whole step, the third, when all states exist.
+        `held_bytes` are those right before the optimizer's step, when all gradients are there, as the articles'
+        tables count; peak and traffic those of one whole step, the third, when all states exist.
         """
         measured = min(2, self.options.steps - 1)
         losses, held, peak, sent = [], {"parameters": 0, "gradients": 0, "optimizer": 0}, 0, 0

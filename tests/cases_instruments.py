@@ -70,7 +70,7 @@ def a_unit_that_stays_gathered() -> None:
 
 
 class Naive:
-    """The articles' way: a gathered weight is let go by pointing `.data` at the shard."""
+    """One article's way: a gathered weight is let go by pointing `.data` at the shard."""
 
     def __init__(self, model):
         self.model = model

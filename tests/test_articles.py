@@ -1,4 +1,4 @@
-"""Every claim of harness/articles, with the verdict that it must get and the numbers that lead to it."""
+"""Every claim of harness/teach/articles, with the verdict that it must get and the numbers that lead to it."""
 
 import json
 from pathlib import Path
@@ -64,8 +64,9 @@ EXPECTED = {
         ),
         "the printed ZeRO-3 frees what it has gathered": (
             "does not hold",
-            "91% if freed by assigning .data",
-            "3% by resizing",
+            "655,360 of 957,440 gathered bytes (68%) of a GPT of 2 blocks",
+            "88% of 8 linear layers",
+            "of the GPT 295,424 of 695,296 (its root of 295,424 stays gathered into backward), of the 8 layers 0",
         ),
         "the printed ZeRO-3 gets through forward and backward": (
             "holds when the input of every module needs a gradient; no embedding, no layer on the data itself",
@@ -75,12 +76,12 @@ EXPECTED = {
         ),
         "ZeRO-3 frees a layer's parameters right after use": (
             "holds",
-            "most layers whole at once: 2 of 4, 2 of 8, 2 of",
+            "most layers gathered at once: 2 of 4, 2 of 8, 2 of",
         ),
         "ZeRO-2 frees gradients as backward goes": (
             "holds when the model has several buckets",
-            "0.13Ψ with a bucket per parameter",
-            "1.9Ψ with one bucket",
+            "0.5Ψ bytes with a bucket per parameter",
+            "7.5Ψ bytes with one bucket",
         ),
         "under ZeRO every rank runs the same forward and backward": (
             "holds",
@@ -91,7 +92,7 @@ EXPECTED = {
         "fully_shard is imported from torch.distributed.fsdp": ("holds", "1 of 1 work"),
         "PyTorch ships two implementations, FSDP1 and FSDP2": ("holds", "2 of 2 work"),
         "fully_shard must go on every layer and then on the model": (
-            "holds when the model must never be whole at once, and parameters outside the layers must be sharded too",
+            "holds when the model must never be gathered as one, and parameters outside the layers must be sharded too",
             "largest all-gather 37%",
             "only the model wrapped 100%",
             "27% of the parameters stay unsharded",
@@ -103,7 +104,7 @@ EXPECTED = {
             "2 weights + 2 gradients + 4 float32 weights + 8",
             "111.8 GB for the 7b preset",
         ),
-        "sharding divides the sharded state by N": (
+        "sharding divides the sharded state by N (the divisor is blank in our copy)": (
             "holds",
             "state without sharding over ZeRO-3's: N=2 2",
             "N=4 3.999",
@@ -153,12 +154,15 @@ EXPECTED = {
             "DTensor parameters, (64, 64) kept as (8, 64)",
             "0.125 of the bytes",
         ),
-        "a parameter is whole only while its layer computes": (
+        "full parameters exist only around the computation that needs them": (
             "holds",
-            "most layers whole at once: 2 of 4, 2 of 8, 2 of",
+            "most layers gathered at once: 2 of 4, 2 of 8, 2 of",
         ),
-        "too-large buckets spike memory": ("holds", "0 MiB 1.5Ψ", "25 MiB 3.26Ψ"),
-        "the state of 70B cannot be replicated on a GPU": ("holds", "69,806,587,904 = 1.12 TB"),
+        "too-large buckets spike memory": ("holds", "0 MiB 6", "25 MiB 13Ψ bytes"),
+        "the state of 70B (its size is blank in our copy) cannot be replicated on a GPU": (
+            "holds",
+            "69,806,587,904 = 1.12 TB",
+        ),
     },
     FRAMEWORKS: {
         "mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)": (
@@ -255,10 +259,10 @@ EXPECTED = {
             "sums right: True",
         ),
         "ZeRO-3's volume is about 1.5 times DDP's": (
-            "holds when every parameter is freed after forward; what stays whole costs less",
+            "holds when every parameter is freed after forward; what stays gathered is gathered once and not twice",
             "every parameter in a unit x1.5",
             "FSDP2 x1.5",
-            "a GPT whose root stays whole into backward",
+            "a GPT, whose root stays gathered into backward",
         ),
         "ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward": (
             "does not hold",
@@ -302,9 +306,9 @@ EXPECTED = {
             "with its '~2 bytes' of them 16",
         ),
         "70B in bfloat16 is 140 GB and no H100 holds it": ("holds", "weights in bfloat16 139.6 GB", "H100 80 GB"),
-        "two H100 are needed, and enough, for 7B": (
-            "holds when gradients are sharded too (ZeRO-2 or -3)",
-            "state on each of two: DDP 111.8 GB",
+        "7B needs at least two H100": (
+            "holds",
+            "state on one 111.8 GB, an H100 has 80 GB; on each of two DDP 111.8 GB",
             "ZeRO-1 83.84 GB",
             "ZeRO-2 69.86 GB",
         ),
@@ -438,13 +442,16 @@ EXPECTED = {
         ),
     },
     SCALING: {
-        "FP16 with Adam: 2 + 2 + 12 bytes, 112 GB for 7B": (
+        "FP16 with Adam: 2 + 2 + 12 bytes (blank in our copy), 112 GB for 7B": (
             "holds",
             "2 weights + 2 gradients + 4 float32 weights + 8",
             "111.8 GB for the 7b preset",
         ),
         "the optimizer state is the largest part": ("holds", "12 of 16 bytes per parameter"),
-        "each of 8 GPUs stores 1/8 of the optimizer state": ("holds", "0.1250 of DDP's", "on each of 8 ranks"),
+        "each of 8 GPUs stores 1/8 of the optimizer state (the share is blank in our copy)": (
+            "holds",
+            "0.1250 of DDP's, on each of 8 ranks",
+        ),
         "no redundant optimizer state under ZeRO": (
             "holds",
             "ZeRO-1: 8 ranks hold 1.0001 copies",
@@ -457,7 +464,7 @@ EXPECTED = {
             "ZeRO-2 4.02",
         ),
         "ZeRO-1 saves memory at no more communication": (
-            "holds when gradients are reduce-scattered (the ZeRO paper), not all-reduced (the printed ZeRO-1)",
+            "holds when gradients are reduce-scattered (the ZeRO paper), not all-reduced (another article's ZeRO-1)",
             "DDP 2Ψ",
             "all-reduce + all-gather 3Ψ",
             "reduce-scatter + all-gather 2Ψ",
@@ -489,8 +496,11 @@ EXPECTED = {
             "BACKWARD_PRE: GGCCRGCCRGCCRCR",
             "None: GCCRGCCRGCCRGCR",
         ),
-        "the parameters are cut into N equal chunks": ("holds", "[4336] elements each, 0 of 34,688 padding"),
-        "no GPU ever holds the whole, but for the transient window": (
+        "the parameters are cut into N chunks (N is blank in our copy), equal ones": (
+            "holds",
+            "[4336] elements each, 0 of 34,688 padding",
+        ),
+        "no GPU ever holds the entire model, but for the transient window": (
             "holds when the model has several units, freed after forward",
             "at most 28%",
             "100% with reshard_after_forward=False",
@@ -506,17 +516,14 @@ EXPECTED = {
     WORDPRESS: {
         "7B with Adam in FP32: about 112 GB on every GPU": ("holds", "111.8 GB = 27.9 + 27.9 + 55.9"),
         "an 80 GB GPU is out of memory before the first micro-batch": (
-            "does not hold",
-            "before the first batch 2Ψ (weights",
-            "DDP's buckets) = 56 GB at 7B",
-            "after a step 4Ψ of state",
+            "holds when the first step is counted, in which AdamW makes its state",
+            "before the first batch 8Ψ bytes (weights, DDP's buckets) = 56 GB at 7B",
+            "after the first step 16Ψ (AdamW's state is there) = 112 GB",
         ),
         "under DDP no number of GPUs lowers the memory of each": ("holds", "on each of 2", "on each of 64"),
         "ZeRO-1 still replicates parameters and gradients": (
             "holds",
-            "parameters 1Ψ",
-            "gradients 1Ψ",
-            "optimizer 0.25Ψ",
+            "parameters 4Ψ, gradients 4Ψ, optimizer 1Ψ bytes",
         ),
         "FSDP runs a 7B model on 14 GB": (
             "holds when N = 8 and only what is held between steps counts",
@@ -525,12 +532,12 @@ EXPECTED = {
             "recomputed 17",
         ),
         "ZeRO-3 sends 50% more than DDP": (
-            "holds when every parameter is freed after forward; what stays whole costs less",
+            "holds when every parameter is freed after forward; what stays gathered is gathered once and not twice",
             "every parameter in a unit x1.5",
             "FSDP2 x1.5",
-            "a GPT whose root stays whole into backward",
+            "a GPT, whose root stays gathered into backward",
         ),
-        "under ZeRO-3 the model is whole during forward and backward": (
+        "under ZeRO-3 the model exists in full during forward and backward": (
             "holds when units are kept after forward, or there is only one",
             "at most 28%",
             "100% with reshard_after_forward=False",

@@ -58,7 +58,7 @@ def test_what_autograd_saved_is_alive():
 
 
 def test_freeing_by_assignment_leaks_and_the_ledger_sees_it():
-    """The articles' way to free a weight, and the storage's: the reason for zero3.py's longest comment."""
+    """One article's way to free a weight, and the storage's: the reason for zero3.py's longest comment."""
     for resize in (False, True):
         weight = torch.nn.Parameter(torch.empty(0))
         with MemoryLedger() as memory:

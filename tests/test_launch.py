@@ -30,7 +30,7 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def comparison(tmp_path_factory):
     file = tmp_path_factory.mktemp("referee") / "out.json"
     options = ("--preset", "toy", "--steps", "8", "--timed-steps", "2", "--batch", "2")
-    engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1"
+    engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1,fsdp1_article"
     result = launch("compare", "2", *options, "--engines", engines, "--json", str(file))
     return result, json.loads(file.read_text()) if file.exists() else None
 
@@ -77,7 +77,7 @@ def test_the_referee_compares(comparison):
 
 def test_the_referee_in_bfloat16(tmp_path):
     file = tmp_path / "out.json"
-    engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1"
+    engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1,fsdp1_article"
     options = ("--preset", "toy", "--steps", "4", "--timed-steps", "0", "--batch", "2", "--engines", engines)
     result = launch("compare", "2", "--dtype", "bf16", *options, "--json", str(file))
     assert result.returncode == 0, result.stderr[-3000:]
@@ -94,6 +94,32 @@ def test_the_referee_in_bfloat16(tmp_path):
     assert sum(low.values()) < 1.1 * sum(full.values()) / 2
     # 4 + 4 + 2 bytes to DDP's 4 + 4, and padding
     assert runs["zero1"]["sent_bytes"] == pytest.approx(10 / 8 * runs["ddp"]["sent_bytes"], rel=0.01)
+
+
+def test_the_articles_policy_wraps_by_size_and_keeps_a_tied_weight_one(ranks):
+    """FSDP1 with the article's policy wraps the large layers of `tiny`, and not its blocks."""
+    for found in ranks(2).run(wrapped_by_size):
+        assert found["fsdp1"] == (1 + 6, True)  # the model, the blocks
+        assert found["fsdp1_article"] == (1 + 1 + 6 * 4, True)  # the model, the positions, four linear layers a block
+
+
+def wrapped_by_size() -> dict:
+    """{engine: (how many modules FSDP1 has wrapped, is the weight of embedding and head still one)}."""
+    from functools import partial
+
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    import fsdp2_compare as referee
+    from harness.run.model import GPT, preset
+
+    found, adamw = {}, partial(torch.optim.AdamW, lr=1e-3)
+    for name in ("fsdp1", "fsdp1_article"):
+        model = referee.build(name, GPT(preset("tiny")), adamw, torch.device("cpu")).model
+        wrapped = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+        tied = model.module.head.weight is model.module.tokens.weight
+        found[name] = len(wrapped), tied
+    return found
 
 
 def test_the_referee_fails_when_losses_differ(ranks):
@@ -141,7 +167,7 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     assert "Warning" not in result.stderr
     if sent:
         assert f"{sent} Ψ x (N-1)/N" in result.stdout
-    if stage == "zero1":  # the articles' layout: with a bucket per parameter every rank owns a part of each
+    if stage == "zero1":  # with a bucket per parameter, as two articles cut, every rank owns a part of each
         assert len([line for line in result.stdout.splitlines() if "ranks 0 to 1" in line]) == 28, result.stdout
         assert "blocks.0.qkv.weight" in result.stdout
     events = json.loads(trace.read_text())["traceEvents"]

@@ -2,7 +2,7 @@
 
 The real engines run on a process group that moves nothing ("fake"), with fake tensors, which have shapes, dtypes and
 storages but no memory, or with real ones on a GPU. What is printed as measured comes from the ledgers that
-watched the second step; the articles' formulas and the chapters' own stand beside it.
+watched the second step; formulas stand beside it. In them Ψ is the number of parameters, as in the ZeRO paper.
 
 Run it: ./launch.sh memory --preset 7b --ranks 8
 """
@@ -27,8 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2_compare as referee
 import zero1
-import zero2
-import zero3
 from harness.measure.memory import held_bytes
 from harness.measure.parts import PARTS, STATE, PartsLedger
 from harness.measure.traffic import TrafficLedger
@@ -38,11 +36,29 @@ from harness.run.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2_no_reshard", "fsdp2")
 GPUS = (24, 40, 80, 141)  # GB of 10^9 bytes: RTX 4090, A100, A100 and H100, H200
 
-# Bytes per parameter as the articles count them, (whole, cut into N): weights, gradients and AdamW's two moments in
-# float32; in bf16 bfloat16 weights beside float32 ones (cut, where a stage cuts the optimizer), float32 gradients.
+# Bytes per parameter that a rank holds, (kept in full, cut into N): 4Ψ of weights, 4Ψ of gradients, 8Ψ of AdamW's two
+# moments in float32. The article ARTICLE has this count as a table for 7e9 parameters on 8 GPUs. No article has the
+# count for bf16 as it is here: bfloat16 weights (2Ψ) beside float32 ones (cut, where a stage cuts the optimizer state),
+# float32 gradients. (In DDP and ZeRO-3 the bfloat16 weights exist only while the model computes.)
 FORMULAS = {
     "fp32": {"ddp": (16, 0), "zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16)},
     "bf16": {"ddp": (16, 0), "zero1": (6, 12), "zero2": (2, 16), "zero3": (0, 16)},
+}
+ARTICLE = '"AI in Multiple GPUs: ZeRO & FSDP"'
+
+# The exact peak of each stage in bytes, for float32 and AdamW, without activations and temporaries. The chapters' heads
+# have a shorter one, for buckets or units of equal size. All letters are numbers of elements (4 bytes each), but N, the
+# number of ranks, and p, the units that are gathered ahead:
+#   Ψ  all parameters                            G  the largest single gradient, on its way into ZeRO-1's buffer
+#   U  the largest unit                          R  the root: the parameters of no unit
+# and in ZeRO-2, for that bucket in backward which makes the sum largest:
+#   B  this bucket; if it ends in a bias, also that bias's weight in the next bucket, whose gradient comes first
+#   A  the larger of this bucket and the one that was reduced before it, which may still be in flight
+#   T  this bucket and all that are reduced after it: their shards of the gradients do not exist yet
+PEAK_FORMULAS = {
+    "zero1": "8Ψ + 8Ψ/N + 4G",
+    "zero2": "4Ψ + 8Ψ/N + 4(Ψ - T)/N + 4A + 4B",
+    "zero3": "4(4Ψ - R - (p + 1)U)/N + 4R + 4(p + 3)U",
 }
 
 
@@ -128,33 +144,27 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def peak_formulas() -> dict[str, str]:
-    """{stage: the formula behind "peak" in its chapter's head}, for float32, without activations and temporaries."""
-    chapters = {"zero1": zero1, "zero2": zero2, "zero3": zero3}
-    return {name: re.search(r"^ +peak = (.*?)(?: {2,}|$)", m.__doc__, re.MULTILINE)[1] for name, m in chapters.items()}
-
-
 def evaluate(formula: str, **values: float) -> float:
-    """The number that a formula such as "(4Ψ - R)/N + (p + 3)U" has with these values of its letters."""
+    """The number that a formula such as "4(4Ψ - R)/N + 4(p + 3)U" has with these values of its letters."""
     return eval(re.sub(r"(?<=[\dΨ)]) ?(?=[(A-ZΨ])", "*", formula), {"__builtins__": {}}, values)
 
 
 def letters(model: GPT, ranks: int, bucket_mb: float = 25.0, prefetch: int = 1) -> dict[str, float]:
-    """What the letters of the chapters' formulas stand for (bytes, in float32) for a GPT, without its engine."""
+    """What the letters of `PEAK_FORMULAS` stand for in a GPT (elements; N and p are numbers), without its engine."""
     named = list(model.named_parameters())
-    units = [4 * sum(param.numel() for param in block.parameters()) for block in model.blocks]
-    total = 4 * sum(param.numel() for _, param in named)
+    units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
+    total = sum(param.numel() for _, param in named)
     made = zero1.make_buckets(named, bucket_mb, 0, ranks)
-    buckets, early = [4 * bucket.numel for bucket in made], [0] * len(made)
+    buckets, early = [bucket.numel for bucket in made], [0] * len(made)
     for number, (bucket, behind) in enumerate(zip(made, made[1:])):
         if bucket.names[-1].rpartition(".")[0] == behind.names[0].rpartition(".")[0]:
-            early[number] = 4 * behind.params[0].numel()  # the weight of that bias: its gradient comes first
+            early[number] = behind.params[0].numel()  # the weight of that bias: its gradient comes first
     # Every bucket with the larger of it and the one before, and with all that is reduced from it on.
     ahead = [max(buckets[max(0, i - 1) : i + 1]) for i in range(len(buckets))]
     lines = [(ahead[i], buckets[i] + early[i], sum(buckets[i:])) for i in range(len(buckets))]
     before, bucket, tail = max(lines, key=lambda line: line[0] + line[1] - line[2] / ranks)
     prefetch = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
-    return {"Ψ": total, "N": ranks, "G": 4 * max(param.numel() for _, param in named), "A": before, "B": bucket,
+    return {"Ψ": total, "N": ranks, "G": max(param.numel() for _, param in named), "A": before, "B": bucket,
             "T": tail, "U": max(units), "R": total - sum(units), "p": prefetch}  # fmt: skip
 
 
@@ -270,12 +280,13 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         del engine, look
     peak = memory.peak_moment()
     state = memory.peak_moment(of=lambda moment: moment.state)
-    sent = Counter()
+    sent, elements = Counter(), Counter()
     for collective in traffic.collectives:
         sent[collective.kind] += collective.sent_bytes
+        elements[collective.kind] += collective.sent_elements
     whole, cut = FORMULAS[options.precision].get(name) or FORMULAS[options.precision]["zero3"]
-    formula = round(values["Ψ"] / 4 * (whole + cut / options.ranks))
-    peak_formula = peak_formulas().get(name) if dtype is None else None
+    formula = round(values["Ψ"] * (whole + cut / options.ranks))
+    peak_formula = PEAK_FORMULAS.get(name) if dtype is None else None
     result = {
         "held_bytes": held,
         "formula_bytes": formula,
@@ -291,6 +302,8 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         "state_peak_formula_bytes": round(evaluate(peak_formula, **values)) if peak_formula else None,
         "sent_bytes": traffic.sent_bytes,
         "sent_by_collective": {kind: round(nbytes) for kind, nbytes in sent.items()},
+        "sent_elements": traffic.sent_elements,
+        "sent_elements_by_collective": {kind: round(number) for kind, number in elements.items()},
         "collectives": dict(Counter(collective.kind for collective in traffic.collectives)),
         "curve": curve(memory),
     }
@@ -385,16 +398,16 @@ def fits_on(nbytes: int) -> list[int]:
 
 
 def formula_name(results: dict) -> str:
-    """What the column "formula" is: in bf16 the articles count gradients or float32 weights in other ways."""
-    own = "the articles' formula with float32 gradients and weights to update"
-    return "the articles' formula" if results["precision"] == "fp32" else own
+    """What the column "formula" is: an article's bytes per parameter, or in bf16 this project's own count."""
+    own = "our count: bfloat16 weights, float32 weights to update, float32 gradients"
+    return f"the formula of {ARTICLE}" if results["precision"] == "fp32" else own
 
 
 def report(results: dict) -> str:
     """The tables as text. GB are 10^9 bytes, MB 10^6."""
     engines, ranks, parameters = results["engines"], results["ranks"], results["parameters"]
     unit, size = ("GB", 1e9) if parameters > 2.5e8 else ("MB", 1e6)
-    lines = [f"GPT {results['preset']}: {parameters:,} parameters, Ψ = {4 * parameters / size:.3f} {unit} in float32"]
+    lines = [f"GPT {results['preset']}: Ψ = {parameters:,} parameters, {4 * parameters / size:.3f} {unit} in float32"]
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     name_of = {name: name + (" (stand-in)" if row.get("stand_in") else "") for name, row in engines.items()}
 
@@ -431,23 +444,23 @@ def report(results: dict) -> str:
 
     stages = {name: row for name, row in ran.items() if row["state_peak_formula"]}
     if stages:
-        lines += ["", f"Without activations and temporaries, {unit}, beside the formula in the chapter's head:"]
-        rows = [["engine", "peak", "formula", "off by", "which is"]]
+        lines += ["", f"Without activations and temporaries, {unit}, beside the stage's own formula:"]
+        rows = [["engine", "peak", "formula", "off by", "which is, in bytes"]]
         for name, row in stages.items():
             measured, formula = row["state_peak_bytes"], row["state_peak_formula_bytes"]
             off = f"{measured / formula - 1:+.3%}"
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
         lines += _columns(rows, left=(0, 4))
-        lines.append(
-            "  (Ψ all parameters, G the largest gradient, U a unit, R the root, p units gathered ahead, A, B and T"
-        )
-        lines.append("  buckets: each chapter's head says which)")
+        lines += [
+            "  Elements: Ψ all parameters, G the largest gradient, U the largest unit, R the root (what no unit has);",
+            "  A, B, T of buckets (PEAK_FORMULAS in harness/measure/dry_run.py says which). p: units gathered ahead.",
+        ]
     elif results["precision"] != "fp32" and any(name.startswith("zero") for name in ran):
-        lines += ["", "The chapters' formulas for the peak are for fp32."]
+        lines += ["", "The stages' formulas for the peak are for fp32."]
 
-    factor = 4 * parameters * (ranks - 1) / ranks
+    factor = parameters * (ranks - 1) / ranks
     times = f"times (N-1)/N = {ranks - 1}/{ranks}"
-    lines += ["", f"Sent by one rank in the step, {unit} (and in Ψ {times}), and the number of collectives:"]
+    lines += ["", f"Sent by one rank in the step, {unit} (elements: Ψ {times}), and in how many collectives:"]
     kinds = [kind for kind in ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
              if any(kind in row["sent_by_collective"] for row in ran.values())]  # fmt: skip
     rows = [["engine", "together", *kinds]]
@@ -455,8 +468,9 @@ def report(results: dict) -> str:
         cells = []
         for kind in kinds:
             nbytes, count = row["sent_by_collective"].get(kind), row["collectives"].get(kind)
-            cells.append(f"{_sent(nbytes, factor, size)} in {count}" if count else "-")
-        rows.append([name_of[name], _sent(row["sent_bytes"], factor, size), *cells])
+            elements = row["sent_elements_by_collective"].get(kind)
+            cells.append(f"{_sent(nbytes, elements, factor, size)} in {count}" if count else "-")
+        rows.append([name_of[name], _sent(row["sent_bytes"], row["sent_elements"], factor, size), *cells])
     lines += _columns(rows)
 
     lines += [
@@ -478,8 +492,8 @@ def report(results: dict) -> str:
     return "\n".join(lines)
 
 
-def _sent(nbytes: float, factor: float, size: float) -> str:
-    return f"{nbytes / size:.3f}" + (f" ({nbytes / factor:.3f} Ψ)" if factor else "")
+def _sent(nbytes: float, elements: float, factor: float, size: float) -> str:
+    return f"{nbytes / size:.3f}" + (f" ({elements / factor:.3f} Ψ)" if factor else "")
 
 
 def _columns(rows: list[list[str]], left=(0,)) -> list[str]:

@@ -68,7 +68,7 @@ def new(theme: dict, rows: int, columns: int = 1, height: float = 4.5, **options
 
 
 def memory(results: dict, theme: dict):
-    """Bars per engine, stacked by part: held between steps, under the articles' formula (hatched), and the peak."""
+    """Bars per engine, stacked by part: held between steps, under the formula (hatched), and the peak."""
     unit, size = ("GB (10⁹ bytes)", 1e9) if results["parameters"] > 2.5e8 else ("MB (10⁶ bytes)", 1e6)
     figure, axes = new(theme, 1, height=0.62 * len(results["engines"]) + 1.9)
     names = []

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 KINDS = {  # as torch dispatches them
     "allreduce_": "all-reduce",
@@ -26,12 +27,21 @@ KINDS = {  # as torch dispatches them
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: kind, bytes of the whole buffer, bytes this rank sends for it, and the step's label."""
+    """One collective: kind, bytes of the whole buffer, bytes this rank sends for it, step's label, bytes per element.
+
+    A collective in bfloat16 sends as many elements as one in float32, and half the bytes.
+    """
 
     kind: str
     whole_bytes: int
     sent_bytes: float
     step: str
+    element_bytes: int = 4
+
+    @property
+    def sent_elements(self) -> float:
+        """Elements this rank sends for it: what the ZeRO paper counts traffic in."""
+        return self.sent_bytes / self.element_bytes
 
 
 def sent_bytes(kind: str, whole_bytes: int, world_size: int) -> float:
@@ -64,6 +74,11 @@ class TrafficLedger(TorchDispatchMode):
         """Bytes this rank sent while the ledger was open, rounded to whole bytes."""
         return round(sum(collective.sent_bytes for collective in self.collectives))
 
+    @property
+    def sent_elements(self) -> int:
+        """Elements this rank sent while the ledger was open, rounded."""
+        return round(sum(collective.sent_elements for collective in self.collectives))
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func.namespace, func._schema.name.split("::")[1]
         if namespace == "profiler":
@@ -79,7 +94,8 @@ class TrafficLedger(TorchDispatchMode):
     def _note(self, kind: str, args) -> None:
         whole = whole_bytes(kind, args)
         step = next((label for label in reversed(self._steps) if label.startswith("step ")), "")
-        collective = Collective(kind, whole, sent_bytes(kind, whole, _world_size(args)), step)
+        element = next((leaf.element_size() for leaf in tree_leaves(args[:2]) if isinstance(leaf, torch.Tensor)), 4)
+        collective = Collective(kind, whole, sent_bytes(kind, whole, _world_size(args)), step, element)
         self.collectives.append(collective)
         self._on_event(kind, len(self._steps), collective)
 

@@ -39,7 +39,9 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
         parser.add_argument("--bucket-mb", type=float, default=2.0, help="MiB; 0: one per parameter (default 2)")
     if "prefetch" in own:
         parser.add_argument("--prefetch", type=int, default=1, help="units to gather ahead (default 1)")
-        parser.add_argument("--no-reshard-after-forward", action="store_true", help="keep units whole until backward")
+        parser.add_argument(
+            "--no-reshard-after-forward", action="store_true", help="keep units gathered until backward"
+        )
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(argv)
@@ -78,28 +80,30 @@ def _walk(engine_cls, doc: str) -> None:
         adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
         with Timeline(device=me.device) if options.trace else contextlib.nullcontext() as partition:
             engine = engine_cls(model, adamw, **own)
-        psi = 4 * sum(param.numel() for param in engine.model.parameters())
-        me.print(f"\nGPT {options.preset}: {psi // 4:,} parameters, Ψ = {psi / 1e6:.2f} MB")
+        psi = sum(param.numel() for param in engine.model.parameters())
+        me.print(f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32")
         limit = f" of at most {options.bucket_mb:g} MiB" if hasattr(options, "bucket_mb") else ""
         me.print(f"\nStep {STEPS[0]}: {_partition(engine, limit)}")
         me.print(_owners(engine, me.world_size, everything=options.map))
-        me.print(f"holds {_held(engine)}\n")
+        me.print(f"holds {_held(engine)} (AdamW makes its state in its first step)\n")
         for step in range(options.steps - 1):
             loss = engine.training_step(*ready[step], next_token_loss)
             me.print(f"training step {step + 1}: loss {loss.item():.4f} on this rank's batch")
-        me.print(f"training step {options.steps}, event by event:\n")
+        me.print(f"training step {options.steps}, event by event.\n")
+        me.print("\n".join(_how_to_read(engine)) + "\n")
         story = _Story(engine, memory)
         with TrafficLedger(story.event) as traffic:
             loss = engine.training_step(*ready[-1], next_token_loss)
         story.flush()
     me.print("\n".join(story.lines))
-    me.print("\nlive: bytes alive when the event began; holds: when the step ended; x 2: two of them, live at the last")
     me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {_held(engine)}")
-    me.print(f"alive in all, buffers kept for the next step included: {memory.live / 1e6:.2f} MB")
+    me.print(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     factor = (me.world_size - 1) / me.world_size
-    sent = traffic.sent_bytes
-    times = f" = {sent / (psi * factor):.3f} Ψ x (N-1)/N" if factor else ""
-    me.print(f"sent in this step: {sent / 1e6:.2f} MB{times}, in {len(traffic.collectives)} collectives")
+    elements, megabytes = traffic.sent_elements, traffic.sent_bytes / 1e6
+    times = f" = {elements / (psi * factor):.3f} Ψ x (N-1)/N, with N = {me.world_size}" if factor else ""
+    me.print(
+        f"sent in this step: {elements:,} elements{times}; {megabytes:.2f} MB in {len(traffic.collectives)} collectives"
+    )
     if options.trace:
         _trace(engine, partition.spans, ready[-1], me, options, own)
     process_group.stop()
@@ -136,17 +140,19 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
 def _partition(engine, limit: str) -> str:
     units = getattr(engine, "units", None)
     count, what = (len(engine.buckets), "bucket") if units is None else (len(units), "unit")
-    parts = f"{count} {what}{'s' * (count > 1)}{limit}{' and the root' * (units is not None)}"
+    parts = f"{count} {what}{'s' * (count > 1)}{limit}"
+    if units is not None:
+        parts += " (a transformer block each) and the root (what belongs to no unit)"
     padding = sum(bucket.numel for bucket in engine.buckets) - sum(p.numel() for b in engine.buckets for p in b.params)
     shard = sum(bucket.shard_numel for bucket in engine.buckets)
     return (
-        f"{parts}, cut into {engine.world_size} shards each; "
-        f"this rank owns {shard:,} elements, and {padding} of all elements are padding"
+        f"{parts}, each cut into {engine.world_size} equal shards, one per rank.\n"
+        f"This rank owns {shard:,} elements; {padding} of all elements are padding, zeros that make the shards equal."
     )
 
 
 def _owners(engine, world_size: int, everything: bool) -> str:
-    """Which ranks own which parameter: the articles' picture, for the layout that is really used."""
+    """Which ranks own which parameter, for the layout that is really used."""
     lines = []
     for bucket in engine.buckets:
         for name, offset, param in zip(bucket.names, bucket.offsets, bucket.params):
@@ -159,12 +165,36 @@ def _owners(engine, world_size: int, everything: bool) -> str:
     return "\n".join(lines)
 
 
+def _how_to_read(engine) -> list[str]:
+    """The words and columns of the story, before it is told."""
+    lines = [
+        "buffer  the whole tensor of a collective: the ranks sum it, or put it together from their shards",
+        "sent    what this rank sends for it: (N-1)/N of the buffer, in an all-reduce twice as much",
+        "live    all bytes alive on this rank when the event begins, activations included",
+        "holds   parameters, gradients and optimizer state that this rank keeps when the step ends",
+    ]
+    if hasattr(engine, "units"):
+        lines += [
+            "        (the root is gathered once: it stays from forward to the end of backward, and is held meanwhile)",
+            "5 gather parameters: all-gather      step 5 inside step 1 or 2: a unit, or the root, is gathered",
+            "3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a unit are final",
+        ]
+    elif hasattr(engine.trained[0], "flat_gradient"):  # ZeRO-1's
+        lines += ["        (the gradients' buffers stay from step to step, whatever is in them)"]
+    else:
+        lines += [
+            "        (a bucket that is still on its way when backward ends is held when step 3 ends)",
+            "3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final",
+        ]
+    return [*lines, "x 2     two equal events in a row; live is that of the second"]
+
+
 def _held(engine) -> str:
     return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
 
 
 class _Story:
-    """Turns the ledgers' events into lines; equal neighbours become one line with a count."""
+    """Turns the ledgers' events into lines; equal neighbours become one line with a count. See `_how_to_read`."""
 
     def __init__(self, engine, memory: MemoryLedger):
         self.engine, self.memory = engine, memory

@@ -1,6 +1,7 @@
-"""The articles' claims as data: who says what, what is run for it here, and the run that gives the verdict.
+"""129 claims of the five articles as data: who says what, what is run for it here, and the run that gives the verdict.
 
-`./launch.sh articles` runs them all. Every claim is in words of ours, and its code is; no article's code is here.
+`./launch.sh articles` runs them all. Every claim is in words of ours, and its code is ours; no article's code is here.
+Our copies of the articles lack some numbers and formulas. A claim that was completed there says what is blank.
 """
 
 from harness.teach.articles import activations, arithmetic, behaviour, memory, overlap, snippets, traffic

@@ -191,7 +191,7 @@ def fits_no_gpu() -> tuple[str, str]:
 
 def state_of_70b() -> tuple[str, str]:
     total = 16 * parameters_of("70b")
-    measured = f"16 bytes x {parameters_of('70b'):,} = {total / 1e12:.3g} TB (the article's own number is missing)"
+    measured = f"16 bytes x {parameters_of('70b'):,} = {total / 1e12:.3g} TB; an H200 has 141 GB"
     return measured, verdict(total > 141e9)  # the largest of the GPUs that the project knows
 
 
@@ -201,13 +201,14 @@ def offload_for_70b() -> tuple[str, str]:
 
 
 def two_h100() -> tuple[str, str]:
-    parameters = parameters_of("7b")
+    """The article says that one is too few. Whether two are enough it does not say: that depends on the stage."""
+    one = 16 * parameters_of("7b")
     stages = {"DDP": (16, 0), "ZeRO-1": (8, 8), "ZeRO-2": (4, 12), "ZeRO-3": (0, 16)}
-    two = {name: parameters * (whole + cut / 2) for name, (whole, cut) in stages.items()}
-    measured = "state on each of two: " + ", ".join(f"{name} {gb(nbytes)}" for name, nbytes in two.items())
-    fits = {name: nbytes < 80e9 for name, nbytes in two.items()}
-    condition = "gradients are sharded too (ZeRO-2 or -3)"
-    return measured, holds_when(condition, fits["ZeRO-2"] and fits["ZeRO-3"], fits["DDP"] or fits["ZeRO-1"])
+    two = {name: parameters_of("7b") * (whole + cut / 2) for name, (whole, cut) in stages.items()}
+    measured = f"state on one {gb(one)}, an H100 has 80 GB; on each of two " + ", ".join(
+        f"{name} {gb(nbytes)}" for name, nbytes in two.items()
+    )
+    return f"{measured} (the article does not say that two are enough)", verdict(one > 80e9)
 
 
 def always_more_than_one_gpu() -> tuple[str, str]:
@@ -276,15 +277,15 @@ def fp16_overflows() -> tuple[str, str]:
 
 
 _SUM = "its own numbers, recomputed"
+_COUNTED = "parameters of the 70b preset counted (86 blocks of width 8192)"
 CLAIMS = [
     Claim(FRAMEWORKS, "params x 2 + params x 12 make 16 bytes per parameter", _SUM, formula_of_two_and_twelve),
     Claim(FRAMEWORKS, "its mixed-precision table gives the 112 GB that the text names",
           "the rows of the table added up", table_of_fourteen),
     Claim(FRAMEWORKS, "DDP in its figure 2: 16 bytes per parameter",
           "the boxes of the figure added up", boxes_of_figure_two),
-    Claim(FRAMEWORKS, "70B in bfloat16 is 140 GB and no H100 holds it", "the 70b preset counted", fits_no_gpu),
-    Claim(FRAMEWORKS, "two H100 are needed, and enough, for 7B",
-          "bytes per parameter x the 7b preset, cut into two", two_h100),
+    Claim(FRAMEWORKS, "70B in bfloat16 is 140 GB and no H100 holds it", _COUNTED, fits_no_gpu),
+    Claim(FRAMEWORKS, "7B needs at least two H100", "16 bytes x the 7b preset, on one and on two", two_h100),
     Claim(FRAMEWORKS, "7B is always more than one GPU can hold", "16 bytes x the 7b preset", always_more_than_one_gpu),
     Claim(FRAMEWORKS, "70B on 8 GPUs of 40 GB needs offloading", "16 bytes x the 70b preset / 8", offload_for_70b),
     Claim(FRAMEWORKS, "an all-reduce of 14 GB over 8 ranks at 25 GB/s takes 9.8 s",
@@ -312,9 +313,9 @@ CLAIMS = [
     Claim(FRAMEWORKS, "two weeks of hourly saves of 10-20 minutes waste about 5 hours", _SUM, hourly_saves),
     Claim(FRAMEWORKS, "a save every 1,000 steps is one every ~4 hours", _SUM, save_every_thousand),
     Claim(FRAMEWORKS, "140 GB over 64 ranks are writes of 2.2 GB",
-          "the 70b preset counted", partial(parts_of_140, 64, 2.2)),
+          _COUNTED, partial(parts_of_140, 64, 2.2)),
     Claim(FRAMEWORKS, "140 GB over 256 GPUs are 0.55 GB each",
-          "the 70b preset counted", partial(parts_of_140, 256, 0.55)),
+          _COUNTED, partial(parts_of_140, 256, 0.55)),
     Claim(FRAMEWORKS, "8 DP x 4 PP x 8 TP = 256 GPUs = 32 nodes of 8", _SUM, partial(gpus, 8, 4, 8)),
     Claim(FRAMEWORKS, "4-way TP x 8-way PP x 8-way DP = 256 GPUs", _SUM, partial(gpus, 4, 8, 8)),
     Claim(FRAMEWORKS, "its figure 3 shows 8-way tensor parallelism",
@@ -324,5 +325,6 @@ CLAIMS = [
     Claim(FRAMEWORKS, "float16 overflows easily", "numbers around 65,504 cast", fp16_overflows),
     Claim(FRAMEWORKS, "a loss scaler is for float16's overflow",
           "a small and a large number, with and without a scale", fp16_and_the_scaler),
-    Claim(SHARDING_STATE, "the state of 70B cannot be replicated on a GPU", "16 bytes x the 70b preset", state_of_70b),
+    Claim(SHARDING_STATE, "the state of 70B (its size is blank in our copy) cannot be replicated on a GPU",
+          "16 bytes x the 70b preset", state_of_70b),
 ]  # fmt: skip

@@ -98,7 +98,7 @@ def prefetch(name: str = "zero3", **without) -> tuple[str, str]:
 
 
 def backward_prefetch() -> tuple[str, str]:
-    """FSDP1's option, as the article's snippet has it: is the next unit gathered before this one's gradients?"""
+    """FSDP1's option, which the article names (its snippet only imports it): is the next unit gathered early enough?"""
     from torch.distributed.fsdp import BackwardPrefetch
 
     orders = {

@@ -121,6 +121,7 @@ class Step:
             model = build_model()
             inputs, targets = batch_for(model, batch)
             loss_fn = loss_for(model)
+            self.parameters = sum(p.numel() for p in model.parameters())  # Ψ
             self.parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
             engine = build(name, model, **options)
             engine.optimizer.register_step_pre_hook(lambda *_: self.held.update(held_bytes(engine)))
@@ -143,9 +144,9 @@ class Step:
         return sum(self.held.values())
 
     def sent(self, *kinds: str) -> float:
-        """What a rank sends in Ψ (N-1)/N, by the collectives of these kinds or all: independent of N."""
+        """Elements that a rank sends by the collectives of these kinds or all, in Ψ (N-1)/N: independent of N."""
         return sum(
-            (2 if c.kind == "all-reduce" else 1) * c.whole_bytes / self.parameter_bytes
+            (2 if c.kind == "all-reduce" else 1) * c.whole_bytes / c.element_bytes / self.parameters
             for c in self.collectives
             if not kinds or c.kind in kinds
         )

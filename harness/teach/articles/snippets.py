@@ -1,4 +1,4 @@
-"""Claims in the articles' code: each snippet's point rebuilt in a few lines of our own, and run."""
+"""Claims in the articles' code: the point of each snippet, rebuilt in a few lines of our own and run."""
 
 import contextlib
 import inspect
@@ -132,7 +132,7 @@ def root_wrapped_too() -> tuple[str, str]:
         f"only the layers wrapped: {unsharded / total:.0%} of the parameters stay unsharded"
     )
     needed = both < only_root and unsharded > 0
-    condition = "the model must never be whole at once, and parameters outside the layers must be sharded too"
+    condition = "the model must never be gathered as one, and parameters outside the layers must be sharded too"
     return measured, holds_when(condition, needed, only_root == 0)
 
 

@@ -1,6 +1,7 @@
 """Claims about what is sent: the collectives that the engines really issue, counted and weighed.
 
-Ψ is the bytes of all parameters; traffic is given in Ψ (N-1)/N per rank and step, which is the same for every N. The
+Ψ is the number of parameters, and traffic is counted in elements, as in the ZeRO paper. "2Ψ" below is short for
+2Ψ (N-1)/N elements, sent by one rank in one step: the factor in front of Ψ is the same for every N. The
 articles' models are replaced by small ones: a ratio of counts does not depend on the size.
 """
 
@@ -59,13 +60,14 @@ def zero3_half_as_much_again() -> tuple[str, str]:
     ratios = {
         "every parameter in a unit": step("zero3").sent() / ddp,
         "FSDP2": step("fsdp2").sent() / ddp,
-        "a GPT whose root stays whole into backward": step("zero3", toy).sent() / step("ddp", toy).sent(),
-        "units kept from forward to backward": step("zero3", reshard_after_forward=False).sent() / ddp,
+        "a GPT, whose root stays gathered into backward": step("zero3", toy).sent() / step("ddp", toy).sent(),
+        "units that stay gathered into backward": step("zero3", reshard_after_forward=False).sent() / ddp,
     }
-    whole_units, fsdp2, with_root, kept = ratios.values()
+    all_freed, fsdp2, with_root, kept = ratios.values()
     measured = ", ".join(f"{what} x{ratio:.3g}" for what, ratio in ratios.items())
-    met = about(whole_units, 1.5) and about(fsdp2, 1.5) and with_root < 1.5
-    return measured, holds_when("every parameter is freed after forward; what stays whole costs less", met, kept > 1.4)
+    met = about(all_freed, 1.5) and about(fsdp2, 1.5) and with_root < 1.5
+    condition = "every parameter is freed after forward; what stays gathered is gathered once and not twice"
+    return measured, holds_when(condition, met, kept > 1.4)
 
 
 def per_unit_and_pass() -> tuple[str, str]:
@@ -117,7 +119,7 @@ def zero1_free_of_charge() -> tuple[str, str]:
     measured = (
         f"DDP {psi(ddp)}; all-reduce + all-gather {psi(all_reduced)}; reduce-scatter + all-gather {psi(scattered)}"
     )
-    condition = "gradients are reduce-scattered (the ZeRO paper), not all-reduced (the printed ZeRO-1)"
+    condition = "gradients are reduce-scattered (the ZeRO paper), not all-reduced (another article's ZeRO-1)"
     return measured, holds_when(condition, about(scattered, ddp), about(all_reduced, ddp))
 
 
@@ -178,10 +180,10 @@ def never_zero1() -> tuple[str, str]:
     )
     one = [step(name, micro_batches=k).sent() for k in (1, 2, 3) for name in ("zero1", "zero2")]
     per_k = ", ".join(f"K={k}: {one[2 * k - 2]:g} and {one[2 * k - 1]:g}" for k in (1, 2, 3))
-    whole = quiet.peak / quiet.parameter_bytes, zero1.peak / zero1.parameter_bytes
     measured = (
         f"Ψ sent by ZeRO-1 and ZeRO-2 for K micro-batches: {per_k}, K=4: {zero1.sent():g} and {zero2.sent():g}; with "
-        f"no_sync() {quiet.sent():g}, at a peak of {whole[0]:.3g}Ψ against ZeRO-1's {whole[1]:.3g}Ψ"
+        f"no_sync() {quiet.sent():g}, at a peak of {quiet.peak / quiet.parameters:.3g}Ψ bytes against ZeRO-1's "
+        f"{zero1.peak / zero1.parameters:.3g}Ψ"
     )
     condition = "at most 2 micro-batches are accumulated, or under no_sync() with whole gradients"
     few = one[1] <= one[0] and one[3] <= one[2]
