@@ -87,13 +87,12 @@ def test_the_catalogue_gives_nothing_away(capsys):
         assert exhibit.diagnosis not in shown and exhibit.mutate.__name__ not in shown
 
 
-def test_the_readme_has_the_right_numbers():
-    readme = (ROOT / "README.md").read_text()
-    assert f"a museum of {len(EXHIBITS)} bugs" in readme and f"\n{len(EXHIBITS)} engines that are wrong" in readme
+def test_the_sessions_have_the_right_numbers():
+    page = (ROOT / "docs" / "classroom.md").read_text()
     for stage in STAGES:  # the sessions' last column
         numbers = [number for number, exhibit in EXHIBITS.items() if exhibit.stage == stage]
-        (row,) = (line for line in readme.split("\n") if f"_{stage}.ipynb)" in line)
-        assert row.endswith(f"| {numbers[0]} to {numbers[-1]} |")
+        (row,) = (line for line in page.split("\n") if f"_{stage}.ipynb)" in line)
+        assert f">{numbers[0]} to {numbers[-1]}<" in row
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
 
 

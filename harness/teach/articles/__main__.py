@@ -76,10 +76,15 @@ def markdown(rows: list[dict]) -> str:
 
 def counts(rows: list[dict]) -> str:
     """In a few words how many claims there are, and of which verdicts."""
-    verdicts = Counter(re.sub("^holds when .*", "holds when ...", one["verdict"]) for one in rows)
-    order = ("holds", "holds when ...", "does not hold", "error")
+    verdicts = Counter(re.sub("^holds when .*", "holds when", one["verdict"]) for one in rows)
+    words = {  # verdict: (of one claim, of several)
+        "holds": ("holds", "hold"),
+        "holds when": ("holds under a condition", "hold under a condition"),
+        "does not hold": ("does not hold", "do not hold"),
+        "error": ("could not be run", "could not be run"),
+    }
     number = f"{len(rows)} claim{'s' if len(rows) != 1 else ''}"
-    return f"{number}: " + ", ".join(f"{verdicts[v]} {v}" for v in order if verdicts[v])
+    return f"{number}: " + ", ".join(f"{verdicts[v]} {words[v][verdicts[v] > 1]}" for v in words if verdicts[v])
 
 
 def main(argv: list[str] | None = None) -> int:
