@@ -46,6 +46,12 @@ def test_what_is_generated_is_up_to_date(page):
     assert docs.generate(text, page) == text, "./launch.sh docs writes it anew"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_mark_inside_a_sentence_does_not_begin_its_line(page):
+    """There GitHub takes the whole line for HTML, and shows it apart from its paragraph."""
+    assert re.findall(r"^<!-- generated: .*-->.+<!-- end -->", (ROOT / page).read_text(), re.MULTILINE) == []
+
+
 def test_every_block_is_shown_somewhere():
     shown = {block["name"] for page in PAGES for block in docs.BLOCK.finditer((ROOT / page).read_text())}
     assert shown == set(docs.BLOCKS)
