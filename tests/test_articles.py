@@ -621,7 +621,7 @@ def test_a_claim_that_raises_is_a_row_and_the_rest_still_run(monkeypatch, capsys
     monkeypatch.setattr("harness.teach.articles.__main__.CLAIMS", claims)
     assert main(["--only", "9.8 s"]) == 1
     printed = capsys.readouterr().out
-    assert "RuntimeError: no such thing" in printed and "1 could not be run" in printed and "0.98 s" in printed
+    assert "RuntimeError: no such thing" in printed and "1 error" in printed and "0.98 s" in printed
 
 
 def test_the_table_for_github():

@@ -241,7 +241,7 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path):
     script = tmp_path / "dies.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from harness import process_group\n"
+        "from harness.run import process_group\n"
         "import torch, torch.distributed as dist\n"
         "def main():\n"
         "    me = process_group.start()\n"

@@ -76,15 +76,16 @@ def markdown(rows: list[dict]) -> str:
 
 def counts(rows: list[dict]) -> str:
     """In a few words how many claims there are, and of which verdicts."""
-    verdicts = Counter(re.sub("^holds when .*", "holds when", one["verdict"]) for one in rows)
-    words = {  # verdict: (of one claim, of several)
+    verdicts = Counter(re.sub("^holds when .*", "holds when ...", one["verdict"]) for one in rows)
+    words = {  # verdict -> (of one claim, of several)
         "holds": ("holds", "hold"),
-        "holds when": ("holds under a condition", "hold under a condition"),
+        "holds when ...": ("holds under a condition", "hold under a condition"),
         "does not hold": ("does not hold", "do not hold"),
-        "error": ("could not be run", "could not be run"),
+        "error": ("error", "errors"),
     }
     number = f"{len(rows)} claim{'s' if len(rows) != 1 else ''}"
-    return f"{number}: " + ", ".join(f"{verdicts[v]} {words[v][verdicts[v] > 1]}" for v in words if verdicts[v])
+    found = [f"{verdicts[verdict]} {words[verdict][verdicts[verdict] != 1]}" for verdict in words if verdicts[verdict]]
+    return f"{number}: " + ", ".join(found)
 
 
 def main(argv: list[str] | None = None) -> int:
