@@ -34,7 +34,7 @@ REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
 MEMORY = "memory-7b-8ranks.json"
 SWEEPS = "sweeps-cpu-2ranks.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
-ARTICLES_SAY = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB, 7e9 parameters
+ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
 
 
 def result(name: str):
@@ -142,8 +142,8 @@ def memory_peaks() -> str:
         held = sum(row["held_bytes"].values())
         label = f"`{name}`" + (" (stand-in)" if row.get("stand_in") else "")
         gpu = fits_on(row["peak_bytes"])[0]
-        rows.append([label, giga(held), ARTICLES_SAY.get(name, ""), giga(row["peak_bytes"]), f"{gpu} GB"])
-    return table(["engine", "held, GB", "the articles say", "peak, GB", "smallest GPU"], rows)
+        rows.append([label, giga(held), ARTICLE_SAYS.get(name, ""), giga(row["peak_bytes"]), f"{gpu} GB"])
+    return table(["engine", "held, GB", "article, GB", "peak, GB", "smallest GPU"], rows)
 
 
 def memory_state() -> str:
