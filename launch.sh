@@ -6,21 +6,28 @@ cd "$here"
 
 usage() {
     cat <<'TEXT'
-./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
-./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
+Learn
 ./launch.sh zero1|zero2|zero3 [N] [options]   a chapter runs: a few steps, then one told event by event
                                          (--trace FILE: a step for chrome://tracing; --help lists all options)
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
-./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
-./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
-./launch.sh figures [options]            draws what is in results/ to results/figures/
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's)
 ./launch.sh exercise NAME [--force]      writes exercises/NAME.py, a chapter with blanks: zero1, zero1_2psi, zero2 or zero3
 ./launch.sh check NAME [N]               says of an exercise, step by step: passed, or what was expected and found
 ./launch.sh bug [NUMBER] [--answer]      the museum of bugs: run that exhibit and see the symptom; without NUMBER the list
+
+Run
+./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
+./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
 ./launch.sh test [pytest options]        the tests
 ./launch.sh help                         this text
+
+Measure
+./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
+./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
+./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
+./launch.sh figures [options]            draws what is in results/ to results/figures/
+./launch.sh docs [--check]               writes the tables of README.md and docs/ from results/; --check says what is stale
 
 Without N: one rank per GPU over NCCL where there are two GPUs or more, else two ranks over gloo.
 
@@ -49,12 +56,12 @@ sweeps) entry=(-m harness.measure.sweeps) ;;
 memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
-articles | changes | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
+articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
-    fail "no command '$command'; there are: compare, zero1, zero2, zero3, changes, memory, sweeps, articles, figures," \
-        "notebooks, exercise, check, bug, test, help"
+    fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
+        "compare, test, help, memory, sweeps, ratios, figures, docs"
     ;;
 esac
 

@@ -7,7 +7,7 @@ import pytest
 
 from harness.teach import articles
 from harness.teach.articles import FRAMEWORKS, MULTIPLE_GPUS, SCALING, SHARDING_STATE, WORDPRESS, Claim
-from harness.teach.articles.__main__ import COLUMNS, main, markdown, row, text
+from harness.teach.articles.__main__ import COLUMNS, counts, main, markdown, row, text
 
 # article -> claim -> (verdict, what the measured text must have in it ...)
 EXPECTED = {
@@ -640,11 +640,19 @@ def test_the_table_for_github():
     assert all(len(line) <= 110 for line in text(rows).splitlines())
 
 
-def test_the_readme_shows_the_committed_run_of_these_claims():
+def test_counts_are_sentences():
+    rows = [{"verdict": verdict} for verdict in ["holds"] * 2 + ["holds when N = 2"] * 3 + ["does not hold"]]
+    assert counts(rows) == "6 claims: 2 hold, 3 hold under a condition, 1 does not hold"
+    assert counts(rows[2:3]) == "1 claim: 1 holds under a condition"
+
+
+def test_the_docs_show_the_committed_run_of_these_claims():
     root = Path(__file__).parent.parent
     rows = json.loads((root / "results" / "articles.json").read_text())
     assert [(one["article"], one["claim"], one["ran"]) for one in rows] == [
         (claim.article, claim.claim, claim.ran) for claim in articles.CLAIMS
     ]
     assert all(one["verdict"] == EXPECTED[one["article"]][one["claim"]][0] for one in rows)
-    assert markdown(rows).strip() in (root / "README.md").read_text()
+    shown = (root / "docs" / "articles.md").read_text()
+    for article in articles.ARTICLES:
+        assert markdown([one for one in rows if one["article"] == article]).strip() in shown, "./launch.sh docs"

@@ -1,4 +1,4 @@
-"""The figures: drawn from the committed measurements, with units on their axes, in the README with their commands."""
+"""The figures: drawn from the committed measurements, with units on their axes, in the docs with their commands."""
 
 import json
 import re
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.colors import to_rgba
 
 from harness.measure import figures
-from harness.measure.parts import PARTS
+from harness.measure.parts import HELD, PARTS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -21,18 +22,40 @@ def drawn(name: str, theme: str = ""):
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_every_axis_has_its_unit_and_the_readme_the_picture_with_its_command(name):
+def test_every_axis_has_its_unit_and_the_docs_the_picture_with_its_command(name):
     _, figure = drawn(name)
     labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label]
-    assert all(re.search(r"\b(MB|GB|ms|nats|ranks|step|fraction)\b", label) for label in labels), labels
+    assert all(re.search(r"\b(MB|GB|bytes|ms|nats|ranks?|step|fraction)\b", label) for label in labels), labels
     # The axes that have none are categories (engines, lanes, options) or share another's.
-    assert len(labels) == {"memory": 1, "live": 2, "lanes": 3, "losses": 3, "sweeps": 2, "scaling": 2}[name]
+    assert (
+        len(labels) == {"stages": 5, "memory": 1, "live": 2, "lanes": 3, "losses": 3, "sweeps": 2, "scaling": 2}[name]
+    )
     plt.close(figure)
-    readme = (ROOT / "README.md").read_text()
+    shown = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     for suffix in figures.THEMES:
         file = f"results/figures/{name}{suffix}.png"
-        assert file in readme and (ROOT / file).exists()
-    assert f"./launch.sh figures {name}" in readme
+        assert f'"../{file}"' in shown and (ROOT / file).exists()
+    assert f"./launch.sh figures {name}\n" in shown
+
+
+def test_the_stages_figure_draws_what_each_rank_keeps():
+    """Every byte that a rank holds is filled, all ranks' shards together are one copy, and none lies over another."""
+    results, figure = drawn("stages")
+    part_of = {to_rgba(figures.PART_COLOURS[part]): part for part in HELD}
+    for axes, name in zip(figure.axes, ("ddp", "zero1", "zero2", "zero3"), strict=True):
+        held = results["engines"][name]["held_bytes"]
+        for part in HELD:
+            filled = [patch for patch in axes.patches if part_of.get(patch.get_facecolor()) == part]
+            assert len(filled) == results["ranks"]
+            for patch in filled:
+                assert patch.get_height() * results["parameters"] == pytest.approx(held[part])
+            starts = sorted(patch.get_y() for patch in filled)
+            if starts[0] == starts[-1]:  # whole on every rank
+                assert held[part] == results["engines"]["ddp"]["held_bytes"][part]
+            else:  # side by side
+                height = filled[0].get_height()
+                assert starts == pytest.approx([starts[0] + rank * height for rank in range(len(starts))], rel=1e-4)
+    plt.close(figure)
 
 
 def test_the_memory_figure_draws_what_was_measured():
@@ -69,8 +92,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps({"something": "else"}))
     for argv, said in (
-        (["pie"], "no figure 'pie'; there are: memory"),
-        (["--json", str(source)], "--json needs the name of one figure: memory, live"),
+        (["pie"], "no figure 'pie'; there are: stages, memory"),
+        (["--json", str(source)], "--json needs the name of one figure: stages, memory"),
         (["losses", "--json", "/nowhere.json"], "/nowhere.json"),
         (["losses", "--json", str(wrong)], "is not what figure 'losses' is drawn from"),
     ):

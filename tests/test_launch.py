@@ -341,13 +341,13 @@ def test_a_rank_that_dies_takes_the_job_down_and_the_others_say_where(tmp_path, 
 
 
 def test_two_machines_on_loopback():
-    """The README's lines, an agent of torchrun each, and a port that is free here."""
+    """The lines of docs/machines.md, an agent of torchrun each, and a port that is free here."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "machines.md").read_text()
     lines = re.findall(
-        r"^(NNODES=2 NODE_RANK=\d RDZV_ENDPOINT=localhost):29400 \./launch\.sh (.*)$", readme, re.MULTILINE
+        r"^(NNODES=2 NODE_RANK=\d RDZV_ENDPOINT=localhost):29400 \./launch\.sh (.*)$", page, re.MULTILINE
     )
     assert len(lines) == 2
 

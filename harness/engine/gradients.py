@@ -59,8 +59,8 @@ def check(bucket, param: nn.Parameter) -> None:
     """Refuse a gradient that would be reduced wrongly: one that is sparse, or that nobody waits for any more."""
     if param not in bucket.missing:
         raise RuntimeError(
-            f"a second gradient of {name_of(bucket, param)!r} arrived before its bucket was reduced: the backward before "
-            "this one was interrupted, or left some parameter without a gradient. Several losses of one forward: call "
+            f"a second gradient of {name_of(bucket, param)!r} came before its bucket was reduced: the backward before "
+            "this one was interrupted, or left a parameter without a gradient. Several losses of one forward: call "
             "backward on their sum, or all but the last under engine.no_sync(). A step that leaves parameters unused: "
             "build the engine with find_unused=True. After an error: call engine.zero_grad() before the next forward"
         )

@@ -460,7 +460,7 @@ class UnitMoments(BucketMoments):
             self._warned.add(unit.name)
             warnings.warn(
                 f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "
-                "gathered for it, and stays so until the model's forward ends, in every step. To spend less memory, pass "
+                "gathered for it, and stays so until the model's forward ends, in every step. For less memory pass "
                 "units= that hold whole modules whose weights only their own forward uses",
                 stacklevel=4,
             )

@@ -27,7 +27,7 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
         if this() is not None and not vars(this()).get("updating", False):
             raise RuntimeError(
                 "optimizer.step() alone would update this rank's shard with gradients that were not reduced, and leave "
-                "the other ranks without it: call engine.step(). A learning-rate scheduler over engine.optimizer sees it. "
+                "the other ranks without it: call engine.step(). A scheduler over engine.optimizer sees that step. "
                 "For float16 take harness.engine.gradients.GradScaler, with the engine in the optimizer's place"
             )
 

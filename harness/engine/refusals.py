@@ -113,7 +113,7 @@ def _dtypes_problem(model, dtypes, find_unused) -> Exception | None:
             nn.functional.batch_norm(ones[None].to(param_dtype), ones, ones, ones.to(param_dtype), ones.to(param_dtype))
         except RuntimeError as error:
             return ValueError(
-                f"{name_some(norms)} cannot compute in {param_dtype} on a CPU: torch wants its weights in the dtype of its "
+                f"{name_some(norms)} cannot compute in {param_dtype} on a CPU: torch wants weights in the dtype of the "
                 f"running statistics there ({error}). Leave param_dtype out, or run on a GPU"
             )
     if not isinstance(find_unused, bool):

@@ -87,8 +87,8 @@ def _what_changed(came, replaced, flags, moved, lost) -> str:
     if replaced:
         return (
             f"{name_some(replaced)} was replaced after the engine was built (by setattr, a parametrization, "
-            "weight_norm, functional_call or load_state_dict(assign=True)). The engine would train a tensor that the model "
-            "no longer uses. Change the model first, then build the engine; load weights by engine.load_full_state_dict()"
+            "weight_norm, functional_call or load_state_dict(assign=True)). The engine would train a tensor that the "
+            "model no longer uses. Change the model first, then build the engine; load by engine.load_full_state_dict()"
         )
     if flags:
         return (

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from harness.measure.dry_run import formula_name
-from harness.measure.parts import PARTS, STATE
+from harness.measure.parts import HELD, PARTS, STATE
 
 # One colour means one thing in all figures. What bytes are for, and what a rank does with them at the time:
 PART_COLOURS = {
@@ -65,6 +65,39 @@ def new(theme: dict, rows: int, columns: int = 1, height: float = 4.5, **options
         "grid.color": theme["grid"], "hatch.color": theme["ink"], "hatch.linewidth": 0.6,
     })  # fmt: skip
     return plt.subplots(rows, columns, figsize=(WIDTH, height), layout="constrained", **options)
+
+
+def stages(results: dict, theme: dict):
+    """What each rank keeps between steps under DDP and the stages: filled what it keeps, empty what the others keep."""
+    shown = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+    figure, grid = new(theme, 1, len(shown), height=3.7, sharey=True)
+    unit, size = ("GB", 1e9) if results["parameters"] > 2.5e8 else ("MB", 1e6)
+    whole, ranks, each = results["engines"]["ddp"]["held_bytes"], results["ranks"], results["parameters"]
+    for axes, (name, title) in zip(grid, shown.items()):
+        held = results["engines"][name]["held_bytes"]
+        for rank in range(ranks):
+            bottom = 0.0
+            for part in HELD:
+                height, kept = whole[part] / each, held[part] / each
+                start = bottom + (rank * height / ranks if kept < 0.99 * height else 0)  # a shard lies at its place
+                axes.bar(rank, height, 0.72, bottom, color=theme["shade"])
+                axes.bar(rank, kept, 0.72, start, color=PART_COLOURS[part])
+                axes.bar(rank, height, 0.72, bottom, color="none", edgecolor=theme["grid"], linewidth=0.8)
+                bottom += height
+        axes.set_title(f"{title}\n{sum(held.values()) / size:,.0f} {unit} on each rank")
+        axes.set_xticks(range(ranks), range(ranks))
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel("rank")
+    grid[0].set_yticks(range(0, 17, 4))
+    grid[0].set_ylabel("bytes per parameter")
+    handles = [Patch(color=PART_COLOURS[part], label=part) for part in HELD]
+    handles[-1].set_label("optimizer state (AdamW)")
+    handles.append(Patch(facecolor=theme["shade"], edgecolor=theme["grid"], label="not kept: another rank has it"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    precision = {"fp32": "float32", "bf16": "bfloat16 over float32"}[results["precision"]]
+    figure.suptitle(f"What each of {ranks} ranks keeps: {each / 1e6:,.0f} million parameters, {precision}", fontsize=11)
+    return figure
 
 
 def memory(results: dict, theme: dict):
@@ -315,6 +348,7 @@ def scaling(results: dict, theme: dict):
 
 # figure: (function, the JSON files in results/ that it draws; several with the title that each gets)
 FIGURES = {
+    "stages": (stages, ["memory-small-4ranks-64-tokens.json"]),
     "memory": (memory, ["memory-7b-8ranks.json"]),
     "live": (live, ["memory-small-4ranks-64-tokens.json"]),
     "lanes": (lanes, ["trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"]),
@@ -325,6 +359,7 @@ FIGURES = {
 
 
 SOURCES = {
+    "stages": "./launch.sh memory --json",
     "memory": "./launch.sh memory --json",
     "live": "./launch.sh memory --json",
     "lanes": "./launch.sh zero3 2 --trace",

@@ -1,5 +1,6 @@
 """Step-time ratios over several launches of the referee: ./launch.sh ratios results/referee-cpu-2ranks-*.json"""
 
+import argparse
 import json
 import statistics
 import sys
@@ -18,17 +19,25 @@ def ratios(reports: list[dict]) -> dict[str, list[float]]:
     return found
 
 
-def main(files: list[str]) -> None:
-    if not files:
-        sys.exit("error: name the JSON files of one or more launches, as ./launch.sh compare --json FILE writes them")
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, or 2 for files that are no reports of the referee."""
+    parser = argparse.ArgumentParser(prog="ratios", description="Step-time ratios over launches of the referee.")
+    parser.add_argument("files", nargs="+", help="reports, as ./launch.sh compare --json FILE writes them")
+    files = parser.parse_args(argv).files
     reports = []
     for file in files:
-        with open(file) as opened:
-            reports.append(json.load(opened))
+        try:
+            with open(file) as opened:
+                reports.append(json.load(opened))
+            ratios(reports[-1:])
+        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            print(f"error: {file} is no report of ./launch.sh compare --json FILE: {error}", file=sys.stderr)
+            return 2
     print(f"{'step time':<38}median   lowest  highest  of {len(files)} launches")
     for name, values in ratios(reports).items():
         print(f"{name:<38}{statistics.median(values):>6.2f} {min(values):>8.2f} {max(values):>8.2f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""`./launch.sh docs`: puts what was measured, and what the code says of itself, into README.md and docs/.
+
+A page is written by hand except between two marks, which a reader on GitHub does not see:
+
+    <!-- generated: referee -->
+    ...
+    <!-- end -->
+
+What stands there is written by the function of that name in `BLOCKS`, from results/*.json or from the code.
+`./launch.sh docs --check` writes nothing and names what is stale.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.measure.dry_run import fits_on
+from harness.measure.ratios import ratios
+from harness.teach import articles, changes
+from harness.teach.articles.__main__ import counts, markdown
+from harness.teach.museum.exhibits import EXHIBITS
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(
+    r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
+)
+
+REFEREE = "referee-cpu-2ranks-3.json"
+REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
+REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
+MEMORY = "memory-7b-8ranks.json"
+SWEEPS = "sweeps-cpu-2ranks.json"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
+ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
+
+
+def result(name: str):
+    """What results/`name` holds."""
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """A table as GitHub shows it, numbers to the right."""
+    dashes = ["---", *("---:" if re.fullmatch(r"[\d.,]+", cell) else "---" for cell in rows[0][1:])]
+    cells = [columns, dashes, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def mega(nbytes: float) -> str:
+    """Bytes in MB of 10^6."""
+    return f"{nbytes / 1e6:,.1f}"
+
+
+def giga(nbytes: float) -> str:
+    """Bytes in GB of 10^9."""
+    return f"{nbytes / 1e9:,.2f}"
+
+
+# The referee.
+
+
+def difference(name: str, run: dict) -> str:
+    """How far an engine's losses are from DDP's, in words where that is nothing."""
+    if name == "ddp":
+        return "—"
+    return "0, to the bit" if run["difference"] == 0 else f"{run['difference']:.0e}".replace("e-0", "e-")
+
+
+def conditions(report: dict, file: str) -> str:
+    """What a report was measured on, in one sentence."""
+    return (
+        f"Preset `{report['preset']}`, {report['parameters']:,} parameters, {DTYPES[report['dtype']]}, AdamW, "
+        f"{report['world_size']} ranks over {report['backend']},\n{report['hardware']}, "
+        f"torch {report['torch']} (`results/{file}`)."
+    )
+
+
+def referee() -> str:
+    """The README's table: a row per engine, with everything that fits in eight columns."""
+    report = result(REFEREE)
+    rows = []
+    for name, run in report["runs"].items():
+        numbers = [f"{run['losses'][-1]:.4f}", difference(name, run), f"{sum(run['held_bytes'].values()) / 1e6:.2f}"]
+        numbers += [mega(run["peak_bytes"]), f"{run['sent_bytes'] / 1e6:.2f}", f"{run['step_ms']:.0f}"]
+        rows.append([f"`{name}`", *numbers, f"{run['step_ms'] / report['runs']['ddp']['step_ms']:.2f}"])
+    columns = ["engine", "last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x DDP"]
+    return f"{table(columns, rows)}\n\n{conditions(report, REFEREE)}"
+
+
+def referee_losses() -> str:
+    report = result(REFEREE)
+    rows = [
+        [f"`{name}`", f"{run['losses'][0]:.4f}", f"{run['losses'][-1]:.4f}", difference(name, run)]
+        + [f"{run['step_ms']:.0f}", f"{run['step_ms'] / report['runs']['ddp']['step_ms']:.2f}"]
+        + [f"{run['tokens_per_s']:,.0f}"]
+        for name, run in report["runs"].items()
+    ]
+    columns = ["engine", "first loss", "last loss", "difference from DDP", "step ms", "x DDP", "tokens/s per rank"]
+    return f"{conditions(report, REFEREE)}\n\n{table(columns, rows)}"
+
+
+def referee_bytes() -> str:
+    rows = [
+        [f"`{name}`", *(f"{run['held_bytes'][part] / 1e6:.2f}" for part in ("parameters", "gradients", "optimizer"))]
+        + [mega(run["peak_bytes"]), f"{run['sent_bytes'] / 1e6:.2f}"]
+        for name, run in result(REFEREE)["runs"].items()
+    ]
+    return table(["engine", "parameters MB", "gradients MB", "optimizer MB", "peak MB", "sent MB/step"], rows)
+
+
+def referee_bf16() -> str:
+    report = result(REFEREE_BF16)
+    rows = [
+        [f"`{name}`", f"{run['losses'][-1]:.4f}", difference(name, run), mega(sum(run["held_bytes"].values()))]
+        + [mega(run["peak_bytes"]), f"{run['sent_bytes'] / 1e6:.2f}"]
+        for name, run in report["runs"].items()
+    ]
+    columns = ["engine", "last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step"]
+    return f"{conditions(report, REFEREE_BF16)}\n\n{table(columns, rows)}"
+
+
+def launches() -> str:
+    """The ratios of step times over several launches."""
+    found = ratios([result(file) for file in REFEREE_LAUNCHES])
+    middle = len(REFEREE_LAUNCHES) // 2
+    rows = [
+        [f"`{name}`", *(f"{value:.2f}" for value in (sorted(values)[middle], min(values), max(values)))]
+        for name, values in found.items()
+    ]
+    return table([f"step time, {len(REFEREE_LAUNCHES)} launches", "median", "lowest", "highest"], rows)
+
+
+# Memory.
+
+
+def memory_peaks() -> str:
+    rows = []
+    for name, row in result(MEMORY)["engines"].items():
+        held = sum(row["held_bytes"].values())
+        label = f"`{name}`" + (" (stand-in)" if row.get("stand_in") else "")
+        gpu = fits_on(row["peak_bytes"])[0]
+        rows.append([label, giga(held), ARTICLE_SAYS.get(name, ""), giga(row["peak_bytes"]), f"{gpu} GB"])
+    return table(["engine", "held, GB", "article, GB", "peak, GB", "smallest GPU"], rows)
+
+
+def memory_state() -> str:
+    results = result(MEMORY)
+    each = 4 * results["parameters"] * (results["ranks"] - 1) / results["ranks"]
+    rows = []
+    for name, row in results["engines"].items():
+        formula = row["state_peak_formula"]
+        by_formula = f"`{formula}` = {giga(row['state_peak_formula_bytes'])}" if formula else ""
+        rows.append([f"`{name}`", giga(row["state_peak_bytes"]), by_formula, f"{row['sent_bytes'] / each:.2f}"])
+    return table(["engine", "peak without them, GB", "by formula, GB", "sent, in Ψ (N-1)/N"], rows)
+
+
+# Sweeps.
+
+
+def sweep(words: str) -> str:
+    """One sweep: a row per choice. `words`: its name, without commas."""
+    names = {name.replace(",", ""): rows for name, rows in result(SWEEPS)["sweeps"].items()}
+    rows = [
+        [choice, f"{row['collectives']}", f"{row['step_ms']:.0f}", f"{row['step_ms_lowest']:.0f}"]
+        + [f"{row['step_ms_highest']:.0f}", f"{row['ratio']:.2f}", mega(row["peak_bytes"])]
+        + [mega(row["short_peak_bytes"])]
+        for choice, row in names[words].items()
+    ]
+    columns = [words, "collectives", "step ms", "lowest", "highest", "x the first", "peak MB", "on 8 tokens"]
+    return table(columns, rows)
+
+
+# The code about itself.
+
+
+def claims() -> str:
+    """How many claims hold, in a few words."""
+    return counts(result("articles.json"))
+
+
+def article(name: str) -> str:
+    """The claims of the article that is called `name` in harness/teach/articles/claim.py, each with its run."""
+    title = getattr(articles.claim, name)
+    return markdown([row for row in result("articles.json") if row["article"] == title])
+
+
+def changed(first: str, second: str) -> str:
+    """What `./launch.sh changes first second` prints, as GitHub colours it."""
+    return f"```diff\n{changes.report(first, second)}\n```"
+
+
+def outline(name: str) -> str:
+    """The methods of a chapter's class that say what they do, in the order of its file."""
+    chapter = changes.read(name)
+    rows = [[f"`{method}`", words] for method, words in chapter.words.items() if words]
+    return table([f"class `{changes.CHAPTERS[name]}`", "what it does"], rows)
+
+
+def exhibits() -> str:
+    return f"{len(EXHIBITS)}"
+
+
+def exhibits_of(stage: str) -> str:
+    """The museum's numbers for a stage. They must be in one run."""
+    numbers = [number for number, exhibit in EXHIBITS.items() if exhibit.stage == stage]
+    if numbers != list(range(numbers[0], numbers[-1] + 1)):
+        raise ValueError(f"the exhibits of {stage} are not in one run: {numbers}")
+    return f"{numbers[0]} to {numbers[-1]}"
+
+
+BLOCKS: dict[str, Callable[..., str]] = {
+    "article": article,
+    "changes": changed,
+    "claims": claims,
+    "exhibits": exhibits,
+    "exhibits-of": exhibits_of,
+    "launches": launches,
+    "memory-peaks": memory_peaks,
+    "memory-state": memory_state,
+    "outline": outline,
+    "referee": referee,
+    "referee-bf16": referee_bf16,
+    "referee-bytes": referee_bytes,
+    "referee-losses": referee_losses,
+    "sweep": sweep,
+}
+
+
+def pages() -> list[Path]:
+    """README.md and the pages in docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def generate(text: str, where: str = "a page") -> str:
+    """`text` with every block written anew. Raises ValueError for a block that nobody can write."""
+
+    def write(block: re.Match) -> str:
+        name, arguments = block["name"], block["arguments"]
+        if name not in BLOCKS:
+            raise ValueError(f"{where}: no block {name!r}; there are: {', '.join(BLOCKS)}")
+        # A sweep's name has spaces in it; all other arguments are words.
+        given = [] if arguments is None else [arguments] if name == "sweep" else arguments.split()
+        made = BLOCKS[name](*given)
+        # GitHub wants empty lines around a table; what is one line stays in its sentence.
+        return block["begin"] + (f"\n\n{made.strip()}\n\n" if "\n" in made else made) + block["end"]
+
+    if text.count("<!-- generated: ") != len(BLOCK.findall(text)):
+        raise ValueError(f"{where}: a generated block has no <!-- end -->")
+    return BLOCK.sub(write, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 1 if --check finds a stale page, 2 for what cannot be written."""
+    parser = argparse.ArgumentParser(prog="docs", description="Writes the generated parts of README.md and docs/.")
+    parser.add_argument("--check", action="store_true", help="write nothing, and say which pages are stale")
+    options = parser.parse_args(argv)
+    stale = 0
+    try:
+        for page in pages():
+            name, old = page.relative_to(ROOT), page.read_text()
+            new = generate(old, str(name))
+            if new == old:
+                continue
+            stale += 1
+            if options.check:
+                print(f"stale: {name}; ./launch.sh docs writes it anew")
+            else:
+                page.write_text(new)
+                print(f"written: {name}")
+    except (ValueError, OSError, KeyError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not stale:
+        print(f"up to date: {len(pages())} pages")
+    return int(options.check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

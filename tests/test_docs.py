@@ -1,0 +1,251 @@
+"""README.md and docs/: what is generated is up to date, links and commands lead somewhere, the README stays short."""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import fsdp2_compare
+from harness.measure import dry_run, figures, ratios, sweeps
+from harness.run import walkthrough
+from harness.teach import changes, docs, exercise
+from harness.teach.articles import __main__ as articles
+from harness.teach.check import report as check
+from harness.teach.museum import visit as museum
+from zero1 import ZeRO1
+from zero2 import ZeRO2
+from zero3 import ZeRO3
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [str(page.relative_to(ROOT)) for page in docs.pages()]
+
+CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+def run(command: list[str], **options) -> subprocess.CompletedProcess:
+    """Run `command` in the repository as a reader would, without the variables of a torchrun around us."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment = {**clean, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **options}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+
+
+# What is generated.
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_generated_is_up_to_date(page):
+    text = (ROOT / page).read_text()
+    assert docs.generate(text, page) == text, "./launch.sh docs writes it anew"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_mark_inside_a_sentence_does_not_begin_its_line(page):
+    """There GitHub takes the whole line for HTML, and shows it apart from its paragraph."""
+    assert re.findall(r"^<!-- generated: .*-->.+<!-- end -->", (ROOT / page).read_text(), re.MULTILINE) == []
+
+
+def test_every_block_is_shown_somewhere():
+    shown = {block["name"] for page in PAGES for block in docs.BLOCK.finditer((ROOT / page).read_text())}
+    assert shown == set(docs.BLOCKS)
+
+
+def test_the_command_writes_says_and_refuses(tmp_path, monkeypatch, capsys):
+    (tmp_path / "docs").mkdir()
+    page, readme = tmp_path / "docs" / "page.md", tmp_path / "README.md"
+    page.write_text("There are <!-- generated: exhibits -->3<!-- end --> bugs, of ZeRO-2 numbers "
+                    "<!-- generated: exhibits-of zero2 --><!-- end -->.\n")  # fmt: skip
+    readme.write_text("# Nothing generated\n")
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    assert docs.main(["--check"]) == 1
+    assert "stale: docs/page.md" in capsys.readouterr().out and ">3<" in page.read_text()  # it has written nothing
+    assert docs.main([]) == 0 and "written: docs/page.md" in capsys.readouterr().out
+    assert f">{docs.exhibits()}<" in page.read_text() and f">{docs.exhibits_of('zero2')}<" in page.read_text()
+    assert docs.main(["--check"]) == 0 and "up to date: 2 pages" in capsys.readouterr().out
+    for wrong, said in (
+        ("<!-- generated: weather --><!-- end -->", "'weather'"),
+        ("<!-- generated: claims -->", "end"),
+    ):
+        page.write_text(wrong)
+        assert docs.main([]) == 2 and said in capsys.readouterr().err and page.read_text() == wrong
+
+
+def test_tables_are_measurements():
+    """The README's table against the file it names: every number of an engine's row is one of its run's."""
+    report = docs.result(docs.REFEREE)
+    base = report["runs"]["ddp"]["step_ms"]
+    for name, measured in report["runs"].items():
+        (row,) = (line for line in README.read_text().splitlines() if line.startswith(f"| `{name}` |"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        held = sum(measured["held_bytes"].values())
+        numbers = [held / 1e6, measured["peak_bytes"] / 1e6, measured["sent_bytes"] / 1e6, measured["step_ms"]]
+        for cell, number in zip(cells[3:], [*numbers, measured["step_ms"] / base], strict=True):
+            assert float(cell.replace(",", "")) == pytest.approx(number, abs=0.51 * 10 ** -len(cell.partition(".")[2]))
+        assert (cells[2] == "0, to the bit") == (name != "ddp" and measured["difference"] == 0)
+
+
+# The README's measure.
+
+
+def test_the_readme_is_short():
+    text = README.read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 200 and len(text.split()) <= 2500
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_narrow_and_lines_short(page):
+    for line in (ROOT / page).read_text().splitlines():
+        if line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) <= 9, line  # 8 columns
+    prose = CODE.sub("", (ROOT / page).read_text())
+    long = [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "<summary>"))]
+    assert long == []  # tables and code cannot be wrapped
+
+
+# Links.
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's names for the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    here, text = ROOT / page, CODE.sub("", (ROOT / page).read_text())
+    named = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
+    for name in re.findall(r"\]\[([^\]]+)\]", text):
+        assert name in named, name
+    targets = [*re.findall(r"\]\(([^)\s]+)\)", text), *named.values()]
+    targets += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    for target in targets:
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = target.partition("#")
+        place = (here.parent / file).resolve() if file else here
+        assert place.exists() and place.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(place), target
+
+
+def test_every_page_is_linked_from_the_readme():
+    text = README.read_text()
+    assert [page for page in PAGES if page != "README.md" and f"({page})" not in text] == []
+
+
+# Commands.
+
+
+def parsers() -> dict:
+    """{command of launch.sh: its parser as a function of arguments}, for those that have options of their own."""
+    stages = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
+    chapters = {name: partial(walkthrough.arguments, stage, name) for name, stage in stages.items()}
+    return {
+        **chapters, "compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
+        "articles": articles.arguments, "changes": changes.main, "docs": docs.main, "ratios": ratios.main,
+        "exercise": exercise.main, "check": check.main, "bug": museum.main, "figures": figures.main,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, set[str]]:
+    """{command: the options that its --help lists}."""
+    found = {}
+    for command, parse in parsers().items():
+        said = io.StringIO()
+        argv = sys.argv
+        sys.argv = [command, "--help"]  # for those that take their arguments from there
+        try:
+            with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+                parse() if command == "figures" else parse(["--help"])
+        finally:
+            sys.argv = argv
+        found[command] = set(re.findall(r"--[a-z][a-z-]*", said.getvalue()))
+        assert "--help" in found[command], command
+    return found
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words behind each ./launch.sh of a page, up to a comment or the end of what is set as code."""
+    text = (ROOT / page).read_text()
+    blocks = [line.partition(" #")[0] for block in CODE.findall(text) for line in block.splitlines()]
+    inline = re.findall(r"`([^`]+)`", CODE.sub("", text))
+    found = []
+    for line in [*blocks, *inline]:
+        for tail in re.findall(r"\./launch\.sh\b([^;|&']*)", " ".join(line.split())):
+            found.append(shlex.split(tail))
+    return found
+
+
+def offered() -> set[str]:
+    """The commands that `./launch.sh help` lists."""
+    said = run([str(ROOT / "launch.sh"), "help"]).stdout
+    listed = re.findall(r"^\./launch\.sh (\S+)", said, re.MULTILINE)
+    return {name for names in listed for name in names.split("|") if re.fullmatch(r"[a-z]\w*", name)}
+
+
+def test_every_command_that_a_page_names_is_there(options):
+    known = offered()
+    assert set(options) < known
+    for page in PAGES:
+        for words in commands(page):
+            if not words or words[0].startswith("-"):
+                continue  # the referee
+            assert words[0] in known, (page, words)
+            for word in words[1:]:
+                if word.startswith("--") and words[0] in options:
+                    assert word.partition("=")[0] in options[words[0]], (page, words)
+
+
+def test_every_command_is_named_in_a_page():
+    named = {words[0] for page in PAGES for words in commands(page) if words}
+    assert offered() - named == set()
+
+
+def test_help_and_the_refusal_name_the_same_commands():
+    refused = run([str(ROOT / "launch.sh"), "nonsense"])
+    assert refused.returncode == 2
+    assert set(refused.stderr.partition("there are: ")[2].strip().split(", ")) == offered()
+
+
+# What the README prints and runs.
+
+
+def code(language: str, containing: str) -> str:
+    """The README's only block of this language with `containing` in it."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if containing in block)
+    return block
+
+
+def test_the_first_run_prints_what_the_readme_shows():
+    result = run([str(ROOT / "launch.sh"), "zero1", "2", "--device", "cpu"])
+    assert result.returncode == 0, result.stderr[-3000:]
+    printed = result.stdout.splitlines()
+    for line in code("", "Step 1 forward").splitlines():
+        assert line in printed, line
+
+
+def test_the_readmes_script_trains(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(code("python", "init_process_group"))
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    outputs = []
+    for _ in range(2):
+        result = run(start, PYTHONPATH=str(ROOT))
+        assert result.returncode == 0, result.stderr[-3000:]
+        losses = dict(re.findall(r"rank (\d): last loss ([\d.]+), 4 tensors", result.stdout))
+        assert set(losses) == {"0", "1"}, result.stdout
+        outputs.append(losses)
+    assert outputs[0] == outputs[1]  # it seeds before it builds the model
+    assert outputs[0]["0"] != outputs[0]["1"]  # and each rank has data of its own
+    assert all(float(loss) < 8 for loss in outputs[0].values())  # inputs.sum(1) has variance 10
