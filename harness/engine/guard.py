@@ -87,6 +87,9 @@ class Freed:
             return func(*args, **kwargs)
         raise RuntimeError(message(freed, name))
 
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(message(self, "to be pickled"))
+
     def _data(self):
         """What `param.data` is: something that knows the shape, and whose values nobody can read."""
         with torch._C.DisableTorchFunctionSubclass():

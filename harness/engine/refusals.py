@@ -46,8 +46,8 @@ def process_group(group):
         return group.get_group()
     if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         raise TypeError(
-            "group must be a process group, as dist.new_group() returns it, or a DeviceMesh of one dimension, "
-            f"got {type(group).__name__}"
+            "group must be a process group, as dist.new_group() or mesh.get_group() returns it, or a DeviceMesh of one "
+            f"dimension, got {type(group).__name__}"
         )
     return group
 
