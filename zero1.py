@@ -157,7 +157,8 @@ def gather_parameters(buckets: list[Bucket], group) -> None:
     for bucket in buckets:
         shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
         # async_op: the collective is only started, so that all buckets travel at once.
-        works.append(dist.all_gather_single(bucket.flat, shard, group=group, async_op=True))
+        whole, shard = state.sendable(bucket.flat), state.sendable(shard)  # themselves, or their bytes
+        works.append(dist.all_gather_single(whole, shard, group=group, async_op=True))
     for bucket, work in zip(buckets, works):
         wait(work, "all-gather", bucket)  # `work.wait()`, and an error that names the bucket
 
@@ -205,10 +206,13 @@ class ZeRO1(Interface):
         """
         if self.moments.settled:
             return  # `clip_grad_norm_` has called this before `step`
-        works = [dist.all_reduce(b.flat_gradient, group=self.group, async_op=True) for b in self.trained]
+        works = []
+        for bucket in self.trained:
+            own = precision.before_sum(bucket.flat_gradient, self.world_size)  # itself
+            works.append(dist.all_reduce(own, group=self.group, async_op=True))
         for bucket, work in zip(self.trained, works):
             wait(work, "all-reduce", bucket)
-            bucket.flat_gradient.div_(self.world_size)  # the mean: rounded once, after the sum
+            precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # divided by N, in place
             shard = bucket.own_part(bucket.flat_gradient)
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient.to(piece.dtype)  # of the same dtype: a view, no copy

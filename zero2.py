@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from harness.engine import gradients, moments, optimizer, refusals, state
+from harness.engine import gradients, moments, optimizer, precision, refusals, state
 from harness.engine.interface import Interface
 from harness.engine.waiting import wait
 from zero1 import Bucket, gather_parameters, partition
@@ -61,13 +61,14 @@ class Reduction:
         for view, gradient in zip(bucket.views(self.flat), gradients.take(bucket)):  # every `param.grad` is None now
             view.copy_(gradient)
         self.shard = self.flat.new_empty(bucket.shard_numel)
-        self.work = dist.reduce_scatter_single(self.shard, self.flat, group=group, async_op=True)
+        own = precision.before_sum(self.flat, dist.get_world_size(group))  # itself
+        self.work = dist.reduce_scatter_single(self.shard, own, group=group, async_op=True)
 
     def finish(self, world_size: int) -> None:
         """Hand this rank's shard of the mean to the optimizer. A piece adds up the backwards of one step."""
         wait(self.work, "reduce-scatter", self.bucket)
         self.flat = None  # the whole gradients are gone: this makes it ZeRO-2
-        self.shard.div_(world_size)  # the mean: rounded once, after the sum
+        precision.mean_of_sum(self.shard, world_size)  # divided by N, in place
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard)):
             gradient = gradient.to(piece.dtype)
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)

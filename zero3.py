@@ -128,7 +128,8 @@ class ZeRO3(Interface):
                 bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
                 shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
                 # Straight into the weights: the model's parameters are views of `flat`, and so is what autograd saved.
-                unit.works.append(dist.all_gather_single(bucket.flat, shard, group=self.group, async_op=True))
+                whole, shard = state.sendable(bucket.flat), state.sendable(shard)  # themselves, or their bytes
+                unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
         unit.gathered = True
 
     def _wait(self, unit: Unit) -> None:

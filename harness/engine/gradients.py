@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
+from harness.engine import guard
 from harness.engine.precision import common_dtype
 from harness.engine.waiting import name_some, waiting_for
 
@@ -107,6 +108,12 @@ def settle(engine) -> None:
         raise RuntimeError(
             f"gradients of {name_some(left)} were not reduced: the last backward before step() must run outside "
             "no_sync() and reach the same buckets as those before it, or the engine be built with find_unused=True"
+        )
+    lost = guard.written([p for b in engine.trained for p in b.params if b.flat.untyped_storage().nbytes()])
+    if lost:
+        raise RuntimeError(
+            f"{name_some(lost)} was written to between forward and step(), by a forward that writes into its weights or "
+            "an optimizer that steps inside backward: the ranks' weights would part. Only engine.step() may change them"
         )
     if engine.find_unused and not engine.moments.settled:
         drop_unused(engine.trained, engine.group)

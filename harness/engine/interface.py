@@ -63,6 +63,8 @@ class Interface:
         return self.model.named_modules(*args, **kwargs)
 
     def __getattr__(self, name: str):
+        if "model" not in vars(self) and vars(self).keys() <= {"updating"}:
+            raise AttributeError(f"this {type(self).__name__} was closed: build another engine on the model")
         if name in _INSTEAD:
             raise AttributeError(f"{type(self).__name__} has no {name}(): {_INSTEAD[name]}")
         raise AttributeError(

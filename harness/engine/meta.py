@@ -1,5 +1,7 @@
 """A model on `meta` gets its memory a bucket at a time, so that it never exists whole."""
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +27,11 @@ class Source:
     def __init__(self, model: nn.Module, group, init_fn, state_dict):
         self._model, self._group, self._init_fn, self._state = model, group, init_fn, state_dict
         self._problem, self._began = None, []
+        for module in self._recurrent():
+            module._flat_weight_refs = []  # what has weak references cannot be exchanged
+
+    def _recurrent(self) -> list[nn.RNNBase]:
+        return [module for module in self._model.modules() if isinstance(module, nn.RNNBase)]
 
     def begin(self, bucket) -> list[tuple[str, nn.Parameter]]:
         """Give every parameter of `bucket` that is on `meta` a device and the memory of one element.
@@ -35,8 +42,9 @@ class Source:
         on_meta = [(name, param) for name, param in zip(bucket.names, bucket.params) if param.is_meta]
         for _, param in on_meta:
             one = torch.zeros((), dtype=param.dtype, device=device_for(self._group))
-            # The memory under it and not the object is exchanged: modules such as LSTM hold weak references to it.
-            param.data = one.expand(param.shape)
+            real = nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
+            real.__dict__.update(param.__dict__)
+            torch.utils.swap_tensors(param, real)
         self._began += on_meta
         return on_meta
 
@@ -82,5 +90,9 @@ class Source:
             guard.open(params)
             guard.release(params)
             for param in params:
-                param.data = torch.empty_like(param, device="meta")
+                torch.utils.swap_tensors(
+                    param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+                )
             raise
+        for module in self._recurrent():
+            module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import gradients, guard
 from harness.engine.autograd import backward_now, when_backward_ends
-from harness.engine.watch import watch_forward
+from harness.engine.watch import no_hook, watch_forward
 
 
 class WeakHook:
@@ -39,19 +39,8 @@ class WeakHook:
         if method is not None:
             return method(*args) if self._unit is None else method(self._unit(), *args)
 
-    def __deepcopy__(self, memo):
-        return _nothing
-
-    def __reduce__(self):
-        return _no_hook, ()
-
-
-def _nothing(*args, **kwargs) -> None:
-    """The hook of a copied model: the copy belongs to no engine."""
-
-
-def _no_hook():
-    return _nothing
+    def __reduce__(self):  # also of a deep copy
+        return no_hook, ()
 
 
 def hook_all(engine, on_gradient) -> list:
@@ -335,7 +324,8 @@ class UnitMoments(BucketMoments):
     def _watch_saving(self) -> None:
         if not torch.is_grad_enabled():
             return
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+        self._outer = top(True)
         if self._outer is not None and self._outer[0].__module__ == "torch.utils.checkpoint":
             return  # checkpointing around the model: nothing is saved, and the model runs again
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
@@ -456,7 +446,7 @@ class UnitMoments(BucketMoments):
         if not self._in_forward:
             return False
         # A part of the model uses the weight without calling the unit, so nothing tells when it is done.
-        if unit.name not in self._warned:
+        if unit.name not in self._warned and self._engine.rank == 0:
             self._warned.add(unit.name)
             warnings.warn(
                 f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "

@@ -47,6 +47,7 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     optimizer.register_step_post_hook(after_step)
     optimizer.register_state_dict_post_hook(saved)
     optimizer.register_load_state_dict_pre_hook(about_to_load)
+    optimizer._step_supports_amp_scaling = True  # so that torch's GradScaler calls `step`, and `before_step` answers
     # The pieces' gradients alone are not all that a stage keeps of a step.
     optimizer.zero_grad = lambda set_to_none=True: this().zero_grad()
     return optimizer

@@ -3,6 +3,8 @@
 Without `param_dtype` and `reduce_dtype` nothing here does anything.
 """
 
+import copy
+import dataclasses
 import functools
 
 import torch
@@ -43,6 +45,25 @@ def rounded_shard(bucket) -> torch.Tensor:
     return bucket.own_part(bucket.flat).copy_(bucket.shard)
 
 
+def before_sum(gradients: torch.Tensor, world_size: int) -> torch.Tensor:
+    """`gradients` (numel,) as they are sent. In float16 a part of the division by N comes before the sum, in place.
+
+    float16 ends at 65,504, and the sum of N numbers may lie above it where their mean does not. The part is a power of
+    two, which costs no digit. Other dtypes have room, and are divided once, after the sum.
+    """
+    return gradients.div_(_power_of_two(world_size)) if gradients.dtype == torch.float16 else gradients
+
+
+def mean_of_sum(total: torch.Tensor, world_size: int) -> torch.Tensor:
+    """The mean of `before_sum`'s gradients over the ranks from their sum, in place: rounded once, after the sum."""
+    return total.div_(world_size / _power_of_two(world_size) if total.dtype == torch.float16 else world_size)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
 def common_dtype(buckets) -> torch.dtype:
     """The dtype that holds all shards' values: the same on every rank, also where one owns only a bucket's padding."""
     return functools.reduce(torch.promote_types, (bucket.shard.dtype for bucket in buckets))
@@ -55,10 +76,24 @@ def cast_inputs(modules: list[nn.Module], param_dtype: torch.dtype) -> list:
     keep their dtype.
     """
 
-    def one(value):
-        return value.to(param_dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return [module.register_forward_pre_hook(Cast(param_dtype), with_kwargs=True) for module in modules]
 
-    def cast(module, args, kwargs):
-        return tree_map(one, args), tree_map(one, kwargs)
 
-    return [module.register_forward_pre_hook(cast, with_kwargs=True) for module in modules]
+class Cast:
+    """A forward pre-hook that casts floating point inputs, also those in containers and dataclasses."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __call__(self, module, args, kwargs):
+        return tree_map(self._one, args), tree_map(self._one, kwargs)
+
+    def _one(self, value):
+        if isinstance(value, torch.Tensor):
+            return value.to(self.dtype) if value.is_floating_point() else value
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        cast = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(cast, field.name, tree_map(self._one, getattr(value, field.name)))  # frozen or not
+        return cast

@@ -63,6 +63,12 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             return ValueError(f"the gradient of {name!r} would be sparse; build the embedding with sparse=False")
     named = list(model.named_parameters())
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            return ValueError(
+                f"{name!r} has max_norm: its forward writes into its weights, on every rank into the rows of its own "
+                "batch, and the ranks' weights would part. Build the embedding without it"
+            )
     for name, param in named:
         if hasattr(param, "_local_tensor"):
             return ValueError(f"parameter {name!r} is a DTensor, sharded by something else already; build a new model")

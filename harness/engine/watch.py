@@ -51,6 +51,9 @@ class Look:
                 ]
             )
 
+    def __reduce__(self):  # in a copy of the model nobody looks
+        return no_hook, ()
+
     def __call__(self, model: nn.Module, args) -> None:
         engine = self._engine()
         if engine is None or backward_now() is not None:  # gone; or activation checkpointing runs the model again
@@ -69,8 +72,9 @@ class Look:
                         flags.append(name)
                     elif address is not None and (param.data_ptr() != address or param.dtype != bucket.flat.dtype):
                         moved.append(name)
-                    elif address is not None and rounded and guard.written([param]):
-                        lost.append(name)
+                    elif address is not None and guard.written([param]):
+                        lost += [name] * rounded
+                        param.zero_version = param._version  # in float32 a weight may be changed between two steps
                     hooks = param._post_accumulate_grad_hooks
                     if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
                         hooks.move_to_end(param.zero_hook)
@@ -109,6 +113,14 @@ def _what_changed(came, replaced, flags, moved, lost) -> str:
         "shards, and what is written into the rounded weights is lost with the next step. Change weights by the "
         "optimizer, or by engine.load_full_state_dict()"
     )
+
+
+def nothing(*args, **kwargs) -> None:
+    """The hook of a copied model: the copy belongs to no engine."""
+
+
+def no_hook():
+    return nothing
 
 
 def refuse_loading(module, *args) -> None:

@@ -4,6 +4,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 DEFAULT_BYTES = 4 * 2**20  # enough that no batch of a short run repeats
 
@@ -29,6 +30,24 @@ def load_text(path: str | None = None, seq: int = 1) -> torch.Tensor:
             "take a longer --data or a preset with a shorter sequence"
         )
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def while_all_have(batches, group=None):
+    """Yield this rank's `batches` as long as every rank of `group` has another one.
+
+    Ranks with unequal numbers of batches would wait for each other in the step that only some make. Here all stop
+    together, and what the longer ones still have is left out. One all-reduce of a byte per batch, which the host
+    waits for.
+    """
+    iterator = iter(batches)
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    while True:
+        batch = next(iterator, None)
+        have = torch.tensor([batch is not None], dtype=torch.uint8, device=device)
+        dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
+        if not have.item():
+            return
+        yield batch
 
 
 class Batches:
