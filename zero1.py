@@ -76,10 +76,10 @@ class Bucket:
         # Every parameter and every shard starts on a multiple of 16 bytes. Operands that do not are computed by other
         # kernels, which round differently. So results stay those of plain PyTorch.
         align = max(1, 16 // min(self.params[0].dtype.itemsize, self.param_dtype.itemsize))
-        self.offsets, end = [], 0
-        for param in self.params:
+        self.shapes, self.offsets, end = [param.shape for param in self.params], [], 0
+        for shape in self.shapes:
             self.offsets.append(end)
-            end = round_up(end + param.numel(), align)
+            end = round_up(end + shape.numel(), align)
         self.numel = round_up(max(end, 1), align * world_size)  # never 0, even if all parameters are empty
         self.shard_numel = self.numel // world_size
         self.start = rank * self.shard_numel
@@ -96,7 +96,7 @@ class Bucket:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's place in a whole buffer (numel,), in the parameter's shape."""
-        return [flat[o : o + p.numel()].view(p.shape) for o, p in zip(self.offsets, self.params)]
+        return [flat[start : start + shape.numel()].view(shape) for start, shape in zip(self.offsets, self.shapes)]
 
     def own_part(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole buffer: a view (shard_numel,)."""
@@ -105,8 +105,8 @@ class Bucket:
     def cut(self, shard: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """(index of the parameter, its elements in `shard`, a 1-D view) wherever this rank owns some of it."""
         parts, shard_end = [], self.start + self.shard_numel
-        for index, (offset, param) in enumerate(zip(self.offsets, self.params)):
-            first, end = max(offset, self.start), min(offset + param.numel(), shard_end)
+        for index, (offset, shape) in enumerate(zip(self.offsets, self.shapes)):
+            first, end = max(offset, self.start), min(offset + shape.numel(), shard_end)
             if first < end:
                 parts.append((index, shard[first - self.start : end - self.start]))
         return parts

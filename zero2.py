@@ -58,8 +58,8 @@ class Reduction:
         self.bucket = bucket
         # (numel,); zeros: padding is sent along, and must never hold a NaN
         self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
-        for view, gradient in zip(bucket.views(self.flat), gradients.take(bucket)):  # every `param.grad` is None now
-            view.copy_(gradient)
+        # Every gradient is copied into its place, and no `param.grad` is left.
+        torch._foreach_copy_(bucket.views(self.flat), gradients.take(bucket))
         self.shard = self.flat.new_empty(bucket.shard_numel)
         own = precision.before_sum(self.flat, dist.get_world_size(group))  # itself
         self.work = dist.reduce_scatter_single(self.shard, own, group=group, async_op=True)

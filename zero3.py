@@ -134,9 +134,10 @@ class ZeRO3(Interface):
 
     def _wait(self, unit: Unit) -> None:
         """Step 5, second half: from here on `unit` may compute."""
-        while unit.works:
-            wait(unit.works.pop(0), "all-gather", unit.buckets[0])
-        guard.open(unit.params)
+        if unit.works:
+            while unit.works:
+                wait(unit.works.pop(0), "all-gather", unit.buckets[0])
+            guard.open(unit.params)  # using them was an error up to here
 
     def _free(self, unit: Unit) -> None:
         """Give back the memory of the gathered parameters. This rank's shard stays."""

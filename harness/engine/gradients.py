@@ -2,9 +2,9 @@
 
 Plain functions over an engine or its buckets (see `zero1.Bucket`). Each bucket of trained parameters has
 
-    used      the parameters that got a gradient since `zero_grad()`
+    used      the parameters (by their number in the bucket) that got a gradient since `zero_grad()`
     missing   those whose gradient the backward under way has still to finish (where buckets are sent during backward)
-    kept      {parameter: its whole gradient} of earlier backwards, under `no_sync`
+    kept      {parameter's number: its whole gradient} of earlier backwards, under `no_sync`
 """
 
 import torch
@@ -20,11 +20,10 @@ from harness.engine.waiting import name_some, waiting_for
 def forget(engine) -> None:
     """Drop all gradients, and what is known of their way: `zero_grad()` of every stage."""
     for bucket in engine.trained:
-        for param in bucket.params:
-            param.grad, param.zero_moved = None, False
+        guard.drop_gradients(bucket.params)
         for _, piece in bucket.pieces:
             piece.grad = None
-        bucket.used, bucket.missing, bucket.kept = set(), set(bucket.params), {}
+        bucket.used, bucket.missing, bucket.kept = set(), set(range(len(bucket.params))), {}
     engine.moments.reset()
 
 
@@ -33,45 +32,41 @@ def take(bucket) -> list[torch.Tensor]:
 
     What `no_sync` has kept of earlier backwards is added. A parameter without a gradient (`find_unused`) sends a zero.
     """
-    gradients = []
-    for param in bucket.params:
-        gradient, param.grad = param.grad, None
-        if param in bucket.kept:
-            kept = bucket.kept.pop(param)
-            gradient = kept if gradient is None else kept.add_(gradient)
-        gradients.append(bucket.flat.new_zeros(()).expand(param.shape) if gradient is None else gradient)
-    return gradients
+    with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
+        gradients = [guard.take_gradient(param) for param in bucket.params]
+    for index, kept in bucket.kept.items():
+        gradients[index] = kept if gradients[index] is None else kept.add_(gradients[index])
+    bucket.kept = {}
+    return [
+        bucket.flat.new_zeros(()).expand(param.shape) if gradient is None else gradient
+        for gradient, param in zip(gradients, bucket.params)
+    ]
 
 
-def keep(bucket, param: nn.Parameter) -> None:
+def keep(bucket, index: int) -> None:
     """Under `no_sync`: move `param.grad` to `bucket.kept`, where several backwards add up in the reduce dtype."""
-    gradient, param.grad = param.grad.to(bucket.reduce_dtype), None
-    if param in bucket.kept:
-        bucket.kept[param].add_(gradient)
+    gradient = guard.take_gradient(bucket.params[index]).to(bucket.reduce_dtype)
+    if index in bucket.kept:
+        bucket.kept[index].add_(gradient)
     else:
-        bucket.kept[param] = gradient
+        bucket.kept[index] = gradient
 
 
-def name_of(bucket, param: nn.Parameter) -> str:
-    return next(name for name, other in zip(bucket.names, bucket.params) if other is param)
-
-
-def check(bucket, param: nn.Parameter) -> None:
+def check(bucket, index: int, param: nn.Parameter) -> None:
     """Refuse a gradient that would be reduced wrongly: one that is sparse, or that nobody waits for any more."""
-    if param not in bucket.missing:
+    if index not in bucket.missing:
         raise RuntimeError(
-            f"a second gradient of {name_of(bucket, param)!r} came before its bucket was reduced: the backward before "
+            f"a second gradient of {bucket.names[index]!r} came before its bucket was reduced: the backward before "
             "this one was interrupted, or left a parameter without a gradient. Several losses of one forward: call "
             "backward on their sum, or all but the last under engine.no_sync(). A step that leaves parameters unused: "
             "build the engine with find_unused=True. After an error: call engine.zero_grad() before the next forward"
         )
-    refuse_sparse(bucket, param)
+    refuse_sparse(bucket, index, guard.gradient_of(param))
 
 
-def refuse_sparse(bucket, param: nn.Parameter) -> None:
-    if param.grad.layout != torch.strided:
-        name = name_of(bucket, param)
-        raise RuntimeError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+def refuse_sparse(bucket, index: int, gradient: torch.Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(f"the gradient of {bucket.names[index]!r} is sparse; build its embedding with sparse=False")
 
 
 def without_gradient(buckets) -> list[str]:
@@ -82,7 +77,7 @@ def without_gradient(buckets) -> list[str]:
     names = []
     for bucket in buckets:
         short = bucket.missing if len(bucket.missing) < len(bucket.params) else ()
-        names += [n for n, param in zip(bucket.names, bucket.params) if param not in bucket.used or param in short]
+        names += [name for i, name in enumerate(bucket.names) if i not in bucket.used or i in short]
     return names
 
 
@@ -103,7 +98,7 @@ def settle(engine) -> None:
         )
     left = []
     for bucket in engine.trained:
-        left += [n for n, p in zip(bucket.names, bucket.params) if p.grad is not None or p in bucket.kept]
+        left += [bucket.names[i] for i in (*bucket.kept, *guard.with_gradient(bucket.params))]
     if left:
         raise RuntimeError(
             f"gradients of {name_some(left)} were not reduced: the last backward before step() must run outside "
@@ -112,8 +107,8 @@ def settle(engine) -> None:
     lost = guard.written([p for b in engine.trained for p in b.params if b.flat.untyped_storage().nbytes()])
     if lost:
         raise RuntimeError(
-            f"{name_some(lost)} was written to between forward and step(), by a forward that writes into its weights or "
-            "an optimizer that steps inside backward: the ranks' weights would part. Only engine.step() may change them"
+            f"{name_some(lost)} was written to before step(), by a forward that writes into its weights or "
+            "an optimizer that steps inside backward. The ranks' weights would part: only engine.step() may write"
         )
     if engine.find_unused and not engine.moments.settled:
         drop_unused(engine.trained, engine.group)
@@ -126,7 +121,7 @@ def drop_unused(buckets, group) -> None:
     Then the optimizer leaves them alone, as in plain PyTorch: no weight decay, no momentum, no state. One
     all-reduce of a byte per parameter; the host waits for its result.
     """
-    used = [param in bucket.used for bucket in buckets for param in bucket.params]
+    used = [index in bucket.used for bucket in buckets for index in range(len(bucket.params))]
     used = torch.tensor(used, dtype=torch.uint8, device=buckets[0].flat.device)
     with waiting_for("the all-reduce of which parameters were used (find_unused)"):
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)

@@ -149,14 +149,17 @@ def _flatten(arguments) -> Iterator:
             yield arg
 
 
+_CLOSED: dict[type, type] = {}  # class of a gathered parameter -> its class while it is freed
+_OPENED: dict[type, type] = {}  # and back
+
+
 @functools.cache
 def _engine_class(cls: type) -> type:
-    return EngineParameter if cls is nn.Parameter else type(f"Engine{cls.__name__}", (EngineParameter, cls), {})
-
-
-@functools.cache
-def _freed_class(cls: type) -> type:
-    return type(f"Freed{cls.__name__}", (Freed, cls), {"zero_gathered_class": cls})
+    """The class of an engine's parameter that was of class `cls`."""
+    engine = EngineParameter if cls is nn.Parameter else type(f"Engine{cls.__name__}", (EngineParameter, cls), {})
+    _CLOSED[engine] = type(f"Freed{engine.__name__}", (Freed, engine), {})
+    _OPENED[_CLOSED[engine]] = engine
+    return engine
 
 
 def adopt(bucket, engine) -> None:
@@ -177,9 +180,35 @@ def release(params) -> None:
             delattr(param, key)
 
 
+def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
+    """`param.grad`, without asking who wants to know."""
+    return _grad.__get__(param)
+
+
+def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """`param.grad`, which is None from now on."""
+    gradient = _grad.__get__(param)
+    _grad.__set__(param, None)
+    return gradient
+
+
+def drop_gradients(params) -> None:
+    """No parameter has a gradient, and none has moved."""
+    with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
+        for param in params:
+            _grad.__set__(param, None)
+            param.zero_moved = False
+
+
+def with_gradient(params) -> list[int]:
+    """The numbers of the parameters that have a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [index for index, param in enumerate(params) if _grad.__get__(param) is not None]
+
+
 def written(params) -> list[str]:
     """Names of those that were written to since they were gathered, or since `stepped`."""
-    return [p.zero_name for p in params if not isinstance(p, (Freed, FakeTensor)) and p._version != p.zero_version]
+    return [p.zero_name for p in params if type(p) in _CLOSED and p._version != p.zero_version]
 
 
 def stepped(params) -> None:
@@ -200,9 +229,9 @@ def close(params: list[nn.Parameter]) -> None:
     """From here on, using the values of these parameters raises RuntimeError. So does having written to them before."""
     lost = written(params)
     for param in params:
-        cls = type(param)
-        if issubclass(cls, EngineParameter) and not issubclass(cls, Freed):
-            param.__class__ = _freed_class(cls)
+        freed = _CLOSED.get(type(param))
+        if freed is not None:
+            param.__class__ = freed
     if lost:
         raise RuntimeError(
             f"{name_some(lost)} was written to while it was gathered. The engine's values are the shards: what is "
@@ -214,6 +243,7 @@ def close(params: list[nn.Parameter]) -> None:
 def open(params: list[nn.Parameter]) -> None:
     """These parameters are gathered again."""
     for param in params:
-        if isinstance(param, Freed):
-            param.__class__ = param.zero_gathered_class
+        gathered = _OPENED.get(type(param))
+        if gathered is not None:
+            param.__class__ = gathered
             param.zero_version = param._version

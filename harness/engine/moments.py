@@ -32,12 +32,13 @@ class WeakHook:
     """A hook that calls a method as long as the method's object lives, and does nothing in a copy of the model."""
 
     def __init__(self, method, unit=None):
-        self._method, self._unit = weakref.WeakMethod(method), unit and weakref.ref(unit)
+        self._object, self._function = weakref.ref(method.__self__), method.__func__
+        self._unit = unit and weakref.ref(unit)
 
     def __call__(self, *args):
-        method = self._method()
-        if method is not None:
-            return method(*args) if self._unit is None else method(self._unit(), *args)
+        this = self._object()
+        if this is not None:
+            return self._function(this, *args) if self._unit is None else self._function(this, self._unit(), *args)
 
     def __reduce__(self):  # also of a deep copy
         return no_hook, ()
@@ -61,23 +62,23 @@ class CollectGradients:
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
-        self._place = {}  # id of a parameter -> (its bucket, its view of `flat_gradient`)
+        self._place = {}  # id of a parameter -> (its bucket, its number there, its view of `flat_gradient`)
         self.settled = False  # whether step 3 was made since the last gradient came
         self._handles = hook_all(engine, self._on_gradient)
         for bucket in engine.trained:
-            for param, view in zip(bucket.params, bucket.views(bucket.flat_gradient)):
-                self._place[id(param)] = bucket, view
+            for index, view in enumerate(bucket.views(bucket.flat_gradient)):
+                self._place[id(bucket.params[index])] = bucket, index, view
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        bucket, place = self._place[id(param)]
-        gradients.refuse_sparse(bucket, param)
-        with torch.no_grad():
-            # The first gradient since `zero_grad()` overwrites what the step before has left there. With `find_unused`
-            # zeros are there: a parameter that this rank does not use must contribute zeros, not an earlier gradient.
-            store = place.add_ if self._engine.find_unused or param in bucket.used else place.copy_
-            store(param.grad)
-        bucket.used.add(param)
-        param.grad, param.zero_moved, self.settled = None, True, False
+        bucket, index, place = self._place[id(param)]
+        gradient = guard.take_gradient(param)
+        gradients.refuse_sparse(bucket, index, gradient)
+        # The first gradient since `zero_grad()` overwrites what the step before has left there. With `find_unused`
+        # zeros are there: a parameter that this rank does not use must contribute zeros, not an earlier gradient.
+        store = place.add_ if self._engine.find_unused or index in bucket.used else place.copy_
+        store(gradient.detach())
+        bucket.used.add(index)
+        param.zero_moved, self.settled = True, False
 
     def close(self) -> None:
         for handle in self._handles:
@@ -105,15 +106,15 @@ class BucketMoments:
     def __init__(self, engine, parts=None):
         self._engine = weakref.proxy(engine)
         self._buckets_of = {bucket: [bucket] for bucket in engine.trained} if parts is None else parts
-        self._home = {}  # id of a parameter -> (bucket or unit, bucket)
+        self._home = {}  # id of a parameter -> (bucket or unit, bucket, the parameter's number there)
         self._sync = True  # False under `no_sync`
         self._backward = None  # autograd's number of the backward that is running, once it has shown itself
-        self._open = []  # buckets or units whose gradients that backward has still to finish
+        self._open = {}  # buckets or units (as keys) whose gradients that backward has still to finish
         self.settled = False  # whether step 3 was finished since the last reduction
         for part, buckets in self._buckets_of.items():
             for bucket in buckets:
-                for param in bucket.params:
-                    self._home[id(param)] = part, bucket
+                for index, param in enumerate(bucket.params):
+                    self._home[id(param)] = part, bucket, index
         self._handles = hook_all(engine, self._on_gradient)
 
     def close(self) -> None:
@@ -137,21 +138,27 @@ class BucketMoments:
         """A backward shows its first sign. Nothing tells its end, but autograd takes a callback for it."""
         if self._backward is None:
             self._backward = when_backward_ends(WeakHook(self._end_backward))
-            self._open = list(self._buckets_of)
+            self._open = dict.fromkeys(self._buckets_of)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        part, bucket = self._home[id(param)]
-        if self._engine.find_unused:
+        if torch.is_grad_enabled():  # a backward that builds a graph must not record what happens here
+            with torch.no_grad():
+                return self._on_gradient(param)
+        part, bucket, index = self._home[id(param)]
+        self._see_gradient()
+        gradients.check(bucket, index, param)
+        bucket.used.add(index)
+        param.zero_moved = True
+        if not self._sync:
+            gradients.keep(bucket, index)
+        bucket.missing.discard(index)
+        if not bucket.missing and not any(b.missing for b in self._buckets_of[part]):
+            self._complete(part)
+
+    def _see_gradient(self) -> None:
+        """A gradient is final. Only `find_unused` has something to do when backward ends."""
+        if self._engine.find_unused and self._backward is None:
             self._begin_backward()
-        with torch.no_grad():  # a backward that builds a graph must not record what happens here
-            gradients.check(bucket, param)
-            bucket.used.add(param)
-            param.zero_moved = True
-            if not self._sync:
-                gradients.keep(bucket, param)
-            bucket.missing.discard(param)
-            if not any(b.missing for b in self._buckets_of[part]):
-                self._complete(part)
 
     def _complete(self, part) -> None:
         """This rank has all gradients of `part`."""
@@ -159,9 +166,9 @@ class BucketMoments:
 
     def _deliver(self, part) -> None:
         """Tell the chapter that the gradients of `part` are final; from here on those of the next backward count."""
-        self._open = [other for other in self._open if other is not part]
+        self._open.pop(part, None)
         for bucket in self._buckets_of[part]:
-            bucket.missing = set(bucket.params)
+            bucket.missing = set(range(len(bucket.params)))
         if self._sync and self._buckets_of[part]:
             self.settled = False
             self._engine.gradients_final(part)
@@ -170,7 +177,7 @@ class BucketMoments:
         """With `find_unused`: what waits for gradients that do not come is final now, with zeros on this rank."""
         self._backward = None
         while self._engine.find_unused and self._open:
-            self._deliver(self._open[0])
+            self._deliver(next(iter(self._open)))
 
 
 class Run:
@@ -349,7 +356,8 @@ class UnitMoments(BucketMoments):
         if version is None:
             return run(tensor)  # by the caller's own context
         if run is not None:
-            self._ask(run)
+            if run not in self._asked or not run.unit.gathered or run.unit.works:
+                self._ask(run)
             if torch.is_grad_enabled():  # a graph of this backward may be gone through later, and read the weights
                 self._keep_gathered = True
         # Autograd leaves this to us, as it does not know whether an unpacked tensor is the one that was packed.
@@ -413,9 +421,9 @@ class UnitMoments(BucketMoments):
         if self._engine.find_unused:
             self._deliver(unit)
 
-    def _on_gradient(self, param: nn.Parameter) -> None:
-        self._begin_backward()
-        super()._on_gradient(param)
+    def _see_gradient(self) -> None:
+        if self._backward is None or self._backward != torch._C._current_graph_task_id():
+            self._begin_backward()
 
     def _complete(self, unit) -> None:
         # Every use of a weight adds to its gradient. So when all gradients are final, nobody needs the weights.

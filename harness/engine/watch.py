@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import nn
 
-from harness.engine import guard, precision
+from harness.engine import precision
 from harness.engine.autograd import backward_now
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
@@ -35,49 +35,47 @@ class Look:
     def __init__(self, engine):
         self._engine = weakref.ref(engine)
         # Lists and not a walk through the model: this runs before every forward.
-        self._counts = [(weakref.ref(m), len(m._parameters), len(m._modules)) for m in engine.model.modules()]
+        self._counts = [
+            (m._parameters, len(m._parameters), m._modules, len(m._modules)) for m in engine.model.modules()
+        ]
         homes = {}  # id of a parameter -> where the model has it
         for module in engine.model.modules():
             for key, param in module._parameters.items():
                 if param is not None:
-                    homes.setdefault(id(param), []).append((weakref.ref(module), key))
-        self._places = []  # of each bucket: (name, where the model has the parameter, requires_grad, address)
+                    homes.setdefault(id(param), []).append((module._parameters, key))
+        self._known = []  # (name, parameter, where the model has it, requires_grad, address, is it a rounded one)
         for bucket in engine.buckets:
-            gathered = bucket.flat.untyped_storage().nbytes() > 0
-            self._places.append(
-                [
-                    (name, homes[id(param)], param.requires_grad, param.data_ptr() if gathered else None)
-                    for name, param in zip(bucket.names, bucket.params)
-                ]
-            )
+            gathered, rounded = bucket.flat.untyped_storage().nbytes() > 0, bucket.flat.dtype != bucket.shard.dtype
+            for name, param in zip(bucket.names, bucket.params):
+                address = param.data_ptr() if gathered else None
+                self._known.append((name, param, homes[id(param)], param.requires_grad, address, rounded))
 
     def __reduce__(self):  # in a copy of the model nobody looks
         return no_hook, ()
 
     def __call__(self, model: nn.Module, args) -> None:
-        engine = self._engine()
-        if engine is None or backward_now() is not None:  # gone; or activation checkpointing runs the model again
+        if self._engine() is None or backward_now() is not None:  # gone; or activation checkpointing runs it again
             return
         came, replaced, flags, moved, lost = [], [], [], [], []
-        if any(m() is None or (len(m()._parameters), len(m()._modules)) != (p, c) for m, p, c in self._counts):
-            known = {id(param) for bucket in engine.buckets for param in bucket.params}
+        if any(len(params) != p or len(modules) != m for params, p, modules, m in self._counts):
+            known = {id(param) for _, param, *_ in self._known}
             came = [name for name, param in model.named_parameters() if id(param) not in known]
         with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
-            for bucket, places in zip(engine.buckets, self._places):
-                rounded = bucket.flat.dtype != bucket.shard.dtype
-                for param, (name, homes, requires_grad, address) in zip(bucket.params, places):
-                    if any(home() is None or home()._parameters.get(key) is not param for home, key in homes):
+            for name, param, homes, requires_grad, address, rounded in self._known:
+                for params, key in homes:
+                    if params.get(key) is not param:
                         replaced.append(name)
-                    elif param.requires_grad != requires_grad:
-                        flags.append(name)
-                    elif address is not None and (param.data_ptr() != address or param.dtype != bucket.flat.dtype):
+                if param.requires_grad != requires_grad:
+                    flags.append(name)
+                if address is not None:  # ZeRO-3's have no place of their own
+                    if param.data_ptr() != address:
                         moved.append(name)
-                    elif address is not None and guard.written([param]):
+                    elif param._version != param.zero_version:
                         lost += [name] * rounded
                         param.zero_version = param._version  # in float32 a weight may be changed between two steps
-                    hooks = param._post_accumulate_grad_hooks
-                    if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
-                        hooks.move_to_end(param.zero_hook)
+                hooks = param._post_accumulate_grad_hooks
+                if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
+                    hooks.move_to_end(param.zero_hook)
         if came or replaced or flags or moved or lost:
             raise RuntimeError(_what_changed(came, replaced, flags, moved, lost))
 

@@ -187,9 +187,9 @@ def own_norm(engine):
 def old_gradients(engine):
     class Collect(moments.CollectGradients):
         def _on_gradient(self, param):
-            bucket, place = self._place[id(param)]
+            bucket, index, place = self._place[id(param)]
             place.add_(param.grad)  # always added, also to what the step before has left there
-            bucket.used.add(param)
+            bucket.used.add(index)
             param.grad, self.settled = None, False
 
     class Mutant(engine):
