@@ -822,7 +822,8 @@ SLIPS = {
         ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
          "[0 * p if p.grad is None else p.grad for p in bucket.params]", "and bucket.kept)"),
         ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
-         "[p.grad + bucket.kept.pop(p) if p in bucket.kept else p.grad for p in bucket.params]", "NoneType"),
+         "[p.grad + bucket.kept.pop(p) if p in bucket.kept else p.grad for p in bucket.params]"
+         "; [setattr(p, 'grad', None) for p in bucket.params]", "NoneType"),
         ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
          "gradients.take(bucket); [setattr(p, 'grad', g) for p, g in zip(bucket.params, whole)]", "with a .grad after"),
         ("Step 3: send", "Reduction_of___init__", ", dtype=bucket.reduce_dtype", "", "in mixed precision"),
