@@ -850,6 +850,7 @@ SLIPS = {
          "*self.units[self.units.index(unit) + 1 :][: self.prefetch]] if unit in self.units else [unit, *upcoming",
          "runs the units [2, 0, 1, 3]"),
         ("Step 1", "before_forward", "self._gather(each)", "self._gather(each); self._wait(each)", "order of events"),
+        ("Step 1", "before_forward", "[unit, *upcoming]", "[*upcoming, unit]", "the root first"),
         ("Step 1", "before_forward", "self._wait(unit)", "pass", "before_forward() must gather it, and wait for it"),
         ("Step 2: gather", "before_backward", "self._gather(each)", "self._gather(each); self._wait(each)",
          "order of events"),

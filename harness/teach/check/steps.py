@@ -134,7 +134,8 @@ def gradients(sheet: Sheet, kind: str, times: float, before: tuple[str, ...] = (
             once = 2 * len(engine.buckets) - len(engine.root.buckets)
             passes = 2 if sheet.at in (twice, unsent) else 1
             sheet.expect(len(gathers) == once * passes, "all-gathers of forward and backward",
-                         f"{once * passes}: as before, none for what was freed too early", len(gathers))  # fmt: skip
+                         f"{once * passes}: one per bucket in forward and one in backward, but for the root; none for "
+                         "what was freed too early", len(gathers))  # fmt: skip
         traffic.collectives = [c for c in traffic.collectives if c not in gathers]
         sheet.traffic(traffic, [kind], times * backwards, reduced_bytes(engine), "for the gradients")
 
@@ -253,7 +254,7 @@ def zero2_send(sheet: Sheet) -> None:
             sheet.expect(len(sent) == len(right), "elements that are sent", len(right), len(sent))
             if not sheet.findings:
                 for name, a, b in zip(bucket.names, bucket.views(sent), bucket.views(right)):
-                    what = f"what is sent of {name} (param.grad, zeros for None, and bucket.kept)"
+                    what = f"what is sent of {name} (gradients.take: param.grad, zeros for None, and bucket.kept)"
                     sheet.same(what, a, b, ROUNDED if sent.dtype == torch.bfloat16 else EXACT)
                 sheet.same("the buffer that is sent, with its padding", sent, right, ROUNDED)
             left = [name for name, param in zip(bucket.names, bucket.params) if param.grad is not None]
@@ -572,10 +573,15 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: boo
 def zero3_before_forward(sheet: Sheet) -> None:
     engine, plain = sheet.build(sheet.odd()), sheet.start()
     inputs, _ = sheet.batch(0)
+    sizes = [bucket.flat.nbytes for unit in (engine.root, *engine.units) for bucket in unit.buckets]
     with torch.no_grad():
         for _ in range(2):
-            sheet.same("the model's output", engine(inputs), plain(inputs))
-    _order_of_events(sheet)
+            with Traffic(sheet.group) as traffic:
+                output = engine(inputs)
+            sheet.same("the model's output", output, plain(inputs))
+    _order_of_events(sheet)  # of a model whose root is empty
+    sheet.expect(sheet.findings or traffic.sizes == sizes, "bytes of the collectives in forward",
+                 f"{sizes}: the root first, then the units in their order", traffic.sizes)  # fmt: skip
     inputs, _ = sheet.batch(0, vectors)
     for prefetch, training in ((0, True), (1, True), (3, True), (1, False)) if not sheet.findings else ():
         with sheet.ledger(prefetch=prefetch) as (memory, engine), torch.set_grad_enabled(training):
@@ -619,6 +625,7 @@ def zero3_after_backward(sheet: Sheet) -> None:
         sheet.backward(sheet.build(sheet.odd(), cls, reshard_after_forward=reshard))
         sheet.expect(not left, f"units still gathered when backward is done, with reshard_after_forward={reshard}",
                      "none", ", ".join(left))  # fmt: skip
+        left.clear()
     _order_of_events(sheet, cls, backward=True)
     for prefetch in (0, 1):
         means = f"{1 + prefetch} unit(s)' parameters and 1 unit's gradients of {LAYER:,} each"
