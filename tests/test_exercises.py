@@ -299,6 +299,13 @@ def test_a_borrowed_function_becomes_a_method(monkeypatch, tmp_path, imports, he
     assert module in names
 
 
+def test_a_borrowed_function_whose_variable_hides_its_module_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "extras.py").write_text(ENGINE.replace("half_of", "extras"))
+    monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    with pytest.raises(LookupError, match="variable extras"):
+        exercise._of_the_chapter(ast.parse("import torch\n"), "extras.py", "clip")
+
+
 def test_every_exercise_has_a_check_for_every_blank():
     for name in EXERCISES:
         checks = check_steps.checks_of(name)

@@ -457,6 +457,8 @@ def _of_the_chapter(chapter: ast.Module, source: str, name: str) -> tuple[str, s
             alias = next(each for each in given.names if (each.asname or each.name.partition(".")[0]) == node.id)
             imports.add(ast.unparse(type(given)(**{**vars(given), "names": [alias]})))
         elif given is not None and not isinstance(given, ast.Import | ast.ImportFrom):
+            if module in local:
+                raise LookupError(f"it has a variable {module}, which would hide the module that {node.id} comes from")
             changes.add((*place, f"{module}.{node.id}"))
             if module not in known:
                 imports.add(f"from {package} import {module}")
