@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ REDUCE_SCATTER = """\
             work = dist.reduce_scatter_single(shard, bucket.flat_gradient, group=self.group, async_op=True)
             works.append((work, shard))
         for bucket, (work, shard) in zip(self.trained, works):
-            loop.wait(work, "reduce-scatter", bucket)
+            wait(work, "reduce-scatter", bucket)
             shard /= self.world_size
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient.to(piece.dtype)
@@ -47,12 +48,13 @@ IN_PLACE = """\
 
 
 def fill(text: str, bodies: dict[str, str]) -> str:
-    """`text` with the blanks of these functions filled in."""
+    """`text` with the blanks of these functions filled in, each as deep as its blank stands."""
     for where, body in bodies.items():
         node = exercise.find(ast.parse(text), where)
         blank = next(n for n in ast.walk(node) if isinstance(n, ast.Raise) and "NotImplementedError" in ast.unparse(n))
         lines = text.split("\n")
-        lines[blank.lineno - 1 : blank.end_lineno] = body.rstrip("\n").split("\n")
+        body = textwrap.indent(textwrap.dedent(body).rstrip("\n"), " " * blank.col_offset)
+        lines[blank.lineno - 1 : blank.end_lineno] = body.split("\n")
         text = "\n".join(lines)
     return text
 
@@ -60,11 +62,11 @@ def fill(text: str, bodies: dict[str, str]) -> str:
 def solution(name: str, **bodies: str) -> str:
     """The reference, with these methods written otherwise."""
     names = {
-        where.replace(".", "_of_") if "Reduction" in where else where.partition(".")[2]: where for where in wheres(name)
+        where.replace(".", "_of_") if "Reduction" in where else where.split(".")[-1]: where for where in wheres(name)
     }
     bodies = {names[short]: body for short, body in bodies.items()}
     if name == "zero1_2psi":
-        bodies.setdefault("ZeRO1._sync_gradients", REDUCE_SCATTER)
+        bodies.setdefault("ZeRO1._reduce_gradients", REDUCE_SCATTER)
     return fill(generate(name, tuple(bodies)), bodies)
 
 
@@ -97,7 +99,7 @@ def test_only_the_blanks_are_taken_out(name):
         assert inside.count("raise NotImplementedError(") == 1 and repr(blank.task)[1:-1] in inside, blank.where
         words = ast.get_docstring(exercise.find(whole, blank.where))
         assert ast.get_docstring(exercise.find(tree, blank.where)) == words, blank.where
-        assert re.search(r"about (as many lines|\d+ lines)", text[text.index(blank.hint[:20]) :]), blank.where
+        assert re.search(r"about (as many lines|1 line;|\d+ lines)", text[text.index(blank.hint[:20]) :]), blank.where
     assert [task for _, task in sorted(check.to_write(text), key=lambda found: found[1])] == sorted(
         blank.task for blank in EXERCISES[name].blanks
     )
@@ -135,7 +137,7 @@ CHAPTER = """\
 \"\"\"A chapter.\"\"\"
 
 import torch
-from harness.engine import loop
+from harness.engine import extras
 
 
 class Stage:
@@ -154,8 +156,8 @@ class Stage:
         self.free(None)
         place += 1
 
-    clip = loop.clip
-    other = loop.other
+    clip = extras.clip
+    other = extras.other
 
 
 def main(): ...
@@ -247,10 +249,18 @@ class Engine:
         return min(half(self.norm), most, MOST, math.inf), torch.float32
 """
 )
+INTERFACE = """\
+from harness.engine import extras
+
+
+class Interface:
+    clip = extras.clip
+"""
 BORROWS = [
-    ("from harness.engine import loop", "class Stage:", "    clip = loop.clip", ENGINE, "loop"),
-    ("from harness.engine import loop as tools", "class Stage:", "    clip = tools.clip", ENGINE, "tools"),
-    ("from harness.engine.loop import Engine", "class Stage(Engine):", "    other = 1", MIXIN, "loop"),
+    ("from harness.engine import extras", "class Stage:", "    clip = extras.clip", ENGINE, "extras"),
+    ("from harness.engine import extras as tools", "class Stage:", "    clip = tools.clip", ENGINE, "tools"),
+    ("from harness.engine.extras import Engine", "class Stage(Engine):", "    other = 1", MIXIN, "extras"),
+    ("from harness.engine.interface import Interface", "class Stage(Interface):", "    other = 1", ENGINE, "extras"),
 ]
 
 
@@ -260,23 +270,26 @@ def test_a_borrowed_function_becomes_a_method(monkeypatch, tmp_path, imports, he
     chapter = f'"""A chapter."""\n\nimport torch\n{imports}\n\n\n{head}\n    norm = 4.0\n{line}\n    last = 2\n\n\n'
     (tmp_path / "chapter.py").write_text(f"{chapter}def main(): ...\n")
     (tmp_path / "harness/engine").mkdir(parents=True)
-    (tmp_path / "harness/engine/loop.py").write_text(engine)
-    blank = exercise.Blank("Stage.clip", "Step 3: clip", "", "", "", source="harness/engine/loop.py")
+    (tmp_path / "harness/engine/extras.py").write_text(engine)
+    blank = exercise.Blank("Stage.clip", "Step 3: clip", "", "", "", source="harness/engine/extras.py")
     monkeypatch.setattr(exercise, "ROOT", tmp_path)
     monkeypatch.setitem(EXERCISES, "chapter", exercise.Exercise("chapter.py", "Stage", "", (blank,)))
 
     def load(text):
-        module_of = types.ModuleType("loop")
+        module_of = types.ModuleType("extras")
         exec(engine, module_of.__dict__)
         package = types.ModuleType("harness.engine")
-        package.loop = module_of
-        names = {}
-        with mock.patch.dict(sys.modules, {"harness.engine": package, "harness.engine.loop": module_of}):
+        package.extras = module_of
+        interface, names = types.ModuleType("interface"), {}
+        modules = {"": package, ".extras": module_of, ".interface": interface}
+        with mock.patch.dict(sys.modules, {f"harness.engine{name}": each for name, each in modules.items()}):
+            if "def clip(engine" in engine:
+                exec(INTERFACE, interface.__dict__)
             exec(compile(text, "<text>", "exec"), names)
         return names
 
     names = load(generate("chapter", ()))
-    assert "clip" in vars(names["Stage"]) and names["Stage"].clip.__module__ != "loop"
+    assert "clip" in vars(names["Stage"]) and names["Stage"].clip.__module__ != "extras"
     for most in (1.0, 2.0, 9.0):
         assert names["Stage"]().clip(most) == (min(most, 2.0), torch.float32)
     assert names["Stage"].last == 2 and callable(names["main"])
@@ -284,6 +297,13 @@ def test_a_borrowed_function_becomes_a_method(monkeypatch, tmp_path, imports, he
     with pytest.raises(NotImplementedError, match="Step 3: clip"):
         blank_method().clip()
     assert module in names
+
+
+def test_a_borrowed_function_whose_variable_hides_its_module_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "extras.py").write_text(ENGINE.replace("half_of", "extras"))
+    monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    with pytest.raises(LookupError, match="variable extras"):
+        exercise._of_the_chapter(ast.parse("import torch\n"), "extras.py", "clip")
 
 
 def test_every_exercise_has_a_check_for_every_blank():
@@ -321,7 +341,7 @@ SOLVED = {
         self.numel = world_size * self.shard_numel
         self.start = rank * self.shard_numel
 """,
-        "_sync_gradients": """\
+        "_reduce_gradients": """\
         works = [dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True) for bucket in self.trained]
         for work, bucket in zip(works, self.trained):
             work.wait()
@@ -331,15 +351,15 @@ SOLVED = {
                 piece.grad = gradient.to(piece.dtype)
 """,
         "step": """\
-        self._sync_gradients()
+        self._reduce_gradients()
         self.optimizer.step()
-        self._sync_params(self.trained)
+        gather_parameters(self.trained, self.group)
 """,
-        "_sync_params": """\
+        "gather_parameters": """\
         works = []
         for bucket in buckets:
-            mine = loop.rounded_shard(bucket)
-            works.append(dist.all_gather_single(bucket.flat, mine, group=self.group, async_op=True))
+            mine = precision.rounded_shard(bucket)
+            works.append(dist.all_gather_single(bucket.flat, mine, group=group, async_op=True))
         for work in works:
             work.wait()
 """,
@@ -347,12 +367,9 @@ SOLVED = {
     "zero2": {
         "Reduction_of___init__": """\
         self.flat = bucket.flat.new_zeros(bucket.numel, dtype=bucket.reduce_dtype)
-        for param, view in zip(bucket.params, bucket.views(self.flat)):
-            if param.grad is not None:
-                view.copy_(param.grad)
-            if param in bucket.kept:
-                view += bucket.kept.pop(param)
-            param.grad = None
+        whole = gradients.take(bucket)
+        for place, view in enumerate(bucket.views(self.flat)):
+            view += whole[place]
         self.mean = self.flat.new_empty(bucket.shard_numel)
         self.work = dist.reduce_scatter_single(self.mean, self.flat, group=group, async_op=True)
 """,
@@ -364,18 +381,21 @@ SOLVED = {
             part = part.to(piece.dtype)
             piece.grad = part if piece.grad is None else piece.grad + part
 """,
-        "_reduce_bucket": """\
-        self._finish_reduction()
-        self._in_flight = Reduction(bucket, self.group)
+        "_send": """\
+            self._receive()
+            self._in_flight = Reduction(bucket, self.group)
 """,
-        "_on_gradient": """\
-        bucket.missing.remove(param)
-        self._waiting = self._waiting or list(self.trained)
-        while self._waiting and not self._waiting[0].missing:
-            self._reduce_bucket(self._waiting.pop(0))
+        "gradients_final": """\
+        self._complete.add(bucket)
+        for first in list(self._turns):
+            if first not in self._complete:
+                break
+            self._complete.discard(first)
+            self._turns.rotate(-1)
+            self._send(first)
 """,
         "clip_grad_norm_": """\
-        self._sync_gradients()
+        self._reduce_gradients()
         grads = [piece.grad for bucket in self.trained for _, piece in bucket.pieces if piece.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.trained[0].shard)
         everyone = norm.new_empty(self.world_size)
@@ -387,30 +407,39 @@ SOLVED = {
 """,
     },
     "zero3": {
-        "_gather_unit": """\
+        "_free": """\
+        if unit.gathered:
+            self._wait(unit)
+            for bucket in unit.buckets:
+                bucket.flat.untyped_storage().resize_(0)
+            guard.close(unit.params)
+            unit.gathered = False
+""",
+        "_gather": """\
         for bucket in unit.buckets:
             bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
-            mine = loop.rounded_shard(bucket)
+            mine = precision.rounded_shard(bucket)
             work = dist.all_gather_single(bucket.flat, mine, group=self.group, async_op=True)
             unit.works.append(work)
-        unit.whole = True
+        unit.gathered = True
 """,
-        "_pre_forward": """\
-        if position < len(self._order) and self._order[position] is unit:
-            for following in self._order[position + 1 :][: self.prefetch]:
-                self._gather_unit(following)
-""",
-        "_pre_backward": """\
+        "before_forward": """\
         for each in [unit, *upcoming]:
-            self._gather_unit(each)
-        self._wait_for_unit(unit)
+            self._gather(each)
+        self._wait(unit)
 """,
-        "_on_gradient": """\
-        if all(not b.missing for b in unit.trained):
-            if all(b in unit.trained for b in unit.buckets):
-                self._reshard_unit(unit)
-            if not self.find_unused:
-                self._reduce_unit(unit)
+        "before_backward": """\
+        for each in [unit, *upcoming]:
+            self._gather(each)
+        self._wait(unit)
+""",
+        "after_backward": """\
+        self._free(unit)
+""",
+        "gradients_final": """\
+        for bucket in unit.buckets:
+            if bucket in unit.trained:
+                self._send(bucket)
 """,
     },
 }
@@ -429,11 +458,11 @@ RIGHT = {
     "the reference, zero2": ("zero2", {}),
     "the reference, zero3": ("zero3", {}),
     "reduce-scatter": ("zero1_2psi", {}),
-    "reduce-scatter into a part of the gradients' buffer": ("zero1_2psi", {"_sync_gradients": IN_PLACE}),
+    "reduce-scatter into a part of the gradients' buffer": ("zero1_2psi", {"_reduce_gradients": IN_PLACE}),
     "zero1 with synchronous collectives": (
         "zero1",
         {
-            "_sync_gradients": """\
+            "_reduce_gradients": """\
         for bucket in self.trained:
             dist.all_reduce(bucket.flat_gradient, group=self.group)
             mine = bucket.flat_gradient.div_(dist.get_world_size(self.group)).chunk(self.world_size)[self.rank]
@@ -441,14 +470,14 @@ RIGHT = {
                 piece.grad = gradient.to(piece.dtype)
 """,
             "step": """\
-        self._sync_gradients()
+        self._reduce_gradients()
         self.optimizer.step()
-        self._sync_params(self.trained)
+        gather_parameters(self.trained, self.group)
 """,
-            "_sync_params": """\
+            "gather_parameters": """\
         for bucket in buckets:
-            parts = list(bucket.flat.chunk(self.world_size))
-            dist.all_gather(parts, loop.rounded_shard(bucket), group=self.group)
+            parts = list(bucket.flat.chunk(dist.get_world_size(group)))
+            dist.all_gather(parts, precision.rounded_shard(bucket), group=group)
 """,
             "cut": """\
         found, end = [], self.start + self.shard_numel
@@ -466,7 +495,7 @@ RIGHT = {
             "Reduction_of___init__": """\
         whole = bucket.flat.new_zeros(bucket.numel, dtype=bucket.reduce_dtype)
         for i, param in enumerate(bucket.params):
-            if param.grad is not None:
+            if param.grad is not None:  # what gradients.take does
                 whole[bucket.offsets[i] :][: param.numel()] = param.grad.flatten()
             if param in bucket.kept:
                 whole[bucket.offsets[i] :][: param.numel()] += bucket.kept.pop(param).flatten()
@@ -478,21 +507,20 @@ RIGHT = {
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.mean)):
             piece.grad = gradient.to(piece.dtype) / world_size + (0 if piece.grad is None else piece.grad)
 """,
-            "_reduce_bucket": """\
-        reduction = Reduction(bucket, self.group)
-        reduction.finish(self.world_size)
+            "_send": """\
+            reduction = Reduction(bucket, self.group)
+            reduction.finish(self.world_size)
 """,
-            "_on_gradient": """\
-        bucket.missing -= {param}
-        self._waiting = self._waiting or self.trained[:]
-        for first in self._waiting[:]:
-            if first.missing:
-                break
-            self._waiting.remove(first)
-            self._reduce_bucket(first)
+            "gradients_final": """\
+        self._complete |= {bucket}
+        while self._turns and self._turns[0] in self._complete:
+            self._complete -= {self._turns[0]}
+            self._send(self._turns.popleft())
+        if not self._turns:
+            self._turns.extend(self.trained)
 """,
             "clip_grad_norm_": """\
-        self._sync_gradients()
+        self._reduce_gradients()
         grads = [piece.grad for bucket in self.trained for _, piece in bucket.pieces if piece.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.trained[0].shard)
         everyone = [torch.empty_like(norm) for _ in range(self.world_size)]
@@ -507,40 +535,40 @@ RIGHT = {
     "zero3 with other loops": (
         "zero3",
         {
-            "_reshard_unit": """\
-        if not unit.whole:
+            "_free": """\
+        if not unit.gathered:
             return
-        self._wait_for_unit(unit)
-        unit.whole = False
+        self._wait(unit)
+        unit.gathered = False
         guard.close(unit.params)
         for storage in [bucket.flat.untyped_storage() for bucket in unit.buckets]:
             storage.resize_(0)
 """,
-            "_gather_unit": """\
-        unit.whole = True
+            "_gather": """\
+        unit.gathered = True
         for bucket in unit.buckets:
             bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
             parts = list(bucket.flat.split(bucket.shard_numel))
-            work = dist.all_gather(parts, loop.rounded_shard(bucket), group=self.group, async_op=True)
+            work = dist.all_gather(parts, precision.rounded_shard(bucket), group=self.group, async_op=True)
             unit.works.append(work)
 """,
-            "_pre_forward": """\
-        if position < len(self._order) and self._order[position] is unit:
-            for i in range(position + 1, min(position + 1 + self.prefetch, len(self._order))):
-                self._gather_unit(self._order[i])
+            "before_forward": """\
+        self._gather(unit)
+        for i in range(min(self.prefetch, len(upcoming))):
+            self._gather(upcoming[i])
+        self._wait(unit)
 """,
-            "_pre_backward": """\
-        for each in [unit, *upcoming]:
-            self._gather_unit(each)
-        self._wait_for_unit(unit)
+            "before_backward": """\
+        self.before_forward(unit, upcoming)
 """,
-            "_on_gradient": """\
-        if all(not b.missing for b in unit.trained):
-            if all(b in unit.trained for b in unit.buckets):
-                self._reshard_unit(unit)
-            if not self.find_unused:
-                self._reduce_unit(unit)
-                self._finish_reduction()
+            "after_backward": """\
+        if unit.gathered:
+            self._free(unit)
+""",
+            "gradients_final": """\
+        for bucket in unit.trained:
+            self._send(bucket)
+            self._receive()
 """,
         },
     ),
@@ -587,9 +615,7 @@ class ZeRO1:
     def full_state_dict(self):
         return self.model.state_dict()
 
-    def _sync_gradients(self): ...
-
-    def _sync_params(self, buckets): ...
+    def _reduce_gradients(self): ...
 '''
 
 
@@ -602,77 +628,80 @@ def impostor() -> str:
 
 
 KEPT = """\
-        loop.wait(self.work, "reduce-scatter", self.bucket)
+        wait(self.work, "reduce-scatter", self.bucket)
         self.bucket.whole = self.flat
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard / world_size)):
             piece.grad = gradient.to(piece.dtype) + (0 if piece.grad is None else piece.grad)
 """
 AT_THE_END = """\
-        bucket.missing.discard(param)
-        if not self._waiting:
-            self._waiting = list(self.trained)
-        if not any(other.missing for other in self._waiting):
-            while self._waiting:
-                self._reduce_bucket(self._waiting.pop(0))
+        self._complete.add(bucket)
+        if len(self._complete) == len(self.trained):
+            for each in self._turns:
+                self._send(each)
+            self._complete.clear()
 """
 SUMMED = REDUCE_SCATTER.replace("            shard /= self.world_size\n", "")
 ALL_REDUCED = """\
         self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
-        for param, view in zip(bucket.params, bucket.views(self.flat)):
-            view.copy_(0 * param if param.grad is None else param.grad)
-            view.add_(bucket.kept.pop(param, torch.zeros(())))
-            param.grad = None
+        for gradient, view in zip(gradients.take(bucket), bucket.views(self.flat)):
+            view.copy_(gradient)
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
         self.shard = self.flat[bucket.start : bucket.start + bucket.shard_numel]
 """
 BROADCAST = """\
         for bucket in buckets:
-            for rank, part in enumerate(bucket.flat.chunk(self.world_size)):
-                dist.broadcast(part, group_src=rank, group=self.group)
-            dist.all_gather_single(bucket.flat, loop.rounded_shard(bucket), group=self.group)
+            for rank, part in enumerate(bucket.flat.chunk(dist.get_world_size(group))):
+                dist.broadcast(part, group_src=rank, group=group)
+            dist.all_gather_single(bucket.flat, precision.rounded_shard(bucket), group=group)
 """
 DATA = """\
-        if unit.whole:
-            self._wait_for_unit(unit)
+        if unit.gathered:
+            self._wait(unit)
             for bucket in unit.buckets:
                 bucket.flat = torch.empty_like(bucket.flat)
                 for param, view in zip(bucket.params, bucket.views(bucket.flat)):
                     param.data = view
                 bucket.flat.untyped_storage().resize_(0)
             guard.close(unit.params)
-            unit.whole = False
+            unit.gathered = False
 """
 NEVER_FREED = """\
-        if any(b.missing for b in unit.trained):
-            return
-        if not self.find_unused:
-            self._reduce_unit(unit)
+        pass
+"""
+AS_IN_FORWARD = """\
+        if self.reshard_after_forward:
+            self._free(unit)
 """
 FROZEN_FREED = """\
-        if any(b.missing for b in unit.trained):
-            return
-        self._reshard_unit(unit)
-        if not self.find_unused:
-            self._reduce_unit(unit)
+        self._free(unit)
+        for bucket in unit.trained:
+            self._send(bucket)
+"""
+REDUCED_HERE = """\
+        self._free(unit)
+        for bucket in unit.trained:
+            self._send(bucket)
 """
 HIDDEN = """\
-        loop.wait(self.work, "reduce-scatter", self.bucket)
+        wait(self.work, "reduce-scatter", self.bucket)
         Reduction.all = [*getattr(Reduction, "all", []), self.flat]
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard / world_size)):
             piece.grad = gradient.to(piece.dtype) + (0 if piece.grad is None else piece.grad)
 """
 LOCAL_NORM = """\
-        self._sync_gradients()
+        self._reduce_gradients()
         pieces = [piece for bucket in self.trained for _, piece in bucket.pieces]
         return torch.nn.utils.clip_grad_norm_(pieces, max_norm, norm_type)
 """
 ALL_AT_ONCE = """\
+        self._gather(unit)
         for following in self.units:
-            self._gather_unit(following)
+            self._gather(following)
+        self._wait(unit)
 """
 NOT_AHEAD = """\
-        self._gather_unit(unit)
-        self._wait_for_unit(unit)
+        self._gather(unit)
+        self._wait(unit)
 """
 UNALIGNED = """\
         self.offsets, end = [], 0
@@ -685,53 +714,74 @@ UNALIGNED = """\
 """
 NOT_ALL = UNALIGNED.replace("-(-end // world_size)", "end // world_size")
 SEND_FIRST = """\
-        reduction = Reduction(bucket, self.group)
-        self._finish_reduction()
-        self._in_flight = reduction
+            reduction = Reduction(bucket, self.group)
+            self._receive()
+            self._in_flight = reduction
 """
 ANY_ORDER = """\
-        bucket.missing.discard(param)
-        if not bucket.missing:
-            self._reduce_bucket(bucket)
+        self._send(bucket)
 """
 OTHER_DATA = """\
         for bucket in unit.buckets:
             for param in bucket.params:
                 param.data = bucket.shard
-        unit.whole = False
+        unit.gathered = False
 """
 TRAINED_ONLY = """\
-        if unit.whole:
-            self._wait_for_unit(unit)
+        if unit.gathered:
+            self._wait(unit)
             for bucket in unit.trained:
                 bucket.flat.untyped_storage().resize_(0)
             guard.close(unit.params)
-            unit.whole = False
+            unit.gathered = False
 """
 WRONG = {
     "padding forgotten": ("zero1", {"__init__": NOT_ALL}, "Step 0: lay", "offsets and shard_numel"),
-    "gradients not averaged": ("zero1_2psi", {"_sync_gradients": SUMMED}, "Step 3", "summed, not averaged"),
+    "gradients not averaged": ("zero1_2psi", {"_reduce_gradients": SUMMED}, "Step 3", "summed, not averaged"),
     "2Ψ wanted, 3Ψ sent": ("zero1_2psi", None, "Step 3", "found     all-reduce"),
-    "weights sent twice": ("zero1", {"_sync_params": BROADCAST}, "Step 5", "found broadcast, then all-gather"),
+    "weights sent twice": ("zero1", {"gather_parameters": BROADCAST}, "Step 5", "found broadcast, then all-gather"),
     "whole gradients kept": ("zero2", {"Reduction_of_finish": KEPT}, "Step 3: receive", "alive after finish"),
     "whole gradients kept where nobody looks": ("zero2", {"Reduction_of_finish": HIDDEN}, "Step 3: rec", "alive after"),
     "an all-reduce in place": ("zero2", {"Reduction_of___init__": ALL_REDUCED}, "Step 3: send", "found     all-reduce"),
-    "gradients kept to the end of backward": ("zero2", {"_on_gradient": AT_THE_END}, "Step 3: from", "worst moment"),
-    "another bucket is sent first": (
+    "gradients kept to the end of backward": (
         "zero2",
-        {"_reduce_bucket": SEND_FIRST},
-        "Step 3: at most",
-        "the one before first",
+        {"gradients_final": AT_THE_END},
+        "Step 3: inside",
+        "worst moment",
     ),
-    "each bucket when it is complete": ("zero2", {"_on_gradient": ANY_ORDER}, "Step 3: from", "order of self.trained"),
+    "another bucket is sent first": ("zero2", {"_send": SEND_FIRST}, "Step 3: at most", "the one before first"),
+    "each bucket when it is complete": (
+        "zero2",
+        {"gradients_final": ANY_ORDER},
+        "Step 3: inside",
+        "order of self.trained",
+    ),
     "the norm of this rank's shard": ("zero2", {"clip_grad_norm_": LOCAL_NORM}, "Step 3: clip", "the norm that is"),
-    "a frozen bucket not freed": ("zero3", {"_reshard_unit": TRAINED_ONLY}, "Step 5: free", "alive after freeing"),
-    "freed by .data": ("zero3", {"_reshard_unit": DATA}, "Step 5: free", "alive after freeing"),
-    "a shard in place of the weight": ("zero3", {"_reshard_unit": OTHER_DATA}, "Step 5: free", "was param.data set?"),
-    "everything gathered at once": ("zero3", {"_pre_forward": ALL_AT_ONCE}, "Step 1", "order of events"),
-    "no prefetch in backward": ("zero3", {"_pre_backward": NOT_AHEAD}, "Step 2", "order of events"),
-    "a frozen weight freed before its backward": ("zero3", {"_on_gradient": FROZEN_FREED}, "Step 3", ""),
-    "not freed in backward": ("zero3", {"_on_gradient": NEVER_FREED}, "Step 3", "worst moment"),
+    "a frozen bucket not freed": ("zero3", {"_free": TRAINED_ONLY}, "Step 5: free", "alive after freeing"),
+    "freed by .data": ("zero3", {"_free": DATA}, "Step 5: free", "alive after freeing"),
+    "a shard in place of the weight": ("zero3", {"_free": OTHER_DATA}, "Step 5: free", "was param.data set?"),
+    "everything gathered at once": ("zero3", {"before_forward": ALL_AT_ONCE}, "Step 1", "order of events"),
+    "no prefetch in forward": ("zero3", {"before_forward": NOT_AHEAD}, "Step 1", "order of events"),
+    "no prefetch in backward": ("zero3", {"before_backward": NOT_AHEAD}, "Step 2: gather", "order of events"),
+    "not freed in backward": ("zero3", {"after_backward": NEVER_FREED}, "Step 2: free", "worst moment"),
+    "freed in backward as in forward": (
+        "zero3",
+        {"after_backward": AS_IN_FORWARD},
+        "Step 2: free",
+        "with reshard_after_forward=False",
+    ),
+    "a frozen weight freed before its backward": (
+        "zero3",
+        {"gradients_final": FROZEN_FREED},
+        "Step 3",
+        "freed too early",
+    ),
+    "reduced when the weights are freed": (
+        "zero3",
+        {"after_backward": REDUCED_HERE, "gradients_final": NEVER_FREED},
+        "Step 3",
+        "under no_sync()",
+    ),
 }
 
 
@@ -758,24 +808,32 @@ SLIPS = {
          "self.params[0].element_size()", "with param_dtype bfloat16"),
         ("Step 0: lay", "__init__", "units = max(1, (end", "units = max(0, (end", "numel at N = 1"),
         ("Step 0: lay", "__init__", "(param.numel() + unit", "((param.shape or [1])[0] + unit", "none over another"),
-        ("Step 3", "_sync_gradients", "group=self.group, ", "", "outside of the engine's group"),
-        ("Step 3", "_sync_gradients", "work.wait()", "pass", "never waited for"),
-        ("Step 3", "_sync_gradients", "/= self.world_size", "/= dist.get_world_size()", "in a group of one rank"),
-        ("Step 3", "_sync_gradients", "gradient.to(piece.dtype)", "gradient", "in mixed precision"),
-        ("Step 3", "_sync_gradients", "bucket.flat_gradient /= self.world_size",
+        ("Step 3", "_reduce_gradients", "group=self.group, ", "", "outside of the engine's group"),
+        ("Step 3", "_reduce_gradients", "work.wait()", "pass", "never waited for"),
+        ("Step 3", "_reduce_gradients", "/= self.world_size", "/= dist.get_world_size()", "in a group of one rank"),
+        ("Step 3", "_reduce_gradients", "gradient.to(piece.dtype)", "gradient", "in mixed precision"),
+        ("Step 3", "_reduce_gradients", "bucket.flat_gradient /= self.world_size",
          "bucket.flat_gradient.copy_(bucket.flat_gradient / self.world_size)", "no second copy"),
-        ("Step 4", "step", "(self.trained)", "(self.buckets)", "what is frozen"),
-        ("Step 4", "step", "self._sync_params(self.trained)", "pass", "calls of self._sync_params"),
-        ("Step 4", "step", "self.optimizer.step()", "self._sync_params(self.trained); self.optimizer.step()",
-         "gather, th"),
-        ("Step 5", "_sync_params", "loop.rounded_shard(bucket)", "bucket.shard", "in mixed precision"),
-        ("Step 5", "_sync_params", "work.wait()", "pass", "never waited for"),
-        ("Step 5", "_sync_params", "for bucket in buckets:", "for bucket in self.trained:", "the weight blocks.1.up"),
+        ("Step 4", "step", "self.trained", "self.buckets", "what is frozen"),
+        ("Step 4", "step", "self.group", "None", "the group that gather_parameters is given"),
+        ("Step 4", "step", "gather_parameters(self.trained, self.group)", "pass", "calls of gather_parameters"),
+        ("Step 4", "step", "self.optimizer.step()",
+         "gather_parameters(self.trained, self.group); self.optimizer.step()", "gather, th"),
+        ("Step 5", "gather_parameters", "precision.rounded_shard(bucket)", "bucket.shard", "in mixed precision"),
+        ("Step 5", "gather_parameters", "group=group, ", "", "outside of the engine's group"),
+        ("Step 5", "gather_parameters", "work.wait()", "pass", "never waited for"),
+        ("Step 5", "gather_parameters", "for bucket in buckets:",
+         "for bucket in [b for b in buckets if b.params[0].requires_grad]:", "the weight blocks.1.up"),
     ],
     "zero2": [
-        ("Step 3: send", "Reduction_of___init__", "view += bucket.kept", "bucket.kept", "and bucket.kept)"),
+        ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
+         "[0 * p if p.grad is None else p.grad for p in bucket.params]", "and bucket.kept)"),
+        ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
+         "[p.grad + bucket.kept.pop(p) if p in bucket.kept else p.grad for p in bucket.params]"
+         "; [setattr(p, 'grad', None) for p in bucket.params]", "NoneType"),
+        ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
+         "gradients.take(bucket); [setattr(p, 'grad', g) for p, g in zip(bucket.params, whole)]", "with a .grad after"),
         ("Step 3: send", "Reduction_of___init__", ", dtype=bucket.reduce_dtype", "", "in mixed precision"),
-        ("Step 3: send", "Reduction_of___init__", "if param.grad is not None:", "if True:", "not NoneType"),
         ("Step 3: send", "Reduction_of___init__", "new_zeros(bucket.numel", "new_full((bucket.numel,), float('nan')",
          "padding"),
         ("Step 3: receive", "Reduction_of_finish", "self.flat = None", "pass", "alive after finish"),
@@ -783,20 +841,32 @@ SLIPS = {
          "this rank's piece"),
         ("Step 3: receive", "Reduction_of___init__", "async_op=True)", "async_op=True); self.flat.zero_()",
          "changed or freed before the wait"),
-        ("Step 3: at most", "_reduce_bucket", "self.group", "None", "outside of the engine's group"),
-        ("Step 3: from", "_on_gradient", "self._reduce_bucket(self._waiting.pop(0))", "break",
+        ("Step 3: at most", "_send", "self.group", "None", "outside of the engine's group"),
+        ("Step 3: inside", "gradients_final", "self._send(first)", "break", "reduce-scatters inside backward"),
+        ("Step 3: inside", "gradients_final", "self._complete.discard(first)", "pass",
          "reduce-scatters inside backward"),
         ("Step 3: clip", "clip_grad_norm_", "return total", "return None", "a tensor of shape () found NoneType"),
         ("Step 3: clip", "clip_grad_norm_", "everyone.norm(", "everyone.nan_to_num(0).norm(", "NaN on every rank"),
     ],
     "zero3": [
-        ("Step 5: start", "_gather_unit", "unit.works.append(work)", "work.wait()", "works in unit.works"),
-        ("Step 5: start", "_gather_unit", "resize_(", "resize_(2 * ", "bytes of the buffer"),
-        ("Step 1", "_pre_forward", "position < len(self._order) and self._order[position] is unit", "True",
+        ("Step 5: free", "_free", "self._wait(unit)", "unit.works.clear()", "not waited for, or too late"),
+        ("Step 5: free", "_free", "guard.close(unit.params)", "pass", "guard.close(unit.params)"),
+        ("Step 5: start", "_gather", "unit.works.append(work)", "work.wait()", "works in unit.works"),
+        ("Step 5: start", "_gather", "resize_(", "resize_(2 * ", "bytes of the buffer"),
+        ("Step 1", "before_forward", "*upcoming",
+         "*self.units[self.units.index(unit) + 1 :][: self.prefetch]] if unit in self.units else [unit, *upcoming",
          "runs the units [2, 0, 1, 3]"),
-        ("Step 2", "_pre_backward", "self._gather_unit(each)", "self._gather_unit(each); self._wait_for_unit(each)",
+        ("Step 1", "before_forward", "self._gather(each)", "self._gather(each); self._wait(each)", "order of events"),
+        ("Step 1", "before_forward", "[unit, *upcoming]", "[*upcoming, unit]", "the root first"),
+        ("Step 1", "before_forward", "self._wait(unit)", "pass", "before_forward() must gather it, and wait for it"),
+        ("Step 2: gather", "before_backward", "self._gather(each)", "self._gather(each); self._wait(each)",
          "order of events"),
-        ("Step 3", "_on_gradient", "if not self.find_unused:", "if True:", "with find_unused=True"),
+        ("Step 2: gather", "before_backward", "self._wait(unit)", "pass",
+         "before_backward() must gather it, and wait for it"),
+        ("Step 3", "gradients_final", "bucket in unit.trained:",
+         "bucket in unit.trained and not self.find_unused:", "with find_unused=True"),
+        ("Step 3", "gradients_final", "if bucket in unit.trained:", "if bucket is unit.buckets[0]:",
+         "gradients of 'blocks.0.pair' were not reduced"),
     ],
 }  # fmt: skip
 
@@ -812,20 +882,21 @@ def test_slips_are_found_at_their_step(ranks, tmp_path, capsys, name):
 
 def test_the_reference_is_not_to_be_had(ranks, tmp_path, capsys):
     body = f"""\
-        import importlib.util
-        spec = importlib.util.spec_from_file_location("other", "{ROOT / "zero2.py"}")
-        other = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(other)
-        other.ZeRO2._reduce_bucket(self, bucket)
+            import importlib.util
+            spec = importlib.util.spec_from_file_location("other", "{ROOT / "zero2.py"}")
+            other = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(other)
+            other.ZeRO2._send(self, bucket)
 """
-    by_path, read = solution("zero2", _reduce_bucket=body), f'        exec(open("{ROOT / "zero2.py"}").read(), {{}})\n'
-    for text in (by_path, solution("zero2", _reduce_bucket=read)):
+    by_path, read = solution("zero2", _send=body), f'            exec(open("{ROOT / "zero2.py"}").read(), {{}})\n'
+    for text in (by_path, solution("zero2", _send=read)):
         fails(ranks(3), tmp_path, capsys, "zero2", text, "Step 3: at most", "it reads zero2.py, the reference")
     (moved,) = (blank for blank in EXERCISES["zero2"].blanks if blank.source)
     path, name = moved.source.removesuffix(".py").replace("/", "."), moved.where.partition(".")[2]
-    called = f"        return sys.modules[{path!r}].{name}(self, max_norm, norm_type)\n"
-    text = solution("zero2", **{name: f"        import sys\n{called}"})
-    fails(ranks(3), tmp_path, capsys, "zero2", text, "Step 3: clip", f"it calls the function in {moved.source}")
+    called = f"        import sys\n        return sys.modules[{path!r}].{name}(self, max_norm, norm_type)\n"
+    inherited = f"        return super().{name}(max_norm, norm_type)\n"
+    for text in (solution("zero2", **{name: called}), solution("zero2", **{name: inherited})):
+        fails(ranks(3), tmp_path, capsys, "zero2", text, "Step 3: clip", f"it calls the function in {moved.source}")
 
 
 def test_unsharded_adamw_under_ddp_fails_on_bytes_and_order(ranks, tmp_path, capsys):

@@ -83,30 +83,30 @@ _CUT = Blank(
     "`piece` in the words at the top, and the picture in Bucket's docstring",
 )
 _REDUCE_1 = Blank(
-    "ZeRO1._sync_gradients",
+    "ZeRO1._reduce_gradients",
     "Step 3: all-reduce the gradients, and give each piece its part of the mean",
     "For every bucket in self.trained, bucket.flat_gradient has this rank's gradients. Sum it over the ranks "
-    "(group=self.group), divide by N, and set piece.grad, in the piece's dtype, from this rank's shard of it: "
-    "bucket.pieces and bucket.cut(shard) have the same order. Started with async_op=True, all buckets travel at once; "
-    'loop.wait(work, "all-reduce", bucket) receives one.',
+    "(group=self.group), divide by N, and set piece.grad, in the piece's dtype, from this rank's shard of it, "
+    "bucket.own_part(bucket.flat_gradient): bucket.pieces and bucket.cut(shard) have the same order. Started with "
+    'async_op=True, all buckets travel at once; wait(work, "all-reduce", bucket) receives one.',
     "about {lines} lines; sends 2Ψ elements (times (N-1)/N, as all that is sent); no second copy of the gradients: sum "
     "and mean in place, pieces with views",
     "the arithmetic at the top of the file, `all-reduce` and `piece` in its words; ZeRO paper, section 5.1",
     first=("Assign", "works"),
-    last=("For", 1),
+    last=("For", 0),
 )
 _CLIP = Blank(
     "ZeRO2.clip_grad_norm_",
     "Step 3: clip the gradients by their norm over all shards",
-    "Receive the gradients that are under way (self._sync_gradients()), take the norm of this rank's gradients, "
-    "combine the ranks' norms, and scale the pieces' gradients by min(1, max_norm / (norm + 1e-6)). A rank may own "
-    "only padding: it has no gradients, and must take part; a piece's grad may be None. A maximum over ranks may lose "
-    "a NaN; all values do not. "
-    "dist.all_gather_single(output, input, group=self.group) gathers N numbers.",
+    "Receive the gradients that are in flight (self._reduce_gradients()). Take the norm of this rank's gradients, "
+    "combine the ranks' norms, and scale the pieces' gradients by min(1, max_norm / (norm + 1e-6)). Return the norm. A "
+    "rank may own only padding: it has no gradients, and must take part. A piece's grad may be None. A maximum over "
+    "ranks may lose a NaN; all values do not. dist.all_gather_single(output, input, group=self.group) gathers N "
+    "numbers.",
     "about {lines} lines with those that only ZeRO-1 needs; sends a number per rank, never gradients; the same norm as "
     "torch.nn.utils.clip_grad_norm_ on the whole model",
     "torch.nn.utils.clip_grad_norm_'s documentation; a norm over shards is the norm of the shards' norms",
-    source="harness/engine/loop.py",
+    source="harness/engine/gradients.py",
 )
 
 EXERCISES = {
@@ -122,18 +122,18 @@ EXERCISES = {
             Blank(
                 "ZeRO1.step",
                 "Step 4: reduce, update this rank's pieces, gather",
-                "Three calls in the right order: self._sync_gradients(), the optimizer's, self._sync_params(...) of "
-                'the trained buckets. Wrap each in record_function("step 3 reduce gradients"), "step 4 update the '
-                'shard", "step 5 gather parameters": that is how a profile shows the steps.',
+                "Three calls in the right order: self._reduce_gradients(), the optimizer's, and gather_parameters(...) "
+                'of the trained buckets in self.group. Wrap each in record_function("step 3 reduce gradients"), "step '
+                '4 update the shard", "step 5 gather parameters": that is how a profile shows the steps.',
                 "about {lines} lines; optimizer state 8Ψ/N bytes and a counter of 4 bytes per piece",
                 "the steps at the top of the file; make_pieces, which says what self.optimizer has been given",
             ),
             Blank(
-                "ZeRO1._sync_params",
+                "gather_parameters",
                 "Step 5: all-gather the updated shards into the weights",
                 "The model's weights are views of bucket.flat: an all-gather into it is all that is needed. "
-                "loop.rounded_shard(bucket) is what this rank brings (bucket.shard, in mixed precision rounded). Start "
-                'all buckets, then loop.wait(work, "all-gather", bucket) for each.',
+                "precision.rounded_shard(bucket) is what this rank brings (bucket.shard, in mixed precision rounded). "
+                'Start all of `buckets` in `group`, then wait(work, "all-gather", bucket) for each.',
                 "about {lines} lines; sends Ψ elements; not a byte more alive afterwards than before, and meanwhile "
                 "4Ψ/N at most",
                 "Bucket.flatten, which makes the weights views; `all-gather` in the words at the top",
@@ -147,7 +147,7 @@ EXERCISES = {
         "chapter's other bodies are left in: solve zero1 before)",
         (
             Blank(
-                "ZeRO1._sync_gradients",
+                "ZeRO1._reduce_gradients",
                 "Step 3: reduce-scatter the gradients, and give each piece its part of the mean",
                 "The chapter's all-reduce brings every rank all averaged gradients, of which it uses 1/N. A "
                 "reduce-scatter brings this rank's shard alone: dist.reduce_scatter_single(shard, whole, "
@@ -157,7 +157,7 @@ EXERCISES = {
                 "held at most 4Ψ + 4Ψ/N bytes",
                 "the arithmetic at the top of zero1.py, `reduce-scatter` in its words; ZeRO paper, section 7.1",
                 first=("Assign", "works"),
-                last=("For", 1),
+                last=("For", 0),
             ),
         ),
     ),
@@ -170,11 +170,12 @@ EXERCISES = {
             Blank(
                 "Reduction.__init__",
                 "Step 3: send one bucket's gradients by reduce-scatter",
-                "Copy every param.grad into its view of a buffer of the bucket (bucket.views, bucket.reduce_dtype) "
-                "and let go of it: param.grad = None. Where bucket.kept has an earlier gradient of the parameter, add "
-                "and remove it. Zeros where there is no gradient (param.grad may be None), and in the padding. Then "
-                "start the reduce-scatter, in `group`, into a shard of bucket.shard_numel elements; keep the buffer, "
-                "the shard and the work for `finish`.",
+                "gradients.take(bucket) gives the gradient of each of bucket.params, in the parameter's shape, and "
+                "sets param.grad to None. (An earlier gradient that no_sync has kept is added, and where there is "
+                "none it gives zeros.) Copy each into its view (bucket.views) of a buffer self.flat of bucket.numel "
+                "elements, in bucket.reduce_dtype, with zeros in the padding. Then start the reduce-scatter, in "
+                "`group`, into a shard of bucket.shard_numel elements. Keep the buffer, the shard and the work for "
+                "`finish`.",
                 "about {lines} lines; one reduce-scatter of the bucket; no param.grad is left",
                 "Reduction's docstring; Bucket in zero1.py",
                 first=("Assign", "self.flat"),
@@ -182,31 +183,33 @@ EXERCISES = {
             Blank(
                 "Reduction.finish",
                 "Step 3: receive this rank's shard of the mean, and free the whole gradients",
-                'loop.wait(work, "reduce-scatter", self.bucket), let go of the whole buffer, divide by N, and add each '
-                "part of self.bucket.cut(shard) to its piece's gradient (None at first), in the piece's dtype.",
+                'wait(work, "reduce-scatter", self.bucket), let go of the whole buffer, divide by N (world_size), and '
+                "add each part of self.bucket.cut(shard) to its piece's gradient (None at first), in the piece's "
+                "dtype.",
                 "about {lines} lines; of the whole gradients not a byte is left, gradients held 4Ψ/N bytes",
                 "the first paragraph at the top of zero2.py",
             ),
             Blank(
-                "ZeRO2._reduce_bucket",
-                "Step 3: at most one bucket on its way",
-                "Receive the bucket before (self._finish_reduction()), then send this one: self._in_flight is the "
-                'Reduction on its way. record_function("step 3 reduce gradients") labels both in a profile.',
+                "ZeRO2._send",
+                "Step 3: at most one bucket in flight",
+                "Receive the bucket before (self._receive()), then send this one: self._in_flight is the Reduction "
+                "that was sent and not received.",
                 "about {lines} lines; two buckets of whole gradients at most: this one, and that which backward fills",
                 "the comment above the blank, and the drawing of backward at the top of zero2.py",
-                first=("With", 0),
-                last=("With", 0),
+                inside=("With", 0),
             ),
             Blank(
-                "ZeRO2._on_gradient",
-                "Step 3: from autograd's hook, reduce the buckets that are complete, in their turn",
-                "Take `param` off bucket.missing. self._waiting are the buckets that this backward has yet to reduce: "
-                "empty when one begins, then all of self.trained, in this order. While the first misses nothing, "
-                "self._reduce_bucket it. A bucket that is complete before its turn waits: collectives match by order.",
+                "ZeRO2.gradients_final",
+                "Step 3: inside backward, send the buckets whose turn has come",
+                "Backward calls this once for every bucket, in whatever order it completes them. self._turns is a "
+                "deque of self.trained, in the order in which every rank sends them; self._complete is the set of the "
+                "buckets that are complete and not sent. Put `bucket` into self._complete. While the first of "
+                "self._turns is in self._complete, take it off both and self._send it. It goes to the end of "
+                "self._turns again, for the next backward. A bucket that is complete before its turn waits: "
+                "collectives match by order.",
                 "about {lines} lines; gradients in backward at most 4Ψ/N bytes + 2 buckets; each bucket sent once, "
                 "inside backward, last parameters first",
                 "ZeRO2's docstring (one fixed order), and the drawing of backward at the top of zero2.py",
-                first=("Call", "bucket.missing.discard"),
             ),
             _CLIP,
         ),
@@ -219,57 +222,62 @@ EXERCISES = {
         "reduce-scatter",
         (
             Blank(
-                "ZeRO3._reshard_unit",
+                "ZeRO3._free",
                 "Step 5: free a unit",
-                "Nothing to do unless unit.whole. Wait for a gather that is under way (self._wait_for_unit), then "
-                "give back the memory under bucket.flat of each of unit.buckets: the storage's, as autograd and the "
-                "model keep views of it. guard.close(unit.params) turns a use of the freed weights into an error. "
-                "unit.whole says how it is afterwards.",
+                "Nothing to do unless unit.gathered. Wait for an all-gather in flight (self._wait), then give back the "
+                "memory under bucket.flat of each of unit.buckets: the storage's, as autograd and the model keep views "
+                "of it. guard.close(unit.params) turns a use of the freed weights into an error. unit.gathered says "
+                "how it is afterwards.",
                 "about {lines} lines; not a byte of the gathered parameters is left, whoever holds views of them",
                 "`Why freeing means resizing the storage` at the top of zero3.py",
             ),
             Blank(
-                "ZeRO3._gather_unit",
+                "ZeRO3._gather",
                 "Step 5: start to gather a unit",
                 "For each of unit.buckets give the storage under bucket.flat its bytes back (numel elements); start "
-                "an all-gather of loop.rounded_shard(bucket) into it; the work goes to unit.works, which "
-                "self._wait_for_unit waits for. The unit counts as gathered from here on. The label is "
+                "an all-gather of precision.rounded_shard(bucket) into it, in self.group; the work goes to unit.works, "
+                "which self._wait waits for. unit.gathered is True from here on. The label is "
                 'record_function("step 5 gather parameters").',
                 "about {lines} lines; one all-gather per bucket, into the weights: no copy",
-                "`Why freeing means resizing the storage` at the top of zero3.py; `gathered` in its words",
+                "`Why freeing means resizing the storage` and `gathered` at the top of zero3.py",
                 first=("With", 0),
-                last=("Assign", "unit.whole"),
+                last=("Assign", "unit.gathered"),
             ),
             Blank(
-                "ZeRO3._pre_forward",
-                "Step 1: prefetch the units that forward needs next",
-                "self._order are the units as the last forward ran them, and this one is number `position`. If it is "
-                "`unit` there as well, start to gather the self.prefetch units behind it (self._gather_unit); if not, "
-                "forward takes another way and nobody knows what comes next.",
-                "about {lines} lines; gathered in forward: the unit at work and `prefetch` more; each once",
+                "ZeRO3.before_forward",
+                "Step 1: gather before forward, and prefetch",
+                "`unit` is about to run and needs its weights. `upcoming` are the units that run after it, as many as "
+                "`prefetch` says. Start to gather them all (self._gather), the one that is needed first, and wait for "
+                "`unit` only (self._wait): the others travel while it computes.",
+                "about {lines} lines; gathered in forward: the root, the unit at work and `prefetch` more; each once",
                 "the drawing of forward at the top of zero3.py: a gather stands left of what it hides behind",
-                first=("If", "self._order"),
-                last=("If", "self._order"),
             ),
             Blank(
-                "ZeRO3._pre_backward",
+                "ZeRO3.before_backward",
                 "Step 2: gather before backward, and prefetch",
-                "Backward of `unit` comes next and needs its weights, and after it that of `upcoming`. Start them all, "
+                "Backward has come to `unit` and needs its weights, and after it those of `upcoming`. Start them all, "
                 "the one that is needed first, and wait for that one only.",
                 "about {lines} lines; every unit gathered once more; each before its backward, `prefetch` ahead",
                 "the drawing of backward at the top of zero3.py",
-                first=("Call", "self._gather_unit"),
             ),
             Blank(
-                "ZeRO3._on_gradient",
-                "Step 3: free and reduce a unit whose gradients are all final",
-                "Nothing to do while some of unit.trained has bucket.missing. Then nobody needs the weights any more: "
-                "free them, but only if all of unit.buckets are trained (a frozen weight has no gradient to tell). "
-                "Reduce the unit (self._reduce_unit), unless self.find_unused: then _reduce_begun does it later.",
-                "about {lines} lines; in backward `prefetch` + 1 units are gathered, two units' gradients alive; a "
-                "reduce-scatter per unit, right after its backward",
+                "ZeRO3.after_backward",
+                "Step 2: free after backward",
+                "Backward is done with `unit`, so nobody needs its weights any more, whatever "
+                "self.reshard_after_forward says: self._free it. Its gradients stay where they are until "
+                "`gradients_final`.",
+                "about {lines} line; in backward the root, the unit at work and `prefetch` more are gathered",
                 "the drawing of backward at the top of zero3.py",
-                first=("If", "b.missing"),
+            ),
+            Blank(
+                "ZeRO3.gradients_final",
+                "Step 3: reduce a unit whose gradients are final",
+                "self._send each bucket of the unit that has gradients: unit.trained. Do no more than that: a frozen "
+                "weight of the unit may still be needed, and `after_backward` is called when it is not.",
+                "about {lines} lines; in backward two buckets of whole gradients at most; a reduce-scatter per bucket, "
+                "right after its unit's backward",
+                "the drawing of backward at the top of zero3.py; `_send` and `_receive` in it",
+                first=("For", "unit.trained"),
             ),
         ),
     ),
@@ -449,6 +457,8 @@ def _of_the_chapter(chapter: ast.Module, source: str, name: str) -> tuple[str, s
             alias = next(each for each in given.names if (each.asname or each.name.partition(".")[0]) == node.id)
             imports.add(ast.unparse(type(given)(**{**vars(given), "names": [alias]})))
         elif given is not None and not isinstance(given, ast.Import | ast.ImportFrom):
+            if module in local:
+                raise LookupError(f"it has a variable {module}, which would hide the module that {node.id} comes from")
             changes.add((*place, f"{module}.{node.id}"))
             if module not in known:
                 imports.add(f"from {package} import {module}")

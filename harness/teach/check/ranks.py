@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.engine import loop
+from harness.engine.moments import tensors_in
 from harness.run import process_group
 from harness.teach.check.sheet import Sheet, Work
 from harness.teach.check.steps import checks_of
@@ -85,7 +85,7 @@ class _Watch:
 
     def _call(self, name, real, *args, **kwargs):
         line = self.line(sys._getframe(1))
-        nbytes = max(sum(tensor.nbytes for tensor in loop.tensors_in([arg])) for arg in [None, *args, *kwargs.values()])
+        nbytes = max(sum(tensor.nbytes for tensor in tensors_in([arg])) for arg in [None, *args, *kwargs.values()])
         what = f"{name}{f' of {nbytes:,} bytes' if nbytes else ''}"
         what += f", issued in line {line}" if line else ""
         with self.inside(what):
@@ -94,7 +94,7 @@ class _Watch:
             return result
         first = args[:2] if name == "all_reduce" else args[1:2]  # the input, where it is not given by name
         inputs = [*first, *(value for key, value in kwargs.items() if key.startswith("input") or key == "tensor")]
-        return Work(result, self, what, loop.tensors_in(inputs), nbytes)
+        return Work(result, self, what, tensors_in(inputs), nbytes)
 
 
 _refused: set[str] = set()  # files that must not be read or run now
@@ -111,11 +111,17 @@ def _audit(event: str, arguments) -> None:
 _install_audit = functools.cache(partial(sys.addaudithook, _audit))  # once: there is no taking it away
 
 
-def _owner(source: str, function: str):
-    """The module `source` ("harness/engine/loop.py"), or the class in it, that has this function."""
+def _owners(source: str, function: str) -> list:
+    """The module `source` ("harness/engine/gradients.py"), or its class, that has this function, and who takes it over.
+
+    A class of harness/engine may offer it as a method of its own, and the student's class may inherit it from there.
+    """
     module = importlib.import_module(source.removesuffix(".py").replace("/", "."))
-    classes = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    return next(owner for owner in (module, *filter(inspect.isclass, classes)) if function in vars(owner))
+    own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
+    body = next(vars(owner)[function] for owner in (module, *own) if function in vars(owner))
+    modules = [each for name, each in sys.modules.items() if name.startswith("harness.engine.")]
+    classes = [value for each in modules for value in vars(each).values() if inspect.isclass(value)]
+    return list({id(owner): owner for owner in (*modules, *classes) if vars(owner).get(function) is body}.values())
 
 
 @contextlib.contextmanager
@@ -124,19 +130,21 @@ def without_reference(name: str, file: str):
     exercise = EXERCISES[name]
     module = Path(exercise.source).stem
 
-    def refusing(source: str):
+    def refusing(source: str, body):
+        @functools.wraps(body)
         def refuse(*args, **kwargs):
             raise Broken(f"it calls the function in {source}, the reference, which it is to replace")
 
         return refuse
 
-    real, known = [], sys.modules.get(module)
+    importlib.import_module(module)  # with all that it imports, before anything is taken away
+    real, known = [], sys.modules[module]
     for blank in exercise.blanks:
         if blank.source:
             function = blank.where.partition(".")[2]
-            owner = _owner(blank.source, function)
-            real.append((owner, function, vars(owner)[function]))
-            setattr(owner, function, refusing(blank.source))
+            for owner in _owners(blank.source, function):
+                real.append((owner, function, vars(owner)[function]))
+                setattr(owner, function, refusing(blank.source, vars(owner)[function]))
     sys.modules[module] = None
     _install_audit()
     _refused.update({str(ROOT / exercise.source)} - {file})
@@ -146,9 +154,7 @@ def without_reference(name: str, file: str):
         _refused.clear()
         for owner, function, body in real:
             setattr(owner, function, body)
-        del sys.modules[module]
-        if known is not None:
-            sys.modules[module] = known
+        sys.modules[module] = known
 
 
 def load(name: str, file: str) -> types.ModuleType:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.engine import loop
+from harness.engine.moments import tensors_in
 from harness.measure.memory import MemoryLedger
 from harness.measure.traffic import KINDS, Collective, TrafficLedger, group_of
 from harness.run import small_models
@@ -68,18 +68,18 @@ class Traffic(TrafficLedger):
         name = func._schema.name.split("::")[1]
         quiet = ("barrier", "monitored_barrier", "wait_tensor")
         if func.namespace in ("c10d", "_c10d_functional") and name not in KINDS and name not in quiet:
-            whole = sum(tensor.nbytes for tensor in loop.tensors_in(list(args)))
+            whole = sum(tensor.nbytes for tensor in tensors_in(list(args)))
             self.collectives.append(Collective(name.strip("_"), whole, whole, ""))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note(self, kind, args) -> None:
-        tensors = loop.tensors_in(list(args[:2]))
+        tensors = tensors_in(list(args[:2]))
         if all(tensor.dtype == torch.int64 for tensor in tensors) and tensors[-1].numel() == 1:
             return  # the ranks compare notes, with a number each (harness/engine/order.py)
         if group_of(args).group_name != self.group.group_name:
             kind += " outside of the engine's group (was group= passed?)"
         if kind == "reduce-scatter":
-            self.reduced.append(torch.cat([tensor.flatten() for tensor in loop.tensors_in(args[1])]))
+            self.reduced.append(torch.cat([tensor.flatten() for tensor in tensors_in(args[1])]))
         super()._note(kind, args)
 
     @property

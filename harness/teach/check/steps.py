@@ -7,6 +7,7 @@ is expected. It looks at a step alone, with the steps behind it replaced, as lon
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engine import guard, loop
+from harness.engine import guard
+from harness.engine.moments import tensors_in
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import KINDS
 from harness.run.small_models import seeded
@@ -123,11 +125,17 @@ def gradients(sheet: Sheet, kind: str, times: float, before: tuple[str, ...] = (
                 inside, buckets = sum(c.kind.startswith(kind) for c in traffic.collectives), len(engine.trained)
                 sheet.expect(inside == buckets * backwards, "reduce-scatters inside backward",
                              f"{buckets * backwards}: one per bucket and backward", inside)  # fmt: skip
-            engine._sync_gradients()
+            engine._reduce_gradients()
         sheet.right_gradients(engine, times=2 if sheet.at in (twice, unsent) else 1)
         if options.get("find_unused"):
             traffic.collectives.pop()  # which parameters were used
         gathers = [c for c in traffic.collectives if c.kind in before]
+        if before:  # in forward and in backward; the root for both together
+            once = 2 * len(engine.buckets) - len(engine.root.buckets)
+            passes = 2 if sheet.at in (twice, unsent) else 1
+            sheet.expect(len(gathers) == once * passes, "all-gathers of forward and backward",
+                         f"{once * passes}: one per bucket in forward and one in backward, but for the root; none for "
+                         "what was freed too early", len(gathers))  # fmt: skip
         traffic.collectives = [c for c in traffic.collectives if c not in gathers]
         sheet.traffic(traffic, [kind], times * backwards, reduced_bytes(engine), "for the gradients")
 
@@ -139,7 +147,7 @@ def zero1_gradients(sheet: Sheet, kind: str, times: float) -> None:
         F.mse_loss(engine(inputs), targets).backward()
         before = memory.live
         memory.reset_peak()
-        engine._sync_gradients()
+        engine._reduce_gradients()
         most, after = memory.peak - before, memory.live - before
     shard = LAYERS * LAYER / sheet.world_size
     allowed = shard * (kind == "reduce-scatter") + padding(engine.buckets)
@@ -152,23 +160,26 @@ def zero1_gradients(sheet: Sheet, kind: str, times: float) -> None:
 def zero1_update(sheet: Sheet) -> None:
     gathered, order = [], []
 
-    def gather(self, buckets):
-        gathered.append(buckets)
+    def gather(buckets, group):
+        gathered.append((list(buckets), group))
         order.append("gather")
 
-    engine = sheet.build(sheet.odd(), sheet.probe(_sync_params=gather), **SMALL)
+    engine = sheet.build(sheet.odd(), **SMALL)
     engine.optimizer.register_step_post_hook(lambda *_: order.append("update"))
     sheet.backward(engine)
-    engine.step()
+    with mock.patch.object(sheet.student, "gather_parameters", gather):
+        engine.step()
     sheet.expect(order == ["update", "gather"], "the order of steps 4 and 5", "update, then gather",
                  ", then ".join(order) or "neither")  # fmt: skip
     plain, _ = sheet.oracle(1)
     values = dict(plain.named_parameters())
     for name, piece, part in sheet.pieces(engine):
         sheet.same(f"this rank's piece of {name} after the update", piece, values[name].detach().flatten()[part])
-    sheet.expect(list(map(list, gathered)) == [engine.trained], "calls of self._sync_params",
-                 "one, of the trained buckets: what is frozen has not changed",
-                 " and ".join(f"one of {len(list(buckets))} buckets" for buckets in gathered) or "none")  # fmt: skip
+    sheet.expect([buckets for buckets, _ in gathered] == [engine.trained], "calls of gather_parameters",
+                 f"one, of the {len(engine.trained)} trained buckets: what is frozen has not changed",
+                 " and ".join(f"one of {len(buckets)} buckets" for buckets, _ in gathered) or "none")  # fmt: skip
+    elsewhere = [group for _, group in gathered if group is not engine.group]
+    sheet.expect(not elsewhere, "the group that gather_parameters is given", "self.group", "another one")
     owned = sum(param.numel() for group in engine.optimizer.param_groups for param in group["params"])
     owned = torch.tensor([owned], device=sheet.device)
     dist.all_reduce(owned)
@@ -184,7 +195,7 @@ def zero1_gather(sheet: Sheet) -> None:
             bucket.flat.zero_()
             bucket.shard.copy_(values[bucket.start : bucket.start + bucket.shard_numel])
         with Traffic(sheet.group) as traffic, sheet.received("step 5"):
-            engine._sync_params(engine.buckets)
+            sheet.student.gather_parameters(engine.buckets, engine.group)
         for bucket, values in zip(engine.buckets, right):
             views = zip(bucket.names, bucket.params, bucket.views(values), bucket.views(bucket.flat))
             for name, param, expected, view in views:
@@ -196,7 +207,7 @@ def zero1_gather(sheet: Sheet) -> None:
     with sheet.ledger() as (memory, engine):
         before = memory.live
         memory.reset_peak()
-        engine._sync_params(engine.buckets)
+        sheet.student.gather_parameters(engine.buckets, engine.group)
     allowed = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
     sheet.at_most("bytes alive in step 5, more than before", memory.peak - before, allowed,
                   "at most a shard, 4Ψ/N: gather into bucket.flat itself")  # fmt: skip
@@ -211,14 +222,13 @@ def _right_weights(sheet: Sheet, found: dict, plain: nn.Module) -> None:
 # ZeRO-2.
 
 
-def _keep(self, bucket, param) -> None:
-    """A hook that leaves gradients where they are."""
-    bucket.used.add(param)
+def _keep(self, part) -> None:
+    """`gradients_final`, but every gradient stays where backward has left it, in `param.grad`."""
 
 
 def _own_gradients(sheet: Sheet, options):
     """(engine, {parameter: this rank's own gradient}) after a backward that reduced nothing."""
-    engine = sheet.build(sheet.odd(), sheet.probe(_on_gradient=_keep), **SMALL, **options)
+    engine = sheet.build(sheet.odd(), sheet.probe(gradients_final=_keep), **SMALL, **options)
     sheet.backward(engine)
     return engine, {param: param.grad.clone() for bucket in engine.trained for param in bucket.params}
 
@@ -244,7 +254,7 @@ def zero2_send(sheet: Sheet) -> None:
             sheet.expect(len(sent) == len(right), "elements that are sent", len(right), len(sent))
             if not sheet.findings:
                 for name, a, b in zip(bucket.names, bucket.views(sent), bucket.views(right)):
-                    what = f"what is sent of {name} (param.grad, zeros for None, and bucket.kept)"
+                    what = f"what is sent of {name} (gradients.take: param.grad, zeros for None, and bucket.kept)"
                     sheet.same(what, a, b, ROUNDED if sent.dtype == torch.bfloat16 else EXACT)
                 sheet.same("the buffer that is sent, with its padding", sent, right, ROUNDED)
             left = [name for name, param in zip(bucket.names, bucket.params) if param.grad is not None]
@@ -264,7 +274,7 @@ def zero2_receive(sheet: Sheet) -> None:
                         param.grad = own[param].clone()
                     sheet.student.Reduction(bucket, sheet.group).finish(len(sheet.ranks))
             sheet.right_gradients(engine, times=times)
-    with sheet.ledger(sheet.probe(_on_gradient=_keep)) as (memory, engine):
+    with sheet.ledger(sheet.probe(gradients_final=_keep)) as (memory, engine):
         before, (bucket,) = memory.live, engine.trained
         for param in bucket.params:
             param.grad = torch.zeros_like(param)
@@ -282,28 +292,28 @@ def zero2_receive(sheet: Sheet) -> None:
 def zero2_in_flight(sheet: Sheet) -> None:
     for options in sheet.setups():
         engine, _ = _own_gradients(sheet, options)
-        with Traffic(sheet.group) as traffic, sheet.received("self._reduce_bucket"):
+        with Traffic(sheet.group) as traffic, sheet.received("self._send and self._receive"):
             for bucket in engine.trained:
-                engine._reduce_bucket(bucket)
-            engine._finish_reduction()
+                engine._send(bucket)
+            engine._receive()
         sheet.right_gradients(engine)
         sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained]
         sheet.expect(traffic.sizes == sizes, "bytes of the collectives", sizes, traffic.sizes)
         sheet.traffic(traffic, ["reduce-scatter"], 1, sum(sizes), "for all buckets")
-    with sheet.ledger(sheet.probe(_on_gradient=_keep), bucket_mb=LAYER / 2**20) as (memory, engine):
+    with sheet.ledger(sheet.probe(gradients_final=_keep), bucket_mb=LAYER / 2**20) as (memory, engine):
         before = memory.live
         memory.reset_peak()
         for bucket in engine.trained:
             for param in bucket.params:  # as backward fills it
                 param.grad = torch.zeros_like(param)
-            engine._reduce_bucket(bucket)
-        engine._finish_reduction()
+            engine._send(bucket)
+        engine._receive()
     allowed = 2 * LAYER + LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
     sheet.at_most("bytes of gradients alive, bucket after bucket", memory.peak - before, allowed,
                   f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first")  # fmt: skip
 
 
-def zero2_hook(sheet: Sheet) -> None:
+def zero2_turns(sheet: Sheet) -> None:
     gradients(sheet, "reduce-scatter", 1)
     # Gradients that finish in the opposite order must not change the order of the buckets.
     for way, what in (
@@ -323,19 +333,19 @@ def zero2_hook(sheet: Sheet) -> None:
         _worst_moment(sheet, 2 * LAYER, f"2 buckets of {LAYER:,}", bucket_mb=LAYER / 2**20)
 
 
-def _worst_moment(sheet: Sheet, allowed: int, means: str, **options) -> None:
+def _worst_moment(sheet: Sheet, allowed: int, means: str, cls=None, **options) -> None:
     """In the second backward: at its worst moment 4Ψ/N bytes of gradients and `allowed`, after step 3 only 4Ψ/N."""
     batches = [sheet.batch(step, vectors) for step in range(2)]
-    with sheet.ledger(**options) as (memory, engine):
+    with sheet.ledger(cls, **options) as (memory, engine):
         F.mse_loss(engine(batches[0][0]), batches[0][1]).backward()
-        engine._sync_gradients()
+        engine._reduce_gradients()
         engine.zero_grad()
         between = memory.live
         loss = F.mse_loss(engine(batches[1][0]), batches[1][1])
         memory.reset_peak()
         loss.backward()
         most = memory.peak - between
-        engine._sync_gradients()
+        engine._reduce_gradients()
         after = memory.live - between
     share = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
     at = f", with prefetch {options['prefetch']}" if "prefetch" in options else ""
@@ -351,7 +361,7 @@ def clip(sheet: Sheet) -> None:
             sheet.backward(engine)
             right = {name: gradient.clone() for name, gradient in sheet.gradients().items() if gradient is not None}
             if norm_type == 1:  # a parameter that no rank has used, as find_unused leaves it
-                engine._sync_gradients()
+                engine._reduce_gradients()
                 right.pop("head.bias")
                 for name, piece, _ in sheet.pieces(engine):
                     piece.grad = None if name == "head.bias" else piece.grad
@@ -377,7 +387,7 @@ def clip(sheet: Sheet) -> None:
     for source, norm_type in itertools.product((0, sheet.world_size - 1), (2.0, float("inf"))):
         engine = sheet.build(sheet.odd(), **SMALL)
         sheet.backward(engine)
-        engine._sync_gradients()
+        engine._reduce_gradients()
         for _, piece, _ in list(sheet.pieces(engine))[:1] if sheet.rank == source else ():
             piece.grad.fill_(float("nan"))
         norm = engine.clip_grad_norm_(1.0, norm_type)
@@ -389,7 +399,7 @@ def clip(sheet: Sheet) -> None:
 
 
 class _Pending:
-    """A gather that is still under way: notes how large the buffer was when somebody waited for it."""
+    """A gather in flight: notes how large the buffer was when somebody waited for it."""
 
     def __init__(self, buffer: torch.Tensor):
         self.buffer, self.nbytes = buffer, None
@@ -408,7 +418,7 @@ def zero3_free(sheet: Sheet) -> None:
         for bucket in unit.buckets:
             bucket.flat.untyped_storage().resize_(bucket.numel * 4)
             bucket.flat.zero_()
-        unit.whole = True
+        unit.gathered = True
         guard.open(unit.params)
         views = [view for bucket in unit.buckets for view in bucket.views(bucket.flat)]
         if any(
@@ -419,17 +429,17 @@ def zero3_free(sheet: Sheet) -> None:
         saved = F.linear(inputs, model.layers[0].weight, model.layers[0].bias)  # autograd keeps a view of the weight
         unit.works = pending = [_Pending(bucket.flat) for bucket in unit.buckets]
         pending = list(pending)
-        engine._reshard_unit(unit)
+        engine._free(unit)
         left = sum(bucket.flat.untyped_storage().nbytes() for bucket in unit.buckets)
         left = max(left, memory.live - before - saved.untyped_storage().nbytes())
-        engine._reshard_unit(unit)  # already freed: nothing to do
+        engine._free(unit)  # already freed: nothing to do
     sheet.at_most("bytes of gathered parameters alive after freeing a unit of a trained and a frozen bucket", left, 0,
                   "autograd holds a view of the weight, and must hold no memory with it")  # fmt: skip
-    sheet.expect(unit.whole is False, "unit.whole after freeing", False, unit.whole)
+    sheet.expect(unit.gathered is False, "unit.gathered after freeing", False, unit.gathered)
     waited = [work.nbytes == 4 * bucket.numel for work, bucket in zip(pending, unit.buckets)]
-    sheet.expect(all(waited), "a gather that was still under way",
+    sheet.expect(all(waited), "an all-gather in flight",
                  "waited for, before the memory goes", "not waited for, or too late")  # fmt: skip
-    guarded = all(type(param) is guard.ShardedParameter for param in unit.params)
+    guarded = all(type(param) is guard.FreedParameter for param in unit.params)
     sheet.expect(guarded, "freed parameters", "guarded: guard.close(unit.params)", "a use of them would crash")
     there = all(bucket.shard.untyped_storage().nbytes() for bucket in unit.buckets)
     sheet.expect(there, "this rank's shard", "still there", "freed as well")
@@ -441,12 +451,12 @@ def zero3_gather(sheet: Sheet) -> None:
         right = dict(sheet.start().named_parameters())
         for unit in engine.units:
             with Traffic(sheet.group) as traffic, sheet.received("gathering a unit"):
-                engine._gather_unit(unit)
-                sheet.expect(unit.whole is True, "unit.whole after _gather_unit", True, unit.whole)
-                sheet.expect(len(unit.works) == len(unit.buckets), "works in unit.works after _gather_unit",
+                engine._gather(unit)
+                sheet.expect(unit.gathered is True, "unit.gathered after _gather", True, unit.gathered)
+                sheet.expect(len(unit.works) == len(unit.buckets), "works in unit.works after _gather",
                              f"{len(unit.buckets)}: one per bucket, not waited for yet", len(unit.works))  # fmt: skip
-                engine._gather_unit(unit)  # gathered already: nothing to do
-                engine._wait_for_unit(unit)
+                engine._gather(unit)  # gathered already: nothing to do
+                engine._wait(unit)
             found = [(c.kind, c.whole_bytes) for c in traffic.collectives]
             expected = [("all-gather", bucket.flat.nbytes) for bucket in unit.buckets]
             sheet.expect(found == expected, "collectives of gathering a unit, twice",
@@ -462,11 +472,11 @@ def zero3_gather(sheet: Sheet) -> None:
                     same = param.data_ptr() == view.data_ptr() if type(param) is nn.Parameter else True
                     sheet.expect(same, f"the weight {name}", "still a view of bucket.flat", "a tensor of its own")
             dist.barrier(sheet.group)  # nothing is on its way any more, whoever has waited
-            engine._reshard_unit(unit)
+            engine._free(unit)
     with sheet.ledger() as (memory, engine):
         before = memory.live
         memory.reset_peak()
-        engine._gather_unit(engine.units[0])
+        engine._gather(engine.units[0])
     sheet.at_most("bytes alive while a unit is gathered", memory.peak - before, LAYER + padding(engine.buckets),
                   "the unit: gather into bucket.flat itself")  # fmt: skip
 
@@ -495,9 +505,9 @@ class _Events(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, result = func._schema.name, func(*args, **(kwargs or {}))
         kind = KINDS.get(name.removeprefix("c10d::"), name) if name.startswith("c10d::") else None
-        tensors = loop.tensors_in(list(args)) if kind else []
+        tensors = tensors_in(list(args)) if kind else []
         if kind and tensors and tensors[0].is_floating_point():  # not what the ranks compare
-            sizes = [sum(tensor.numel() for tensor in loop.tensors_in([arg])) for arg in args[:2]]
+            sizes = [sum(tensor.numel() for tensor in tensors_in([arg])) for arg in args[:2]]
             verb = {"all-gather": "gather", "reduce-scatter": "reduce"}.get(kind, kind)
             self.events.append(f"{verb} {self._units.get(max(sizes), '?')}")
         elif name == "aten::addmm" and args[2].numel() in self._weights:
@@ -560,13 +570,18 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: boo
             engine.zero_grad()
 
 
-def zero3_prefetch(sheet: Sheet) -> None:
+def zero3_before_forward(sheet: Sheet) -> None:
     engine, plain = sheet.build(sheet.odd()), sheet.start()
     inputs, _ = sheet.batch(0)
+    sizes = [bucket.flat.nbytes for unit in (engine.root, *engine.units) for bucket in unit.buckets]
     with torch.no_grad():
         for _ in range(2):
-            sheet.same("the model's output", engine(inputs), plain(inputs))
-    _order_of_events(sheet)
+            with Traffic(sheet.group) as traffic:
+                output = engine(inputs)
+            sheet.same("the model's output", output, plain(inputs))
+    _order_of_events(sheet)  # of a model whose root is empty
+    sheet.expect(sheet.findings or traffic.sizes == sizes, "bytes of the collectives in forward",
+                 f"{sizes}: the root first, then the units in their order", traffic.sizes)  # fmt: skip
     inputs, _ = sheet.batch(0, vectors)
     for prefetch, training in ((0, True), (1, True), (3, True), (1, False)) if not sheet.findings else ():
         with sheet.ledger(prefetch=prefetch) as (memory, engine), torch.set_grad_enabled(training):
@@ -582,7 +597,7 @@ def zero3_prefetch(sheet: Sheet) -> None:
 
 
 def zero3_before_backward(sheet: Sheet) -> None:
-    cls = sheet.probe(_on_gradient=lambda self, unit, bucket, param: bucket.used.add(param))
+    cls = sheet.probe(after_backward=lambda self, unit: None, gradients_final=_keep)
     engine, plain = sheet.build(sheet.odd(), cls), sheet.start()
     inputs, targets = sheet.batch(0)
     F.cross_entropy(plain(inputs), targets).backward()
@@ -594,13 +609,36 @@ def zero3_before_backward(sheet: Sheet) -> None:
     _order_of_events(sheet, cls, backward=True)
 
 
-def zero3_gradient(sheet: Sheet) -> None:
+def zero3_after_backward(sheet: Sheet) -> None:
+    left = []
+
+    def drop(self, unit) -> None:
+        """In the place of step 3. What of the unit is frozen may still be needed."""
+        if unit.gathered and len(unit.trained) == len(unit.buckets):
+            left.append(unit.name)
+        for bucket in unit.trained:
+            for param in bucket.params:
+                param.grad = None
+
+    cls = sheet.probe(gradients_final=drop)
+    for reshard in (True, False):
+        sheet.backward(sheet.build(sheet.odd(), cls, reshard_after_forward=reshard))
+        sheet.expect(not left, f"units still gathered when backward is done, with reshard_after_forward={reshard}",
+                     "none", ", ".join(left))  # fmt: skip
+        left.clear()
+    _order_of_events(sheet, cls, backward=True)
+    for prefetch in (0, 1):
+        means = f"{1 + prefetch} unit(s)' parameters and 1 unit's gradients of {LAYER:,} each"
+        _worst_moment(sheet, (2 + prefetch) * LAYER, means, cls, prefetch=prefetch)
+
+
+def zero3_gradients_final(sheet: Sheet) -> None:
     gradients(sheet, "reduce-scatter", 1, before=("all-gather",))
     model = sheet.odd()
     model.blocks[0].pair.data = model.blocks[0].pair.data.float()  # two dtypes in a unit are two buckets
     engine = sheet.build(model)
     sheet.backward(engine)
-    engine._sync_gradients()
+    engine._reduce_gradients()
     sheet.right_gradients(engine)
     _order_of_events(sheet, backward=True, reduce=True)
     for prefetch in (0, 1) if not sheet.findings else ():
@@ -684,8 +722,15 @@ def checks_of(name: str) -> list[Check]:
     looks = {
         "zero1": [layout, cut, partial(zero1_gradients, kind="all-reduce", times=2), zero1_update, zero1_gather],
         "zero1_2psi": [partial(zero1_gradients, kind="reduce-scatter", times=1)],
-        "zero2": [zero2_send, zero2_receive, zero2_in_flight, zero2_hook, clip],
-        "zero3": [zero3_free, zero3_gather, zero3_prefetch, zero3_before_backward, zero3_gradient],
+        "zero2": [zero2_send, zero2_receive, zero2_in_flight, zero2_turns, clip],
+        "zero3": [
+            zero3_free,
+            zero3_gather,
+            zero3_before_forward,
+            zero3_before_backward,
+            zero3_after_backward,
+            zero3_gradients_final,
+        ],
     }
     kinds, times, shards = {  # collectives, how many Ψ are sent, what is cut by N beside the optimizer state
         "zero1": (["all-reduce", "all-gather"], 3, ()),
