@@ -4,9 +4,9 @@ Several processes train one model together. Each process is a **rank**, as a rul
 is the **world size**. In data-parallel training (torch's is called DDP) every rank has the whole model. A rank computes
 gradients on data of its own, the ranks average their gradients, and every rank makes the same update.
 
-AdamW remembers two numbers for each parameter. They are its **optimizer state**. All ranks see the same average, so all
-keep the same state: N copies of one thing. Under ZeRO-1 a rank owns 1/N of the parameters. It keeps the state of these
-alone and updates these alone. Then the ranks give each other what they have updated.
+AdamW remembers two numbers for each parameter, its **optimizer state**. All ranks see the same average, so all keep the
+same state: N copies of one thing. Under ZeRO-1 a rank owns 1/N of the parameters. It keeps the state of these alone and
+updates these alone. Then the ranks give each other what they have updated.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
@@ -50,7 +50,7 @@ from torch import nn
 from torch.profiler import record_function  # gives a step its name in profiles, and computes nothing
 
 # What every stage needs and none teaches. You can read the chapter without it.
-from harness.engine import gradients, moments, optimizer, precision, refusals, state
+from harness.engine import gradients, moments, optimizer, precision, refusals, state, units
 from harness.engine.interface import Interface
 from harness.engine.waiting import wait
 
@@ -72,11 +72,12 @@ class Bucket:
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
         self.names, self.params = zip(*named_params)
+        self.shapes = [param.shape for param in self.params]
         self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(self.params[0].dtype, *dtypes)
         # Every parameter and every shard starts on a multiple of 16 bytes. Operands that do not are computed by other
         # kernels, which round differently. So results stay those of plain PyTorch.
         align = max(1, 16 // min(self.params[0].dtype.itemsize, self.param_dtype.itemsize))
-        self.shapes, self.offsets, end = [param.shape for param in self.params], [], 0
+        self.offsets, end = [], 0
         for shape in self.shapes:
             self.offsets.append(end)
             end = round_up(end + shape.numel(), align)
@@ -89,8 +90,8 @@ class Bucket:
         self.flat = self.params[0].new_zeros(self.numel)  # zeros: padding must never hold a NaN
         for param, view in zip(self.params, self.views(self.flat)):
             view.copy_(param.detach())
-            # The parameter gets another storage and stays the same object. The model, and whoever else holds it,
-            # notices nothing. From now on a collective that writes into `flat` writes into the weights.
+            # The parameter gets another storage and stays the same object, so the model notices nothing. From now on a
+            # collective that writes into `flat` writes into the weights.
             param.data = view
         self.shard = self.own_part(self.flat)
 
@@ -114,8 +115,8 @@ class Bucket:
     def make_pieces(self) -> None:
         """Step 0: what the optimizer is handed. A piece is a leaf, as optimizers want, and a view of the shard.
 
-        So updating a piece updates the shard. The optimizer gets pieces and not the shard as one tensor: then
-        parameter groups, and parameters without a gradient, behave as in plain PyTorch.
+        So updating a piece updates the shard. With pieces, and not the shard as one tensor, parameter groups and
+        parameters without a gradient behave as in plain PyTorch.
         """
         precision.round_weights(self)  # mixed precision: `flat` becomes bfloat16, say, beside a shard in float32
         trained = self.params[0].requires_grad
@@ -126,21 +127,9 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def make_buckets(named_params, bucket_mb: float, rank: int, world_size: int, dtypes=(None, None)) -> list[Bucket]:
-    """Fill buckets of at most `bucket_mb` MiB, last parameter first: backward finishes them in that order.
-
-    A parameter that is larger than `bucket_mb` gets a bucket of its own. A buffer has one dtype, so another dtype
-    begins another bucket.
-    """
-    runs, run_bytes = [], 0.0
-    for name, param in reversed(named_params):
-        nbytes = param.numel() * param.element_size()
-        if not runs or run_bytes + nbytes > bucket_mb * 2**20 or param.dtype != runs[-1][-1][1].dtype:
-            runs.append([])
-            run_bytes = 0
-        runs[-1].append((name, param))
-        run_bytes += nbytes
-    return [Bucket(run, rank, world_size, dtypes) for run in runs]
+def make_buckets(named_params, bucket_mb: float | None, *layout) -> list[Bucket]:
+    """The last parameters' bucket first: backward finishes them in that order. `layout` goes to `Bucket`."""
+    return [Bucket(run, *layout) for run in units.runs(named_params, bucket_mb)]
 
 
 def partition(model: nn.Module, *layout) -> tuple[list[Bucket], list[Bucket]]:
@@ -157,8 +146,7 @@ def gather_parameters(buckets: list[Bucket], group) -> None:
     for bucket in buckets:
         shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
         # async_op: the collective is only started, so that all buckets travel at once.
-        whole, shard = state.sendable(bucket.flat), state.sendable(shard)  # themselves, or their bytes
-        works.append(dist.all_gather_single(whole, shard, group=group, async_op=True))
+        works.append(dist.all_gather_single(precision.sendable(bucket.flat), shard, group=group, async_op=True))
     for bucket, work in zip(buckets, works):
         wait(work, "all-gather", bucket)  # `work.wait()`, and an error that names the bucket
 
@@ -168,14 +156,14 @@ class ZeRO1(Interface):
 
     `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a `torch.optim.Optimizer` that
     treats each element by itself (SGD, Adam, AdamW, RMSprop, Adagrad; not Muon or Shampoo, which look at matrices).
-    `group` is the process group to shard over (default: all ranks); `bucket_mb` the size of a bucket in MiB;
-    `param_groups` a torch optimizer's groups, over the model's own parameters. `param_dtype` is that of weights and
-    computation, `reduce_dtype` (default: the same) that of gradients when they are sent; shards keep the model's.
-    `find_unused=True` lets a step leave parameters without a gradient. All ranks start from rank 0's parameters and
-    buffers. Several backwards before a step add up, and send as much as one.
+    `group` is the process group or one-dimensional DeviceMesh to shard over (default: all ranks). `bucket_mb` is the
+    size of a bucket in MiB, and `param_groups` are a torch optimizer's, over the model's parameters. `param_dtype` is
+    that of weights and computation, `reduce_dtype` (default: the same) that of gradients when they are sent; shards
+    keep the model's. `find_unused=True` lets a step leave parameters without a gradient. All ranks start from rank 0's
+    parameters and buffers. Several backwards before a step add up, and send as much as one.
 
-    Raises RuntimeError without a process group, ValueError or TypeError for a model, option or optimizer that cannot
-    work, each on every rank. Source: ZeRO paper, section 5.1; article class `ZeRO_1`.
+    Raises RuntimeError without a process group, ValueError or TypeError for what cannot work, each on every rank.
+    Source: ZeRO paper, section 5.1; article class `ZeRO_1`.
     """
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
@@ -200,9 +188,9 @@ class ZeRO1(Interface):
     def _reduce_gradients(self) -> None:
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
-        Every rank receives all averaged gradients and uses 1/N of them: this is the article's order, 2Ψ here and 3Ψ in
-        all. The paper has a reduce-scatter here, Ψ and 2Ψ in all (try it: ./launch.sh exercise zero1_2psi). The
-        all-reduce begins when backward is over, so nothing hides it. ZeRO-2 sends while backward still computes.
+        Every rank receives all averages and uses 1/N of them: one article's order, 2Ψ here and 3Ψ in all. The paper has
+        a reduce-scatter here, Ψ and 2Ψ in all (./launch.sh exercise zero1_2psi). The all-reduce begins when backward is
+        over, so nothing hides it. ZeRO-2 sends while backward still computes.
         """
         if self.moments.settled:
             return  # `clip_grad_norm_` has called this before `step`
@@ -226,8 +214,8 @@ class ZeRO1(Interface):
         """`load_full_state_dict` has written new values into all shards: bring the weights up to date."""
         gather_parameters(self.buckets, self.group)
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
-                 param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float | None = None,
+                 param_groups=None, param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
         group, self.dtypes = refusals.process_group(group), (param_dtype, reduce_dtype)
         # What cannot work raises here, on every rank, and before anything is changed.
         refusals.check(model, optimizer_cls, param_groups, group, self.dtypes, find_unused, bucket_mb=bucket_mb)
@@ -238,7 +226,7 @@ class ZeRO1(Interface):
             self.buckets = self.trained + frozen
             for bucket in self.buckets:
                 bucket.flatten()
-                dist.broadcast(state.sendable(bucket.flat), group_src=0, group=group)
+                dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=group)
                 bucket.make_pieces()
             state.broadcast_buffers(model, group)  # they are not cut
             for bucket in self.trained:

@@ -153,8 +153,8 @@ class ZeRO2(Interface):
 
     # The set-up.
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float = 25.0, param_groups=None,
-                 param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float | None = None,
+                 param_groups=None, param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
         group, self.dtypes = refusals.process_group(group), (param_dtype, reduce_dtype)
         # What cannot work raises here, on every rank, and before anything is changed.
         refusals.check(model, optimizer_cls, param_groups, group, self.dtypes, find_unused, bucket_mb=bucket_mb)
@@ -165,7 +165,7 @@ class ZeRO2(Interface):
             self.buckets = self.trained + frozen
             for bucket in self.buckets:
                 bucket.flatten()
-                dist.broadcast(state.sendable(bucket.flat), group_src=0, group=group)
+                dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=group)
                 bucket.make_pieces()
             state.broadcast_buffers(model, group)  # they are not cut
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)

@@ -128,7 +128,7 @@ class ZeRO3(Interface):
                 bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
                 shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
                 # Straight into the weights: the model's parameters are views of `flat`, and so is what autograd saved.
-                whole, shard = state.sendable(bucket.flat), state.sendable(shard)  # themselves, or their bytes
+                whole = precision.sendable(bucket.flat)  # `bucket.flat` itself, or its bytes
                 unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
         unit.gathered = True
 
@@ -268,7 +268,7 @@ class ZeRO3(Interface):
         on_meta = source.begin(bucket)  # parameters on `meta` get a device here, memory in `flatten`
         bucket.flatten()
         source.fill(on_meta)  # and their values here
-        dist.broadcast(state.sendable(bucket.flat), group_src=0, group=self.group)
+        dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=self.group)
         bucket.shard = bucket.shard.clone()
         bucket.flat.untyped_storage().resize_(0)
         bucket.make_pieces()

@@ -497,8 +497,8 @@ RIGHT = {
         for i, param in enumerate(bucket.params):
             if param.grad is not None:  # what gradients.take does
                 whole[bucket.offsets[i] :][: param.numel()] = param.grad.flatten()
-            if param in bucket.kept:
-                whole[bucket.offsets[i] :][: param.numel()] += bucket.kept.pop(param).flatten()
+            if i in bucket.kept:
+                whole[bucket.offsets[i] :][: param.numel()] += bucket.kept.pop(i).flatten()
             param.grad = None
         self.mean = whole.new_empty(bucket.shard_numel)
         dist.reduce_scatter_single(self.mean, whole, group=group)
@@ -829,7 +829,7 @@ SLIPS = {
         ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
          "[0 * p if p.grad is None else p.grad for p in bucket.params]", "and bucket.kept)"),
         ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
-         "[p.grad + bucket.kept.pop(p) if p in bucket.kept else p.grad for p in bucket.params]"
+         "[p.grad + bucket.kept.pop(i) if i in bucket.kept else p.grad for i, p in enumerate(bucket.params)]"
          "; [setattr(p, 'grad', None) for p in bucket.params]", "NoneType"),
         ("Step 3: send", "Reduction_of___init__", "gradients.take(bucket)",
          "gradients.take(bucket); [setattr(p, 'grad', g) for p, g in zip(bucket.params, whole)]", "with a .grad after"),

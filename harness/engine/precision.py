@@ -38,10 +38,21 @@ def round_weights(bucket) -> None:
         bucket.flat.untyped_storage().resize_(0)
 
 
+# What gloo has a name for. Of the rest (int16, float8 and others) the bytes are sent.
+_KNOWN = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+}  # fmt: skip
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor, or its bytes where its dtype cannot be sent."""
+    return tensor if tensor.dtype in _KNOWN else tensor.reshape(-1).view(torch.uint8)
+
+
 def rounded_shard(bucket) -> torch.Tensor:
     """What this rank brings to an all-gather into `bucket.flat`: its shard, in mixed precision rounded into place."""
     if bucket.param_dtype == bucket.shard.dtype:
-        return bucket.shard
+        return sendable(bucket.shard)
     return bucket.own_part(bucket.flat).copy_(bucket.shard)
 
 

@@ -98,9 +98,9 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
         return ValueError(
             "the parameters are on the CPU, but the group's backend is nccl: move the model to the GPU first"
         )
-    bucket_mb = options.get("bucket_mb", 0)
-    if not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0:
-        return ValueError(f"bucket_mb must be a number of MiB, 0 or more, got {bucket_mb!r}")
+    bucket_mb = options.get("bucket_mb")
+    if bucket_mb is not None and (not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0):
+        return ValueError(f"bucket_mb must be a number of MiB, 0 or more, or None, got {bucket_mb!r}")
     prefetch = options.get("prefetch", 0)
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         return ValueError(f"prefetch must be a whole number of units, 0 or more, got {prefetch!r}")

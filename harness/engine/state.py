@@ -6,17 +6,8 @@ import torch
 import torch.distributed as dist
 
 from harness.engine import guard, refusals
+from harness.engine.precision import sendable
 from harness.engine.waiting import label, name_some, waiting_for
-
-# What gloo has a name for. Of the rest (int16, float8 and others) the bytes are sent.
-_KNOWN = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
-}  # fmt: skip
-
-
-def sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor, or its bytes where its dtype cannot be sent."""
-    return tensor if tensor.dtype in _KNOWN else tensor.reshape(-1).view(torch.uint8)
 
 
 def broadcast_buffers(model, group) -> None:

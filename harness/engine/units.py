@@ -1,13 +1,46 @@
-"""Which modules ZeRO-3 gathers as one, when nobody says."""
+"""Which parameters travel together: runs of them, that ZeRO-1 and -2 make buckets of, and modules, ZeRO-3's units."""
 
 from torch import nn
 
 
+def runs(named_params, bucket_mb: float | None) -> list[list[tuple[str, nn.Parameter]]]:
+    """(name, parameter) pairs in runs of at most `bucket_mb` MiB, last parameter first.
+
+    By default (None) a run has at most 25 MiB, and at most a sixth of the parameters but not less than 1 MiB: so a small
+    model has several buckets too, and one is sent while backward fills the next. A larger parameter has a run of its
+    own. A buffer has one dtype, so another dtype begins another run.
+    """
+    if bucket_mb is None:
+        total_mb = sum(param.numel() * param.element_size() for _, param in named_params) / 2**20
+        bucket_mb = min(25, max(1, total_mb / 6))
+    found, run_bytes = [], 0.0
+    for name, param in reversed(named_params):
+        nbytes = param.numel() * param.element_size()
+        if not found or run_bytes + nbytes > bucket_mb * 2**20 or param.dtype != found[-1][-1][1].dtype:
+            found.append([])
+            run_bytes = 0
+        found[-1].append((name, param))
+        run_bytes += nbytes
+    return found
+
+
+# Never called by their forward alone: a parent uses their weights or entries directly.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_AS_ONE = (nn.MultiheadAttention, nn.RNNBase, nn.Transformer)  # they use their children's weights themselves
+
+
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The entries of every outermost ModuleList or Sequential, each once.
+    """The entries of every outermost ModuleList or Sequential, each once; where these leave most to the root, by size.
 
     An entry that is a ModuleList or ModuleDict itself is never called, so its own entries take its place.
     """
+    units = _entries_of_lists(model)
+    total = sum(param.numel() for param in model.parameters())
+    inside = {id(param): param.numel() for unit in units for param in unit.parameters()}
+    return units if 2 * sum(inside.values()) >= total else _by_size(model, units, total / 8)
+
+
+def _entries_of_lists(model: nn.Module) -> list[nn.Module]:
     found: dict[int, nn.Module] = {}
 
     def entries(container: nn.Module) -> None:
@@ -20,12 +53,41 @@ def default_units(model: nn.Module) -> list[nn.Module]:
     def search(module: nn.Module) -> None:
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             entries(module)
-        else:
+        elif not isinstance(module, _AS_ONE):
             for child in module.children():
                 search(child)
 
     search(model)
     return list(found.values())
+
+
+def _by_size(model: nn.Module, units: list[nn.Module], least: float) -> list[nn.Module]:
+    """`units`, and besides them the smallest modules with `least` elements or more that are in no other unit.
+
+    torch has the same idea for FSDP (`size_based_auto_wrap_policy`).
+    """
+    chosen = {id(unit) for unit in units}
+    found = []
+
+    def rest(module: nn.Module) -> int:
+        """Elements of `module` that no unit has, after units were chosen inside it."""
+        if id(module) in chosen:
+            found.append(module)
+            return 0
+        own = sum(param.numel() for param in module.parameters(recurse=False))
+        before = len(found)
+        if isinstance(module, _AS_ONE):
+            own = sum(param.numel() for param in module.parameters())
+        else:
+            own += sum(rest(child) for child in module.children())
+        # Units must not lie inside each other, so a module with one inside leaves its own rest to the root.
+        if own < least or module is model or len(found) > before or isinstance(module, _CONTAINERS):
+            return own
+        found.append(module)
+        return 0
+
+    rest(model)
+    return list(dict.fromkeys(found))
 
 
 def parameters_by_unit(model: nn.Module, modules: list[nn.Module]) -> tuple[dict, list]:

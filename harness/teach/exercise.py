@@ -93,7 +93,7 @@ _REDUCE_1 = Blank(
     "and mean in place, pieces with views",
     "the arithmetic at the top of the file, `all-reduce` and `piece` in its words; ZeRO paper, section 5.1",
     first=("Assign", "works"),
-    last=("For", 0),
+    last=("For", 1),
 )
 _CLIP = Blank(
     "ZeRO2.clip_grad_norm_",
@@ -157,7 +157,7 @@ EXERCISES = {
                 "held at most 4Ψ + 4Ψ/N bytes",
                 "the arithmetic at the top of zero1.py, `reduce-scatter` in its words; ZeRO paper, section 7.1",
                 first=("Assign", "works"),
-                last=("For", 0),
+                last=("For", 1),
             ),
         ),
     ),

@@ -244,8 +244,8 @@ def zero2_send(sheet: Sheet) -> None:
                 else:  # as find_unused may leave it
                     param.grad = None
                 if number % 2:  # as no_sync leaves it
-                    bucket.kept[param] = own[param].to(bucket.reduce_dtype)
-                    view.add_(bucket.kept[param])
+                    bucket.kept[number] = own[param].to(bucket.reduce_dtype)
+                    view.add_(bucket.kept[number])
             with Traffic(sheet.group) as traffic:
                 reduction = sheet.student.Reduction(bucket, sheet.group)
             sheet.traffic(traffic, ["reduce-scatter"], 1, right.nbytes, f"for a bucket of {right.nbytes} bytes")
@@ -439,7 +439,7 @@ def zero3_free(sheet: Sheet) -> None:
     waited = [work.nbytes == 4 * bucket.numel for work, bucket in zip(pending, unit.buckets)]
     sheet.expect(all(waited), "an all-gather in flight",
                  "waited for, before the memory goes", "not waited for, or too late")  # fmt: skip
-    guarded = all(type(param) is guard.FreedParameter for param in unit.params)
+    guarded = all(isinstance(param, guard.Freed) for param in unit.params)
     sheet.expect(guarded, "freed parameters", "guarded: guard.close(unit.params)", "a use of them would crash")
     there = all(bucket.shard.untyped_storage().nbytes() for bucket in unit.buckets)
     sheet.expect(there, "this rank's shard", "still there", "freed as well")
