@@ -9,22 +9,13 @@ same state: N copies of one thing. Under ZeRO-1 a rank owns 1/N of the parameter
 updates these alone. Then the ranks give each other what they have updated.
 
                        rank 0       rank 1       rank 2       rank 3
-    parameters       [########]   [########]   [########]   [########]
-    gradients        [########]   [########]   [########]   [########]
+    parameters       [########]   [########]   [########]   [########]     how much, not which: a rank owns
+    gradients        [########]   [########]   [########]   [########]     1/N of every bucket, see below
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
-
-Ψ is the number of parameters. In float32 each number takes 4 bytes, so per rank, in bytes:
-
-    DDP holds   4Ψ parameters + 4Ψ gradients + 8Ψ optimizer state      (7e9 parameters: 112 GB)
-    here        4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state    (N = 8: 63 GB)
-    peak        8Ψ + 8Ψ/N + the largest single gradient; and activations, which no stage cuts
-
-Activations are what forward keeps for backward. The price is one more message. Each rank sends, per step, in elements
-and times (N-1)/N: DDP 2Ψ; here 2Ψ to average gradients + Ψ to give out parameters = 3Ψ (2Ψ in the paper, see step 3).
 
 Words of torch:
     storage          the memory under a tensor. A view is another tensor on the same storage, perhaps on a part of it
-    leaf             a tensor that no operation has made. Autograd leaves a leaf's gradient in its `.grad`
+    leaf             what autograd sees as an input and not as a result. It leaves a leaf's gradient in its `.grad`
     hook             a function that torch calls at a certain moment
 Words of ZeRO:
     bucket           a run of parameters laid end to end in one flat buffer, filled up with zeros (padding), cut into N
@@ -32,13 +23,22 @@ Words of ZeRO:
     piece            one parameter's elements inside this rank's shard. The optimizer is handed pieces
 Words of communication:
     collective       what all ranks call together, each with a tensor of its own, and in the same order on every rank
-    all-reduce       every rank gets the sum of all ranks' tensors
     all-gather       every rank gets all shards, in the order of the ranks (before torch 2.13 `all_gather_into_tensor`)
-    reduce-scatter   rank r gets shard r of the sum: half of an all-reduce (before 2.13 `reduce_scatter_tensor`)
+    reduce-scatter   rank r gets shard r of the sum of all ranks' tensors (before 2.13 `reduce_scatter_tensor`)
+    all-reduce       every rank gets the whole sum: a reduce-scatter and an all-gather in one
     in flight        of a collective: started, and not yet waited for
 
-The steps have the same numbers in all chapters: 0 partition, 1 forward, 2 backward, 3 reduce gradients, 4 update the
-shard, 5 gather parameters.
+Ψ is the number of parameters. In float32 each number takes 4 bytes, so a rank holds, in bytes:
+
+    DDP    4Ψ parameters + 4Ψ gradients + 8Ψ optimizer state      (7e9 parameters: 112 GB)
+    here   4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state    (N = 8: 63 GB)
+    peak   8Ψ + 8Ψ/N + one gradient on its way into the buffer; and activations: what forward keeps for backward
+
+In an all-gather of Ψ elements a rank sends its shard to N-1 others, Ψ (N-1)/N in all; in a reduce-scatter likewise. All
+chapters leave out this (N-1)/N. DDP sends 2Ψ, an all-reduce. ZeRO-1 sends 3Ψ here, and 2Ψ in the paper (see step 3).
+
+A training step has parts with the same numbers in all chapters: step 0 partition (once), 1 forward, 2 backward,
+3 reduce gradients, 4 update the shard, 5 gather parameters.
 
 Paper: ZeRO (Rajbhandari et al., 2020), section 5.1, "P_os". Article: "AI in Multiple GPUs: ZeRO & FSDP".
 Run it: ./launch.sh zero1 2
@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function  # gives a step its name in profiles, and computes nothing
 
-# What every stage needs and none teaches. You can read the chapter without it.
+# What every stage needs and none teaches; the chapter can be read without it. `moments`: points in time, not Adam's.
 from harness.engine import gradients, moments, optimizer, precision, refusals, state, units
 from harness.engine.interface import Interface
 from harness.engine.waiting import wait
@@ -65,17 +65,17 @@ class Bucket:
 
     Two of the articles cut each parameter by itself. That is a bucket of one parameter (`bucket_mb=0`).
 
-    Attributes, all in elements: `offsets`, where each of `params` starts; `numel`, of the buffer `flat`; `shard_numel`,
-    of this rank's `shard`, which begins at `start`. `param_dtype` is the dtype of `flat`, and `reduce_dtype` that of
-    gradients when they are sent. Both are the parameters' own, but for mixed precision.
+    Attributes, in elements: `offsets[i]` is where `params[i]` starts. `numel` is the size of `flat`, `shard_numel` that
+    of this rank's `shard`, and `start` is where the shard begins. `param_dtype` is the dtype of `flat`, `reduce_dtype`
+    that of gradients when they are sent; without mixed precision both are the parameters' own.
     """
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
         self.names, self.params = zip(*named_params)
         self.shapes = [param.shape for param in self.params]
         self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(self.params[0].dtype, *dtypes)
-        # Every parameter and every shard starts on a multiple of 16 bytes. Operands that do not are computed by other
-        # kernels, which round differently. So results stay those of plain PyTorch.
+        # Every parameter and every shard starts on a multiple of 16 bytes. For unaligned tensors torch takes other
+        # routines, which round differently. So our losses equal those of plain PyTorch to the bit.
         align = max(1, 16 // min(self.params[0].dtype.itemsize, self.param_dtype.itemsize))
         self.offsets, end = [], 0
         for shape in self.shapes:
@@ -113,22 +113,22 @@ class Bucket:
         return parts
 
     def make_pieces(self) -> None:
-        """Step 0: what the optimizer is handed. A piece is a leaf, as optimizers want, and a view of the shard.
+        """Step 0: what the optimizer is handed. `detach` makes a leaf, as optimizers want, on the shard's memory.
 
-        So updating a piece updates the shard. With pieces, and not the shard as one tensor, parameter groups and
-        parameters without a gradient behave as in plain PyTorch.
+        So updating a piece updates the shard. A shard may hold parts of several parameters, with another weight decay
+        each, or without a gradient: so the optimizer gets a piece per parameter.
         """
-        precision.round_weights(self)  # mixed precision: `flat` becomes bfloat16, say, beside a shard in float32
+        precision.round_weights(self)  # mixed precision only: the shard gets memory of its own, `flat` another dtype
         trained = self.params[0].requires_grad
         self.pieces = [(index, part.detach().requires_grad_(trained)) for index, part in self.cut(self.shard)]
 
 
 def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return -(-number // multiple) * multiple  # -(-a // b) is a / b, rounded up
 
 
 def make_buckets(named_params, bucket_mb: float | None, *layout) -> list[Bucket]:
-    """The last parameters' bucket first: backward finishes them in that order. `layout` goes to `Bucket`."""
+    """Bucket 0 holds the last parameters, for backward reaches them first. `layout` goes to `Bucket`."""
     return [Bucket(run, *layout) for run in units.runs(named_params, bucket_mb)]
 
 
@@ -144,8 +144,9 @@ def gather_parameters(buckets: list[Bucket], group) -> None:
     """Step 5: every rank sends the shard that it has updated, and receives the others' straight into the weights."""
     works = []
     for bucket in buckets:
-        shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
+        # In float32 these are `bucket.flat` and `bucket.shard`, which lies in its place in `flat`, as is allowed.
         # async_op: the collective is only started, so that all buckets travel at once.
+        shard = precision.rounded_shard(bucket)
         works.append(dist.all_gather_single(precision.sendable(bucket.flat), shard, group=group, async_op=True))
     for bucket, work in zip(buckets, works):
         wait(work, "all-gather", bucket)  # `work.wait()`, and an error that names the bucket
@@ -162,14 +163,15 @@ class ZeRO1(Interface):
     keep the model's. `find_unused=True` lets a step leave parameters without a gradient. All ranks start from rank 0's
     parameters and buffers. Several backwards before a step add up, and send as much as one.
 
-    Raises RuntimeError without a process group, ValueError or TypeError for what cannot work, each on every rank.
+    The set-up, `__init__`, comes last. Raises RuntimeError without a process group, ValueError or TypeError for what
+    cannot work, each on every rank.
     Source: ZeRO paper, section 5.1; article class `ZeRO_1`.
     """
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
         """One whole step on this rank's batch. Returns this rank's loss, 0-d and detached."""
         with record_function("step 1 forward"):
-            loss = loss_fn(self(inputs), targets)
+            loss = loss_fn(self(inputs), targets)  # self(...) calls the model
         with record_function("step 2 backward"):
             loss.backward()
         self.step()
@@ -188,15 +190,15 @@ class ZeRO1(Interface):
     def _reduce_gradients(self) -> None:
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
-        Every rank receives all averages and uses 1/N of them: one article's order, 2Ψ here and 3Ψ in all. The paper has
-        a reduce-scatter here, Ψ and 2Ψ in all (./launch.sh exercise zero1_2psi). The all-reduce begins when backward is
-        over, so nothing hides it. ZeRO-2 sends while backward still computes.
+        Every rank receives all averages and uses 1/N of them. This is one article's order: the all-reduce sends 2Ψ, and
+        with step 5 it is 3Ψ. The paper has a reduce-scatter here, which sends Ψ (./launch.sh exercise zero1_2psi).
+        The all-reduce begins when backward is over, so nothing hides it. ZeRO-2 sends while backward computes.
         """
         if self.moments.settled:
-            return  # `clip_grad_norm_` has called this before `step`
+            return  # done: `clip_grad_norm_` needs the averages before `step`, and has called this
         works = []
         for bucket in self.trained:
-            own = precision.before_sum(bucket.flat_gradient, self.world_size)  # itself
+            own = precision.before_sum(bucket.flat_gradient, self.world_size)  # in float32 `flat_gradient`, unchanged
             works.append(dist.all_reduce(own, group=self.group, async_op=True))
         for bucket, work in zip(self.trained, works):
             wait(work, "all-reduce", bucket)
@@ -228,9 +230,9 @@ class ZeRO1(Interface):
                 bucket.flatten()
                 dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=group)
                 bucket.make_pieces()
-            state.broadcast_buffers(model, group)  # they are not cut
+            state.broadcast_buffers(model, group)  # what the model has registered as buffers stays whole
             for bucket in self.trained:
-                # It stays from step to step: a large allocation costs more than filling it.
+                # It stays from step to step: to allocate it anew would take longer than to overwrite it.
                 bucket.flat_gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         # From here on backward moves each `param.grad` into its place in `flat_gradient`.

@@ -9,24 +9,25 @@ sends the bucket in a reduce-scatter. The rank keeps 1/N of the sum and frees th
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-Per rank, in bytes (float32 and AdamW), and sent per step, in elements and times (N-1)/N:
+Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
     memory   4Ψ parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 38.5 GB)
     peak     4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes; and activations
     sent     Ψ reduce-scatter + Ψ all-gather = 2Ψ, as under DDP
 
-At the peak two buckets hold whole gradients: the one that backward is filling, and the one in flight. Smaller buckets
-mean a lower peak and more collectives. (Unequal buckets: `zero2_peak` in harness/measure/dry_run.py is exact.)
+At the peak two buckets have whole gradients: the one that backward is finishing, and the one in flight. The former has
+no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more collectives. (For unequal
+buckets: `PEAK_FORMULAS` in harness/measure/dry_run.py.)
 
 ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one, and
 here the all-gather brings parameters and not gradients.
 
-The article's simple version keeps all gradients until backward is over, and says so. To do better, step 3 must run
-inside step 2. Autograd calls a hook whenever a gradient is final, and harness/engine/moments.py turns these calls into
-the one moment of this chapter, `gradients_final`:
+A simple version keeps all gradients until backward is over: the article below has it, and says so. To do better, step 3
+must run inside step 2. Autograd calls a hook whenever a gradient is final, and harness/engine/moments.py turns these
+calls into the one moment of this chapter, `gradients_final`. Buckets are counted from the last layer:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
-    in flight                          | bucket 0            | bucket 1            | bucket 2 |
+    in flight                          | bucket 0 (layer 2)  | bucket 1 (layer 1)  | bucket 2 (layer 0) |
 
 The words, `Bucket` and step 5 are those of zero1.py. What changes from there: ./launch.sh changes zero1 zero2
 
@@ -48,7 +49,7 @@ from zero1 import Bucket, gather_parameters, partition
 
 
 class Reduction:
-    """One bucket's gradients in flight: N whole copies leave, one on each rank, and N shards of the mean arrive.
+    """One bucket's gradients in flight: every rank puts in its whole gradients, and gets its shard of the mean.
 
     Step 3 of one bucket, in two halves: `__init__` sends, `finish` receives. In between the whole buffer must stay
     alive and unchanged, because the collective still reads it.
@@ -61,7 +62,7 @@ class Reduction:
         # Every gradient is copied into its place, and no `param.grad` is left.
         torch._foreach_copy_(bucket.views(self.flat), gradients.take(bucket))
         self.shard = self.flat.new_empty(bucket.shard_numel)
-        own = precision.before_sum(self.flat, dist.get_world_size(group))  # itself
+        own = precision.before_sum(self.flat, dist.get_world_size(group))  # in float32 `self.flat`, unchanged
         self.work = dist.reduce_scatter_single(self.shard, own, group=group, async_op=True)
 
     def finish(self, world_size: int) -> None:
@@ -77,13 +78,13 @@ class Reduction:
 class ZeRO2(Interface):
     """Data-parallel training of `model` with optimizer state and gradients cut into N.
 
-    Options and errors are those of `ZeRO1`. Buckets are sent in one fixed order on every rank, the last parameters'
-    first: a collective is matched with the other ranks' by its turn alone. A model that finishes its gradients in
-    another order trains right, but buckets that are complete wait for their turn, and more gradients are whole at once.
+    Options and errors are those of `ZeRO1`. A collective carries no name: the third one of this rank meets the third
+    one of every other rank. So buckets are sent in one fixed order, the last parameters' first. A model that finishes
+    its gradients in another order trains right. But its complete buckets wait for their turn, with whole gradients.
 
-    Several backwards before a step add up. k of them send (k+1)Ψ and keep nothing whole. With the first k-1 under
-    `no_sync()` they send 2Ψ and keep whole gradients, 4Ψ bytes. With `find_unused=True` a bucket that lacks a gradient
-    waits for the end of backward, and the buckets behind it wait with it.
+    Several backwards before a step add up. With k backwards a rank sends kΨ gradients and Ψ parameters. A backward
+    under `no_sync()` sends nothing: if all but the last run so, a rank sends 2Ψ, and keeps whole gradients, 4Ψ bytes.
+    With `find_unused=True` a bucket that lacks a gradient waits for the end of backward, and the buckets behind it too.
 
     Source: ZeRO paper, section 5.2; article class `ZeRO_2`, which is named there and not printed.
     """
@@ -143,7 +144,7 @@ class ZeRO2(Interface):
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
-        self._receive()
+        self._receive()  # a buffer must not go while a collective uses it
         gradients.forget(self)
         self._turns, self._complete = deque(self.trained), set()
 
@@ -167,7 +168,7 @@ class ZeRO2(Interface):
                 bucket.flatten()
                 dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=group)
                 bucket.make_pieces()
-            state.broadcast_buffers(model, group)  # they are not cut
+            state.broadcast_buffers(model, group)  # what the model has registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
         self.moments = moments.BucketMoments(self)  # from here on backward calls `gradients_final`

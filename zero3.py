@@ -2,8 +2,8 @@
 
 At any moment a model computes in one layer, so only this layer's parameters must be there. ZeRO-3 cuts the model into
 **units**, a transformer block each. A unit is **gathered** right before its forward: an all-gather brings all of its
-parameters to every rank. Right after forward it is **freed**: each rank keeps its shard, and gives the memory of the
-rest back. Backward does both once more.
+parameters to every rank. Right after forward it is **freed**: the gathered buffer gives its memory back, and each rank
+keeps its shard, which has memory of its own. Backward does both once more.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [##      ]   [  ##    ]   [    ##  ]   [      ##]
@@ -13,17 +13,17 @@ rest back. Backward does both once more.
 What belongs to no unit (embedding, last norm, head) is the **root**. It stays gathered from the start of forward to the
 end of backward. **Prefetch** means to start the all-gather of the next unit before the present one computes.
 
-Per rank, in bytes (float32 and AdamW), and sent per step, in elements and times (N-1)/N:
+Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
     memory   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 14 GB)
     peak     16Ψ/N + R + 4U - (R + 2U)/N, for a root of R bytes, equal units of U bytes and prefetch 1; and activations
     sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
 
 At the peak, late in backward, these are alive: the root, the unit at work, the one prefetched, and as in ZeRO-2 two
-buckets of whole gradients. (`zero3_peak` in harness/measure/dry_run.py is exact.) The root is gathered once per step,
-so a little less than 3Ψ is sent.
+buckets of whole gradients; R + 2U of gradients have no shard yet. (`PEAK_FORMULAS` in harness/measure/dry_run.py is for
+unequal units.) The root is gathered once per step, so a little less than 3Ψ is sent.
 
-Step 5 has moved into steps 1 and 2. That is the whole difference: the updated shard is gathered when the next forward
+Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
 needs it, unit by unit. In the order of time, with prefetch 1:
 
     forward   gather root, 0 | embedding | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | ...
@@ -31,17 +31,17 @@ needs it, unit by unit. In the order of time, with prefetch 1:
 
 A gather stands left of the computation that it hides behind: it is started first and waited for later.
 
-Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. Then nobody holds the
-gathered tensor any more. But somebody does: for its backward, `F.linear` has saved `weight.t()`, a view, and a view
-keeps the whole storage alive. On the article's GPT 68% of the gathered bytes were still there after a forward that
-freed every layer this way (./launch.sh articles --only "has gathered"). These views are needed, too, as backward
-multiplies by them. So the views stay, and the memory under them goes: `storage.resize_(0)` gives it back, and every
-tensor on the storage keeps its shape. Resizing it to its old size and gathering into it fills all of them again, the
-model's weights and autograd's views alike. (FSDP does the same.) Nobody may read a tensor while its storage has no
-bytes: that would end the process. harness/engine/guard.py turns it into an error.
+Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. It frees little: for
+its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. On the article's GPT
+68% of the gathered bytes were still there after a forward that freed every layer this way (./launch.sh articles --only
+"has gathered"). These views are needed, too, as backward multiplies by them. So the views stay, and the memory under
+them goes: `storage.resize_(0)` gives it back, and every tensor on the storage keeps its shape. Resizing it to its old
+size and gathering into it fills all of them again, the model's weights and autograd's views alike. (FSDP does the
+same.) Nobody may read a tensor while its storage has no bytes: that would end the process. harness/engine/guard.py
+turns it into an error.
 
-When backward needs a unit. Forward saves weights for backward, and backward asks for them when it gets there. Autograd
-lets us look at both moments, so harness/engine/moments.py knows when to call `before_backward`.
+When backward needs a unit. Forward saves weights for backward, and backward asks for them when it gets there. torch's
+`saved_tensors_hooks` call us both times, so harness/engine/moments.py knows when to call `before_backward`.
 
 The other words are those of zero1.py. What changes from chapter 2: ./launch.sh changes zero2 zero3
 
@@ -81,7 +81,7 @@ class Unit:
             bucket.label = f"unit {name!r}"  # in messages
         self.trained = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
         self.params = [param for bucket in self.buckets for param in bucket.params]
-        self.gathered = True  # or being gathered; else freed
+        self.gathered = True  # its buffers have memory; what is in flight may still be missing. False: freed
         self.works = []  # its all-gathers in flight
 
 
@@ -106,10 +106,10 @@ class ZeRO3(Interface):
     `reshard_after_forward=False` a unit stays gathered from forward to backward: 2Ψ are sent and not 3Ψ, and all
     parameters are gathered in between.
 
-    Every rank must run the same units in the same order. Several backwards before a step add up: k of them send 3kΨ,
-    or (2k+1)Ψ with the first k-1 under `no_sync()`, which keeps whole gradients, 4Ψ bytes. A model on the device `meta`
-    has no memory yet. It gets its memory unit by unit, and its values by `init_fn(name, tensor)`, which fills each
-    parameter and buffer in place, or from `state_dict`.
+    Every rank must run the same units in the same order. Several backwards before a step add up: k of them send 3kΨ, or
+    (2k+1)Ψ if all but the last run under `no_sync()`, which keeps whole gradients, 4Ψ bytes. A model on the device
+    `meta` has no memory yet. It gets its memory unit by unit, and its values by `init_fn(name, tensor)`, which fills
+    each parameter and buffer in place, or from `state_dict`.
 
     Raises RuntimeError also when a freed weight is used. Source: ZeRO paper, section 5.3; article class `ZeRO_3`.
     """
@@ -120,11 +120,12 @@ class ZeRO3(Interface):
         """Step 5, first half: start to gather `unit`. Nobody may use it before `_wait`."""
         if unit.gathered:
             return
-        self.order.next(f"the all-gather of unit {unit.name!r}")  # an error if another rank gathers another unit
+        # An error if another rank gathers another unit. Ranks compare a number when a step differs from the last one.
+        self.order.next(f"the all-gather of unit {unit.name!r}")
         with record_function("step 5 gather parameters"):
             for bucket in unit.buckets:
-                # On CUDA kernels run in queues, called streams, and collectives in a stream of their own. The memory
-                # must come from the stream that computes, which is this one. Then no event between the two is needed.
+                # On a GPU work runs in queues, called streams, and collectives have a stream of their own. The stream
+                # that computes frees this memory later, so it also allocates it here. Then the two need no signal.
                 bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
                 shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
                 # Straight into the weights: the model's parameters are views of `flat`, and so is what autograd saved.
@@ -161,17 +162,18 @@ class ZeRO3(Interface):
             self._in_flight.finish(self.world_size)
             self._in_flight = None
 
-    # The moments, in the order of time. The root has them too; it is the first to be gathered and the last to be freed.
+    # The moments, in the order of time. The root has them too, but for `after_forward`: it is gathered first and freed
+    # last. There is no queue as in ZeRO-2: every rank runs the units in the same order, and `order` watches over that.
 
     def before_forward(self, unit: Unit, upcoming: list[Unit]) -> None:
-        """`unit` is about to run. `upcoming` are the `prefetch` units behind it, as the last forward ran them."""
+        """`unit` is about to run. `upcoming` are the `prefetch` units that ran next in the last forward."""
         self._gather(unit)  # nothing to do if it was prefetched
         for following in upcoming:
             self._gather(following)
         self._wait(unit)
 
     def after_forward(self, unit: Unit) -> None:
-        """`unit` has run, and backward will come back to it. Not called for the root."""
+        """`unit` has run, and backward will come back to it."""
         if self.reshard_after_forward:
             self._free(unit)
 
@@ -223,7 +225,7 @@ class ZeRO3(Interface):
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
-        self._receive()
+        self._receive()  # a buffer must not go while a collective uses it
         gradients.forget(self)
 
     def _shards_changed(self) -> None:
@@ -257,7 +259,7 @@ class ZeRO3(Interface):
                     self._shard(bucket, source)
                 self._free(unit)
             source.finish()
-            state.broadcast_buffers(model, group)  # they are not cut
+            state.broadcast_buffers(model, group)  # what the model has registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
         self.moments = moments.UnitMoments(self)  # from here on the model's forward and backward call the moments
@@ -269,7 +271,7 @@ class ZeRO3(Interface):
         bucket.flatten()
         source.fill(on_meta)  # and their values here
         dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=self.group)
-        bucket.shard = bucket.shard.clone()
+        bucket.shard = bucket.shard.clone()  # so far a view of `flat`; it must survive when `flat` is freed
         bucket.flat.untyped_storage().resize_(0)
         bucket.make_pieces()
         guard.adopt(bucket, self)  # from here on a wrong use of the parameters is an error

@@ -159,7 +159,7 @@ def test_no_chapter_inherits_another_or_hides_its_steps():
 def test_what_a_loop_calls_is_the_same_in_every_stage():
     """A script goes from one stage to another by its name alone. (A later stage has more: its moments, its options.)"""
     first, *others = parts.STAGES.values()
-    loop = [name for name in dir(first) if not name.startswith("_")]
+    loop = [name for name in dir(first) if not name.startswith("_") and callable(getattr(first, name))]
     assert {"training_step", "step", "zero_grad", "no_sync", "clip_grad_norm_", "full_state_dict"} <= set(loop)
     for other in others:
         for name in loop:

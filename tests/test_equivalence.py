@@ -72,8 +72,3 @@ def test_every_layout_in_a_loop_of_ones_own(ranks, stage, options):
 @pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
 def test_backwards_add_up(ranks, world_size, stage, options):
     ranks(world_size).run(cases.backwards_that_add_up, stage=stage, options=options)
-
-
-@pytest.mark.parametrize("stage", parts.STAGES)
-def test_shards_over_a_subgroup(ranks, stage):
-    ranks(4).run(cases.subgroup, stage=stage)

@@ -97,7 +97,7 @@ def test_a_chapters_exhibits_stand_together():
 def test_whoever_counts_the_bugs_counts_right():
     """In the README and in docs/: every "25 bugs" is the number there is."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    told = [number for page in pages for number in re.findall(r"\b(\d+) bugs\b", page.read_text())]
+    told = [number for page in pages for number in re.findall(r"\b(\d+)(?:<!-- end -->)? bugs\b", page.read_text())]
     assert told and set(map(int, told)) == {len(EXHIBITS)}, told
 
 

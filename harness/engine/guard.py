@@ -99,7 +99,8 @@ class Freed:
         if name == "data" and len(args) == 2 and args[1] is freed:
             return None  # `module._apply` puts back what did not change
         if name in _MOVES and freed is args[0] and _changes_nothing(func, freed, args[1:], kwargs):
-            return freed
+            if sys._getframe(1).f_globals.get("__name__") == "torch.nn.modules.module":  # a move of the whole model
+                return freed
         if freed.zero_touched(freed):  # it is gathered now: the model uses it outside its module, or runs a part again
             return func(*args, **kwargs)
         raise RuntimeError(message(freed, name))

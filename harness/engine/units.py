@@ -6,8 +6,8 @@ from torch import nn
 def runs(named_params, bucket_mb: float | None) -> list[list[tuple[str, nn.Parameter]]]:
     """(name, parameter) pairs in runs of at most `bucket_mb` MiB, last parameter first.
 
-    By default (None) a run has at most 25 MiB, and at most a sixth of the parameters but not less than 1 MiB: so a small
-    model has several buckets too, and one is sent while backward fills the next. A larger parameter has a run of its
+    By default (None) a run has at most 25 MiB, and at most a sixth of the parameters but not less than 1 MiB. So a
+    small model has several buckets too: one is sent while backward fills the next. A larger parameter has a run of its
     own. A buffer has one dtype, so another dtype begins another run.
     """
     if bucket_mb is None:

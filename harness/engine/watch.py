@@ -45,9 +45,9 @@ class Look:
                     homes.setdefault(id(param), []).append((module._parameters, key))
         self._known = []  # (name, parameter, where the model has it, requires_grad, address, is it a rounded one)
         for bucket in engine.buckets:
-            gathered, rounded = bucket.flat.untyped_storage().nbytes() > 0, bucket.flat.dtype != bucket.shard.dtype
+            rounded = bucket.flat.dtype != bucket.shard.dtype
             for name, param in zip(bucket.names, bucket.params):
-                address = param.data_ptr() if gathered else None
+                address = None if hasattr(engine, "units") else param.data_ptr()
                 self._known.append((name, param, homes[id(param)], param.requires_grad, address, rounded))
 
     def __reduce__(self):  # in a copy of the model nobody looks

@@ -149,7 +149,7 @@ def evaluate(formula: str, **values: float) -> float:
     return eval(re.sub(r"(?<=[\dΨ)]) ?(?=[(A-ZΨ])", "*", formula), {"__builtins__": {}}, values)
 
 
-def letters(model: GPT, ranks: int, bucket_mb: float = 25.0, prefetch: int = 1) -> dict[str, float]:
+def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: int = 1) -> dict[str, float]:
     """What the letters of `PEAK_FORMULAS` stand for in a GPT (elements; N and p are numbers), without its engine."""
     named = list(model.named_parameters())
     units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
