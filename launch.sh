@@ -25,6 +25,7 @@ Run
 Measure
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
+./launch.sh bench [N] [options]          step times of all engines, interleaved, on a model of your size; --host: the host's part
 ./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
 ./launch.sh figures [options]            draws what is in results/ to results/figures/
 ./launch.sh docs [--check]               writes the tables of README.md and docs/ from results/; --check says what is stale
@@ -52,7 +53,7 @@ case "$command" in
 help | -h | --help) usage && exit 0 ;;
 compare) entry=(fsdp2_compare.py) ;;
 zero1 | zero2 | zero3) entry=("$command.py") ;;
-sweeps) entry=(-m harness.measure.sweeps) ;;
+sweeps | bench) entry=(-m "harness.measure.$command") ;;
 memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
@@ -61,7 +62,7 @@ notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
     fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
-        "compare, test, help, memory, sweeps, ratios, figures, docs"
+        "compare, test, help, memory, sweeps, bench, ratios, figures, docs"
     ;;
 esac
 

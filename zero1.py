@@ -73,6 +73,7 @@ class Bucket:
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
         self.names, self.params = zip(*named_params)
         self.shapes = [param.shape for param in self.params]
+        self.strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
         self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(self.params[0].dtype, *dtypes)
         # Every parameter and every shard starts on a multiple of 16 bytes. For unaligned tensors torch takes other
         # routines, which round differently. So our losses equal those of plain PyTorch to the bit.
@@ -97,7 +98,8 @@ class Bucket:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's place in a whole buffer (numel,), in the parameter's shape."""
-        return [flat[start : start + shape.numel()].view(shape) for start, shape in zip(self.offsets, self.shapes)]
+        # In one call: `flat[start : start + shape.numel()].view(shape)`. There may be thousands of parameters.
+        return [flat.as_strided(*place) for place in zip(self.shapes, self.strides, self.offsets)]
 
     def own_part(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole buffer: a view (shard_numel,)."""
@@ -144,9 +146,8 @@ def gather_parameters(buckets: list[Bucket], group) -> None:
     """Step 5: every rank sends the shard that it has updated, and receives the others' straight into the weights."""
     works = []
     for bucket in buckets:
-        # In float32 these are `bucket.flat` and `bucket.shard`, which lies in its place in `flat`, as is allowed.
+        shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard`; it may be a view of the output
         # async_op: the collective is only started, so that all buckets travel at once.
-        shard = precision.rounded_shard(bucket)
         works.append(dist.all_gather_single(precision.sendable(bucket.flat), shard, group=group, async_op=True))
     for bucket, work in zip(buckets, works):
         wait(work, "all-gather", bucket)  # `work.wait()`, and an error that names the bucket
@@ -164,8 +165,7 @@ class ZeRO1(Interface):
     parameters and buffers. Several backwards before a step add up, and send as much as one.
 
     The set-up, `__init__`, comes last. Raises RuntimeError without a process group, ValueError or TypeError for what
-    cannot work, each on every rank.
-    Source: ZeRO paper, section 5.1; article class `ZeRO_1`.
+    cannot work, each on every rank. Source: ZeRO paper, section 5.1; article class `ZeRO_1`.
     """
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:

@@ -121,7 +121,7 @@ class ZeRO3(Interface):
         if unit.gathered:
             return
         # An error if another rank gathers another unit. Ranks compare a number when a step differs from the last one.
-        self.order.next(f"the all-gather of unit {unit.name!r}")
+        self.order.next("all-gather", unit)
         with record_function("step 5 gather parameters"):
             for bucket in unit.buckets:
                 # On a GPU work runs in queues, called streams, and collectives have a stream of their own. The stream
@@ -190,7 +190,7 @@ class ZeRO3(Interface):
 
     def gradients_final(self, unit: Unit) -> None:
         """All gradients of `unit` are final."""
-        self.order.next(f"the reduce-scatter of unit {unit.name!r}")
+        self.order.next("reduce-scatter", unit)
         for bucket in unit.trained:
             self._send(bucket)
 

@@ -52,8 +52,8 @@ def keep(bucket, index: int) -> None:
         bucket.kept[index] = gradient
 
 
-def check(bucket, index: int, param: nn.Parameter) -> None:
-    """Refuse a gradient that would be reduced wrongly: one that is sparse, or that nobody waits for any more."""
+def refuse(bucket, index: int, param: nn.Parameter) -> None:
+    """A gradient would be reduced wrongly: nobody waits for it any more, or it is sparse. Raises RuntimeError."""
     if index not in bucket.missing:
         raise RuntimeError(
             f"a second gradient of {bucket.names[index]!r} came before its bucket was reduced: the backward before "
@@ -61,12 +61,11 @@ def check(bucket, index: int, param: nn.Parameter) -> None:
             "backward on their sum, or all but the last under engine.no_sync(). A step that leaves parameters unused: "
             "build the engine with find_unused=True. After an error: call engine.zero_grad() before the next forward"
         )
-    refuse_sparse(bucket, index, guard.gradient_of(param))
+    refuse_sparse(bucket, index)
 
 
-def refuse_sparse(bucket, index: int, gradient: torch.Tensor) -> None:
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(f"the gradient of {bucket.names[index]!r} is sparse; build its embedding with sparse=False")
+def refuse_sparse(bucket, index: int) -> None:
+    raise RuntimeError(f"the gradient of {bucket.names[index]!r} is sparse; build its embedding with sparse=False")
 
 
 def without_gradient(buckets) -> list[str]:

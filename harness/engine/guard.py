@@ -98,9 +98,9 @@ class Freed:
             return freed._data()
         if name == "data" and len(args) == 2 and args[1] is freed:
             return None  # `module._apply` puts back what did not change
-        if name in _MOVES and freed is args[0] and _changes_nothing(func, freed, args[1:], kwargs):
-            if sys._getframe(1).f_globals.get("__name__") == "torch.nn.modules.module":  # a move of the whole model
-                return freed
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if name in _MOVES and caller == "torch.nn.modules.module" and _changes_nothing(func, freed, args[1:], kwargs):
+            return freed  # the whole model is moved, to where it is
         if freed.zero_touched(freed):  # it is gathered now: the model uses it outside its module, or runs a part again
             return func(*args, **kwargs)
         raise RuntimeError(message(freed, name))
@@ -228,10 +228,12 @@ def watch(params: list[nn.Parameter], touched) -> None:
 
 def close(params: list[nn.Parameter]) -> None:
     """From here on, using the values of these parameters raises RuntimeError. So does having written to them before."""
-    lost = written(params)
+    lost = []
     for param in params:
         freed = _CLOSED.get(type(param))
         if freed is not None:
+            if param._version != param.zero_version:
+                lost.append(param.zero_name)
             param.__class__ = freed
     if lost:
         raise RuntimeError(
@@ -247,4 +249,3 @@ def open(params: list[nn.Parameter]) -> None:
         gathered = _OPENED.get(type(param))
         if gathered is not None:
             param.__class__ = gathered
-            param.zero_version = param._version

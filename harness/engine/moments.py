@@ -72,7 +72,8 @@ class CollectGradients:
     def _on_gradient(self, param: nn.Parameter) -> None:
         bucket, index, place = self._place[id(param)]
         gradient = guard.take_gradient(param)
-        gradients.refuse_sparse(bucket, index, gradient)
+        if gradient.layout is not torch.strided:
+            gradients.refuse_sparse(bucket, index)
         # The first gradient since `zero_grad()` overwrites what the step before has left there. With `find_unused`
         # zeros are there: a parameter that this rank does not use must contribute zeros, not an earlier gradient.
         store = place.add_ if self._engine.find_unused or index in bucket.used else place.copy_
@@ -146,7 +147,8 @@ class BucketMoments:
                 return self._on_gradient(param)
         part, bucket, index = self._home[id(param)]
         self._see_gradient()
-        gradients.check(bucket, index, param)
+        if index not in bucket.missing or guard.gradient_of(param).layout is not torch.strided:
+            gradients.refuse(bucket, index, param)
         bucket.used.add(index)
         param.zero_moved = True
         if not self._sync:

@@ -13,6 +13,7 @@ import cProfile
 import gc
 import importlib
 import json
+import os
 import pstats
 import statistics
 import sys
@@ -185,7 +186,7 @@ def table(times: dict[str, list[float]], reference: str) -> str:
 
 def main(argv=None) -> None:
     options = arguments(argv)
-    if options.host and "ZERO_PREFLIGHT" not in __import__("os").environ:
+    if options.host and "ZERO_PREFLIGHT" not in os.environ:
         times, reference, about = host_times(options), "plain", {"what": "host time per step", "ranks": 8}
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
     else:
