@@ -41,7 +41,7 @@ same.) Nobody may read a tensor while its storage has no bytes: that would end t
 turns it into an error.
 
 When backward needs a unit. Forward saves weights for backward, and backward asks for them when it gets there. torch's
-`saved_tensors_hooks` call us both times, so harness/engine/moments.py knows when to call `before_backward`.
+`saved_tensors_hooks` call us both times: harness/engine/unit_moments.py knows when to call `before_backward`.
 
 The other words are those of zero1.py. What changes from chapter 2: ./launch.sh changes zero2 zero3
 
@@ -56,8 +56,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from harness.engine import gradients, guard, meta, moments, optimizer, order, precision, refusals, state
+from harness.engine import gradients, guard, meta, optimizer, order, precision, refusals, state
 from harness.engine.interface import Interface
+from harness.engine.unit_moments import UnitMoments
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import wait
 from zero1 import Bucket
@@ -262,7 +263,7 @@ class ZeRO3(Interface):
             state.broadcast_buffers(model, group)  # what the model has registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
-        self.moments = moments.UnitMoments(self)  # from here on the model's forward and backward call the moments
+        self.moments = UnitMoments(self)  # from here on the model's forward and backward call the moments
         self.zero_grad()
 
     def _shard(self, bucket: Bucket, source: meta.Source) -> None:

@@ -6,25 +6,21 @@ used here says why no simpler one will do.
 
     ZeRO-1   no moment: `CollectGradients` only moves each gradient into the chapter's buffer
     ZeRO-2   `BucketMoments`: gradients_final(bucket)
-    ZeRO-3   `UnitMoments`: before_forward(unit, upcoming), after_forward(unit), before_backward(unit, upcoming),
-             after_backward(unit), gradients_final(unit)
+    ZeRO-3   before_forward(unit, upcoming), after_forward(unit), before_backward(unit, upcoming), after_backward(unit),
+             gradients_final(unit): `UnitMoments` in engine/unit_moments.py
 
 A hook that held its engine would keep model and engine alive for ever: parameter, hook, engine, parameter is a cycle
 that runs through C++, where Python's garbage collector cannot see it. So all hooks are `WeakHook`s.
 """
 
 import contextlib
-import dataclasses
-import warnings
 import weakref
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import gradients, guard
-from harness.engine.autograd import backward_now, when_backward_ends
+from harness.engine.autograd import when_backward_ends
 from harness.engine.watch import no_hook, watch_forward
 
 
@@ -57,14 +53,25 @@ def hook_all(engine, on_gradient) -> list:
     return handles
 
 
-class CollectGradients:
-    """ZeRO-1: a gradient moves into its bucket's `flat_gradient` as soon as it is final. So it exists only once."""
+class Moments:
+    """What ZeRO-1's and the others' have in common: hooks, which go when the engine is closed."""
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
+        self._handles = hook_all(engine, self._on_gradient)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class CollectGradients(Moments):
+    """ZeRO-1: a gradient moves into its bucket's `flat_gradient` as soon as it is final. So it exists only once."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
         self._place = {}  # id of a parameter -> (its bucket, its number there, its view of `flat_gradient`)
         self.settled = False  # whether step 3 was made since the last gradient came
-        self._handles = hook_all(engine, self._on_gradient)
         for bucket in engine.trained:
             for index, view in enumerate(bucket.views(bucket.flat_gradient)):
                 self._place[id(bucket.params[index])] = bucket, index, view
@@ -81,10 +88,6 @@ class CollectGradients:
         bucket.used.add(index)
         param.zero_moved, self.settled = True, False
 
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
     def reset(self) -> None:
         """All gradients were dropped."""
         self.settled = False
@@ -97,7 +100,7 @@ class CollectGradients:
         return contextlib.nullcontext()
 
 
-class BucketMoments:
+class BucketMoments(Moments):
     """ZeRO-2: calls `engine.gradients_final(bucket)` when backward has finished all gradients of a bucket.
 
     With `find_unused` a bucket that lacks some is final when backward ends. Under `no_sync` none is: the gradients are
@@ -105,7 +108,7 @@ class BucketMoments:
     """
 
     def __init__(self, engine, parts=None):
-        self._engine = weakref.proxy(engine)
+        super().__init__(engine)
         self._buckets_of = {bucket: [bucket] for bucket in engine.trained} if parts is None else parts
         self._home = {}  # id of a parameter -> (bucket or unit, bucket, the parameter's number there)
         self._sync = True  # False under `no_sync`
@@ -116,11 +119,6 @@ class BucketMoments:
             for bucket in buckets:
                 for index, param in enumerate(bucket.params):
                     self._home[id(param)] = part, bucket, index
-        self._handles = hook_all(engine, self._on_gradient)
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def reset(self) -> None:
         """All gradients were dropped, also those of a backward that did not finish."""
@@ -180,337 +178,3 @@ class BucketMoments:
         self._backward = None
         while self._engine.find_unused and self._open:
             self._deliver(next(iter(self._open)))
-
-
-class Run:
-    """One forward of one unit. Backward comes back to it, and then the units in `before` are next."""
-
-    def __init__(self, unit, before: list, place: int):
-        self.unit, self.before, self.place = unit, before, place  # the `place`-th unit in its forward
-        self.saved = False  # whether autograd saved one of the unit's weights in it
-
-
-class UnitMoments(BucketMoments):
-    """ZeRO-3: every moment in the life of a unit.
-
-    Forward is known by module hooks. Backward is known by what it reads. Forward saves weights for it, and autograd
-    shows us every tensor when it is saved (`_pack`) and again when it is about to be read (`_unpack`). That a weight is
-    read *is* the moment before its unit's backward. Other hooks know less: those on modules miss outputs that are
-    dictionaries. Those on output tensors miss what does not pass through an output (a loss that a module keeps as an
-    attribute), and are dropped when an output that is a view is changed in place.
-    """
-
-    def __init__(self, engine):
-        self._order = list(engine.units)  # in which forward runs the units: as declared, until one was seen
-        self._runs: list[Run] = []  # of this forward, so far
-        self._latest: dict = {}  # unit -> its latest `Run`
-        self._in_forward = False
-        self._saving = None  # the context in which autograd shows what it saves
-        self._outer = None  # (pack, unpack) of such a context around the model that is the caller's own
-        self._asked: set[Run] = set()  # the runs that this backward has come back to
-        self._at_work = None  # the unit whose backward has begun last; never the root, which is at work all along
-        self._keep_gathered = False  # in a backward that builds a graph of its own
-        self._lent: set = set()  # units whose weights this forward has used outside of their own forward
-        self._warned: set = set()  # names of those that a warning was given for
-        self._last_hook: dict = {}  # module -> number of the hook that is called after its forward
-        super().__init__(engine, {unit: unit.trained for unit in (*engine.units, engine.root)})
-        self._unit_of = {}  # address of a storage -> (the unit whose gathered parameters it holds, the storage)
-        for unit in (*engine.units, engine.root):
-            for bucket in unit.buckets:
-                storage = bucket.flat.untyped_storage()
-                self._unit_of[storage._cdata] = unit, storage
-            guard.watch(unit.params, WeakHook(self._touched, unit))
-        for unit in engine.units:
-            self._hook(unit.module, WeakHook(self._before_unit, unit), WeakHook(self._after_unit, unit))
-        # always_call: an exception in forward must not leave gathered units behind.
-        self._hook(engine.model, WeakHook(self._before_root), WeakHook(self._after_root), always_call=True)
-        # In front of all: a refusal comes before anything is gathered.
-        engine.model._forward_pre_hooks.move_to_end(self._handles[0].id, last=False)
-
-    def _hook(self, module: nn.Module, before: WeakHook, after: WeakHook, **options) -> None:
-        """Call `before` first and `after` last of all hooks of `module`: the others may look at its weights."""
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(module.register_forward_hook(after, **options))
-        self._last_hook[module] = self._handles[-1].id
-
-    def _stay_last(self, module: nn.Module) -> None:
-        module._forward_hooks.move_to_end(self._last_hook[module])  # others may have been registered since
-
-    # Forward.
-
-    def _before_root(self, module, args) -> None:
-        if backward_now() is not None:  # activation checkpointing around the model runs it again inside backward
-            refuse_reentrant(self._backward is None)  # its forward left no trace in autograd's graph
-            return
-        if self._backward is not None:
-            raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
-        self._stay_last(module)
-        self._in_forward, self._runs, self._latest, self._lent = True, [], {}, set()
-        self._engine.order.begin((torch.is_grad_enabled(), self._sync))
-        self._watch_saving()
-        self._engine.before_forward(self._engine.root, self._order[: self._engine.prefetch])
-        self._require_gathered(self._engine.root, "before_forward")
-
-    def _before_unit(self, unit, module, args) -> None:
-        if backward_now() is not None:
-            # Activation checkpointing runs the unit again inside backward. No telling which one is next.
-            self._begin_backward()
-            self._gather_now(unit)
-            return
-        if not self._in_forward:
-            raise RuntimeError(
-                f"unit {unit.name!r} was called by itself, outside the model's forward, while its parameters "
-                "are freed (sharded over the ranks): call engine(inputs), or read weights with engine.full_state_dict()"
-            )
-        self._stay_last(module)
-        place, ahead = len(self._runs), self._engine.prefetch
-        known = self._order[place : place + 1] == [unit]  # as the last forward went, so we know what is next
-        self._latest[unit] = Run(unit, self._next_in_backward(), place)
-        self._runs.append(self._latest[unit])
-        self._engine.before_forward(unit, self._order[place + 1 : place + 1 + ahead] if known else [])
-        self._require_gathered(unit, "before_forward")
-
-    def _after_unit(self, unit, module, args, output):
-        if backward_now() is not None:
-            return  # run again for backward, which needs its weights: `_complete` or `_end_backward` frees it
-        run = self._latest.get(unit)
-        may_come = run is None or self._backward_may_come(run, output)
-        output = self._without_weights(output)
-        if unit in self._lent:
-            pass  # until the end of forward
-        elif may_come:
-            self._engine.after_forward(unit)
-        else:
-            self._engine._free(unit)  # whatever `reshard_after_forward` says
-        return output
-
-    def _after_root(self, module, args, output):
-        if backward_now() is not None:
-            return
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
-        self._in_forward = False
-        if self._runs:
-            self._order = [run.unit for run in self._runs]
-        run = self._run_of_root()
-        if not self._backward_may_come(run, output) or not any(t.requires_grad for t in tensors_in(output)):
-            # An evaluation; or an exception in forward, which a second one must not hide.
-            with contextlib.suppress(RuntimeError) if output is None else contextlib.nullcontext():
-                output = self._without_weights(output)
-                self._engine._free_all()
-        else:
-            for unit in self._lent:
-                self._engine.after_forward(unit)
-        return output
-
-    def _without_weights(self, output):
-        """`output`, with a copy of every tensor in it that is a view of weights which are about to be freed."""
-
-        def copy(value):
-            inside = isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._unit_of
-            return value.clone() if inside else value
-
-        if isinstance(output, torch.Tensor):
-            return copy(output)
-        return tree_map(copy, output)
-
-    def _backward_may_come(self, run: Run, output) -> bool:
-        """Whether backward may come back to `run`. If it will not ask for weights, have its outputs tell.
-
-        Nothing is saved under activation checkpointing: backward runs the unit again and needs its weights for that.
-        """
-        if run.saved or not torch.is_grad_enabled():
-            return run.saved
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        this = weakref.ref(self)
-        for tensor in outputs:
-            tensor.register_hook(lambda gradient: this() and this()._ask(run))
-        return bool(outputs)
-
-    # What autograd saves in forward, and reads in backward.
-
-    def _watch_saving(self) -> None:
-        if not torch.is_grad_enabled():
-            return
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)
-        self._outer = top(True)
-        if self._outer is not None and self._outer[0].__module__ == "torch.utils.checkpoint":
-            return  # checkpointing around the model: nothing is saved, and the model runs again
-        self._saving = saved_tensors_hooks(self._pack, self._unpack)
-        self._saving.__enter__()
-
-    def _pack(self, tensor: torch.Tensor):
-        """Forward saves `tensor`. If it lies in a unit's buffer, remember whose it is."""
-        address = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-        if address not in self._unit_of:
-            if self._outer is not None:
-                return self._outer[0](tensor), None, self._outer[1]
-            return tensor, tensor._version, None
-        unit, _ = self._unit_of[address]
-        run = self._run_of_root() if unit is self._engine.root else self._latest.get(unit) or Run(unit, [], 0)
-        run.saved = True
-        return tensor, tensor._version, run
-
-    def _unpack(self, saved) -> torch.Tensor:
-        """Backward is about to read what forward saved."""
-        tensor, version, run = saved
-        if version is None:
-            return run(tensor)  # by the caller's own context
-        if run is not None:
-            if run not in self._asked or not run.unit.gathered or run.unit.works:
-                self._ask(run)
-            if torch.is_grad_enabled():  # a graph of this backward may be gone through later, and read the weights
-                self._keep_gathered = True
-        # Autograd leaves this to us, as it does not know whether an unpacked tensor is the one that was packed.
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected "
-                f"version {version} instead. If it is a weight, it was changed between forward and backward"
-            )
-        return tensor
-
-    def _next_in_backward(self) -> list:
-        """The units that have run last, `prefetch` of them, in the order in which backward comes back to them."""
-        return [run.unit for run in self._runs[: -self._engine.prefetch - 1 : -1]]
-
-    def _run_of_root(self) -> Run:
-        """The root is used before, between and after the units: each place among these is a run of its own."""
-        root, place = self._engine.root, len(self._runs)
-        if root not in self._latest or self._latest[root].place != place:
-            self._latest[root] = Run(root, self._next_in_backward(), place)
-        return self._latest[root]
-
-    # Backward.
-
-    def _begin_backward(self) -> None:
-        if self._backward is None:
-            self._asked, self._at_work, self._keep_gathered = set(), None, False
-        refuse_reentrant(self._backward not in (None, backward_now()))
-        super()._begin_backward()
-
-    def _ask(self, run: Run) -> None:
-        """Backward needs the weights of `run.unit`: the first time the chapter's moment has come."""
-        unit = run.unit
-        if backward_now() is None:  # somebody looks at what autograd saved
-            if not unit.gathered:
-                raise RuntimeError(guard.message(unit.params[0], "what autograd saved of its unit"))
-            return
-        self._begin_backward()
-        if run in self._asked:
-            if not unit.gathered or unit.works:  # freed before its time, or gathered anew for another run
-                self._gather_now(unit)
-            return
-        self._asked.add(run)
-        if unit is not self._engine.root:
-            self._finish_work(unit)
-            self._at_work = unit
-        self._engine.before_backward(unit, run.before)
-        self._require_gathered(unit, "before_backward")
-
-    def _finish_work(self, following) -> None:
-        """The backward of `following` begins. Backward goes the way of forward in reverse, so the unit before is done.
-
-        Where a gradient does not tell, this does. A frozen weight has none. With `find_unused` a gradient may never
-        come on another rank; collectives match by their turn alone, so no rank may reduce earlier than another.
-        """
-        unit = self._at_work
-        if unit is None or unit is following:
-            return
-        if self._engine.find_unused or len(unit.trained) < len(unit.buckets):
-            self._free(unit)
-        if self._engine.find_unused:
-            self._deliver(unit)
-
-    def _see_gradient(self) -> None:
-        if self._backward is None or self._backward != torch._C._current_graph_task_id():
-            self._begin_backward()
-
-    def _complete(self, unit) -> None:
-        # Every use of a weight adds to its gradient. So when all gradients are final, nobody needs the weights.
-        if len(unit.trained) == len(unit.buckets):
-            self._free(unit)
-        if not self._engine.find_unused:
-            self._deliver(unit)
-
-    def _free(self, unit) -> None:
-        if not self._keep_gathered:
-            self._engine.after_backward(unit)
-
-    def _end_backward(self) -> None:
-        if not self._keep_gathered:
-            self._engine._free_all()  # what no gradient has freed
-        if self._engine.find_unused and self._at_work is not None:
-            self._deliver(self._at_work)
-        super()._end_backward()  # the units whose outputs got no gradient, and the root
-        self._engine._receive()
-        self._asked, self._at_work = set(), None
-
-    def _touched(self, unit, param) -> bool:
-        """A weight is used while its unit is freed. True if the model does it: then the unit is gathered now."""
-        if backward_now() is not None and self._backward is not None:  # a part of a unit runs again
-            self._begin_backward()
-            self._gather_now(unit)
-            return True
-        if not self._in_forward:
-            return False
-        # A part of the model uses the weight without calling the unit, so nothing tells when it is done.
-        if unit.name not in self._warned and self._engine.rank == 0:
-            self._warned.add(unit.name)
-            warnings.warn(
-                f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "
-                "gathered for it, and stays so until the model's forward ends, in every step. For less memory pass "
-                "units= that hold whole modules whose weights only their own forward uses",
-                stacklevel=4,
-            )
-        self._lent.add(unit)
-        self._engine.before_forward(unit, [])
-        self._require_gathered(unit, "before_forward")
-        return True
-
-    def _gather_now(self, unit) -> None:
-        self._engine.before_backward(unit, [])
-        self._require_gathered(unit, "before_backward")
-
-    def _require_gathered(self, unit, moment: str) -> None:
-        if not unit.gathered or unit.works:
-            raise RuntimeError(
-                f"unit {unit.name!r} is to compute, but it is {'not gathered' if not unit.gathered else 'on its way'}: "
-                f"{moment}() must gather it, and wait for it"
-            )
-
-    def reset(self) -> None:
-        if self._backward is not None or self._keep_gathered:  # given up, or its graph is not needed any more
-            self._engine._free_all()
-            self._keep_gathered = False
-        super().reset()
-
-
-def refuse_reentrant(found: bool) -> None:
-    """Raise RuntimeError if a backward inside a backward was `found`, as reentrant checkpointing makes it."""
-    if found:
-        raise RuntimeError(
-            "the model runs inside a backward that the engine does not know: that is reentrant activation "
-            "checkpointing, which hides whole modules from autograd, so that nothing tells when to gather and free. "
-            "Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), then engine.zero_grad() and go on"
-        )
-
-
-def tensors_in(value) -> list[torch.Tensor]:
-    """All tensors in nested tuples, lists, dictionaries, dataclasses and other plain objects, each once."""
-    found: dict[int, torch.Tensor] = {}
-    _search(value, found, set())  # no inner function: one that calls itself is a cycle, and would keep tensors alive
-    return list(found.values())
-
-
-def _search(value, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.setdefault(id(leaf), leaf)
-        elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
-            seen.add(id(leaf))
-            if dataclasses.is_dataclass(leaf):
-                _search([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], found, seen)
-            elif hasattr(leaf, "__dict__"):
-                _search(list(vars(leaf).values()), found, seen)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.engine.moments import tensors_in
+from harness.engine.unit_moments import tensors_in
 from harness.run import process_group
 from harness.teach.check.sheet import Sheet, Work
 from harness.teach.check.steps import checks_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.engine.moments import tensors_in
+from harness.engine.unit_moments import tensors_in
 from harness.measure.memory import MemoryLedger
 from harness.measure.traffic import KINDS, Collective, TrafficLedger, group_of
 from harness.run import small_models

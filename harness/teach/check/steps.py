@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine import guard
-from harness.engine.moments import tensors_in
+from harness.engine.unit_moments import tensors_in
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import KINDS
 from harness.run.small_models import seeded
