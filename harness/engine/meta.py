@@ -80,7 +80,7 @@ class Source:
                     module._buffers[key] = torch.empty_like(buffer, device=device_for(self._group))
                     self.fill([(f"{prefix}.{key}" if prefix else key, module._buffers[key])])
         try:
-            refusals.agree(self._problem, "", self._group)
+            refusals.agree(self._problem, "", self._group, self._model)
         except Exception:
             from harness.engine import guard
 

@@ -28,7 +28,7 @@ def check(model: nn.Module, optimizer_cls, param_groups, group, dtypes, find_unu
     problem = problem or _dtypes_problem(model, dtypes, find_unused) or _source_problem(model, source)
     problem = problem or optimizer.problem(model, optimizer_cls, param_groups)
     options = {**options, "dtypes": dtypes, "find_unused": find_unused}
-    agree(problem, "" if problem else _fingerprint(model, options), group)
+    agree(problem, "" if problem else _fingerprint(model, options), group, model)
 
 
 def process_group(group):
@@ -223,15 +223,23 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def agree(problem, fingerprint: str, group) -> None:
-    """Raise on every rank if one has a problem, or if the ranks are about to shard different models. A collective."""
+def agree(problem, fingerprint: str, group, model=None) -> None:
+    """Raise on every rank if one has a problem, or if the ranks are about to shard different models. A collective.
+
+    Under NCCL it runs on the GPU of the model's parameters, or on the current one: a rank that has not called
+    `torch.cuda.set_device` has its parameters elsewhere than on GPU 0, as a rule.
+    """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
         if problem is not None:
             raise problem
         return
     # The collective runs where the group's backend can run one, whatever is wrong with the model.
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    device = torch.device("cpu")
+    if "nccl" in dist.get_backend(group):
+        params = model.parameters() if isinstance(model, nn.Module) else ()
+        on_gpu = (param.device for param in params if param.device.type == "cuda")
+        device = next(on_gpu, torch.device("cuda", torch.cuda.current_device()))
     mine = torch.tensor([-1 if problem is not None else digest(fingerprint)], device=device)
     everyone = torch.empty(world_size, dtype=mine.dtype, device=device)
     dist.all_gather_single(everyone, mine, group=group)

@@ -61,7 +61,7 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
     and ValueError for another shape, on every rank, before anything is written.
     """
-    refusals.agree(_state_problem(engine, state), "", engine.group)
+    refusals.agree(_state_problem(engine, state), "", engine.group, engine.model)
     own = engine.model.state_dict(keep_vars=True)
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
