@@ -57,8 +57,20 @@ class UnitMoments(BucketMoments):
             self._hook(unit.module, WeakHook(self._before_unit, unit), WeakHook(self._after_unit, unit))
         # always_call: an exception in forward must not leave gathered units behind.
         self._hook(engine.model, WeakHook(self._before_root), WeakHook(self._after_root), always_call=True)
+        self._warn_of_a_large_root()
         # In front of all: a refusal comes before anything is gathered.
         engine.model._forward_pre_hooks.move_to_end(self._handles[0].id, last=False)
+
+    def _warn_of_a_large_root(self) -> None:
+        engine = self._engine
+        total, root = (sum(b.numel for b in buckets) for buckets in (engine.buckets, engine.root.buckets))
+        if 2 * root > total and engine.rank == 0:
+            warnings.warn(
+                f"no unit holds {root / total:.0%} of the model ({len(engine.units)} units in all). That part stays "
+                "gathered from the start of forward to the end of backward, and little memory is saved. Pass units=[...], "
+                "the modules to gather and free one after the other, such as the model's layers",
+                stacklevel=4,
+            )
 
     def _hook(self, module: nn.Module, before: WeakHook, after: WeakHook, **options) -> None:
         """Call `before` first and `after` last of all hooks of `module`: the others may look at its weights."""

@@ -1,0 +1,48 @@
+"""The benchmark: what it compares, and that it runs. (No test asserts a time.)"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.measure import bench
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_ratios_are_of_medians_of_one_run():
+    times = {"ddp": [10.0, 20.0, 90.0], "zero3": [30.0, 10.0, 50.0], "fsdp2": [60.0, 60.0, 60.0]}
+    rows = {line.split()[0]: line.split()[1:] for line in bench.table(times, "ddp").split("\n")[1:]}
+    assert rows["ddp"] == ["20.0", "10.0", "90.0", "1.00"]
+    assert rows["zero3"] == ["30.0", "10.0", "50.0", "1.50", "0.50", "x", "fsdp2"]
+    assert rows["fsdp2"][3] == "3.00"
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    (
+        (["--width", "10", "--heads", "4"], "got 10 and 4"),
+        (["--layers", "0"], "got 0"),
+        (["--engines", "zero4"], "zero4"),
+        (["--host", "--profile", "zero9"], "zero9"),
+    ),
+    ids=str,
+)
+def test_options_that_cannot_work(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        bench.arguments(wrong)
+
+
+def test_the_hosts_time_is_measured_for_every_engine(tmp_path):
+    """On small parameters, without the other ranks; the results are those of every step."""
+    file = tmp_path / "host.json"
+    command = [sys.executable, "-m", "harness.measure.bench", "--host", "--rounds", "2", "--engines", "zero1,zero3"]
+    said = subprocess.run([*command, "--json", str(file)], cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    found = json.loads(file.read_text())
+    assert set(found["ms"]) == {"plain", "zero1", "zero3"} and found["ranks"] == 8
+    assert all(len(values) == 2 and min(values) > 0 for values in found["ms"].values())
+    assert all(name in said.stdout for name in found["ms"])
