@@ -67,7 +67,7 @@ class UnitMoments(BucketMoments):
         if 2 * root > total and engine.rank == 0:
             warnings.warn(
                 f"no unit holds {root / total:.0%} of the model ({len(engine.units)} units in all). That part stays "
-                "gathered from the start of forward to the end of backward, and little memory is saved. Pass units=[...], "
+                "gathered from the start of forward to the end of backward, and saves little. Pass units=[...], "
                 "the modules to gather and free one after the other, such as the model's layers",
                 stacklevel=4,
             )
