@@ -9,13 +9,13 @@ same state: N copies of one thing. Under ZeRO-1 a rank owns 1/N of the parameter
 updates these alone. Then the ranks give each other what they have updated.
 
                        rank 0       rank 1       rank 2       rank 3
-    parameters       [########]   [########]   [########]   [########]     how much, not which: a rank owns
-    gradients        [########]   [########]   [########]   [########]     1/N of every bucket, see below
-    optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
+    parameters       [########]   [########]   [########]   [########]
+    gradients        [########]   [########]   [########]   [########]
+    optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]     (how much, not which)
 
 Words of torch:
     storage          the memory under a tensor. A view is another tensor on the same storage, perhaps on a part of it
-    leaf             what autograd sees as an input and not as a result. It leaves a leaf's gradient in its `.grad`
+    leaf             what autograd sees as an input and not as a result. Backward puts a leaf's gradient in its `.grad`
     hook             a function that torch calls at a certain moment
 Words of ZeRO:
     bucket           a run of parameters laid end to end in one flat buffer, filled up with zeros (padding), cut into N
@@ -198,8 +198,8 @@ class ZeRO1(Interface):
             return  # done: `clip_grad_norm_` needs the averages before `step`, and has called this
         works = []
         for bucket in self.trained:
-            own = precision.before_sum(bucket.flat_gradient, self.world_size)  # in float32 `flat_gradient`, unchanged
-            works.append(dist.all_reduce(own, group=self.group, async_op=True))
+            to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)  # `flat_gradient` itself, in place
+            works.append(dist.all_reduce(to_sum, group=self.group, async_op=True))
         for bucket, work in zip(self.trained, works):
             wait(work, "all-reduce", bucket)
             precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # divided by N, in place
@@ -209,7 +209,7 @@ class ZeRO1(Interface):
         gradients.settle(self)  # an error for a parameter without a gradient
 
     def zero_grad(self) -> None:
-        """Drop all gradients. Their buffer stays, and the next backward writes over it. Call it after `step()`."""
+        """Drop all gradients, after `step()`. Their buffer stays: the next backward writes over it, later ones add."""
         gradients.forget(self)
 
     def _shards_changed(self) -> None:

@@ -62,8 +62,8 @@ class Reduction:
         # Every gradient is copied into its place, and no `param.grad` is left.
         torch._foreach_copy_(bucket.views(self.flat), gradients.take(bucket))
         self.shard = self.flat.new_empty(bucket.shard_numel)
-        own = precision.before_sum(self.flat, dist.get_world_size(group))  # in float32 `self.flat`, unchanged
-        self.work = dist.reduce_scatter_single(self.shard, own, group=group, async_op=True)
+        to_sum = precision.before_sum(self.flat, dist.get_world_size(group))  # `self.flat` itself, in place
+        self.work = dist.reduce_scatter_single(self.shard, to_sum, group=group, async_op=True)
 
     def finish(self, world_size: int) -> None:
         """Hand this rank's shard of the mean to the optimizer. A piece adds up the backwards of one step."""

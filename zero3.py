@@ -19,9 +19,10 @@ Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
     peak     16Ψ/N + R + 4U - (R + 2U)/N, for a root of R bytes, equal units of U bytes and prefetch 1; and activations
     sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
 
-At the peak, late in backward, these are alive: the root, the unit at work, the one prefetched, and as in ZeRO-2 two
-buckets of whole gradients; R + 2U of gradients have no shard yet. (`PEAK_FORMULAS` in harness/measure/dry_run.py is for
-unequal units.) The root is gathered once per step, so a little less than 3Ψ is sent.
+At the peak, late in backward, these are alive beside the shards: the root (R), the unit at work and the one prefetched
+(2U), and whole gradients of the unit at work and of the one in flight (2U). The root, the unit at work and the one
+prefetched have no gradient shard yet, so (R + 2U)/N is subtracted. (`PEAK_FORMULAS` in harness/measure/dry_run.py is
+for unequal units.) The root is gathered once per step, so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
 needs it, unit by unit. In the order of time, with prefetch 1:
@@ -121,7 +122,7 @@ class ZeRO3(Interface):
         """Step 5, first half: start to gather `unit`. Nobody may use it before `_wait`."""
         if unit.gathered:
             return
-        # An error if another rank gathers another unit. Ranks compare a number when a step differs from the last one.
+        # An error if another rank gathers another unit: ranks compare a checksum where this step differs from the last.
         self.order.next("all-gather", unit)
         with record_function("step 5 gather parameters"):
             for bucket in unit.buckets:
@@ -163,7 +164,7 @@ class ZeRO3(Interface):
             self._in_flight.finish(self.world_size)
             self._in_flight = None
 
-    # The moments, in the order of time. The root has them too, but for `after_forward`: it is gathered first and freed
+    # The moments, in the order of time. The root has all but `after_forward`: it is gathered first and freed
     # last. There is no queue as in ZeRO-2: every rank runs the units in the same order, and `order` watches over that.
 
     def before_forward(self, unit: Unit, upcoming: list[Unit]) -> None:
@@ -258,7 +259,7 @@ class ZeRO3(Interface):
             for unit in (*self.units, self.root):
                 for bucket in unit.buckets:
                     self._shard(bucket, source)
-                self._free(unit)
+                self._free(unit)  # the memory is gone already; now it counts as freed
             source.finish()
             state.broadcast_buffers(model, group)  # what the model has registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)

@@ -1,10 +1,13 @@
 """Run on every rank: what may happen around a backward, against plain PyTorch on the whole batch."""
 
+import contextlib
+
 import parts
 import torch
 import torch.distributed as dist
-from cases_errors import Forgetful, message
+from cases_errors import message
 from cases_unused import Forked, loss_of
+from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.memory import storage_bytes
@@ -159,16 +162,48 @@ def going_on_after_half_a_backward(stage: str) -> str:
     return found
 
 
-def a_second_backward_that_stops_short(stage: str) -> str:
-    """A parameter that only the first of two backwards reached keeps its bucket from being reduced: it is named."""
-    rank = dist.get_rank()
-    model = parts.seeded(Forgetful)
-    model.spare.requires_grad_(False)
-    engine = parts.STAGES[stage](model, parts.DECAY)
-    tokens, targets = parts.token_batch(0, rank)
-    for asked in (True, False):
-        F.cross_entropy(engine(tokens, asked=asked), targets).backward()
-    return message(engine.step, RuntimeError)
+class TwoHeads(parts.OddModel):
+    """A second head, which is in no unit, and a parameter that only one of two losses reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.ask = nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1) * self.frozen + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), self.second(x) * self.ask
+
+
+def several_losses(stage: str, kept: bool, options: dict) -> None:
+    """Each loss has a backward of its own and reaches a part of the model; the last one reaches the smallest part."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plain = parts.seeded(TwoHeads)
+    optimizer = MOMENTUM([param for param in plain.parameters() if param.requires_grad])
+    engine = parts.STAGES[stage](parts.seeded(TwoHeads), MOMENTUM, **options)
+
+    def backward(model, batch, scale, quiet=contextlib.nullcontext):
+        first, second = model(batch[0])
+        bare = getattr(model, "model", model)
+        with quiet():
+            (scale * F.cross_entropy(first, batch[1])).backward(retain_graph=True)
+            (scale * F.cross_entropy(second, batch[1])).backward()
+        if stage == "zero3" and bare is not model:
+            return  # a freed weight cannot be used outside of the model's forward
+        (scale * bare.ask.square().sum()).backward()
+
+    for step in range(4):
+        for other in range(world_size):
+            backward(plain, parts.token_batch(step, other), 1 / world_size)
+            if stage == "zero3":  # what this loss adds on the plain side, which it leaves out
+                plain.ask.grad -= 2 / world_size * plain.ask.detach()
+        backward(engine, parts.token_batch(step, rank), 1, *([engine.no_sync] if kept and stage != "zero3" else []))
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+        engine.zero_grad()
+        parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
 
 
 def a_fault_before_unused_parameters(stage: str) -> None:

@@ -44,10 +44,13 @@ def test_going_on_after_half_a_backward_is_refused(ranks, stage):
         assert "backward" in message and "engine.zero_grad()" in message  # what happened, and the way out
 
 
-@pytest.mark.parametrize("stage", ("zero2", "zero3"))
-def test_a_second_backward_that_stops_short_is_refused(ranks, stage):
-    for message in ranks(2).run(cases.a_second_backward_that_stops_short, stage=stage):
-        assert "gradient" in message and "'ask'" in message
+@pytest.mark.parametrize("kept", (False, True), ids=("sent", "kept"))
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize(
+    "stage, options", (("zero1", {}), ("zero2", {}), ("zero2", {"bucket_mb": 0}), ("zero3", {})), ids=str
+)
+def test_losses_with_a_backward_each_add_up(ranks, world_size, stage, options, kept):
+    ranks(world_size).run(cases.several_losses, stage=stage, kept=kept, options=options)
 
 
 @pytest.mark.parametrize("world_size", (2, 3))

@@ -138,6 +138,10 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     Returns the norm before, a 0-d tensor that is the same on every rank: what `torch.nn.utils.clip_grad_norm_` gives
     for the whole model. Padding does not count, a tied parameter counts once, a NaN or inf on one rank is seen by all.
     """
+    if not isinstance(max_norm, (int, float, torch.Tensor)):
+        raise TypeError(
+            f"an engine's clip_grad_norm_ takes the norm alone, as engine.clip_grad_norm_(1.0), got {type(max_norm)}"
+        )
     engine._reduce_gradients()
     buckets = engine.trained
     gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]

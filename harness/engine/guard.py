@@ -50,7 +50,7 @@ class EngineParameter(nn.Parameter):
             if taker.startswith(_TAKERS):
                 raise RuntimeError(
                     f"the gradient of {self.zero_name!r} has moved into the engine's pieces: {taker} would see none. "
-                    "Call engine.clip_grad_norm_() and not torch's, engine.step() and not an optimizer over "
+                    "Call engine.clip_grad_norm_(max_norm) and not torch's, engine.step() and not an optimizer over "
                     "model.parameters(), engine.zero_grad() and not model.zero_grad()"
                 )
         return gradient

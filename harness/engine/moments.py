@@ -103,8 +103,9 @@ class CollectGradients(Moments):
 class BucketMoments(Moments):
     """ZeRO-2: calls `engine.gradients_final(bucket)` when backward has finished all gradients of a bucket.
 
-    With `find_unused` a bucket that lacks some is final when backward ends. Under `no_sync` none is: the gradients are
-    kept. ZeRO-3 has the same moment with units in the place of buckets: `parts` are then {unit: its trained buckets}.
+    A bucket that lacks some is final when backward ends, if an earlier backward of this step has brought them (several
+    losses, each with a backward of its own), or with `find_unused`. Under `no_sync` none is final: gradients are kept.
+    ZeRO-3 has the same moment with units in the place of buckets: `parts` are then {unit: its trained buckets}.
     """
 
     def __init__(self, engine, parts=None):
@@ -114,6 +115,7 @@ class BucketMoments(Moments):
         self._sync = True  # False under `no_sync`
         self._backward = None  # autograd's number of the backward that is running, once it has shown itself
         self._open = {}  # buckets or units (as keys) whose gradients that backward has still to finish
+        self._came = False  # whether that backward has brought any gradient
         self.settled = False  # whether step 3 was finished since the last reduction
         for part, buckets in self._buckets_of.items():
             for bucket in buckets:
@@ -122,7 +124,7 @@ class BucketMoments(Moments):
 
     def reset(self) -> None:
         """All gradients were dropped, also those of a backward that did not finish."""
-        self.settled, self._backward = False, None
+        self.settled, self._backward, self._open = False, None, {}
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -136,8 +138,14 @@ class BucketMoments(Moments):
     def _begin_backward(self) -> None:
         """A backward shows its first sign. Nothing tells its end, but autograd takes a callback for it."""
         if self._backward is None:
-            self._backward = when_backward_ends(WeakHook(self._end_backward))
+            self._backward, self._came = when_backward_ends(WeakHook(self._end_backward)), False
+            for part in self._open:  # what the backward before has left open, this one adds to
+                self._expect_all(part)
             self._open = dict.fromkeys(self._buckets_of)
+
+    def _expect_all(self, part) -> None:
+        for bucket in self._buckets_of[part]:
+            bucket.missing = set(range(len(bucket.params)))
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         if torch.is_grad_enabled():  # a backward that builds a graph must not record what happens here
@@ -148,7 +156,7 @@ class BucketMoments(Moments):
         if index not in bucket.missing or guard.gradient_of(param).layout is not torch.strided:
             gradients.refuse(bucket, index, param)
         bucket.used.add(index)
-        param.zero_moved = True
+        param.zero_moved = self._came = True
         if not self._sync:
             gradients.keep(bucket, index)
         bucket.missing.discard(index)
@@ -156,8 +164,7 @@ class BucketMoments(Moments):
             self._complete(part)
 
     def _see_gradient(self) -> None:
-        """A gradient is final. Only `find_unused` has something to do when backward ends."""
-        if self._engine.find_unused and self._backward is None:
+        if self._backward is None:
             self._begin_backward()
 
     def _complete(self, part) -> None:
@@ -167,14 +174,15 @@ class BucketMoments(Moments):
     def _deliver(self, part) -> None:
         """Tell the chapter that the gradients of `part` are final; from here on those of the next backward count."""
         self._open.pop(part, None)
-        for bucket in self._buckets_of[part]:
-            bucket.missing = set(range(len(bucket.params)))
+        self._expect_all(part)
         if self._sync and self._buckets_of[part]:
             self.settled = False
             self._engine.gradients_final(part)
 
     def _end_backward(self) -> None:
-        """With `find_unused`: what waits for gradients that do not come is final now, with zeros on this rank."""
+        """What waits for gradients that do not come is final now, if it may be: with zeros for these on this rank."""
         self._backward = None
-        while self._engine.find_unused and self._open:
-            self._deliver(next(iter(self._open)))
+        for part in list(self._open):
+            earlier = all(bucket.missing <= bucket.used for bucket in self._buckets_of[part])
+            if self._engine.find_unused or (self._came and earlier):
+                self._deliver(part)
