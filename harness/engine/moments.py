@@ -21,23 +21,8 @@ from torch import nn
 
 from harness.engine import gradients, guard
 from harness.engine.autograd import when_backward_ends
-from harness.engine.watch import no_hook, watch_forward
-
-
-class WeakHook:
-    """A hook that calls a method as long as the method's object lives, and does nothing in a copy of the model."""
-
-    def __init__(self, method, unit=None):
-        self._object, self._function = weakref.ref(method.__self__), method.__func__
-        self._unit = unit and weakref.ref(unit)
-
-    def __call__(self, *args):
-        this = self._object()
-        if this is not None:
-            return self._function(this, *args) if self._unit is None else self._function(this, self._unit(), *args)
-
-    def __reduce__(self):  # also of a deep copy
-        return no_hook, ()
+from harness.engine.hooks import WeakHook
+from harness.engine.watch import watch_forward
 
 
 def hook_all(engine, on_gradient) -> list:
@@ -59,6 +44,10 @@ class Moments:
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
         self._handles = hook_all(engine, self._on_gradient)
+
+    def stepped(self) -> None:
+        """The optimizer has changed the shards."""
+        guard.stepped([param for bucket in self._engine.trained for param in bucket.params])
 
     def close(self) -> None:
         for handle in self._handles:

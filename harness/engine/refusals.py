@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import guard, optimizer
+from harness.engine import guard
+from harness.engine.optimizer_refusals import optimizer_problem
 from harness.engine.waiting import name_some
 
 
@@ -26,7 +27,7 @@ def check(model: nn.Module, optimizer_cls, param_groups, group, dtypes, find_unu
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
     problem = _problem(model, options, dist.get_backend(group))
     problem = problem or _dtypes_problem(model, dtypes, find_unused) or _source_problem(model, source)
-    problem = problem or optimizer.problem(model, optimizer_cls, param_groups)
+    problem = problem or optimizer_problem(model, optimizer_cls, param_groups)
     options = {**options, "dtypes": dtypes, "find_unused": find_unused}
     agree(problem, "" if problem else _fingerprint(model, options), group, model)
 

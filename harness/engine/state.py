@@ -101,10 +101,23 @@ def close(engine) -> None:
     """
     engine.zero_grad()
     engine.moments.close()
-    with torch.no_grad():
-        for bucket in engine.buckets:
-            guard.open(bucket.params)
-            guard.release(bucket.params)
-            for param, view in zip(bucket.params, bucket.views(gather_whole(bucket, engine.group))):
-                param.data = view.clone()
+    _restore(engine)
     vars(engine).clear()
+
+
+def agree_or_restore(engine, problem: Exception | None) -> None:
+    """The build has come far, and may have failed on some rank: then it fails on all, and the model is plain again."""
+    try:
+        refusals.agree(problem, "", engine.group, engine.model)
+    except Exception:
+        _restore(engine)
+        raise
+
+
+@torch.no_grad()
+def _restore(engine) -> None:
+    for bucket in engine.buckets:
+        guard.open(bucket.params)
+        guard.release(bucket.params)
+        for param, view in zip(bucket.params, bucket.views(gather_whole(bucket, engine.group))):
+            param.data = view.clone()

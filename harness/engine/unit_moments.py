@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import guard
 from harness.engine.autograd import backward_now
-from harness.engine.moments import BucketMoments, WeakHook
+from harness.engine.hooks import WeakHook
+from harness.engine.moments import BucketMoments
 
 
 class Run:
@@ -42,7 +43,7 @@ class UnitMoments(BucketMoments):
         self._outer = None  # (pack, unpack) of such a context around the model that is the caller's own
         self._asked: set[Run] = set()  # the runs that this backward has come back to
         self._at_work = None  # the unit whose backward has begun last; never the root, which is at work all along
-        self._keep_gathered = False  # in a backward that builds a graph of its own
+        self._kept: set = set()  # units that a backward with a graph of its own has read: gathered until `step()`
         self._lent: set = set()  # units whose weights this forward has used outside of their own forward
         self._warned: set = set()  # names of those that a warning was given for
         self._last_hook: dict = {}  # module -> number of the hook that is called after its forward
@@ -191,6 +192,8 @@ class UnitMoments(BucketMoments):
         if address not in self._unit_of:
             if self._outer is not None:
                 return self._outer[0](tensor), None, self._outer[1]
+            # An operation's own result, handed back as it is, would be a cycle through C++ that nobody opens.
+            tensor = tensor if tensor.grad_fn is None else tensor.detach()
             return tensor, tensor._version, None
         unit, _ = self._unit_of[address]
         run = self._run_of_root() if unit is self._engine.root else self._latest.get(unit) or Run(unit, [], 0)
@@ -203,10 +206,10 @@ class UnitMoments(BucketMoments):
         if version is None:
             return run(tensor)  # by the caller's own context
         if run is not None:
-            if run not in self._asked or not run.unit.gathered or run.unit.works:
+            if run not in self._asked or not run.unit.gathered or run.unit.works or self._engine.find_unused:
                 self._ask(run)
             if torch.is_grad_enabled():  # a graph of this backward may be gone through later, and read the weights
-                self._keep_gathered = True
+                self._kept.add(run.unit)
         # Autograd leaves this to us, as it does not know whether an unpacked tensor is the one that was packed.
         if tensor._version != version:
             raise RuntimeError(
@@ -231,7 +234,7 @@ class UnitMoments(BucketMoments):
 
     def _begin_backward(self) -> None:
         if self._backward is None:
-            self._asked, self._at_work, self._keep_gathered = set(), None, False
+            self._asked, self._at_work = set(), None
         refuse_reentrant(self._backward not in (None, backward_now()))
         super()._begin_backward()
 
@@ -244,6 +247,9 @@ class UnitMoments(BucketMoments):
             return
         self._begin_backward()
         if run in self._asked:
+            if self._engine.find_unused and unit is not self._engine.root:  # its backward was not over, then
+                self._finish_work(unit)
+                self._at_work = unit
             if not unit.gathered or unit.works:  # freed before its time, or gathered anew for another run
                 self._gather_now(unit)
             return
@@ -280,12 +286,15 @@ class UnitMoments(BucketMoments):
             self._deliver(unit)
 
     def _free(self, unit) -> None:
-        if not self._keep_gathered:
+        if unit not in self._kept:
             self._engine.after_backward(unit)
 
     def _end_backward(self) -> None:
-        if not self._keep_gathered:
-            self._engine._free_all()  # what no gradient has freed
+        if self._in_forward:  # the model takes a gradient in its own forward, which goes on
+            self._backward, self._open = None, {}
+            return
+        for unit in (*self._engine.units, self._engine.root):
+            self._free(unit)  # what no gradient has freed
         if self._engine.find_unused and self._at_work is not None:
             self._deliver(self._at_work)
         super()._end_backward()  # the units whose outputs got no gradient, and the root
@@ -326,10 +335,14 @@ class UnitMoments(BucketMoments):
             )
 
     def reset(self) -> None:
-        if self._backward is not None or self._keep_gathered:  # given up, or its graph is not needed any more
+        if self._backward is not None or self._kept:  # given up, or its graph is not needed any more
             self._engine._free_all()
-            self._keep_gathered = False
+        self._kept = set()
         super().reset()
+
+    def stepped(self) -> None:
+        self._kept = set()  # `step()` frees them
+        super().stepped()
 
 
 def refuse_reentrant(found: bool) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from harness.engine import precision
 from harness.engine.autograd import backward_now
+from harness.engine.hooks import no_hook
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
 
@@ -75,7 +76,7 @@ class Look:
                         param.zero_version = param._version  # in float32 a weight may be changed between two steps
                 hooks = param._post_accumulate_grad_hooks
                 if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
-                    hooks.move_to_end(param.zero_hook)
+                    hooks[param.zero_hook] = hooks.pop(param.zero_hook)  # torch goes by the order of insertion
         if came or replaced or flags or moved or lost:
             raise RuntimeError(_what_changed(came, replaced, flags, moved, lost))
 
@@ -111,14 +112,6 @@ def _what_changed(came, replaced, flags, moved, lost) -> str:
         "shards, and what is written into the rounded weights is lost with the next step. Change weights by the "
         "optimizer, or by engine.load_full_state_dict()"
     )
-
-
-def nothing(*args, **kwargs) -> None:
-    """The hook of a copied model: the copy belongs to no engine."""
-
-
-def no_hook():
-    return nothing
 
 
 def refuse_loading(module, *args) -> None:

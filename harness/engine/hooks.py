@@ -1,0 +1,27 @@
+"""Hooks that hold nobody alive, and that a copy of the model does not inherit."""
+
+import weakref
+
+
+class WeakHook:
+    """A hook that calls a method as long as the method's object lives, and does nothing in a copy of the model."""
+
+    def __init__(self, method, unit=None):
+        self._object, self._function = weakref.ref(method.__self__), method.__func__
+        self._unit = unit and weakref.ref(unit)
+
+    def __call__(self, *args):
+        this = self._object()
+        if this is not None:
+            return self._function(this, *args) if self._unit is None else self._function(this, self._unit(), *args)
+
+    def __reduce__(self):  # also of a deep copy
+        return no_hook, ()
+
+
+def nothing(*args, **kwargs) -> None:
+    """The hook of a copied model: the copy belongs to no engine."""
+
+
+def no_hook():
+    return nothing
