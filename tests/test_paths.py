@@ -3,7 +3,6 @@
 import shutil
 
 import cases_paths as cases
-import parts
 import pytest
 
 LAYOUTS = [
@@ -49,9 +48,8 @@ def test_backward_reaches_the_weights(ranks, path, world_size, stage, options):
     answers = ranks(world_size).run(cases.followed, stage=stage, path=path, options=options)
     assert all(isinstance(answer, list) for answer in answers), answers
     outside = [text for text in answers[0] if "units=" in text]
-    if (
-        stage == "zero3" and cases.PATHS[path].warns and options.get("reshard_after_forward", True)
-    ):  # once for each unit, on one rank
+    if stage == "zero3" and cases.PATHS[path].warns and options.get("reshard_after_forward", True):
+        # once for each unit, on one rank
         assert len(outside) == 3 and all(f"'blocks.{n}'" in text for n, text in enumerate(outside)), outside
         assert not any("units=" in text for texts in answers[1:] for text in texts)
     else:
