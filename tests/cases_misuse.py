@@ -62,7 +62,7 @@ class Beside:
 
 
 def takers_of_gradients(stage: str) -> dict[str, str]:
-    """Who takes gradients from the model, or steps past the engine: refused between backward and step, which follows."""
+    """Who takes gradients from the model, or steps past the engine, is refused between backward and step."""
     found = {}
 
     takers = {

@@ -36,9 +36,7 @@ def test_who_takes_gradients_past_the_engine(ranks, world_size, stage):
 
 
 @STAGES
-@pytest.mark.xfail(
-    strict=True, reason="torch's scaler leaves grad_scale and found_inf on the optimizer, for every step"
-)
+@pytest.mark.xfail(strict=True, reason="torch's scaler leaves grad_scale and found_inf on the optimizer")
 def test_torchs_scaler(ranks, stage):
     for found in ranks(2).run(cases.torchs_scaler, stage=stage):
         tells(found, "engine.gradients", "GradScaler")
