@@ -643,8 +643,8 @@ _IN_ORDER = (
         symptom="The first losses are right, and later ones are too high, but they fall. There is no all-gather; a "
         "little less gradient and optimizer state is held.",
         diagnosis="The loop calls optimizer.step() and not engine.step(). The optimizer knows this rank's pieces "
-        "alone. It updates this rank's shard, with the gradients that have arrived so far: the last bucket is still on its "
-        "way. And nobody gathers the shards, so every rank trains another half of the model, and the ranks drift "
+        "alone. It updates this rank's shard, with the gradients that have arrived so far: the last bucket is still on "
+        "its way. And nobody gathers the shards, so every rank trains another half of the model, and the ranks drift "
         "apart. The loss falls all the same, which is why the right engine refuses this.",
         read="harness/engine/optimizer.py, over_pieces: before_step",
         caught_by=(ORACLE,),
