@@ -1,5 +1,7 @@
 """Run on every rank: when collectives are issued, and when they are waited for."""
 
+import contextlib
+
 import parts
 import torch
 import torch.distributed as dist
@@ -169,11 +171,13 @@ class _Late:
         self.run()
 
 
-def collectives_that_run_late(stage: str, model: str) -> None:
-    """A slow network: until a collective is waited for its output is NaN and its input still needed. All as ever then,
-    and no collective is forgotten, not even that of a unit which was gathered ahead and not used."""
-    rank, world_size, pending = dist.get_rank(), dist.get_world_size(), []
-    build = {"partly frozen": PartlyFrozen, "skipping": lambda: Skipping((8, 9, 8, 9))}[model]
+@contextlib.contextmanager
+def late_collectives():
+    """A slow network: until a collective is waited for its output is NaN and its input still needed.
+
+    Yields the list of those that nobody has waited for yet.
+    """
+    pending: list[_Late] = []
     real = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
 
     def late(name):
@@ -188,6 +192,21 @@ def collectives_that_run_late(stage: str, model: str) -> None:
 
         return issue
 
+    for name in real:
+        setattr(dist, name, late(name))
+    try:
+        yield pending
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def collectives_that_run_late(stage: str, model: str) -> None:
+    """All as ever on a slow network, and no collective is forgotten, not even that of a unit which was gathered ahead
+    and not used."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    build = {"partly frozen": PartlyFrozen, "skipping": lambda: Skipping((8, 9, 8, 9))}[model]
+
     def batch_of(step, who):
         return parts.token_batch(step, who) if model != "skipping" else parts.vector_batch(step, who, 8, torch.float64)
 
@@ -195,9 +214,7 @@ def collectives_that_run_late(stage: str, model: str) -> None:
     plain = parts.seeded(build)
     optimizer = ADAMW([param for param in plain.parameters() if param.requires_grad])
     engine = parts.STAGES[stage](parts.seeded(build), ADAMW, find_unused=model == "skipping")
-    for name in real:
-        setattr(dist, name, late(name))
-    try:
+    with late_collectives() as pending:
         for step in range(4):
             plain.skip = engine.model.skip = (None, 1, 3, None)[step]
             inputs, targets = parts.whole(batch_of, step, world_size)
@@ -212,7 +229,4 @@ def collectives_that_run_late(stage: str, model: str) -> None:
             if stage == "zero3":
                 assert storage_bytes(engine.model.parameters()) == 0, "a unit that was gathered for nothing stays"
             assert not pending, f"{len(pending)} collectives were never waited for"
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
     parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)

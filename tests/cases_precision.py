@@ -1,5 +1,6 @@
 """Run on every rank: mixed precision against FSDP2's, its bytes, and loss scaling."""
 
+import dataclasses
 from functools import partial
 
 import cases_loop
@@ -322,3 +323,153 @@ def low_precision_everywhere(model: str) -> None:
         found.append(engine.full_state_dict())
     for other in found[1:]:
         parts.assert_same_state(other, found[0], atol=0)
+
+
+class Given(nn.Module):
+    """Units whose gradients are their inputs."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.rows = nn.ModuleList([nn.Linear(count, 1, bias=False), nn.Linear(count, 1, bias=False)])
+
+    def forward(self, x):
+        return sum(row(x).sum() for row in self.rows)
+
+
+def gradients_of(stage: str, reduce_dtype, values: torch.Tensor) -> torch.Tensor:
+    """The reduced gradient of each of two weights, whose gradient on this rank is `values`: (2, n), on every rank."""
+    model = parts.seeded(lambda: Given(len(values)), dtype=torch.float32)
+    engine = parts.STAGES[stage](model, partial(torch.optim.SGD, lr=1.0), reduce_dtype=reduce_dtype)
+    whole = torch.full((2, len(values)), torch.nan)
+    engine(values[None].float()).backward()
+    engine.optimizer.register_step_pre_hook(lambda *_: found.extend(_pieces(engine)))
+    found = []
+    engine.step()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    for number, start, gradient in sum(everyone, []):
+        whole[number, start : start + len(gradient)] = gradient
+    assert not whole.isnan().any() or values.isnan().any()
+    return whole
+
+
+def _pieces(engine) -> list[tuple]:
+    """(number of the weight, where the piece starts in it, its gradient)"""
+    weights = [id(row.weight) for row in engine.model.rows]
+    return [
+        (
+            weights.index(id(bucket.params[index])),
+            max(0, bucket.start - bucket.offsets[index]),
+            piece.grad.detach().clone(),
+        )
+        for bucket in engine.trained
+        for index, piece in bucket.pieces
+    ]
+
+
+def means_over_ranks(stage: str, reduce_dtype) -> None:
+    """The mean of gradients is rounded once, after the sum: in any dtype, with sums that are exact in it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(3)
+    most = {torch.bfloat16: 256, torch.float16: 2048}.get(reduce_dtype, 2**24) // world_size
+    values = torch.randint(-most, most, (world_size, 999), generator=generator)
+    expected = (values.sum(0).double() / world_size).to(reduce_dtype or torch.float32).float()
+    parts_first = sum((v.to(reduce_dtype or torch.float32) / world_size) for v in values).float()
+    assert world_size == 2 or not torch.equal(parts_first, expected)  # else this tests nothing
+    for whole in gradients_of(stage, reduce_dtype, values[rank]):
+        assert torch.equal(whole, expected)
+
+
+def sums_beyond_float16(stage: str) -> None:
+    """The sum of the ranks' gradients has no place in float16, and their mean has."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    values = {2: (61440, 40960), 3: (20000, 30000, 40000), 4: (30000, 40000, 60000, 30000)}[world_size]
+    assert sum(values) > 65504
+    mean = torch.tensor(sum(values) / world_size).half().float()
+    for sign in (1, -1):
+        found = gradients_of(stage, torch.float16, torch.full((50,), sign * values[rank]))
+        assert (found == sign * mean).all(), found
+    found = gradients_of(stage, torch.float16, torch.full((50,), 30000))
+    assert (found == 30000).all()
+    # and what is too large on one rank alone is still seen
+    found = gradients_of(stage, torch.float16, torch.full((50,), torch.inf if rank == 0 else 1.0))
+    assert found.isinf().all()
+
+
+@dataclasses.dataclass
+class Batch:
+    tokens: torch.Tensor
+    extra: dict
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    mask: torch.Tensor
+    batch: Batch
+
+
+class OfDataclasses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.head = nn.Linear(5, 3)
+        self.seen = None
+
+    def forward(self, frozen, *, more):
+        batch = frozen.batch
+        values = [frozen.mask, batch.tokens, batch.extra["shift"][0], more.extra["shift"][0]]
+        self.seen = [value.dtype for value in values], type(frozen), type(batch), batch.name
+        return self.head(self.blocks[0](values[2] + values[3]))
+
+
+def dataclass_inputs(stage: str) -> None:
+    """Floating point tensors in dataclasses, frozen or not, are cast as others are; the caller's stay as they are."""
+    engine = parts.STAGES[stage](parts.seeded(OfDataclasses, dtype=None), ADAMW, param_dtype=torch.bfloat16)
+    mask, tokens, shift = torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.long), torch.ones(2, 5)
+    frozen = Frozen(mask, Batch(tokens, {"shift": [shift]}, "text"))
+    more = Batch(tokens, {"shift": [shift]}, "more")
+    engine(frozen, more=more).float().sum().backward()
+    engine.step()
+    low = [torch.bool, torch.int64, torch.bfloat16, torch.bfloat16]
+    assert engine.model.seen == (low, Frozen, Batch, "text")
+    assert frozen.batch.extra["shift"][0] is shift and shift.dtype == torch.float32 and more.extra["shift"][0] is shift
+
+
+def the_scaler_steps_once(stage: str) -> list[str]:
+    """A second step or unscale without `update()` is refused, as torch's is, and changes nothing."""
+    rank = dist.get_rank()
+    engine = parts.STAGES[stage](gpt(), ADAMW)
+    scaler = GradScaler("cpu", init_scale=4.0)
+
+    def backward(step):
+        inputs, targets = byte_batch(step, rank)
+        scaler.scale(next_token_loss(engine(inputs), targets)).backward()
+
+    backward(0)
+    scaler.step(engine)
+    before = engine.full_state_dict()
+    found = [message(lambda: scaler.step(engine), RuntimeError), message(lambda: scaler.unscale_(engine), RuntimeError)]
+    parts.assert_same_state(engine.full_state_dict(), before, atol=0)
+    scaler.update()
+    engine.zero_grad()
+    backward(1)
+    scaler.unscale_(engine)
+    found.append(message(lambda: scaler.unscale_(engine), RuntimeError))
+    scaler.step(engine)
+    scaler.update()
+    engine.zero_grad()
+    # twice the same as without a scaler
+    other = parts.STAGES[stage](gpt(), ADAMW)
+    for step in range(2):
+        other.training_step(*byte_batch(step, rank), next_token_loss)
+    parts.assert_same_state(engine.full_state_dict(), other.full_state_dict(), atol=0)
+    return found
+
+
+def scaling_where_the_default_is_float64(stage: str) -> list:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return scaling_skips_on_all(stage, overflow_on=dist.get_world_size() - 1)
+    finally:
+        torch.set_default_dtype(torch.float32)

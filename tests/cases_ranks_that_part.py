@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
+from harness.run.data import while_all_have
 
 
 def short_group(seconds: float):
@@ -123,3 +124,32 @@ def a_rank_that_does_not_come(stage: str, late: int) -> str:
         assert time.monotonic() - started < 10
     dist.barrier()
     return found
+
+
+def unequal_numbers_of_batches(stage: str, longest: int) -> int:
+    """`while_all_have` ends on all ranks with the shortest, in order; then the ranks go on together."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    engine = parts.STAGES[stage](parts.seeded(parts.OddModel), parts.DECAY)
+    own = 4 if rank == longest else 2 + rank
+    shortest = min(4 if other == longest else 2 + other for other in range(world_size))
+    made, steps = [], 0
+
+    def batches():
+        for number in range(own):
+            made.append(number)
+            yield parts.token_batch(number, rank)
+
+    for tokens, targets in while_all_have(batches()):
+        assert torch.equal(tokens, parts.token_batch(steps, rank)[0])
+        engine.training_step(tokens, targets, F.cross_entropy)
+        steps += 1
+    assert steps == shortest and len(made) <= shortest + 1
+    _, expected = parts.oracle(
+        parts.seeded(parts.OddModel), parts.DECAY, F.cross_entropy, parts.token_batch, steps, world_size
+    )
+    parts.assert_same_state(engine.full_state_dict(), expected, atol=1e-12)
+    assert list(while_all_have([0, [], False])) == [0, [], False]  # a batch may be empty
+    assert list(while_all_have([1] * (rank == 0))) == []
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    assert list(while_all_have(range(rank), alone)) == list(range(rank))
+    return steps

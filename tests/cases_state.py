@@ -61,3 +61,103 @@ def batch_norm_keeps_rank_0(stage: str) -> None:
     plain = parts.seeded(Normed, seed=3)
     plain.load_state_dict(state)
     torch.testing.assert_close(out, plain.eval()(batch_of(9, 0)[0]), rtol=0, atol=1e-12)
+
+
+class Buffered(nn.Module):
+    """Buffers as they lie in memory and of every dtype, frozen parameters that are quantized; all another per rank."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        def integers(*shape):
+            return torch.randint(1, 100, shape, generator=generator)
+
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 3)])
+        for name, buffer in {
+            "transposed": normal(3, 4).T,
+            "strided": normal(6, 4)[::2],
+            "columns": normal(4, 6)[:, 1:4],
+            "expanded": normal(1, 4).expand(3, 4),
+            "channels_last": normal(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+            "part": normal(10)[3:7],
+            "empty": normal(0, 3),
+            "int16": integers(3).short(),
+            "uint16": integers(3).to(torch.uint16),
+            "int16_transposed": integers(3, 5).short().T,
+            "int16_scalar": integers().short(),
+            "float8": normal(3).to(torch.float8_e4m3fn),
+            "bool": normal(5) > 0,
+            "complex": torch.complex(normal(2), normal(2)),
+            "complex_transposed": torch.complex(normal(2, 3), normal(2, 3)).T,
+            "float16": normal(3).half(),
+        }.items():
+            self.register_buffer(name, buffer)
+        self.register_buffer("passing", normal(3), persistent=False)
+        for name, dtype in QUANTIZED.items():
+            self.blocks[0].register_parameter(name, nn.Parameter(integers(7, 3).to(dtype), requires_grad=False))
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        return self.blocks[1](torch.tanh(x))
+
+
+QUANTIZED = {"q8": torch.int8, "u8": torch.uint8, "q16": torch.int16}
+
+
+def bytes_of(tensor: torch.Tensor) -> tuple:
+    """What a tensor is, to the bit, in a form that can be compared."""
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+    return tuple(tensor.shape), str(tensor.dtype), values.tolist()
+
+
+def every_kind_of_buffer(stage: str) -> None:
+    """All ranks get rank 0's, whatever lies how; reading the whole state and loading it does the same."""
+    rank = dist.get_rank()
+    model, first = Buffered(rank), Buffered(0)
+    expected = {name: bytes_of(buffer) for name, buffer in first.named_buffers()}
+    own = {name: bytes_of(buffer) for name, buffer in model.named_buffers()}
+    assert rank == 0 or sum(own[name] == value for name, value in expected.items()) < 4  # else this tests nothing
+    engine = parts.STAGES[stage](model, parts.DECAY)
+    assert {name: bytes_of(buffer) for name, buffer in model.named_buffers()} == expected
+    assert model.transposed.shape == (4, 3)
+    state = engine.full_state_dict()
+    for name in first.state_dict():
+        if name in expected:
+            assert bytes_of(state[name]) == expected[name], name
+    model.int16_scalar.add_(rank)  # own again
+    assert bytes_of(engine.full_state_dict()["int16_scalar"]) == expected["int16_scalar"]
+    engine.load_full_state_dict(state)
+    assert {name: bytes_of(buffer) for name, buffer in model.named_buffers()} == expected
+
+
+def quantized_frozen_parameters(stage: str, param_dtype) -> None:
+    """Rank 0's on every rank, in every forward and backward; in the whole state too. Beside them a layer trains."""
+    rank = dist.get_rank()
+    model, first = Buffered(rank), Buffered(0)
+    expected = {name: bytes_of(getattr(first.blocks[0], name)) for name in QUANTIZED}
+    seen = []
+    block = model.blocks[0]
+    block.register_forward_hook(
+        lambda module, *_: seen.append({name: bytes_of(getattr(module, name)) for name in QUANTIZED})
+    )
+    engine = parts.STAGES[stage](model, parts.DECAY, param_dtype=param_dtype)
+    before = engine.full_state_dict()
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(2, 5, generator=generator)
+        engine.training_step(x, torch.tensor([0, 1]), lambda out, y: F.cross_entropy(out.float(), y))
+    assert seen == [expected] * 3
+    state = engine.full_state_dict()
+    for name in QUANTIZED:
+        assert bytes_of(state[f"blocks.0.{name}"]) == expected[name]
+    assert not torch.equal(state["blocks.0.weight"], before["blocks.0.weight"])
+    engine.load_full_state_dict({**state, "blocks.0.q8": state["blocks.0.q8"] - 1})
+    assert torch.equal(engine.full_state_dict()["blocks.0.q8"], state["blocks.0.q8"] - 1)
+    if stage == "zero3":
+        with torch._C.DisableTorchFunctionSubclass():
+            held = sum(getattr(block, name).untyped_storage().nbytes() for name in QUANTIZED)
+        assert held == 0, "quantized parameters stay gathered"

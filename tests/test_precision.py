@@ -114,3 +114,33 @@ def test_gathered_units_are_half_as_large_in_bfloat16(ranks):
 @pytest.mark.parametrize("model", ("twice", "tied", "around"))
 def test_bfloat16_is_the_same_in_every_stage(ranks, model):
     ranks(2).run(cases.low_precision_everywhere, model=model)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("reduce_dtype", (None, BF16, FP16))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_mean_over_ranks_is_rounded_once(ranks, world_size, stage, reduce_dtype):
+    ranks(world_size).run(cases.means_over_ranks, stage=stage, reduce_dtype=reduce_dtype)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_sums_beyond_float16_have_a_mean(ranks, world_size, stage):
+    ranks(world_size).run(cases.sums_beyond_float16, stage=stage)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_inputs_in_dataclasses_are_cast(ranks, stage):
+    ranks(2).run(cases.dataclass_inputs, stage=stage)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_scaler_steps_once(ranks, stage):
+    for twice, late, unscaled in ranks(2).run(cases.the_scaler_steps_once, stage=stage):
+        assert "update()" in twice and late and "update()" in unscaled
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_scaling_where_the_default_dtype_is_float64(ranks, stage):
+    for changed, _ in ranks(2).run(cases.scaling_where_the_default_is_float64, stage=stage):
+        assert changed == [True, True, False, True, True]

@@ -40,3 +40,11 @@ def test_a_rank_that_does_not_come_is_an_error_that_names_the_collective(ranks, 
         "zero3": "all-gather of unit",
     }
     assert all(f"waited in vain for the {where[stage]} '" in message for message in messages[:-1]), messages
+
+
+@pytest.mark.parametrize("longest", (0, 1))
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_unequal_numbers_of_batches(ranks, world_size, stage, longest):
+    answers = ranks(world_size).run(cases.unequal_numbers_of_batches, stage=stage, longest=longest)
+    assert len(set(answers)) == 1

@@ -279,6 +279,23 @@ def frozen_forgotten(engine):
     return Mutant
 
 
+def stepped_by_itself(engine):
+    class Mutant(engine):
+        def step(self):
+            self.optimizer.step()  # `optimizer.step()`, as every loop has it: no step 3 before it, no step 5 after it
+
+    return Mutant
+
+
+def received_at_once(engine):
+    class Mutant(engine):
+        def _send(self, bucket):
+            super()._send(bucket)
+            self._receive()  # what was just sent
+
+    return Mutant
+
+
 # ZeRO-3.
 
 
@@ -298,6 +315,7 @@ def freed_by_data(engine):
                 self._wait(unit)
                 for bucket in unit.buckets:
                     bucket.flat = bucket.shard.new_empty(1).expand(bucket.numel)
+                    bucket.flat.untyped_storage().resize_(0)
                     for param in bucket.params:  # nobody holds the whole weight any more
                         param.data = param.data.new_zeros(()).expand(param.shape)
                 guard.close(unit.params)
@@ -361,6 +379,19 @@ def first_shard_for_all(engine):
                     value = state[bucket.names[index]].reshape(-1)
                     part.copy_(value[: part.numel()])  # from the parameter's beginning, whatever part it is
             self._shards_changed()
+
+    return Mutant
+
+
+def known_by_outputs(engine):
+    class Moments(moments.UnitMoments):
+        def _watch_saving(self):
+            pass  # a unit's backward begins when one of its outputs gets a gradient: nobody looks at what it saved
+
+    class Mutant(engine):
+        def __init__(self, *arguments, **options):
+            with patch.object(moments, "UnitMoments", Moments):
+                super().__init__(*arguments, **options)
 
     return Mutant
 
@@ -531,7 +562,7 @@ _IN_ORDER = (
         stage="zero2",
         title="What the log said",
         mutate=reduced_at_the_end,
-        differs={"peak in backward", "of the reductions inside backward"},
+        differs={"peak in backward", "of the reductions inside backward", "in flight while it computes"},
         symptom="Losses, held bytes and traffic are right; the peak in backward is not, and nothing is reduced there.",
         diagnosis="The hook reduces nothing, and step() reduces everything: all gradients, unsharded, are alive when "
         "backward ends. Between steps 1/N of them is held, and that is what the log says. The peak tells the truth.",
@@ -603,6 +634,35 @@ _IN_ORDER = (
         caught_by=(ORACLE,),
         options=SMALL,
         training={"frozen": "positions"},
+    ),
+    dict(
+        stage="zero2",
+        title="The loop that everybody writes",
+        mutate=stepped_by_itself,
+        differs={"losses", "gradients", "optimizer", "sent", "all-gathers"},
+        symptom="The first losses are right, and later ones are too high, but they fall. There is no all-gather; a "
+        "little less gradient and optimizer state is held.",
+        diagnosis="The loop calls optimizer.step() and not engine.step(). The optimizer knows this rank's pieces "
+        "alone. It updates this rank's shard, with the gradients that have arrived so far: the last bucket is still on "
+        "its way. And nobody gathers the shards, so every rank trains another half of the model, and the ranks drift "
+        "apart. The loss falls all the same, which is why the right engine refuses this.",
+        read="harness/engine/optimizer.py, over_pieces: before_step",
+        caught_by=(ORACLE,),
+        options=SMALL,
+    ),
+    dict(
+        stage="zero2",
+        title="Safe is safe",
+        mutate=received_at_once,
+        differs={"in flight while it computes"},
+        symptom="Losses, bytes and collectives are right, all reductions are inside backward, and the peak there is "
+        "even a little lower. But no reduction is in flight while the rank computes.",
+        diagnosis="Each reduce-scatter is waited for right after it was sent. All is right but the order of events: "
+        "backward stands still while a bucket travels. With a fast network that is hardly seen, and with a slow one "
+        "it is the time that ZeRO-2 sends during backward for.",
+        read="zero2.py, step 3, ZeRO2._send",
+        caught_by=("tests/test_overlap.py::test_collectives_run_while_the_rank_computes",),
+        options=SMALL,
     ),
     dict(
         stage="zero3",
@@ -685,6 +745,23 @@ _IN_ORDER = (
         read="harness/engine/state.py, load_full_state_dict: `first`",
         caught_by=(EQUIVALENCE + "test_models_and_loops_of_ones_own",),
         training={"reload_at": 2},
+    ),
+    dict(
+        stage="zero3",
+        title="A router's loss",
+        mutate=known_by_outputs,
+        differs={"error"},
+        symptom="The first forward passes. Backward stops with a message about a storage of size 0. With prefetch=1 it "
+        "does not even stop: it trains, and most runs have wrong losses, each run others. Without the blocks' own "
+        "losses all is right.",
+        diagnosis="Backward is known by hooks on what a unit returns. The loss that a block keeps is no output of it, "
+        "and backward comes to that loss first. So the router's weights are read while their unit is freed. With "
+        "prefetching its gather is on the way, and nobody has waited for it: what is read is whatever the memory had "
+        "in it before. Backward asks for the weights that it saved, and a look at these misses no path.",
+        read="harness/engine/moments.py, UnitMoments: _watch_saving",
+        caught_by=("tests/test_paths.py::test_backward_reaches_the_weights_however_late_they_come",),
+        options={"prefetch": 0},
+        training={"kept_losses": True},
     ),
 )
 

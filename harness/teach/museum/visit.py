@@ -6,6 +6,7 @@
 """
 
 import argparse
+import contextlib
 import gc
 import inspect
 import json
@@ -21,16 +22,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
 from harness.run.data import Batches, load_text
-from harness.run.model import GPT, GPTConfig, next_token_loss
+from harness.run.model import GPT, GPTConfig, initialize, next_token_loss
 from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, with_step_5
 
 RANKS = 2
@@ -55,6 +59,74 @@ class Tempered(GPT):
         return super().forward(tokens) / self.temperature
 
 
+class Balanced(nn.Module):
+    """A block that keeps a loss beside its output, as the router of a mixture of experts does."""
+
+    def __init__(self, block: nn.Module, width: int):
+        super().__init__()
+        self.block, self.router = block, nn.Linear(width, 4)
+
+    def forward(self, x):
+        x = self.block(x)
+        self.loss = torch.softmax(self.router(x), -1).mean((0, 1)).square().sum()  # least where all are used alike
+        return x
+
+
+class Routed(Tempered):
+    def __init__(self, config: GPTConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.blocks = nn.ModuleList(Balanced(block, config.width) for block in self.blocks)
+        for name, param in self.named_parameters():
+            if "router" in name:
+                initialize(name, param.data, seed)
+
+
+def kept_losses(model: nn.Module) -> torch.Tensor | float:
+    return sum(module.loss for module in model.modules() if isinstance(module, Balanced))
+
+
+class Overlap(TorchDispatchMode):
+    """`hidden`: of the reductions inside, how many were in flight while this rank computed a matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = 0
+        self._in_flight: list[list] = []  # [whether something was computed meanwhile] of each
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self):
+        for name in ("all_reduce", "reduce_scatter_single"):
+            self._patches.enter_context(patch.object(dist, name, self._watched(getattr(dist, name))))
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        self._patches.close()
+        return super().__exit__(*raised)
+
+    def _watched(self, issue):
+        def issue_and_note(*args, **options):
+            work = issue(*args, **options)
+            if work is None:  # it has ended already
+                return None
+            entry = [False]
+            self._in_flight.append(entry)
+
+            def wait():
+                self._in_flight = [other for other in self._in_flight if other is not entry]
+                return work.wait()
+
+            return SimpleNamespace(wait=wait)
+
+        return issue_and_note
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm"):
+            for entry in self._in_flight:
+                self.hidden += not entry[0]
+                entry[0] = True
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Training:
     """The loop around an engine: steps, backwards per step, clipping, what is frozen, a checkpoint on the way."""
@@ -65,6 +137,7 @@ class Training:
     max_norm: float | None = None
     reload_at: int | None = None
     frozen: str | None = None  # parameters with this in their name
+    kept_losses: bool = False  # the blocks keep losses of their own, which are added
 
     def __str__(self):
         return "".join(
@@ -73,6 +146,7 @@ class Training:
                 f", {self.micro_batches} backwards per step" * (self.micro_batches > 1),
                 f", gradients clipped to a norm of {self.max_norm}" if self.max_norm is not None else "",
                 f", {self.frozen} frozen" if self.frozen is not None else "",
+                ", with a loss that each block keeps" * self.kept_losses,
                 f"; before step {self.reload_at + 1} a new engine loads the state"
                 if self.reload_at is not None
                 else "",
@@ -92,7 +166,7 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
 
     def build(seed: int):
         # every rank starts from other weights: an engine takes rank 0's
-        model = Tempered(SHAPE, seed=seed + rank)
+        model = (Routed if training.kept_losses else Tempered)(SHAPE, seed=seed + rank)
         for name, param in model.named_parameters():
             param.requires_grad_(training.frozen is None or training.frozen not in name)
         return engine_cls(model, OPTIMIZERS[training.optimizer], **options)
@@ -109,11 +183,11 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                 lambda *_, engine=engine: found.update(held=held_bytes(engine))
             )
             peaks, losses = {"forward": 0, "backward": 0}, []
-            with TrafficLedger() as traffic:
+            with TrafficLedger() as traffic, Overlap() as overlap:
                 for micro in range(training.micro_batches):
                     inputs, targets = ready[step * training.micro_batches + micro]
                     memory.reset_peak()
-                    loss = next_token_loss(engine(inputs), targets)
+                    loss = next_token_loss(engine(inputs), targets) + kept_losses(engine.model)
                     peaks["forward"] = max(peaks["forward"], memory.peak)
                     memory.reset_peak()
                     (loss / training.micro_batches).backward()
@@ -129,6 +203,7 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                 engine.zero_grad()
             looking.remove()
             found["peaks"], found["sent"], found["inside"] = peaks, traffic.sent_bytes, inside
+            found["hidden"] = overlap.hidden
             found["collectives"] = dict(Counter(collective.kind for collective in traffic.collectives))
     found["finished"] = True
 
@@ -184,6 +259,7 @@ def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
             lines.append((f"{kind}s per step", *both(lambda f, kind=kind: str(f["collectives"].get(kind, 0)))))
     if any(found.get("inside") for found in (right[0], wrong[0])):
         lines.append(("of the reductions inside backward", *both(lambda f: str(f["inside"]))))
+        lines.append(("in flight while it computes", *both(lambda f: str(f["hidden"]))))
     return lines
 
 
