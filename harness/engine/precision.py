@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from harness.engine.hooks import no_hook
-
 
 def bucket_dtypes(own: torch.dtype, param_dtype=None, reduce_dtype=None) -> tuple[torch.dtype, torch.dtype]:
     """(dtype to compute in, dtype to reduce gradients in) for parameters of dtype `own`, as FSDP2's policy has it."""
@@ -98,10 +96,10 @@ class Cast:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
 
-    def __reduce__(self):  # in a copy of the model nobody casts
-        return no_hook, ()
-
     def __call__(self, module, args, kwargs):
+        first = next(module.parameters(), None)
+        if first is not None and first.dtype != self.dtype and first.is_floating_point():
+            return None  # a copy of the model, which somebody has moved to another dtype
         return tree_map(self._one, args), tree_map(self._one, kwargs)
 
     def _one(self, value):
