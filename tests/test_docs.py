@@ -243,7 +243,7 @@ def test_the_readmes_script_trains(tmp_path):
     for _ in range(2):
         result = run(start, PYTHONPATH=str(ROOT))
         assert result.returncode == 0, result.stderr[-3000:]
-        losses = dict(re.findall(r"rank (\d): last loss ([\d.]+), 4 tensors", result.stdout))
+        losses = dict(re.findall(r"rank (\d): loss ([\d.]+) on its own data, 4 tensors", result.stdout))
         assert set(losses) == {"0", "1"}, result.stdout
         outputs.append(losses)
     assert outputs[0] == outputs[1]  # it seeds before it builds the model
