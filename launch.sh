@@ -23,6 +23,7 @@ Run
 ./launch.sh help                         this text
 
 Measure
+./launch.sh report [FOLDER] [--minutes 10] [--quick]   all that is worth knowing of this machine, as a page to send
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
@@ -55,13 +56,14 @@ zero1 | zero2 | zero3) entry=("$command.py") ;;
 sweeps) entry=(-m harness.measure.sweeps) ;;
 memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
+report) entry=(-m harness.measure.report) ranked= ;; # and so does this
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
     fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
-        "compare, test, help, memory, sweeps, ratios, figures, docs"
+        "compare, test, help, report, memory, sweeps, ratios, figures, docs"
     ;;
 esac
 

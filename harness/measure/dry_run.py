@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2_compare as referee
 import zero1
-from harness.measure.memory import held_bytes
+from harness.measure.memory import held_bytes, warm_up
 from harness.measure.parts import PARTS, STATE, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
@@ -186,11 +186,11 @@ def build(name: str, model: GPT, adamw, device: torch.device, dtype, mesh):
         return DDPStandIn(module, adamw(model.parameters()))
     engine = referee.build(name, model, adamw, device, dtype, mesh)
     if name == "ddp":
-        engine.model.register_comm_hook(None, _all_reduce_bucket)
+        engine.model.register_comm_hook(None, all_reduce_bucket)
     return engine
 
 
-def _all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's own way to reduce a bucket, said once more because the fake group's futures bring no result."""
     tensor = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(tensor)
@@ -253,6 +253,8 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
     mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if name.startswith("fsdp2") else None
     # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
     adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type == "cuda")
+    if device.type == "cuda":
+        warm_up(device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     held = {}
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
