@@ -15,14 +15,15 @@ from harness.run.model import GPT, PRESETS, initialize, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 CYCLES = 20_000_000  # of the GPU's clock: some 10 ms, far longer than any kernel here
-LAYERS, WIDTH = 8, 1024  # a layer of 4 MiB: what the allocator adds to it is little
+LAYERS = 8
+WIDTHS = {"cuda": 1024, "cpu": 128}  # a layer of 4 MiB: what the allocator adds to it is little
 
 
-def wide(layers: int = LAYERS, width: int = WIDTH, device: str = "cpu") -> nn.Module:
+def wide(device: str, layers: int = LAYERS, width: int | None = None) -> nn.Module:
     """Layers without biases: hardly anything but weights."""
 
     def build():
-        model = parts.Stack(layers, width)
+        model = parts.Stack(layers, width or WIDTHS[device])
         for layer in model.layers:
             layer.bias = None
         return model
@@ -30,20 +31,20 @@ def wide(layers: int = LAYERS, width: int = WIDTH, device: str = "cpu") -> nn.Mo
     return parts.seeded(build, dtype=torch.float32, device=device)
 
 
-def batch_on(device: str, step: int, width: int = WIDTH):
-    return [tensor.to(device) for tensor in parts.vector_batch(step, dist.get_rank(), width)]
+def batch_on(device: str, step: int, width: int | None = None):
+    return [tensor.to(device) for tensor in parts.vector_batch(step, dist.get_rank(), width or WIDTHS[device])]
 
 
 def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
     """Parameters, gradients and state to the byte; on CUDA the allocator has given out little more than that."""
     world_size = dist.get_world_size()
-    numel = LAYERS * padded([WIDTH * WIDTH], world_size)[0]
+    numel = LAYERS * padded([WIDTHS[device] ** 2], world_size)[0]
     batches, held = [batch_on(device, step) for step in range(2)], {}
     if device == "cuda":
         warm_up(torch.device(device))
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     adamw = partial(ADAMW, fused=True)
-    engine = parts.engine_class(engine_name or stage)(wide(device=device), adamw)
+    engine = parts.engine_class(engine_name or stage)(wide(device), adamw)
     engine.training_step(*batches[0], F.mse_loss)
 
     def look(optimizer, *_):
@@ -71,7 +72,7 @@ def allocators_peak(stage: str) -> float:
     warm_up(torch.device(device))
     before = torch.cuda.memory_allocated()
     with MemoryLedger() as memory:
-        engine = parts.STAGES[stage](wide(device=device), partial(ADAMW, fused=True))
+        engine = parts.STAGES[stage](wide(device), partial(ADAMW, fused=True))
         for batch in batches[:2]:
             engine.training_step(*batch, F.mse_loss)
         memory.reset_peak()
@@ -206,7 +207,7 @@ def meta_to_the_device(device: str) -> None:
 def norm_of_gradients(stage: str, device: str) -> None:
     """Clipping on the device: the norm is plain PyTorch's of the whole batch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, engine = wide(4, 64, device), parts.STAGES[stage](wide(4, 64, device), ADAMW)
+    model, engine = wide(device, 4, 64), parts.STAGES[stage](wide(device, 4, 64), ADAMW)
     inputs, targets = (t.to(device) for t in parts.whole(partial(parts.vector_batch, width=64), 0, world_size))
     F.mse_loss(model(inputs), targets).backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -22,7 +22,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import fsdp2_compare as referee
@@ -152,7 +151,7 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
         if name in ("zero1", "zero2", "zero3"):
             return {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}[name](model, adamw)
         if name == "fsdp2":
-            model = referee._fully_shard(model, device, None, mesh=DeviceMesh(device.type, list(range(8))))
+            model = referee._fully_shard(model, device, None, mesh=None)
         if name == "ddp":
             model = referee._distributed_data_parallel(model, device)
             model.register_comm_hook(None, all_reduce_bucket)  # the fake group's futures bring no result

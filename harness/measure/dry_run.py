@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2_compare as referee
@@ -250,7 +250,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 def _measure(name: str, options: argparse.Namespace, device: torch.device) -> dict:
     config, dtype, real = preset(options.preset), referee.DTYPES[options.precision], options.device != "fake"
     # Made before there are fake tensors, which have no values to make it of.
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if name.startswith("fsdp2") else None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type) if name.startswith("fsdp2") else None
     # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
     adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type == "cuda")
     if device.type == "cuda":

@@ -79,7 +79,8 @@ class Report:
         self.known = {
             "report": 1,
             "command": " ".join(["./launch.sh report", *(["--quick"] if options.quick else []),
-                                 f"--minutes {options.minutes:g}"]),
+                                 f"--minutes {options.minutes:g}",
+                                 *([f"--only {','.join(options.only)}"] if len(options.only) < len(NAMES) else [])]),
             "date": time.strftime("%Y-%m-%d"),
             "status": INTERRUPTED,  # until it has come to its end: a killed report says so too
             "seconds": 0.0,
@@ -228,7 +229,8 @@ def main(argv: list[str] | None = None) -> int:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that hangs is aborted, and is to leave no core
     report, status = Report(options), 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it, for one
+            signal.signal(number, _stop)
     try:
         report.run()
     except Interrupted as stopped:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "timed out", "skipped"
 OUT_OF_MEMORY, INTERRUPTED = "out of memory", "interrupted"
+FRAME = re.compile(r'  File "[^"]*", line \d+ in ')  # as the fault handler writes it
+FRAMES = 6  # of each stack
 TORCHRUN = (
     "RANK",
     "LOCAL_RANK",
@@ -130,12 +133,19 @@ def _parents() -> list[tuple[int, int]]:
 
 
 def tail(log: Path, lines: int = 30) -> str:
-    """The last lines of a log, without this machine's names and folders."""
+    """The last lines of a log, without this machine's names and folders.
+
+    Of the stacks that the fault handler writes of a process that hung, the innermost frames are kept: they say where.
+    """
     with open(log, "rb") as file:
         file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 200 * max(lines, 30)))
+        file.seek(max(0, file.tell() - 2**17))
         text = file.read().decode(errors="replace")
-    kept = [line[:300] for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    kept, frames = [], 0
+    for line in text.replace("\r", "\n").splitlines():
+        frames = frames + 1 if FRAME.match(line) else 0
+        if line.strip() and frames <= FRAMES and not line.startswith("Extension modules:"):
+            kept.append(line[:300])
     return scrub("\n".join(kept[-lines:]))
 
 

@@ -72,19 +72,23 @@ def test_jobs(machine: dict, quick: bool) -> list[Job]:
     """On GPUs tests/test_cuda.py, all of it; on a CPU a selection of the suite, and that file's cases on the CPU."""
     missing = "" if machine.get("pytest") or not machine.get("python") else "this Python has no pytest"
     options = ["-q", "-p", "no:cacheprovider", "--color=no"]
+    # Several files in one process are quicker, and one process for all would lose all when it hangs.
+    on_cpu = [("overlap", ["tests/test_overlap.py"], []), ("cuda", ["tests/test_cuda.py"], [])]
     if machine.get("gpus"):
-        chosen = [(1.0, "tests/test_cuda.py", [])]
+        chosen = on_cpu[1:]
     elif quick:
-        chosen = [(1.0, "tests/test_overlap.py", []), (1.0, "tests/test_cuda.py", [])]
+        chosen = on_cpu
     else:
-        files = ("test_cuda", "test_overlap", "test_traffic", "test_memory_held", "test_layout")
-        chosen = [(1.0, f"tests/{file}.py", []) for file in files]
-        chosen.append((2.0, "tests/test_equivalence.py", ["-k", "to_the_bit or integers"]))
+        chosen = [
+            ("overlap, cuda", ["tests/test_overlap.py", "tests/test_cuda.py"], []),
+            ("equivalence", ["tests/test_equivalence.py"], ["-k", "to_the_bit or integers"]),
+            ("bytes, traffic", ["tests/test_memory_held.py", "tests/test_traffic.py"], []),
+        ]
     return [
-        Job(file.split("/")[1], ["-m", "pytest", file, *more, *options, "--junit-xml={file}"],
-            " ".join(["./launch.sh test", file, *(f'"{word}"' if " " in word else word for word in more)]),
-            weight, {"kind": "tests"}, skip=missing)
-        for weight, file, more in chosen
+        Job(name, ["-m", "pytest", *files, *more, *options, "--junit-xml={file}"],
+            " ".join(["./launch.sh test", *files, *(f'"{word}"' if " " in word else word for word in more)]),
+            1.0, {"kind": "tests"}, skip=missing)
+        for name, files, more in chosen
     ]  # fmt: skip
 
 
