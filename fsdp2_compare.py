@@ -450,6 +450,13 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str =
     return "\n".join(lines)
 
 
+def write(result: dict, file: str | None, me: Rank) -> None:
+    """The results so far, as JSON, from rank 0."""
+    if file and me.rank == 0:
+        with open(file, "w") as opened:
+            json.dump(result, opened, indent=1)
+
+
 def main() -> None:
     options = arguments()
     text = load_text(options.data, options.seq)
@@ -476,6 +483,26 @@ def main() -> None:
     reference, match = referee.compare(runs)
     for run in runs.values():
         run["step_ms"] = run["tokens_per_s"] = None
+    result = {
+        "device": me.device.type,
+        "hardware": process_group.hardware(me.device),
+        "backend": me.backend,
+        "world_size": me.world_size,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "preset": options.preset,
+        "parameters": parameters,
+        "batch": options.batch,
+        "seq": options.seq,
+        "steps": options.steps,
+        "timed_steps": options.timed_steps,
+        "seed": options.seed,
+        "dtype": options.dtype,
+        "command": " ".join(["./launch.sh compare", os.environ["LOCAL_WORLD_SIZE"], *sys.argv[1:]]),
+        "runs": runs,
+        "match": match,
+    }
+    write(result, options.json, me)  # for whoever has no time for the second pass
     if options.timed_steps:
         referee.time(runs)
     me.print("\n" + table(runs, reference))
@@ -486,28 +513,8 @@ def main() -> None:
         + "Sent: logical bytes of the collectives issued, per rank.\n\n"
         + verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16")
     )
-    if options.json and me.rank == 0:
-        result = {
-            "device": me.device.type,
-            "hardware": process_group.hardware(me.device),
-            "backend": me.backend,
-            "world_size": me.world_size,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "preset": options.preset,
-            "parameters": parameters,
-            "batch": options.batch,
-            "seq": options.seq,
-            "steps": options.steps,
-            "timed_steps": options.timed_steps,
-            "seed": options.seed,
-            "dtype": options.dtype,
-            "command": " ".join(["./launch.sh compare", os.environ["LOCAL_WORLD_SIZE"], *sys.argv[1:]]),
-            "runs": runs,
-            "match": match,
-        }
-        with open(options.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(result, options.json, me)
+    if options.json:
         me.print(f"\nwritten: {options.json}")
     process_group.stop()
     if not match:

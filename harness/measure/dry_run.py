@@ -343,11 +343,12 @@ def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
     return result
 
 
-def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
-    """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`."""
+def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda results: None) -> dict:
+    """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`. `keep` gets it after each."""
     with torch.device("meta"):
         parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
     engines = {}
+    results = {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
     with fake_ranks(options.ranks):
         for name in options.engines:
             started = time.perf_counter()
@@ -356,7 +357,8 @@ def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
                 dry = measure(name, argparse.Namespace(**{**vars(options), "device": "fake"}))
                 engines[name]["dry_run_peak_bytes"] = dry["peak_bytes"]
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
-    return {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
+            keep(results)
+    return results
 
 
 def _conditions(options: argparse.Namespace) -> dict:
@@ -507,6 +509,13 @@ def _columns(rows: list[list[str]], left=(0,)) -> list[str]:
     return lines
 
 
+def write(results: dict, file: str | None) -> None:
+    if file:
+        with open(file, "w") as opened:
+            json.dump(results, opened)
+            opened.write("\n")
+
+
 def main() -> None:
     try:
         options = arguments()
@@ -521,14 +530,12 @@ def main() -> None:
     say = partial(print, flush=True)
     say(f"Rank 0 of {ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
     if options.up_to is None:
-        results = measure_all(options, say)
+        results = measure_all(options, say, partial(write, file=options.json))
         print("\n" + report(results))
     else:
         results = measure_up_to(options, say)
+    write(results, options.json)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file)
-            file.write("\n")
         print(f"\nwritten: {options.json}")
 
 

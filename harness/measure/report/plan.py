@@ -121,7 +121,7 @@ def referee_jobs(machine: dict, quick: bool) -> list[Job]:
 
 
 def _referee(place: Place, preset: str, dtype: str, engines: str, machine: dict) -> Job:
-    steps, timed, batch = STEPS[preset]
+    steps, timed, batch = STEPS[preset] if machine.get("gpus") or preset == "toy" else (6, 5, 4)
     options = ["--preset", preset, "--dtype", dtype, "--steps", str(steps), "--timed-steps", str(timed),
                "--batch", str(batch), "--engines", engines]  # fmt: skip
     reason, needed = "", 16 * PARAMETERS[preset] * max(1, place.per_gpu)
