@@ -364,3 +364,31 @@ def test_flops_per_token_are_those_that_torch_counts():
         next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
     ours = gpus.flops_per_token(config, plan.PARAMETERS["toy"], config.seq) * 2 * config.seq
     assert counted.get_total_flops() == pytest.approx(ours, rel=0.03)  # biases and norms are no matrix products
+
+
+@pytest.mark.parametrize(
+    "name, ranks, gpus_here, divided_by", (("ddp", 2, 1, 1), ("ddp", 8, 8, 8), ("single", 8, 8, 1))
+)
+def test_mfu_is_of_the_gpus_in_use(name, ranks, gpus_here, divided_by, monkeypatch):
+    import torch
+
+    import fsdp2_compare as referee
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus_here)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    options = referee.arguments(["--preset", "small", "--dtype", "bf16"])
+    me = referee.Rank(0, ranks, torch.device("cpu"), "nccl", "")
+    found = referee.Referee(options, torch.zeros(1000, dtype=torch.uint8), me).mfu(name, 1e6)
+    flops = 6 * (plan.PARAMETERS["small"] - 512 * 768) + 12 * 12 * 768 * 512
+    assert found == pytest.approx(flops * 1e6 / (989e12 * divided_by), abs=1e-4)
+
+
+def test_a_dry_run_keeps_what_it_has_after_each_engine():
+    from harness.measure import dry_run
+
+    kept = []
+    options = dry_run.arguments(["--preset", "toy", "--ranks", "2", "--engines", "zero1,zero3"])
+    last = dry_run.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
+    assert [list(found["engines"]) for found in kept] == [["zero1"], ["zero1", "zero3"]]
+    assert kept[-1] == json.loads(json.dumps(last))
