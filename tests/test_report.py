@@ -252,6 +252,17 @@ def test_larger_models_are_not_tried_after_one_that_was_out_of_memory(tmp_path, 
     assert done.known["parts"]["referee"]["status"] == "done"  # a result, and no failure
 
 
+def test_a_job_for_which_no_time_is_left_is_not_started(tmp_path):
+    """Of three jobs that each want 0.5 s, with 0.6 s in all and 0.3 at least for each: two are started."""
+    wait = ["-c", "import time; time.sleep(0.5); open(r'{file}', 'w').write('{\"here\": 1}')"]
+    planned = [jobs.Job(str(number), wait, "", 1.0, {"kind": "referee"}) for number in range(3)]
+    done = report.Report(report.arguments([str(tmp_path / "new"), "--only", "referee"]))
+    done.least, done.options.minutes = 0.3, 0.6 / 60
+    done.part(plan.Part("referee", "The referee", 4.5, lambda machine, quick: planned))
+    found = [(job["status"], job.get("skip", "")) for job in done.known["parts"]["referee"]["jobs"]]
+    assert found[0][0] == "timed out" and found[-1][0] == "skipped" and "no time" in found[-1][1], found
+
+
 def test_a_folder_that_is_too_large_to_send_loses_its_largest_traces(tmp_path):
     done = report.Report(report.arguments([str(tmp_path / "new")]))
     for number, size in enumerate((4, 2, 1)):

@@ -25,6 +25,7 @@ NAMES = tuple(part.name for part in plan.PARTS)
 MOST_BYTES = 5 * 10**6  # of the folder: it is to be sent
 MOST_PER_FILE = 5 * 10**5
 FIGURES_SECONDS = 60
+LEAST_SECONDS = 30  # that a job gets, once it is started: it imports torch and starts ranks
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -76,6 +77,7 @@ class Report:
     def __init__(self, options: argparse.Namespace):
         self.folder, self.options, self.started = options.folder, options, time.monotonic()
         self.broken = broken()
+        self.least = min(LEAST_SECONDS, options.minutes * 6)
         self.known = {
             "report": 1,
             "command": " ".join(["./launch.sh report", *(["--quick"] if options.quick else []),
@@ -106,7 +108,7 @@ class Report:
     def part(self, part: plan.Part) -> None:
         shares = {other.name: other.share for other in plan.PARTS if other.name in self.options.only}
         later = sum(shares[name] for name in self.known["not_reached"] if name != part.name)
-        limit = max(1.0, plan.limit(self.left(), later, self.options.minutes * 60 / sum(shares.values())))
+        limit = max(self.least, plan.limit(self.left(), later, self.options.minutes * 60 / sum(shares.values())))
         how, own_limit = self.broken.get(part.name, (None, None))
         limit = own_limit or limit
         started, ends = time.monotonic(), time.monotonic() + limit
@@ -124,7 +126,11 @@ class Report:
                 if job.ladder in too_large and job.size > too_large[job.ladder]:
                     job.skip = "a smaller model ran out of memory here"
                 after = sum(other.weight for other in planned[number + 1 :] if not other.skip)
-                seconds = max(1.0, plan.limit(ends - time.monotonic(), after, each))
+                left = ends - time.monotonic()
+                # Not a slice for everybody, too thin to start in: the first jobs tell more than the last.
+                seconds = min(limit, max(self.least, plan.limit(left, after, each)))
+                if number and left < self.least and not job.skip:
+                    job.skip = f"no time was left; --minutes {2 * self.options.minutes:g} gives it more"
                 done = self.job(part.name, number, job, seconds, row["jobs"])
                 if done["status"] == OUT_OF_MEMORY and job.ladder:
                     too_large[job.ladder] = min(job.size, too_large.get(job.ladder, job.size))
