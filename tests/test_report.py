@@ -253,7 +253,7 @@ def test_larger_models_are_not_tried_after_one_that_was_out_of_memory(tmp_path, 
 
 
 def test_a_job_for_which_no_time_is_left_is_not_started(tmp_path):
-    """Of three jobs that each want 0.5 s, with 0.6 s in all and 0.3 at least for each: two are started."""
+    """Three jobs that take 0.5 s each, 0.6 s in all, and at least 0.3 for each that is started."""
     wait = ["-c", "import time; time.sleep(0.5); open(r'{file}', 'w').write('{\"here\": 1}')"]
     planned = [jobs.Job(str(number), wait, "", 1.0, {"kind": "referee"}) for number in range(3)]
     done = report.Report(report.arguments([str(tmp_path / "new"), "--only", "referee"]))
