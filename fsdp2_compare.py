@@ -18,6 +18,7 @@ Run it: ./launch.sh compare 2 --preset tiny
 """
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -30,14 +31,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.gpus import flops_per_token, peak_flops
+from harness.measure.memory import MemoryLedger, held_bytes, warm_up
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
 from harness.run.data import Batches, load_text
@@ -110,8 +112,9 @@ def _fully_shard(model: nn.Module, device: torch.device, dtype, **options) -> nn
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if options["mesh"] is None:
-        # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU.
-        options["mesh"] = init_device_mesh(device.type, (dist.get_world_size(),))
+        # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU. And
+        # `init_device_mesh` may choose a GPU by itself, and add an NCCL group, which ranks on one GPU cannot have.
+        options["mesh"] = DeviceMesh.from_group(dist.group.WORLD, device.type)
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -222,6 +225,7 @@ class Referee:
 
     def __init__(self, options: argparse.Namespace, text: torch.Tensor, me: Rank):
         self.options, self.me = options, me
+        self._weights = None
         self.dtype = DTYPES[options.dtype]
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
@@ -229,7 +233,11 @@ class Referee:
         self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
 
     def model(self) -> GPT:
-        return GPT(preset(self.options.preset), self.options.seed).to(self.me.device)
+        if self.me.device.type != "cuda":
+            return GPT(preset(self.options.preset), self.options.seed)
+        if self._weights is None:  # drawing a billion numbers on the host takes longer than copying them
+            self._weights = GPT(preset(self.options.preset), self.options.seed)
+        return copy.deepcopy(self._weights).to(self.me.device)
 
     def batch(self, name: str, step: int):
         if name == "single":
@@ -248,12 +256,14 @@ class Referee:
         """
         measured = min(2, self.options.steps - 1)
         losses, held, peak, sent = [], {"parameters": 0, "gradients": 0, "optimizer": 0}, 0, 0
+        reserved = 0
         started = time.perf_counter()
         if self.mine(name):
             batches = [self.batch(name, step) for step in range(self.options.steps)]
             if self.me.device.type == "cuda":
-                torch.cuda.synchronize()
-                before = torch.cuda.memory_allocated()
+                warm_up(self.me.device)
+                torch.cuda.empty_cache()  # what the allocator has reserved for the engine before is not this one's
+                before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             with MemoryLedger() as memory:
                 engine = build(name, self.model(), self.adamw, self.me.device, self.dtype)
 
@@ -272,6 +282,7 @@ class Referee:
                 peak, sent = memory.peak, traffic.sent_bytes
                 if self.me.device.type == "cuda":
                     peak = torch.cuda.max_memory_allocated() - before
+                    reserved = torch.cuda.max_memory_reserved() - reserved_before
             for inputs, targets in batches[measured + 1 :]:
                 losses.append(engine.training_step(inputs, targets, next_token_loss))
                 if time.perf_counter() - started > 2:
@@ -281,13 +292,15 @@ class Referee:
                     started = time.perf_counter()
             del engine, look, handle, memory
         gc.collect()
-        everyone = self.over_ranks([*held.values(), peak, sent])
+        everyone = self.over_ranks([*held.values(), peak, sent, reserved])
         result = {
             "losses": [round(loss.item(), 10) for loss in losses],
             "held_bytes": dict(zip(held, everyone)),
             "peak_bytes": everyone[3],
             "sent_bytes": everyone[4],
         }
+        if self.me.device.type == "cuda":
+            result["reserved_bytes"] = everyone[5]  # what the allocator has taken from the GPU, fragments included
         return result
 
     def over_ranks(self, values: list[float]) -> list[int]:
@@ -344,8 +357,25 @@ class Referee:
                 runs[name]["step_ms"] = round(statistics.median(times[name]) * 1000, 3)
                 tokens = self.options.batch * self.options.seq * self.me.world_size
                 runs[name]["tokens_per_s"] = round(tokens / statistics.median(times[name]), 1)
+                if self.me.device.type == "cuda":
+                    runs[name]["mfu"] = self.mfu(name, runs[name]["tokens_per_s"])
             del engines
             gc.collect()
+
+    def mfu(self, name: str, tokens_per_s: float) -> float | None:
+        """Model FLOPs utilisation: of what the GPUs in use could do at most, the share that the model took.
+
+        None for a GPU whose peak is not known. Ranks that share a GPU share its peak.
+        """
+        peak = peak_flops(torch.cuda.get_device_name(self.me.device), self.options.dtype)
+        if not peak:
+            return None
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.me.world_size))
+        gpus = 1 if name == "single" else self.me.world_size * min(here, torch.cuda.device_count()) / here
+        config = preset(self.options.preset)
+        with torch.device("meta"):
+            parameters = sum(param.numel() for param in GPT(config).parameters())
+        return round(flops_per_token(config, parameters, self.options.seq) * tokens_per_s / (gpus * peak), 4)
 
     def _time_step(self, engine, batch) -> float:
         dist.barrier()
@@ -420,13 +450,21 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str =
     return "\n".join(lines)
 
 
+def write(result: dict, file: str | None, me: Rank) -> None:
+    """The results so far, as JSON, from rank 0."""
+    if file and me.rank == 0:
+        with open(file, "w") as opened:
+            json.dump(result, opened, indent=1)
+
+
 def main() -> None:
     options = arguments()
     text = load_text(options.data, options.seq)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     me = process_group.start(options.backend, options.device)
     referee = Referee(options, text, me)
-    parameters = sum(param.numel() for param in referee.model().parameters())
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
     me.print(
         f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
         f"GPT {options.preset}: {parameters:,} parameters; {options.batch} x {options.seq} tokens per rank and step, "
@@ -445,6 +483,26 @@ def main() -> None:
     reference, match = referee.compare(runs)
     for run in runs.values():
         run["step_ms"] = run["tokens_per_s"] = None
+    result = {
+        "device": me.device.type,
+        "hardware": process_group.hardware(me.device),
+        "backend": me.backend,
+        "world_size": me.world_size,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "preset": options.preset,
+        "parameters": parameters,
+        "batch": options.batch,
+        "seq": options.seq,
+        "steps": options.steps,
+        "timed_steps": options.timed_steps,
+        "seed": options.seed,
+        "dtype": options.dtype,
+        "command": " ".join(["./launch.sh compare", os.environ["LOCAL_WORLD_SIZE"], *sys.argv[1:]]),
+        "runs": runs,
+        "match": match,
+    }
+    write(result, options.json, me)  # for whoever has no time for the second pass
     if options.timed_steps:
         referee.time(runs)
     me.print("\n" + table(runs, reference))
@@ -455,28 +513,8 @@ def main() -> None:
         + "Sent: logical bytes of the collectives issued, per rank.\n\n"
         + verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16")
     )
-    if options.json and me.rank == 0:
-        result = {
-            "device": me.device.type,
-            "hardware": process_group.hardware(me.device),
-            "backend": me.backend,
-            "world_size": me.world_size,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "preset": options.preset,
-            "parameters": parameters,
-            "batch": options.batch,
-            "seq": options.seq,
-            "steps": options.steps,
-            "timed_steps": options.timed_steps,
-            "seed": options.seed,
-            "dtype": options.dtype,
-            "command": " ".join(["./launch.sh compare", os.environ["LOCAL_WORLD_SIZE"], *sys.argv[1:]]),
-            "runs": runs,
-            "match": match,
-        }
-        with open(options.json, "w") as file:
-            json.dump(result, file, indent=1)
+    write(result, options.json, me)
+    if options.json:
         me.print(f"\nwritten: {options.json}")
     process_group.stop()
     if not match:

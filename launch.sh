@@ -23,6 +23,7 @@ Run
 ./launch.sh help                         this text
 
 Measure
+./launch.sh report [FOLDER] [--minutes 10] [--quick]   all that is worth knowing of this machine, as a page to send
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh bench [N] [options]          step times of all engines, interleaved, on a model of your size; --host: the host's part
@@ -56,13 +57,14 @@ zero1 | zero2 | zero3) entry=("$command.py") ;;
 sweeps | bench) entry=(-m "harness.measure.$command") ;;
 memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
+report) entry=(-m harness.measure.report) ranked= ;; # and so does this
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
     fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
-        "compare, test, help, memory, sweeps, bench, ratios, figures, docs"
+        "compare, test, help, report, memory, sweeps, bench, ratios, figures, docs"
     ;;
 esac
 

@@ -21,13 +21,13 @@ from harness.run.model import GPT, PRESETS, next_token_loss
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
-def gpt() -> GPT:
-    return parts.seeded(lambda: GPT(PRESETS["toy"]), dtype=torch.float32)
+def gpt(device=None) -> GPT:
+    return parts.seeded(lambda: GPT(PRESETS["toy"]), dtype=torch.float32, device=device)
 
 
-def byte_batch(step: int, rank: int):
+def byte_batch(step: int, rank: int, device=None):
     generator = torch.Generator().manual_seed(1_000 * step + rank)
-    tokens = torch.randint(256, (2, 17), generator=generator)
+    tokens = torch.randint(256, (2, 17), generator=generator).to(device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -92,10 +92,14 @@ def bytes_per_parameter(stage: str) -> dict[str, float]:
         parts.seeded(build, dtype=torch.float32), ADAMW, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )
     held = {}
-    engine.training_step(*batch_of(0), F.mse_loss)
+
+    def loss_fn(output, target):  # of one dtype: torch 2.11 does not cast by itself
+        return F.mse_loss(output.float(), target)
+
+    engine.training_step(*batch_of(0), loss_fn)
     engine.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(engine)))
     with TrafficLedger() as traffic:
-        engine.training_step(*batch_of(1), F.mse_loss)
+        engine.training_step(*batch_of(1), loss_fn)
     for group in engine.optimizer.param_groups:
         for piece in group["params"]:
             state = engine.optimizer.state[piece]
@@ -205,16 +209,17 @@ def clipping_in_mixed_precision(stage: str, reduce_dtype) -> None:
     torch.testing.assert_close(engine.clip_grad_norm_(1e9), before / 4, rtol=2e-2, atol=0)
 
 
-def scaling_skips_on_all(stage: str, overflow_on: int) -> list:
+def scaling_skips_on_all(stage: str, overflow_on: int, device: str = "cpu") -> list:
     """float16 with an overflow in one step on one rank: all ranks skip that step and no other."""
     rank = dist.get_rank()
-    engine = parts.STAGES[stage](gpt(), ADAMW, param_dtype=torch.float16, reduce_dtype=torch.float32)
-    scaler = GradScaler(init_scale=2.0**10, growth_interval=2)
+    adamw = partial(ADAMW, fused=device == "cuda")
+    engine = parts.STAGES[stage](gpt(device), adamw, param_dtype=torch.float16, reduce_dtype=torch.float32)
+    scaler = GradScaler(device, init_scale=2.0**10, growth_interval=2)
     assert scaler.is_enabled()
     changed, scales = [], []
     before = engine.full_state_dict()
     for step in range(5):
-        inputs, targets = byte_batch(step, rank)
+        inputs, targets = byte_batch(step, rank, device)
         loss = next_token_loss(engine(inputs), targets)
         if step == 2 and rank == overflow_on:
             loss = loss * torch.inf

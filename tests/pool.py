@@ -14,15 +14,22 @@ class CaseFailed(AssertionError):
     """A case failed on some rank; the message is that rank's traceback."""
 
 
-def _serve(rank: int, world_size: int, store: str, pipe) -> None:
+def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    own = None
+    if device == "cuda":
+        own = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(own)
+        torch.use_deterministic_algorithms(True)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
-    )
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT),
+        device_id=own if backend == "nccl" else None,
+    )  # fmt: skip
     while (order := pipe.recv()) is not None:
         module, name, arguments = order
         try:
@@ -36,10 +43,13 @@ def _serve(rank: int, world_size: int, store: str, pipe) -> None:
 
 
 class Pool:
-    """`Pool(3).run(case, **arguments)` calls a module-level function on three ranks and returns their results."""
+    """`Pool(3).run(case, **arguments)` calls a module-level function on three ranks and returns their results.
 
-    def __init__(self, world_size: int):
-        self.world_size = world_size
+    With `device="cuda"` each rank has taken a GPU; they share one where there are fewer than ranks.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo", device: str = "cpu"):
+        self.world_size, self.backend, self.device = world_size, backend, device
         self._start()
 
     def _start(self) -> None:
@@ -50,7 +60,8 @@ class Pool:
         self._pipes, self._ranks = [], []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            arguments = (rank, self.world_size, store, theirs, self.backend, self.device)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
             self._ranks.append(process)

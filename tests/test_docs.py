@@ -14,6 +14,7 @@ import pytest
 
 import fsdp2_compare
 from harness.measure import dry_run, figures, ratios, sweeps
+from harness.measure.report import __main__ as report
 from harness.run import walkthrough
 from harness.teach import changes, docs, exercise
 from harness.teach.articles import __main__ as articles
@@ -153,6 +154,7 @@ def parsers() -> dict:
         **chapters, "compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
         "articles": articles.arguments, "changes": changes.main, "docs": docs.main, "ratios": ratios.main,
         "exercise": exercise.main, "check": check.main, "bug": museum.main, "figures": figures.main,
+        "report": report.arguments,
     }  # fmt: skip
 
 

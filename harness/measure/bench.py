@@ -23,10 +23,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import fsdp2_compare as referee
+from harness.measure.dry_run import all_reduce_bucket
 from harness.run import process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss
@@ -64,6 +64,10 @@ def arguments(argv=None) -> argparse.Namespace:
     for name in [*options.engines, *([options.profile] if options.profile else [])]:
         if name not in (*ENGINES, "plain"):
             raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES)}")
+    if options.host and options.profile and options.profile not in ("plain", *options.engines):
+        raise ValueError(f"--profile {options.profile}, but --engines has {', '.join(options.engines)}")
+    if options.host and options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch sees no GPU here: use --device cpu")
     process_group.check_writable("--json", options.json)
     return options
 
@@ -129,37 +133,46 @@ class Small(nn.Module):
         return x
 
 
-def host_times(options: argparse.Namespace) -> dict[str, list[float]]:
-    """{engine: milliseconds of the host per step} of rank 0 of 8, whose collectives return at once and move nothing."""
+HOST_ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+
+
+def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], list[dict]]:
+    """({engine: milliseconds of the host per step}, the profile) of rank 0 of 8, whose collectives move nothing.
+
+    On a GPU (`--device cuda`) a step ends when its last kernel is launched, not when it has run; the host waits for the
+    GPU before the next one. The profile has the ten functions that cost `options.profile` most; it is empty without.
+    """
     fake_pg = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=8)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
 
     def build(name):
-        model = Small()
+        model = Small().to(device)
         if name in ("zero1", "zero2", "zero3"):
             return {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}[name](model, adamw)
         if name == "fsdp2":
-            mesh = DeviceMesh("cpu", list(range(8)))
-            return referee.PlainStep(referee._fully_shard(model, torch.device("cpu"), None, mesh=mesh), None)
-        return referee.PlainStep(model, None)
+            model = referee._fully_shard(model, device, None, mesh=None)
+        if name == "ddp":
+            model = referee._distributed_data_parallel(model, device)
+            model.register_comm_hook(None, all_reduce_bucket)  # the fake group's futures bring no result
+        return referee.PlainStep(model, adamw(model.parameters()))
 
-    engines = {}
-    for name in ["plain", *(name for name in options.engines if name in ("zero1", "zero2", "zero3", "fsdp2"))]:
-        engines[name] = build(name)
-        if isinstance(engines[name], referee.PlainStep):
-            engines[name].optimizer = adamw(engines[name].model.parameters())
-    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    engines = {name: build(name) for name in ["plain", *(name for name in HOST_ENGINES if name in options.engines)]}
+    x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
     times = {name: [] for name in engines}
     gc.collect()
     gc.disable()
     for turn in range(-3, options.rounds):
         for name, engine in engines.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             started = time.perf_counter()
             engine.training_step(x, y, F.mse_loss)
             if turn >= 0:
                 times[name].append((time.perf_counter() - started) * 1e3)
     gc.enable()
+    costs = []
     if options.profile:
         profile = cProfile.Profile()
         profile.enable()
@@ -167,9 +180,20 @@ def host_times(options: argparse.Namespace) -> dict[str, list[float]]:
             engines[options.profile].training_step(x, y, F.mse_loss)
         profile.disable()
         print(f"\n{options.profile}, 10 steps under Python's profiler, the costliest functions:")
-        pstats.Stats(profile).sort_stats("tottime").print_stats(15)
+        stats = pstats.Stats(profile).sort_stats("tottime")
+        stats.print_stats(15)
+        for key in stats.fcn_list[:10]:
+            _, calls, own, _, _ = stats.stats[key]
+            costs.append({"function": _name(*key), "calls_per_step": calls / 10, "ms_per_step": round(own * 100, 4)})
+    engines.clear()
+    gc.collect()  # DDP's reducer, before its group
     dist.destroy_process_group()
-    return times
+    return times, costs
+
+
+def _name(file: str, line: int, function: str) -> str:
+    """A function as the profile's table shows it: the last two parts of its file, and no folder of this machine."""
+    return function if file == "~" else f"{'/'.join(file.split('/')[-2:])}:{line} {function}"
 
 
 def table(times: dict[str, list[float]], reference: str) -> str:
@@ -187,7 +211,9 @@ def table(times: dict[str, list[float]], reference: str) -> str:
 def main(argv=None) -> None:
     options = arguments(argv)
     if options.host and "ZERO_PREFLIGHT" not in os.environ:
-        times, reference, about = host_times(options), "plain", {"what": "host time per step", "ranks": 8}
+        times, costs = host_times(options)
+        reference, about = "plain", {"what": "host time per step", "ranks": 8, "device": options.device}
+        about |= {"profiled": options.profile, "profile": costs}
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
     else:
         me = process_group.start(options.backend, options.device)

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2_compare as referee
 import zero1
-from harness.measure.memory import held_bytes
+from harness.measure.memory import held_bytes, warm_up
 from harness.measure.parts import PARTS, STATE, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
@@ -186,11 +186,11 @@ def build(name: str, model: GPT, adamw, device: torch.device, dtype, mesh):
         return DDPStandIn(module, adamw(model.parameters()))
     engine = referee.build(name, model, adamw, device, dtype, mesh)
     if name == "ddp":
-        engine.model.register_comm_hook(None, _all_reduce_bucket)
+        engine.model.register_comm_hook(None, all_reduce_bucket)
     return engine
 
 
-def _all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's own way to reduce a bucket, said once more because the fake group's futures bring no result."""
     tensor = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(tensor)
@@ -250,9 +250,11 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 def _measure(name: str, options: argparse.Namespace, device: torch.device) -> dict:
     config, dtype, real = preset(options.preset), referee.DTYPES[options.precision], options.device != "fake"
     # Made before there are fake tensors, which have no values to make it of.
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if name.startswith("fsdp2") else None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type) if name.startswith("fsdp2") else None
     # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
     adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type == "cuda")
+    if device.type == "cuda":
+        warm_up(device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     held = {}
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -341,11 +343,12 @@ def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
     return result
 
 
-def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
-    """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`."""
+def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda results: None) -> dict:
+    """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`. `keep` gets it after each."""
     with torch.device("meta"):
         parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
     engines = {}
+    results = {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
     with fake_ranks(options.ranks):
         for name in options.engines:
             started = time.perf_counter()
@@ -354,7 +357,8 @@ def measure_all(options: argparse.Namespace, say=lambda text: None) -> dict:
                 dry = measure(name, argparse.Namespace(**{**vars(options), "device": "fake"}))
                 engines[name]["dry_run_peak_bytes"] = dry["peak_bytes"]
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
-    return {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
+            keep(results)
+    return results
 
 
 def _conditions(options: argparse.Namespace) -> dict:
@@ -505,6 +509,13 @@ def _columns(rows: list[list[str]], left=(0,)) -> list[str]:
     return lines
 
 
+def write(results: dict, file: str | None) -> None:
+    if file:
+        with open(file, "w") as opened:
+            json.dump(results, opened)
+            opened.write("\n")
+
+
 def main() -> None:
     try:
         options = arguments()
@@ -519,14 +530,12 @@ def main() -> None:
     say = partial(print, flush=True)
     say(f"Rank 0 of {ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
     if options.up_to is None:
-        results = measure_all(options, say)
+        results = measure_all(options, say, partial(write, file=options.json))
         print("\n" + report(results))
     else:
         results = measure_up_to(options, say)
+    write(results, options.json)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file)
-            file.write("\n")
         print(f"\nwritten: {options.json}")
 
 

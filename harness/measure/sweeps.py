@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.measure.dry_run import checkpoint_blocks
-from harness.measure.memory import MemoryLedger
+from harness.measure.memory import MemoryLedger, warm_up
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
 from harness.run.data import Batches, load_text
@@ -107,6 +107,8 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
     """
     inputs, targets = batch
     cuda, rows = me.device.type == "cuda", {}
+    if cuda:
+        warm_up(me.device)
     for label, variant in variants(sweep).items():
         before = torch.cuda.memory_allocated() if cuda else 0
         with MemoryLedger() as memory:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from harness.measure.dry_run import fits_on
 from harness.measure.ratios import ratios
+from harness.measure.report import page
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
@@ -173,6 +174,29 @@ def sweep(words: str) -> str:
     return table(columns, rows)
 
 
+# The machines that a report was sent from.
+
+
+def machines() -> str:
+    """A row per results/*/report.json: what it was, what was found equal there, and what failed."""
+    rows = []
+    for file in sorted((ROOT / "results").glob("*/report.json")):
+        report = json.loads(file.read_text())
+        runs = [job["results"] for job in page.jobs_with_results(report, "referee")]
+        found = [page.equal_to_ddp(run) for run in runs]
+        wrong = sum(len(wrong) for _, _, wrong in found)
+        equal = f"{sum(len(exact) for exact, _, _ in found)} to the bit"
+        equal += f", {sum(len(near) for _, near, _ in found)} within the tolerance" + f", {wrong} not" * bool(wrong)
+        ways = dict.fromkeys(f"{run['world_size']} x {run['backend']}" for run in runs)
+        passed, failed, _ = page.tests_in_all(report)
+        torch = f"{report['machine'].get('torch')}, Python {report['machine'].get('python')}"
+        row = [page.hardware(report["machine"]), torch, ", ".join(ways), equal]
+        row.append(f"{passed}" + f", {failed} failed" * bool(failed))
+        rows.append([*row, f"[{report['date']}]({file.parent.relative_to(ROOT)}/report.md)"])
+    columns = ["machine", "torch", "ranks", "losses equal to DDP's", "tests passed", "report"]
+    return table(columns, rows) if rows else "None yet."
+
+
 # The code about itself.
 
 
@@ -218,6 +242,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "exhibits": exhibits,
     "exhibits-of": exhibits_of,
     "launches": launches,
+    "machines": machines,
     "memory-peaks": memory_peaks,
     "memory-state": memory_state,
     "outline": outline,

@@ -65,7 +65,12 @@ def batch_for(model: nn.Module, batch: int = 2) -> tuple[torch.Tensor, torch.Ten
 
 def loss_for(model: nn.Module):
     """The loss that goes with `batch_for`."""
-    return next_token_loss if isinstance(model, GPT) else nn.functional.mse_loss
+    return next_token_loss if isinstance(model, GPT) else squared_error
+
+
+def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean squared error in the dtype of the targets. Backward of torch 2.11's own wants one dtype."""
+    return nn.functional.mse_loss(outputs.to(targets.dtype), targets)
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,39 @@
+"""What GPUs are sold with: dense peak rates, which a measured rate is held against (MFU)."""
+
+import re
+
+from harness.run.model import GPTConfig
+
+# TFLOP/s of dense matrix products by the makers' data sheets: (words in torch's name of the GPU, bfloat16, float32
+# with TF32 off). The first that fits counts. A T4 has no bfloat16.
+PEAK_TFLOPS = (
+    (("B200",), 2250.0, 80.0),
+    (("H200",), 989.0, 67.0),
+    (("H100", "PCIe"), 756.0, 51.0),
+    (("H100", "NVL"), 835.0, 60.0),
+    (("H100",), 989.0, 67.0),
+    (("A100",), 312.0, 19.5),
+    (("RTX", "4090"), 165.2, 82.6),
+    (("RTX", "3090"), 71.0, 35.6),
+    (("L4",), 121.0, 30.3),
+    (("T4",), None, 8.1),
+)
+
+
+def peak_flops(name: str, dtype: str) -> float | None:
+    """FLOP per second that the GPU `name` can do in "fp32" or "bf16"; None for one that is not in the table."""
+    words = set(re.split(r"[^A-Za-z0-9]+", name))
+    for wanted, bf16, fp32 in PEAK_TFLOPS:
+        if words.issuperset(wanted):
+            teraflops = {"bf16": bf16, "fp32": fp32}[dtype]
+            return teraflops and teraflops * 1e12
+    return None
+
+
+def flops_per_token(config: GPTConfig, parameters: int, seq: int) -> float:
+    """FLOP per token of one training step, as the PaLM paper (appendix B) counts for MFU: 6Ψ + 12 layers width seq.
+
+    Ψ here without the positions, whose rows are only looked up; the embedding counts once, as the head that shares its
+    weight. Attention counts in full, although a causal kernel may leave out half of it. Recomputation does not count.
+    """
+    return 6 * (parameters - config.seq * config.width) + 12 * config.layers * config.width * seq

@@ -1,0 +1,154 @@
+"""What needs a GPU: one rank over NCCL, and one on each GPU, or two that share the only one over gloo.
+
+Without a GPU these are skipped. What of them does not need CUDA itself runs on the CPU as well, so that the cases are
+known to be right before anybody has a GPU.
+"""
+
+import argparse
+import gc
+
+import cases_cuda as cases
+import cases_equivalence
+import cases_overlap
+import cases_precision
+import parts
+import pytest
+import torch
+
+GPUS = torch.cuda.device_count()
+needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+SEVERAL = f"a rank on each of {GPUS} GPUs" if GPUS > 1 else "two ranks share a GPU"
+CUDA = [pytest.param(name, marks=needs_gpu) for name in ("one rank over NCCL", SEVERAL)]
+ZERO3 = [("zero3", {"prefetch": 0}), ("zero3", {}), ("zero3", {"reshard_after_forward": False})]
+LAYOUTS = [("zero1", {}), ("zero2", {}), *ZERO3]
+
+
+@pytest.fixture(scope="module")
+def at(ranks):
+    """`at("cpu")`: a pool of ranks that are there, and the type of their device."""
+    from pool import Pool
+
+    pools = {}
+
+    def of(where: str):
+        if where == "cpu":
+            return ranks(2), "cpu"
+        if where not in pools:
+            shares = GPUS == 1 and where == SEVERAL
+            pools[where] = Pool(*((2, "gloo") if shares else (GPUS if where == SEVERAL else 1, "nccl")), device="cuda")
+        return pools[where], "cuda"
+
+    yield of
+    for pool in pools.values():
+        pool.let_go()
+        pool.close()
+
+
+@pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
+@pytest.mark.parametrize("where", CUDA)
+def test_equals_ddp_and_fsdp2_to_the_bit(at, where, stage, options):
+    """On more than two ranks in float64, to 1e-10: there sums have another order. (On the CPU: test_equivalence.py.)"""
+    pool, device = at(where)
+    pool.run(cases_equivalence.like_ddp_and_fsdp2, stage=stage, options=options, device=device)
+
+
+@pytest.mark.parametrize("where", ("cpu", *CUDA))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_bytes_held(at, where, stage):
+    pool, device = at(where)
+    pool.run(cases.bytes_held, stage=stage, device=device)
+
+
+@pytest.mark.parametrize("where", ("cpu", CUDA[1]))
+def test_unsharded_adamw_fails_on_bytes(at, where):
+    pool, device = at(where)
+    for message in pool.run(parts.failure, module="cases_cuda", of="bytes_held", stage="zero3", device=device,
+                            engine_name="impostor"):  # fmt: skip
+        assert "expected" in message
+
+
+@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_allocators_peak_is_the_ledgers(at, where, stage):
+    pool, _ = at(where)
+    for ratio in pool.run(cases.allocators_peak, stage=stage):
+        assert 0.99 < ratio < 2
+
+
+@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("prefetch", (0, 1, 2))
+def test_order_of_collectives(at, where, prefetch):
+    pool, device = at(where)
+    pool.run(cases_overlap.prefetch_is_issued_before_the_compute, prefetch=prefetch, device=device)
+
+
+@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
+def test_collectives_wait_for_slow_kernels(at, where, stage, options):
+    pool, _ = at(where)
+    pool.run(cases.collectives_wait_for_compute, stage=stage, options=options)
+
+
+@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
+def test_kernels_wait_for_slow_collectives(at, where, stage, options):
+    pool, _ = at(where)
+    assert all(pool.run(cases.compute_waits_for_collectives, stage=stage, options=options))
+
+
+# ZeRO-1 on one rank gets nothing that it has not got.
+FORGETFUL = [(CUDA[0].values[0], "zero2"), (CUDA[0].values[0], "zero3"), *((SEVERAL, stage) for stage in parts.STAGES)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("where, stage", FORGETFUL)
+def test_a_missing_wait_shows_as_wrong_numbers(at, where, stage):
+    """The test before can fail: without `wait` the weights are others."""
+    pool, _ = at(where)
+    assert not any(pool.run(cases.compute_waits_for_collectives, stage=stage, options={}, forget=True))
+
+
+@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_float16_with_a_loss_scaler(at, where, stage):
+    """Step 2 overflows on rank 0 and is skipped everywhere. The scale is halved, and grows after two good steps."""
+    pool, device = at(where)
+    for changed, scales in pool.run(cases_precision.scaling_skips_on_all, stage=stage, overflow_on=0, device=device):
+        assert changed == [True, True, False, True, True]
+        assert scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
+
+
+@pytest.mark.parametrize("where", ("cpu", *CUDA))
+def test_a_model_on_meta_arrives_on_the_device(at, where):
+    pool, device = at(where)
+    pool.run(cases.meta_to_the_device, device=device)
+
+
+@pytest.mark.parametrize("where", ("cpu", *CUDA))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_clipping(at, where, stage):
+    pool, device = at(where)
+    pool.run(cases.norm_of_gradients, stage=stage, device=device)
+
+
+@needs_gpu
+def test_out_of_memory_is_a_row_and_leaves_nothing():
+    from harness.measure import dry_run
+
+    argv = ["--preset", "small", "--ranks", "2", "--seq", "64", "--device", "cuda", "--engines", "ddp,zero3"]
+    options = dry_run.arguments(argv)
+    torch.cuda.init()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    # Enough for a rank of ZeRO-3 and not for DDP's: 16 bytes for each of 86 million parameters.
+    most = (torch.cuda.memory_reserved() + 1.2e9) / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(most, 0)
+    try:
+        found = dry_run.measure_all(argparse.Namespace(**vars(options)))["engines"]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    assert "out of memory" in found["ddp"]["out_of_memory"]
+    assert found["zero3"]["peak_bytes"] < 1.2e9
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 2**26  # cuBLAS's workspaces, and nothing of the engines
