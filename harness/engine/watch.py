@@ -4,6 +4,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.engine import precision
 from harness.engine.autograd import backward_now
@@ -48,7 +49,8 @@ class Look:
         for bucket in engine.buckets:
             rounded = bucket.flat.dtype != bucket.shard.dtype
             for name, param in zip(bucket.names, bucket.params):
-                address = None if hasattr(engine, "units") else param.data_ptr()
+                whole = not hasattr(engine, "units") and not isinstance(param, FakeTensor)
+                address = param.data_ptr() if whole else None
                 self._known.append((name, param, homes[id(param)], param.requires_grad, address, rounded))
 
     def __reduce__(self):  # in a copy of the model nobody looks
@@ -68,7 +70,7 @@ class Look:
                         replaced.append(name)
                 if param.requires_grad != requires_grad:
                     flags.append(name)
-                if address is not None:  # ZeRO-3's have no place of their own
+                if address is not None:  # ZeRO-3's have no place of their own, and a dry run's no place at all
                     if param.data_ptr() != address:
                         moved.append(name)
                     elif param._version != param.zero_version:
