@@ -48,8 +48,8 @@ class Sequence:
             return
         known, event = self._known.get(self._kind, ()), _told(event)
         before = f" (the last time it was {_told(known[position])})" if position < len(known) else ""
-        mine = torch.tensor([digest(event)])
-        everyone = torch.empty(dist.get_world_size(self._control), dtype=torch.int64)
+        mine = torch.tensor([digest(event)], device="cpu")
+        everyone = torch.empty(dist.get_world_size(self._control), dtype=torch.int64, device="cpu")
         with waiting_for(f"the others to come to {event}{before}"):
             dist.all_gather_single(everyone, mine, group=self._control)
             if (everyone == mine).all():

@@ -95,9 +95,12 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         return ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
-    if backend == "nccl" and any(device.type == "cpu" for device in devices):
+    buffers = {name: buffer.device for name, buffer in model.named_buffers() if not buffer.is_meta}
+    on_cpu = [name for name, device in buffers.items() if device.type == "cpu"]
+    if backend == "nccl" and (on_cpu or any(device.type == "cpu" for device in devices)):
         return ValueError(
-            "the parameters are on the CPU, but the group's backend is nccl: move the model to the GPU first"
+            f"{'buffers ' + name_some(on_cpu) if on_cpu else 'the parameters'} are on the CPU, but the group's backend is "
+            "nccl: move the model to the GPU first"
         )
     bucket_mb = options.get("bucket_mb")
     if bucket_mb is not None and (not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0):

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
 
+ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("ddp", "zero1", "zero_redundancy_optimizer", "zero2", "fsdp2_no_reshard", "zero3", "fsdp2")
 COUNTERPARTS = {"zero1": "zero_redundancy_optimizer", "zero2": "fsdp2_no_reshard", "zero3": "fsdp2"}
 
@@ -192,8 +194,12 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
 
 
 def _name(file: str, line: int, function: str) -> str:
-    """A function as the profile's table shows it: the last two parts of its file, and no folder of this machine."""
-    return function if file == "~" else f"{'/'.join(file.split('/')[-2:])}:{line} {function}"
+    """A function as the profile's table shows it, with its file in this repository, or the end of its path."""
+    if file == "~":
+        return function
+    path = Path(file)
+    inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(*path.parts[-2:])
+    return f"{inside}:{line} {function}"
 
 
 def table(times: dict[str, list[float]], reference: str) -> str:
