@@ -99,8 +99,8 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
     on_cpu = [name for name, device in buffers.items() if device.type == "cpu"]
     if backend == "nccl" and (on_cpu or any(device.type == "cpu" for device in devices)):
         return ValueError(
-            f"{'buffers ' + name_some(on_cpu) if on_cpu else 'the parameters'} are on the CPU, but the group's backend is "
-            "nccl: move the model to the GPU first"
+            f"{'buffers ' + name_some(on_cpu) if on_cpu else 'the parameters'} are on the CPU, but the group's backend "
+            "is nccl: move the model to the GPU first"
         )
     bucket_mb = options.get("bucket_mb")
     if bucket_mb is not None and (not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0):
