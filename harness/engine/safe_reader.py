@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -188,3 +189,27 @@ class Folder:
 def is_folder(state) -> bool:
     """Whether `state`, which a user has passed as a model's values, names a checkpoint's folder."""
     return isinstance(state, (str, os.PathLike))
+
+
+class Weights(Mapping):
+    """A checkpoint's model as {name: tensor}. A tensor is read when it is asked for; with `reads=False` it is zeros."""
+
+    def __init__(self, folder, reads: bool = True):
+        self._folder, self._reads = Folder(newest(folder), check=False), reads
+        self._shapes = self._folder.model_on_meta()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape, dtype = self._shapes[name].shape, self._shapes[name].dtype
+        if not self._reads:
+            return torch.zeros((), dtype=dtype).expand(shape)
+        place = self._folder.entries["model", name]
+        return self._folder.read({place: torch.empty(shape, dtype=dtype)})[place]
+
+    def __contains__(self, name) -> bool:
+        return name in self._shapes
+
+    def __iter__(self):
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)

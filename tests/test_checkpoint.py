@@ -1,0 +1,84 @@
+"""Checkpoints: the same run goes on, in any stage at any number of ranks, and a damaged one changes nothing."""
+
+import cases_checkpoint as cases
+import parts
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.nn import functional as F
+
+from harness.engine import checkpoint
+
+
+@pytest.mark.parametrize("in_background", (False, True))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_loaded_run_is_the_uninterrupted_one(ranks, tmp_path, stage, in_background):
+    ranks(2).run(
+        cases.goes_on_to_the_bit, stage=stage, optimizer="adamw", folder=str(tmp_path), in_background=in_background
+    )
+
+
+@pytest.mark.parametrize("optimizer", sorted(cases.OPTIMIZERS))
+def test_every_elementwise_optimizer(ranks, tmp_path, optimizer):
+    ranks(3).run(cases.goes_on_to_the_bit, stage="zero3", optimizer=optimizer, folder=str(tmp_path))
+
+
+def test_mixed_precision_keeps_float32(ranks, tmp_path):
+    options = {"dtype": torch.float32, "param_dtype": torch.bfloat16}
+    ranks(2).run(cases.mixed_precision, folder=str(tmp_path), options=options)
+
+
+JOURNEYS = [
+    "zero1@3 zero3@2 zero2@4 zero1@1",
+    "zero1@3 fsdp2@2 zero2@3 fsdp2@3",
+    "zero3@2 plain@1 zero1@2 plain@1",
+]
+
+
+def as_one_file(folder) -> dict:
+    """The whole checkpoint by torch's own conversion, flattened; without what says who has written it."""
+    file = folder.parent / (folder.name + ".pt")
+    dcp_to_torch_save(checkpoint.newest(folder), file)
+    state = torch.load(file, weights_only=True)
+    groups = {(name, "group"): {**group, "params": None} for group in state["optim"]["param_groups"] for name in group["params"]}
+    moments = {(name, key): value for name, own in state["optim"]["state"].items() for key, value in own.items()}
+    return {**state["model"], **moments, **groups}
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_a_journey_through_stages_and_numbers_of_ranks(ranks, tmp_path, journey):
+    """Loading and saving again changes no bit, whoever does it; and training comes out where one process does."""
+    before = None
+    stations = [station.split("@") for station in journey.split()]
+    for number, (kind, world_size) in enumerate(stations):
+        source, copied, folder = before, tmp_path / f"{number} again", tmp_path / f"{number}"
+        ranks(int(world_size)).run(
+            cases.leg, kind=kind, source=source and str(source), copied=str(copied), folder=str(folder),
+            steps=[2 * number, 2 * number + 1], odd="fsdp2" not in journey,
+        )  # fmt: skip
+        if source is not None and kind in parts.STAGES:
+            same(as_one_file(source), as_one_file(copied))
+        before = folder
+    model = parts.seeded(lambda: cases.Zoo("fsdp2" not in journey))
+    optimizer = torch.optim.AdamW(cases.groups_of(model), lr=0.01)
+    for step in range(2 * len(stations)):
+        inputs, targets = cases.same_batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs).double(), targets).backward()
+        optimizer.step()
+    final = as_one_file(before)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(final[key], value, rtol=0, atol=1e-12)
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            torch.testing.assert_close(final[name, key], value, rtol=0, atol=1e-12)
+
+
+def same(one: dict, other: dict) -> None:
+    """To the bit. torch keeps a state for an empty parameter, and an engine has no piece of it."""
+    assert {key for key in one.keys() ^ other.keys() if key[0] != "empty"} == set()
+    for key in one.keys() & other.keys():
+        if isinstance(one[key], dict):
+            assert one[key] == other[key], key
+        else:
+            assert torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype, key
