@@ -1,5 +1,7 @@
 """Checkpoints: the same run goes on, in any stage at any number of ranks, and a damaged one changes nothing."""
 
+import re
+
 import cases_checkpoint as cases
 import parts
 import pytest
@@ -40,7 +42,11 @@ def as_one_file(folder) -> dict:
     file = folder.parent / (folder.name + ".pt")
     dcp_to_torch_save(checkpoint.newest(folder), file)
     state = torch.load(file, weights_only=True)
-    groups = {(name, "group"): {**group, "params": None} for group in state["optim"]["param_groups"] for name in group["params"]}
+    groups = {
+        (name, "group"): {**group, "params": None}
+        for group in state["optim"]["param_groups"]
+        for name in group["params"]
+    }
     moments = {(name, key): value for name, own in state["optim"]["state"].items() for key, value in own.items()}
     return {**state["model"], **moments, **groups}
 
@@ -82,3 +88,73 @@ def same(one: dict, other: dict) -> None:
             assert one[key] == other[key], key
         else:
             assert torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype, key
+
+
+def test_a_file_of_torch_becomes_a_checkpoint(ranks, tmp_path):
+    """There and back: dcp_to_torch_save makes one file, torch_save_to_dcp makes a folder of it that an engine loads."""
+    start = {"kind": "zero1", "source": None, "copied": "", "folder": str(tmp_path / "a"), "steps": [0], "odd": True}
+    ranks(2).run(cases.leg, **start)
+    as_one_file(tmp_path / "a")
+    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "b")
+    on = {"kind": "zero3", "source": str(tmp_path / "b"), "copied": str(tmp_path / "c"), "folder": str(tmp_path / "d")}
+    ranks(3).run(cases.leg, **on, steps=[1], odd=True)
+    same(as_one_file(tmp_path / "a"), as_one_file(tmp_path / "c"))
+
+
+def test_groups_of_ranks(ranks, tmp_path):
+    ranks(4).run(cases.half_of_the_ranks, folder=str(tmp_path))
+
+
+SAID = {  # what loading says to each
+    "a flipped byte": "Damaged: .*__1_0.distcp' is not what was written",
+    "a flipped byte in the list": "Damaged: .*.metadata' is damaged",
+    "a truncated file": "Damaged: .*__0_0.distcp' was cut off",
+    "a missing file": "Damaged: .*__1_0.distcp' cannot be read: .*No such file",
+    "no sums": "Damaged: .*SHA256SUMS' is missing",
+    "a list that runs": "Unsafe: .*it asks for (builtins|io|_io).open",
+    "an item that runs": "Unsafe: .*tensors and plain values",
+    "never finished": "FileNotFoundError: no complete checkpoint",
+    "nothing there": "FileNotFoundError: no complete checkpoint",
+    "torch's, truncated": "Damaged: .*cut off",
+    "torch's SGD": "ValueError: .*another class than AdamW",
+    "weights alone": "ValueError: .*another model: missing",
+    "Adam and not AdamW": "ValueError: .*is of Adam, and here is AdamW",
+    "another dtype": "ValueError: .*torch.float32",
+    "another shape": r"ValueError: .*'mix' is torch.float64 of shape \(5, 3, 5\)",
+    "fewer names": "ValueError: .*missing 'scale', 'empty'",
+    "other groups": "ValueError: .*other groups",
+    "what cannot be saved": "ValueError: 'what': a checkpoint takes tensors",
+    "keep": "ValueError: .*keep must be a number",
+    "inside": "ValueError: .*is a checkpoint itself",
+}
+
+
+def test_what_is_damaged_or_of_another_run_changes_nothing(ranks, tmp_path):
+    everyone = ranks(2).run(cases.refusals, folder=str(tmp_path))
+    for said in everyone:
+        assert said.keys() == SAID.keys()
+        for name, expected in SAID.items():
+            assert re.match(f"(?s){expected}|{expected.replace(': ', ': rank .: ', 1)}", said[name]), (name, said[name])
+    assert ranks(1).run(cases.torchs_own_reader_runs_them, folder=str(tmp_path)) == [["item ran", "list ran"]]
+
+
+def test_a_full_disk(ranks, tmp_path):
+    for said in ranks(2).run(cases.a_full_disk, folder=str(tmp_path)):
+        assert len(said) == 3 and all("rank 1: OSError" in text or "rank 1: " in text for text in said), said
+        assert "File too large" in said[0] and "earlier ones are as they were" in said[0]
+
+
+def test_old_checkpoints_go(ranks, tmp_path):
+    ranks(2).run(cases.keeps_the_newest, folder=str(tmp_path))
+
+
+def test_each_rank_writes_its_part(ranks, tmp_path):
+    """1/N of parameters and moments, and some 2 kB for each tensor's header."""
+    for world_size in (2, 3):
+        for written, own, units in ranks(world_size).run(cases.bytes_of_each, folder=str(tmp_path / str(world_size))):
+            assert own < written < 1.15 * own + 15_000 * units, (written, own)
+
+
+def test_a_model_on_meta(ranks, tmp_path):
+    for memory in ranks(2).run(cases.onto_meta, folder=str(tmp_path)):
+        assert memory["peak"] < memory["held"] + 3 * memory["unit"] < memory["whole"], memory
