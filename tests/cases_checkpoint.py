@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from harness.engine import checkpoint
+from harness.engine import checkpoint, layout
+from harness.engine.rectangles import rectangles
 from harness.measure.memory import MemoryLedger
 
 OPTIMIZERS = {
@@ -41,10 +42,10 @@ class Zoo(nn.Module):
     And, if `odd`, a scalar and an empty one, which FSDP2 does not take.
     """
 
-    def __init__(self, odd: bool = True):
+    def __init__(self, odd: bool = True, norm=nn.BatchNorm1d):
         super().__init__()
         self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7), nn.Linear(7, 5))])
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 7, bias=False), norm(7), nn.Linear(7, 5))])
         self.blocks.append(nn.Sequential(nn.Linear(5, 9, bias=False), nn.Linear(9, 5)))
         self.mix = nn.Parameter(torch.randn(3, 5, 5) / 9)
         self.frozen = nn.Parameter(torch.full((5,), 1.5), requires_grad=False)
@@ -57,7 +58,8 @@ class Zoo(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1) * self.frozen + self.shift * self.table
+        x = self.embedding(tokens).mean(1) * self.frozen
+        x = x + (self.shift * self.table).to(x.dtype)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         for matrix in self.mix:
@@ -74,7 +76,8 @@ def groups_of(model) -> list[dict]:
 
 
 def build(stage: str, optimizer: str = "adamw", seed: int = 0, odd: bool = True, dtype=torch.float64, **options):
-    model = parts.seeded(partial(Zoo, odd), seed, dtype)
+    norm = nn.LayerNorm if "param_dtype" in options else nn.BatchNorm1d  # torch's cannot compute in bfloat16 on a CPU
+    model = parts.seeded(partial(Zoo, odd, norm), seed, dtype)
     options = {"param_groups": groups_of(model), "find_unused": True, **options}
     if stage != "zero3":
         options = {"bucket_mb": 0.0005, **options}
@@ -278,8 +281,11 @@ def refusals(folder: str) -> dict[str, str]:
                 assert found.startswith("Unsafe") or path.name == "an item that runs", found
     ran = [path.name for path in folder.iterdir() if path.name.endswith(" ran")]
     assert ran == [], ran
+    train(engine, [1])
     assert checkpoint.load(engine, folder / "good") == {"step": 1}
-    assert equal(state_of(engine), before)
+    now = state_of(engine)
+    assert equal(now[2:], before[2:]) and equal(now[0], before[0])
+    assert equal(now[1], before[1]) == (rank == 0)  # running statistics: all ranks have rank 0's
     said["what cannot be saved"] = message(lambda: checkpoint.save(engine, folder / "good", what=Runs("x")))
     said["keep"] = message(lambda: checkpoint.save(engine, folder / "good", keep=0))
     said["inside"] = message(lambda: checkpoint.save(engine, good))
@@ -339,12 +345,14 @@ def keeps_the_newest(folder: str) -> None:
 
 
 def bytes_of_each(folder: str) -> tuple[int, int, int]:
-    """(bytes that this rank has written, bytes of its elements, how many rectangles)."""
-    model = parts.seeded(lambda: parts.Stack(layers=4, width=96), dtype=torch.float32)
+    """(bytes that this rank has written, bytes of its elements, rectangles and step counters)."""
+    model = parts.seeded(lambda: parts.Stack(layers=4, width=256), dtype=torch.float32)
     engine = parts.ZeRO3(model, partial(torch.optim.AdamW, lr=0.01))
-    engine.training_step(*parts.vector_batch(0, dist.get_rank(), 96), F.mse_loss)
-    saved = checkpoint.save(engine, folder)
-    return saved.nbytes, sum(3 * 4 * bucket.shard.numel() for bucket in engine.buckets), len(engine.buckets)
+    engine.training_step(*parts.vector_batch(0, dist.get_rank(), 256), F.mse_loss)
+    saved, items = checkpoint.save(engine, folder), 0
+    for _, piece, shape, first in layout.pieces(engine):
+        items += 3 * len(rectangles(shape, first, first + piece.numel())) + 1
+    return saved.nbytes, sum(3 * 4 * bucket.shard.numel() for bucket in engine.buckets), items
 
 
 def onto_meta(folder: str) -> dict[str, int]:
@@ -365,7 +373,6 @@ def onto_meta(folder: str) -> dict[str, int]:
     checkpoint.load(other, folder)
     for step in range(2, 4):
         torch.testing.assert_close(*(train(e, [step])[0] for e in (engine, other)), rtol=0, atol=1e-12)
-    whole = {"model": {k: v for k, v in engine.full_state_dict().items()}}
     wide = parts.seeded(lambda: parts.Stack(layers=8, width=64), dtype=torch.float32)
     whole = {"model": wide.state_dict()}
     dcp.save(whole, checkpoint_id=os.path.join(folder, "wide"))

@@ -6,6 +6,7 @@ leaves a folder that nobody takes for a checkpoint.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -47,6 +48,15 @@ class _Hashed:
         return getattr(self.stream, name)
 
 
+class _Writer(dcp.FileSystemWriter):
+    def __init__(self, path):
+        super().__init__(path)
+        self.fs = _Files()
+
+    def storage_meta(self):
+        return dataclasses.replace(super().storage_meta(), modules=[SUMS])  # so that a reader misses the file
+
+
 class _Planner(dcp.DefaultSavePlanner):
     """torch's planner. What all ranks have alike, such as buffers, rank 0 writes; and `extra` stays in one piece."""
 
@@ -78,8 +88,7 @@ def new_folder(folder, keep) -> Path:
 
 def write(state: dict, path: Path, keep, rank: int, group) -> int:
     """Write this rank's part of the checkpoint, and make it complete together. Returns this rank's bytes."""
-    writer = dcp.FileSystemWriter(path)
-    writer.fs = _Files()
+    writer = _Writer(path)
     try:
         try:
             dcp.save(state, storage_writer=writer, planner=_Planner(), process_group=group)

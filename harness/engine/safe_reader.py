@@ -107,7 +107,7 @@ class Folder:
             raise Unsafe(f"{str(self.path)!r} was not read: {error}") from None
         except Exception as error:  # of a damaged pickle anything may come
             raise Damaged(f"the list of contents {str(self.path / METADATA)!r} is damaged: {error!r}") from error
-        if ("zero", "optimizer") in self.entries and not sums:
+        if SUMS in getattr(self.metadata.storage_meta, "modules", ()) and not sums:
             raise Damaged(f"{str(self.path / SUMS)!r} is missing, so no file can be checked")
         if sums and ends.keys() - sums.keys():
             raise Damaged(f"{str(self.path / SUMS)!r} does not list {name_some(sorted(ends.keys() - sums.keys()))}")
