@@ -19,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import parts  # noqa: E402
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  AdamW would import it in every child
 import torch.distributed as dist  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 

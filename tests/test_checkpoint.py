@@ -181,7 +181,7 @@ def test_killed_at_any_moment(tmp_path):
     result = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     kills = dict(re.findall(r"rank (\d): (\d+) kills", result.stdout))
-    assert int(kills["0"]) >= 15 and int(kills["1"]) >= 4, result.stdout
+    assert int(kills["0"]) >= 15 and int(kills["1"]) >= 3, result.stdout
 
 
 def test_a_model_on_meta(ranks, tmp_path):

@@ -5,7 +5,7 @@ has a run of a tensor's elements, from `first` to `end` in the order of memory. 
 rectangles alone. So the run is cut into some: of a matrix a rest of a row, whole rows, and a beginning of a row.
 
     . . . . . .
-    . . A A A A      elements 8 to 27 of a 6 x 6 matrix
+    . . A A A A      elements 8 to 26 of a 6 x 6 matrix
     B B B B B B      A  offsets (1, 2), sizes (1, 4)
     B B B B B B      B  offsets (2, 0), sizes (2, 6)
     C C C . . .      C  offsets (4, 0), sizes (1, 3)
