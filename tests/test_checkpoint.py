@@ -129,7 +129,7 @@ SAID = {  # what loading says to each
     "Adam and not AdamW": "ValueError: .*is of Adam, and here is AdamW",
     "another dtype": "ValueError: .*torch.float32",
     "another shape": r"ValueError: .*'mix' is torch.float64 of shape \(5, 3, 5\)",
-    "fewer names": "ValueError: .*missing 'scale', 'empty'",
+    "fewer names": "ValueError: .*missing 'empty', 'scale'",
     "other groups": "ValueError: .*other groups",
     "what cannot be saved": "ValueError: 'what': a checkpoint takes tensors",
     "keep": "ValueError: .*keep must be a number",
@@ -157,10 +157,10 @@ def test_old_checkpoints_go(ranks, tmp_path):
 
 
 def test_each_rank_writes_its_part(ranks, tmp_path):
-    """1/N of parameters and moments, and torch's header of less than 2 kB for each rectangle."""
+    """1/N of parameters and moments, and torch's header of less than 2 kB for each rectangle and each option."""
     for world_size in (2, 3):
         for written, own, items in ranks(world_size).run(cases.bytes_of_each, folder=str(tmp_path / str(world_size))):
-            assert own < written < own + 2_000 * (items + 10), (written, own, items)
+            assert own < written < own + 2_000 * (items + 40), (written, own, items)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 3), (4, 1, 3), (1, 6), (3, 2, 2, 5), (2, 0, 3)])
