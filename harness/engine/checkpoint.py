@@ -13,7 +13,6 @@ import concurrent.futures
 import copy
 import dataclasses
 import io
-import pickle
 import time
 import warnings
 from pathlib import Path
@@ -120,20 +119,23 @@ def _state(engine, extra: dict, copied: bool) -> dict:
                 if param.numel() == 0:
                     cuts[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
         for key, value in keys.items():
-            if id(value) in cuts:
-                model[key] = cuts[id(value)]  # tied parameters go under all of their names
-            else:
+            if id(value) not in cuts:
                 model[key] = own(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            elif cuts[id(value)] is not None:
+                model[key] = cuts[id(value)]  # tied parameters go under all of their names
         for name, piece, shape, first in pieces(engine):
             for key, value in engine.optimizer.state.get(piece, {}).items():
                 if isinstance(value, torch.Tensor):
                     value = Cut.of(own(value), shape, first) if elementwise(value, piece) else own(value)
                 optim.setdefault(name, {})[key] = value
-    extra = copy.deepcopy(extra)
     _must_be_plain(extra)
     about = {"optimizer": type(engine.optimizer).__name__, "stage": type(engine).__name__, "ranks": engine.world_size}
-    model = {key: value for key, value in model.items() if value is not None}
-    return {"model": model, "optim": {"state": optim}, "zero": about, "extra": {str(engine.rank): [extra]}}
+    return {
+        "model": model,
+        "optim": {"state": optim},
+        "zero": about,
+        "extra": {str(engine.rank): [copy.deepcopy(extra)]},
+    }
 
 
 def _names_of_groups(engine) -> list[list[str]]:
@@ -152,11 +154,11 @@ def _groups(engine) -> list[dict]:
 
 def _must_be_plain(extra: dict) -> None:
     stream = io.BytesIO()
-    torch.save(extra, stream)
-    stream.seek(0)
     try:
+        torch.save(extra, stream)
+        stream.seek(0)
         torch.load(stream, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # what cannot be pickled raises many kinds
         raise ValueError(
             f"{name_some(list(extra))}: a checkpoint takes tensors, numbers, strings, and lists and dictionaries of "
             f"them, which can be read without running code. {str(error).splitlines()[0]}"
