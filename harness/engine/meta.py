@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.engine import refusals
+from harness.engine import refusals, safe_reader
 
 
 def device_for(group) -> torch.device:
@@ -20,6 +20,9 @@ def device_for(group) -> torch.device:
 class Source:
     """Where the values of a model on `meta` come from: `state_dict`, else `init_fn(name, tensor)`.
 
+    `state_dict` is a dictionary, or a checkpoint's folder. Of that rank 0 alone reads one tensor after the other, for
+    the values of rank 0 are sent to the others anyway.
+
     What `init_fn` raises on one rank is kept until `finish`, where all ranks hear of it. Else the others would wait in
     the next collective. The model is then on `meta` again.
     """
@@ -27,6 +30,8 @@ class Source:
     def __init__(self, model: nn.Module, group, init_fn, state_dict):
         self._model, self._group, self._init_fn, self._state = model, group, init_fn, state_dict
         self._problem, self._began = None, []
+        if safe_reader.is_folder(state_dict):
+            self._state = safe_reader.Weights(state_dict, reads=dist.get_rank(group) == 0)
         for module in self._recurrent():
             module._flat_weight_refs = []  # what has weak references cannot be exchanged
 

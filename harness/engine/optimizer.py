@@ -70,7 +70,7 @@ def _state_problem(optimizer, state, own: dict) -> str | None:
     there = f"{found['stage']}, rank {found['rank']} of {found['world_size']}" if found else "no engine of this project"
     way = (
         ". One rank's state fits the same stage, number of ranks, bucket size and units only: build the engine as it "
-        "was saved, or load the weights by engine.load_full_state_dict() and start the optimizer afresh"
+        "was saved, or save and load by harness.engine.checkpoint, whose checkpoints fit any stage and number of ranks"
     )
     if found is not None and found != own:
         what = "other pieces of the parameters" if there == here else there

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import guard
+from harness.engine import guard, safe_reader
 from harness.engine.optimizer_refusals import optimizer_problem
 from harness.engine.waiting import name_some
 
@@ -26,7 +26,7 @@ def check(model: nn.Module, optimizer_cls, param_groups, group, dtypes, find_unu
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
     problem = _problem(model, options, dist.get_backend(group))
-    problem = problem or _dtypes_problem(model, dtypes, find_unused) or _source_problem(model, source)
+    problem = problem or _dtypes_problem(model, dtypes, find_unused) or _source_problem(model, source, group)
     problem = problem or optimizer_problem(model, optimizer_cls, param_groups)
     options = {**options, "dtypes": dtypes, "find_unused": find_unused}
     agree(problem, "" if problem else _fingerprint(model, options), group, model)
@@ -131,7 +131,7 @@ def _dtypes_problem(model, dtypes, find_unused) -> Exception | None:
     return None
 
 
-def _source_problem(model: nn.Module, source) -> Exception | None:
+def _source_problem(model: nn.Module, source, group) -> Exception | None:
     """What is wrong with a model on `meta`, or with where its values are to come from."""
     named = [*model.named_parameters(), *model.named_buffers()]
     meta = {name: tensor for name, tensor in named if tensor.is_meta}
@@ -158,8 +158,17 @@ def _source_problem(model: nn.Module, source) -> Exception | None:
         return TypeError(f"init_fn must be callable as init_fn(name, tensor), got {type(init_fn).__name__}")
     if state is None:
         return None
+    if safe_reader.is_folder(state):
+        try:
+            path = safe_reader.newest(state)
+            state = safe_reader.Folder(path, dist.get_rank(group), dist.get_world_size(group)).model_on_meta()
+        except Exception as error:  # a damaged file may cause any
+            return error
     if not isinstance(state, Mapping):
-        return TypeError(f"state_dict must be a dictionary of names and tensors, got {type(state).__name__}")
+        return TypeError(
+            "state_dict must be a dictionary of names and tensors, or a checkpoint's folder, "
+            f"got {type(state).__name__}"
+        )
     own = model.state_dict(keep_vars=True)
     missing = [name for name in meta if name not in state] if init_fn is None else []
     unexpected = [name for name in state if name not in own]

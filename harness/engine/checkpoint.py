@@ -1,0 +1,198 @@
+"""Checkpoints that any stage loads at any number of ranks, and torch's own classes too.
+
+    checkpoint.save(engine, "run", step=100)     # a new folder run/000001; `step` is the caller's own value
+    extra = checkpoint.load(engine, "run")       # the newest one; {"step": 100}
+
+Every rank writes what it has: its rectangles (rectangles.py) of each parameter and of the optimizer's state. Nothing is
+gathered. Names and layout are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`.
+
+How the files come to disk is in checkpoint_write.py, how they are read in safe_reader.py.
+"""
+
+import concurrent.futures
+import copy
+import dataclasses
+import io
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.engine import checkpoint_fit, checkpoint_write
+from harness.engine.layout import elementwise, first_element, keys_of, pieces, plain_name
+from harness.engine.rectangles import Cut
+from harness.engine.safe_reader import Damaged, Folder, Unsafe, complete, newest
+from harness.engine.together import on_all, together
+from harness.engine.waiting import name_some
+
+__all__ = ["Damaged", "Saved", "Unsafe", "async_save", "complete", "load", "newest", "save"]
+
+
+@dataclasses.dataclass
+class Saved:
+    """What a save took on this rank."""
+
+    path: Path
+    rank: int
+    nbytes: int  # that this rank has written
+    seconds: float  # until the checkpoint was complete on all ranks
+    stood_still: float  # seconds of these in which training could not go on
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: {self.nbytes:,} bytes to {self.path} in {self.seconds:.2f} s; "
+            f"training stood still for {self.stood_still:.2f} s"
+        )
+
+
+def save(engine, folder, keep: int | None = 3, **extra) -> Saved:
+    """Save model, optimizer and `extra` in a new folder inside `folder`, which all ranks can reach. A collective.
+
+    Of the complete checkpoints in `folder` the newest `keep` stay (None: all). `extra` are tensors and plain values,
+    each rank's own. Raises the same error on every rank (RuntimeError for a full disk); earlier checkpoints stay.
+    """
+    return _begin(engine, folder, keep, extra, engine.group, in_background=False)()
+
+
+def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futures.Future:
+    """As `save`, but training goes on as soon as this rank's part is copied. The future's result is a `Saved`.
+
+    The copy is in host memory, as large as what the rank writes. A later `save` or `load` waits for the future. Ask for
+    `result()` before the process group is destroyed. The first call makes a gloo group, for the files' own collectives:
+    in the background they must not mix with training's.
+    """
+    _wait_for_last(engine)
+    if "background" not in vars(engine):
+        ranks = dist.get_process_group_ranks(engine.group or dist.group.WORLD)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+    group, thread = engine.background
+    engine.saving = thread.submit(_begin(engine, folder, keep, extra, group, in_background=True))
+    engine.saving.add_done_callback(_warn)
+    return engine.saving
+
+
+def load(engine, folder) -> dict:
+    """Load the newest checkpoint in `folder`, or `folder` itself, into the engine. Returns `extra`. A collective.
+
+    `extra` is what this rank has saved; a rank that was not there gets rank 0's. Raises the same kind of error on every
+    rank before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, or ValueError for another model or
+    optimizer. Until then values are in host memory of their own.
+    """
+    _wait_for_last(engine)
+    path = together(lambda: newest(folder) if engine.rank == 0 else None, engine.group)[0]
+    groups = _names_of_groups(engine)
+    source = on_all(lambda: Folder(path, engine.rank, engine.world_size), engine.group)
+    return _install(engine, *on_all(lambda: checkpoint_fit.read(engine, source, groups), engine.group))
+
+
+def _begin(engine, folder, keep, extra, group, in_background: bool):
+    """Everything that needs the engine. Returns the rest as a function: it may run while training goes on."""
+    _wait_for_last(engine)
+    began = time.perf_counter()
+    state = on_all(lambda: _state(engine, extra, in_background), engine.group)
+    state["optim"]["param_groups"] = _groups(engine)
+    path = together(lambda: checkpoint_write.new_folder(folder, keep) if engine.rank == 0 else None, engine.group)[0]
+    rank, ready = engine.rank, time.perf_counter()
+
+    def write() -> Saved:
+        nbytes = checkpoint_write.write(state, path, keep, rank, group)
+        ended = time.perf_counter()
+        return Saved(path.with_suffix(""), rank, nbytes, ended - began, (ready if in_background else ended) - began)
+
+    return write
+
+
+def _state(engine, extra: dict, copied: bool) -> dict:
+    """What this rank writes, laid out as torch lays it out; with `copied`, in host memory of its own."""
+    own = (lambda tensor: tensor.detach().to("cpu", copy=True)) if copied else torch.Tensor.detach
+    model, optim = {}, {}
+    keys, cuts = keys_of(engine), {}  # cuts: id of a parameter -> its `Cut`; None if this rank has nothing of it
+    with torch.no_grad():
+        for bucket in engine.buckets:
+            cuts.update(dict.fromkeys(map(id, bucket.params)))
+            for index, part in bucket.cut(bucket.shard):
+                cuts[id(bucket.params[index])] = Cut.of(own(part), bucket.shapes[index], first_element(bucket, index))
+            for param in bucket.params:
+                if param.numel() == 0:
+                    cuts[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
+        for key, value in keys.items():
+            if id(value) not in cuts:
+                model[key] = own(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            elif cuts[id(value)] is not None:
+                model[key] = cuts[id(value)]  # tied parameters go under all of their names
+        for name, piece, shape, first in pieces(engine):
+            for key, value in engine.optimizer.state.get(piece, {}).items():
+                if isinstance(value, torch.Tensor):
+                    value = Cut.of(own(value), shape, first) if elementwise(value, piece) else own(value)
+                optim.setdefault(name, {})[key] = value
+    _must_be_plain(extra)
+    about = {"optimizer": type(engine.optimizer).__name__, "stage": type(engine).__name__, "ranks": engine.world_size}
+    return {
+        "model": model,
+        "optim": {"state": optim},
+        "zero": about,
+        "extra": {str(engine.rank): [copy.deepcopy(extra)]},
+    }
+
+
+def _names_of_groups(engine) -> list[list[str]]:
+    """The names in each group of the optimizer. A rank knows those that it has pieces of. A collective."""
+    names = {id(piece): name for name, piece, _, _ in pieces(engine)}
+    mine = [[names[id(p)] for p in g["params"] if id(p) in names] for g in engine.optimizer.param_groups]
+    everyone = together(lambda: mine, engine.group)
+    order = {plain_name(name): place for place, (name, _) in enumerate(engine.model.named_parameters())}
+    return [sorted({n for groups in everyone for n in groups[g]}, key=order.get) for g in range(len(mine))]
+
+
+def _groups(engine) -> list[dict]:
+    options = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
+    return [{**copy.deepcopy(o), "params": names} for o, names in zip(options, _names_of_groups(engine))]
+
+
+def _must_be_plain(extra: dict) -> None:
+    stream = io.BytesIO()
+    try:
+        torch.save(extra, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except Exception as error:  # what cannot be pickled raises many kinds
+        raise ValueError(
+            f"{name_some(list(extra))}: a checkpoint takes tensors, numbers, strings, and lists and dictionaries of "
+            f"them, which can be read without running code. {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _install(engine, values, options, state, extra) -> dict:
+    """All ranks have read all they need: from here on nothing can fail. Returns `extra`."""
+    with torch.no_grad():
+        for place, value in values:
+            if isinstance(place, str):  # a module's `get_extra_state`
+                engine.model.get_submodule(place.rpartition(".")[0]).set_extra_state(value)
+            else:
+                place.copy_(value)
+    for group, there in zip(engine.optimizer.param_groups, options):
+        group.update(there)
+    groups = {id(piece): group for group in engine.optimizer.param_groups for piece in group["params"]}
+    for piece, own in state:
+        on_device = groups[id(piece)].get("capturable") or groups[id(piece)].get("fused")
+        engine.optimizer.state.pop(piece, None)
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor) and (value.dim() or on_device):
+                value = value.to(piece.device)
+            engine.optimizer.state[piece][key] = value
+    engine._shards_changed()
+    return extra
+
+
+def _wait_for_last(engine) -> None:
+    """One save at a time. Its errors are those of the future that the caller has."""
+    if "saving" in vars(engine):
+        concurrent.futures.wait([engine.saving])
+
+
+def _warn(future) -> None:
+    if future.exception() is not None:  # not everybody asks for the result
+        warnings.warn(f"a checkpoint was not saved: {future.exception()}", stacklevel=1)

@@ -1,0 +1,140 @@
+"""Whether a checkpoint fits an engine, and which of its values this rank wants.
+
+A checkpoint that torch has written has no name of its optimizer. So an engine's own optimizer makes a step on one
+number, and tells by that what it keeps.
+"""
+
+import copy
+from collections import OrderedDict, defaultdict
+
+import torch
+
+from harness.engine.layout import elementwise, first_element, keys_of, pieces
+from harness.engine.rectangles import Cut
+from harness.engine.safe_reader import Folder
+from harness.engine.waiting import name_some
+
+
+def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
+    """All values of this rank, in memory of their own: (pairs (place, value), optimizer, values of modules, extra)."""
+    names = {path[1]: name for path, name in source.entries.items() if path[0] == "model"}
+    keys = keys_of(engine)
+    missing, unexpected = [key for key in keys if key not in names], [key for key in names if key not in keys]
+    if missing or unexpected:
+        raise ValueError(
+            f"{str(source.path)!r} is of another model: missing {name_some(missing) or 'nothing'}; "
+            f"unexpected {name_some(unexpected) or 'nothing'}"
+        )
+    wanted, places = {}, []
+    name_of = {id(value): names[key] for key, value in keys.items()}
+    dtypes = {id(param): bucket.shard.dtype for bucket in engine.buckets for param in bucket.params}
+    for key, value in keys.items():
+        if isinstance(value, torch.Tensor):
+            here = tuple(value.shape), dtypes.get(id(value), value.dtype)
+            there = tuple(source.size(names[key]) or ()), source.dtype(names[key])
+            if here != there:
+                raise ValueError(f"{key!r} is {there[1]} of shape {there[0]} in {str(source.path)!r}, {here} here")
+        if id(value) not in dtypes:  # a buffer, or what a module keeps besides
+            wanted[names[key]] = torch.empty(value.shape, dtype=value.dtype) if torch.is_tensor(value) else None
+            places.append((key if wanted[names[key]] is None else value, names[key], None))
+    for bucket in engine.buckets:
+        for index, part in bucket.cut(bucket.shard):
+            values, name = torch.empty(part.shape, dtype=part.dtype), name_of[id(bucket.params[index])]
+            wanted[name] = Cut.of(values, bucket.shapes[index], first_element(bucket, index))
+            places.append((part, name, values))
+    options = _options(engine, source, groups)
+    state = _optimizer_state(engine, source, options, wanted)
+    extra = source.entries.get(("extra", str(engine.rank)), source.entries.get(("extra", "0")))
+    if extra is not None:
+        wanted[extra] = None
+    source.read(wanted)
+    values = [(place, wanted[name] if values is None else values) for place, name, values in places]
+    state = [(piece, {k: wanted[v] if isinstance(v, str) else v for k, v in own.items()}) for piece, own in state]
+    return values, options, state, wanted.get(extra, {})
+
+
+def _options(engine, source: Folder, groups: list[list[str]]) -> list[dict]:
+    """The saved options of each group of the optimizer (learning rate, decay), by the parameters in it."""
+    where = f"the optimizer's state in {str(source.path)!r}"
+    found = {path: name for path, name in source.entries.items() if path[:2] == ("optim", "param_groups")}
+    about = {path: name for path, name in source.entries.items() if path[0] == "zero"}
+    if not found:
+        raise ValueError(f"{where} is not there, or not laid out as torch's get_optimizer_state_dict does it")
+    read = source.read({name: _blank(source, name) for name in (*found.values(), *about.values())})
+    kind, own = read.get(about.get(("zero", "optimizer"))), type(engine.optimizer).__name__
+    if kind is not None and kind != own:
+        raise ValueError(f"{where} is of {kind}, and here is {own}: build the engine with {kind}")
+    saved = defaultdict(dict)
+    for path, name in found.items():
+        saved[path[2]][path[3]] = read[name]
+    trained = {name for names in groups for name in names}
+    sets = {number: trained.intersection(group.pop("params", ())) for number, group in saved.items()}
+    result = []
+    for number, (names, group) in enumerate(zip(groups, engine.optimizer.param_groups)):
+        same = [other for other, names_there in sets.items() if names_there == set(names)]
+        if not same:
+            raise ValueError(
+                f"{where} has other groups: {name_some(names)} is a group here. Pass the same param_groups as when it "
+                "was saved"
+            )
+        there = saved[number if number in same else same[0]]
+        lacking = [key for key in engine.optimizer.defaults if key not in there]
+        other = there.get("decoupled_weight_decay", False) != group.get("decoupled_weight_decay", False)
+        if kind is None and (lacking or other):  # torch does not save the optimizer's name
+            raise ValueError(f"{where} is of another class than {own}: it has {', '.join(sorted(there))}")
+        result.append(there)
+    return result
+
+
+def _blank(source: Folder, name: str, shape=None) -> torch.Tensor | None:
+    size = source.size(name) if shape is None else shape
+    return None if size is None else torch.empty(size, dtype=source.dtype(name))
+
+
+def _optimizer_state(engine, source: Folder, options: list[dict], wanted: dict) -> list[tuple]:
+    """(piece, {key: values, or a name in `wanted`}) for each piece. A parameter without state has none here, too."""
+    optimizer, result = engine.optimizer, []
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    keeps = {}  # number of a group -> {key: whether it has a number for each element}
+    saved = defaultdict(dict)
+    for path, name in source.entries.items():
+        if path[:2] == ("optim", "state"):
+            saved[path[2]][".".join(map(str, path[3:]))] = name
+    for name, piece, shape, first in pieces(engine):
+        number, own = group_of[id(piece)], {}
+        if saved[name] and number not in keeps:
+            keeps[number] = _what_it_keeps(optimizer, optimizer.param_groups[number], options[number], piece)
+        if saved[name] and saved[name].keys() != keeps[number].keys():
+            raise ValueError(
+                f"the optimizer's state in {str(source.path)!r} has {sorted(saved[name])} for {name!r}, and "
+                f"{type(optimizer).__name__} keeps {sorted(keeps[number])}: build the engine with the optimizer that "
+                "it was saved with"
+            )
+        for key, place in saved[name].items():
+            if keeps[number][key] and source.size(place) is not None:
+                if source.size(place) != shape:
+                    raise ValueError(f"{place!r} has shape {tuple(source.size(place))}, the parameter {tuple(shape)}")
+                own[key] = _blank(source, place, piece.shape)
+                wanted[place] = Cut.of(own[key], shape, first)
+            else:
+                if (source.size(place) or torch.Size()).numel() > 1:
+                    raise ValueError(f"{place!r} has shape {tuple(source.size(place))}: one number was expected")
+                wanted[place], own[key] = _blank(source, place), place
+        result.append((piece, own))
+    return result
+
+
+def _what_it_keeps(optimizer, group: dict, options: dict, piece: torch.Tensor) -> dict[str, bool]:
+    """{key: whether it has a number for each element} of the state that `optimizer` makes, found out on one number."""
+    probe = object.__new__(type(optimizer))
+    vars(probe).update(vars(optimizer), state=defaultdict(dict))
+    probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    one = torch.zeros(1, dtype=piece.dtype, device=piece.device, requires_grad=True)
+    one.grad = torch.zeros_like(one)
+    probe.param_groups = [copy.deepcopy({k: v for k, v in group.items() if k != "params"} | options)]
+    probe.param_groups[0]["params"] = [one]
+    try:
+        type(optimizer).step(probe)  # not `probe.step`, which a schedule may have tied to the real optimizer
+        return {key: elementwise(value, one) for key, value in probe.state[one].items()}
+    except Exception:  # Adagrad makes its state when it is built, not in its first step
+        return {key: elementwise(value, piece) for key, value in optimizer.state.get(piece, {}).items()}

@@ -1,0 +1,128 @@
+"""How a checkpoint's files are written, so that at every moment either all of it is there under its name, or nothing.
+
+All ranks write into a folder "000007.partial". When all files are on disk, rank 0 adds their SHA-256 and renames the
+folder to "000007". Renaming is one act of the file system: it happens or it does not. A rank that dies before that
+leaves a folder that nobody takes for a checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from harness.engine.safe_reader import METADATA, SUMS, complete
+from harness.engine.together import on_all, together
+
+
+class _Files(FileSystem):
+    """torch's access to files, which also takes the SHA-256 of what it writes: `written` {name: (digest, bytes)}."""
+
+    def __init__(self):
+        self.written = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path, mode):
+        with super().create_stream(path, mode) as stream:
+            yield (stream := _Hashed(stream))
+        self.written[Path(path).name.removesuffix(".tmp")] = stream.digest.hexdigest(), stream.nbytes
+
+
+class _Hashed:
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, stream):
+        self.stream, self.digest, self.nbytes = stream, hashlib.sha256(), 0
+
+    def write(self, data) -> int:
+        self.digest.update(data)
+        self.nbytes += memoryview(data).nbytes
+        return self.stream.write(data)
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    def __init__(self, path):
+        super().__init__(path)
+        self.fs = _Files()
+
+    def storage_meta(self):
+        return dataclasses.replace(super().storage_meta(), modules=[SUMS])  # so that a reader misses the file
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """torch's planner. What all ranks have alike, such as buffers, rank 0 writes; and `extra` stays in one piece."""
+
+    def __init__(self):
+        super().__init__(dedup_save_to_lowest_rank=True)
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
+        rest = {key: value for key, value in state_dict.items() if key != "extra"}
+        super().set_up_planner(rest, storage_meta, is_coordinator)
+        for rank, (value,) in state_dict["extra"].items():
+            self.state_dict[f"extra.{rank}"], self.mappings[f"extra.{rank}"] = value, ("extra", rank)
+
+
+def new_folder(folder, keep) -> Path:
+    """Rank 0 alone: an empty folder with a new number. What a run that died has left unfinished goes."""
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep must be a number of checkpoints, 1 or more, or None for all, got {keep!r}")
+    folder = Path(folder)
+    if (folder / METADATA).exists():
+        raise ValueError(f"{str(folder)!r} is a checkpoint itself: pass the folder that it is in")
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("[0-9]*.partial"):
+        shutil.rmtree(left)
+    taken = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()]
+    path = folder / f"{max(taken, default=0) + 1:06d}.partial"
+    path.mkdir()
+    return path
+
+
+def write(state: dict, path: Path, keep, rank: int, group) -> int:
+    """Write this rank's part of the checkpoint, and make it complete together. Returns this rank's bytes."""
+    writer = _Writer(path)
+    try:
+        try:
+            dcp.save(state, storage_writer=writer, planner=_Planner(), process_group=group)
+        except CheckpointException as error:  # the same one on all ranks, with what each has met
+            met = "; ".join(f"rank {other}: {found[0]!r}" for other, found in error.failures.items())
+            raise RuntimeError(f"no checkpoint {path.stem} ({met}); the earlier ones are as they were") from None
+        everyone = together(lambda: writer.fs.written, group)
+        on_all(lambda: _finish(path, everyone, keep) if rank == 0 else None, group)
+    except Exception:
+        if rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return sum(nbytes for _, nbytes in writer.fs.written.values())
+
+
+def _finish(path: Path, everyone: list[dict], keep) -> None:
+    """Rank 0 alone, when all files are on disk: the checkpoint gets its name, and old ones go."""
+    with open(path / SUMS, "w") as stream:
+        for name, (digest, _) in sorted(pair for written in everyone for pair in written.items()):
+            stream.write(f"{digest}  {name}\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync(path)
+    path.rename(path.with_suffix(""))
+    _sync(path.parent)
+    for old in complete(path.parent)[: -keep if keep else 0]:
+        with contextlib.suppress(OSError):  # what cannot be deleted stays
+            shutil.rmtree(old.rename(old.with_suffix(".partial")))  # first its name, so that half of it is not taken
+
+
+def _sync(folder: Path) -> None:
+    """New names in a folder are on disk as well."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,215 @@
+"""Reading a checkpoint's folder, which may be damaged, and which somebody else may have written.
+
+torch's reader trusts a checkpoint. `.metadata`, the list of what is in it, is a pickle, and so is every value that is
+no tensor. Unpickling calls whatever function the file names. So a file can run any code. Here `.metadata` may name
+the few classes that a list of contents consists of. Values are read by `torch.load(weights_only=True)`, which makes
+tensors and plain values. And nothing tells torch that a byte has changed: SHA256SUMS does.
+"""
+
+import hashlib
+import io
+import math
+import os
+import pathlib
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from harness.engine.waiting import name_some
+
+METADATA, SUMS = ".metadata", "SHA256SUMS"
+
+
+class Damaged(RuntimeError):
+    """A checkpoint lacks a file, or a file is not what was written. An older checkpoint may be good."""
+
+
+class Unsafe(RuntimeError):
+    """A checkpoint holds something else than tensors and plain values. It was not unpickled."""
+
+
+_CLASSES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+
+
+class _ListOfContents(pickle.Unpickler):
+    """Unpickles what `.metadata` consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str):
+        if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
+            return super().find_class(module, name)
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return pathlib.PurePosixPath  # where it was written: a name, whatever the system
+        raise Unsafe(f"it asks for {module}.{name}, which is no part of a list of tensors")
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's planner, but for one thing: its own `load_bytes` unpickles anything."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def complete(folder) -> list[Path]:
+    """The checkpoints in `folder`, the oldest first. One that was not finished has another name."""
+    found = [path for path in Path(folder).glob("[0-9]*") if path.name.isdigit() and (path / METADATA).is_file()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def newest(folder) -> Path:
+    """`folder` itself if it is a checkpoint, else the newest one in it. Raises FileNotFoundError if there is none."""
+    if (Path(folder) / METADATA).is_file():
+        return Path(folder)
+    found = complete(folder)
+    if not found:
+        raise FileNotFoundError(f"no complete checkpoint in {str(folder)!r}")
+    return found[-1]
+
+
+class Folder:
+    """One checkpoint. Its list of contents was read, and its files are all there and as they were written.
+
+    Several ranks share that work: rank r checks every N-th file, so each is read once. `entries` are {path: name},
+    ("model", "head.weight") for example: "model.head.weight". Raises `Damaged` or `Unsafe`.
+    """
+
+    def __init__(self, path, rank: int = 0, world_size: int = 1, check: bool = True):
+        self.path = Path(path)
+        sums = self._sums()
+        try:
+            content = (self.path / METADATA).read_bytes()
+            if check and sums and hashlib.sha256(content).hexdigest() != sums.get(METADATA):
+                raise ValueError("it is not what was written")
+            self.metadata = _ListOfContents(io.BytesIO(content)).load()
+            self.entries = {tuple(path): name for name, path in (self.metadata.planner_data or {}).items()}
+            self.tensors = self.metadata.state_dict_metadata
+            ends = {}  # name of a file -> the bytes that it must have
+            for info in self.metadata.storage_data.values():
+                end = info.offset + info.length
+                ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+                if getattr(info, "transform_descriptors", None) or Path(info.relative_path).name != info.relative_path:
+                    raise Unsafe(f"it points to {info.relative_path!r}")
+        except Unsafe as error:
+            raise Unsafe(f"{str(self.path)!r} was not read: {error}") from None
+        except Exception as error:  # of a damaged pickle anything may come
+            raise Damaged(f"the list of contents {str(self.path / METADATA)!r} is damaged: {error!r}") from error
+        if SUMS in getattr(self.metadata.storage_meta, "modules", ()) and not sums:
+            raise Damaged(f"{str(self.path / SUMS)!r} is missing, so no file can be checked")
+        if sums and ends.keys() - sums.keys():
+            raise Damaged(f"{str(self.path / SUMS)!r} does not list {name_some(sorted(ends.keys() - sums.keys()))}")
+        for number, (name, end) in enumerate(sorted(ends.items())):
+            if check:
+                self._check(self.path / name, end, sums.get(name) if number % world_size == rank else None)
+
+    def _sums(self) -> dict[str, str]:
+        """{name of a file: its SHA-256}, as `sha256sum` writes them; {} for a checkpoint that torch has written."""
+        try:
+            lines = (self.path / SUMS).read_text().splitlines()
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{str(self.path / SUMS)!r} cannot be read: {error}") from error
+        return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+    def _check(self, file: Path, end: int, expected: str | None) -> None:
+        try:
+            found = file.stat().st_size
+            if found < end:
+                raise Damaged(f"{str(file)!r} was cut off: it has {found:,} bytes of {end:,} or more")
+            if expected is None:
+                return
+            digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+            with file.open("rb", buffering=0) as stream:
+                while count := stream.readinto(block):
+                    digest.update(block[:count])
+        except OSError as error:
+            raise Damaged(f"{str(file)!r} cannot be read: {error}") from error
+        if digest.hexdigest() != expected:
+            raise Damaged(f"{str(file)!r} is not what was written: its SHA-256 is not the one in {SUMS}")
+
+    def size(self, name: str) -> torch.Size | None:
+        """The shape of the tensor `name`; None if it is no tensor."""
+        return getattr(self.tensors[name], "size", None)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        entry = self.tensors[name]
+        return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+
+    def model_on_meta(self) -> dict[str, torch.Tensor]:
+        """Names, shapes and dtypes of the model's tensors, without values."""
+        names = {path[1]: name for path, name in self.entries.items() if path[0] == "model" and len(path) == 2}
+        return {
+            key: torch.empty(self.size(name), dtype=self.dtype(name), device="meta")
+            for key, name in names.items()
+            if self.size(name) is not None
+        }
+
+    def read(self, wanted: dict) -> dict:
+        """Fill `wanted`: {name: tensor or `Cut`, on the CPU; None for a value that is no tensor}. Returns it."""
+        planner, reader = _Planner(), FileSystemReader(self.path)
+        missing = dict.fromkeys(wanted, 0)  # elements that no file holds
+        for name, value in wanted.items():
+            if isinstance(value, torch.Tensor):
+                boxes = getattr(value, "boxes", {(): value})
+                missing[name] = sum(box.numel() for box in boxes.values())
+        try:
+            planner.set_up_planner(wanted, self.metadata, True)
+            reader.set_up_storage_reader(self.metadata, True)
+            plan = planner.create_local_plan()
+            for item in plan.items:
+                if wanted[item.dest_index.fqn] is not None:
+                    missing[item.dest_index.fqn] -= math.prod(item.lengths)
+            if any(missing.values()):
+                raise ValueError(f"elements of {name_some([name for name in missing if missing[name]])} are missing")
+            reader.read_data(plan, planner)
+        except pickle.UnpicklingError as error:
+            raise Unsafe(
+                f"{str(self.path)!r} was not read: it holds something else than tensors and plain values, "
+                f"or is damaged ({str(error).splitlines()[0]})"
+            ) from None
+        except Exception as error:
+            raise Damaged(f"{str(self.path)!r} cannot be read: {error!r}") from error
+        return wanted
+
+
+def is_folder(state) -> bool:
+    """Whether `state`, which a user has passed as a model's values, names a checkpoint's folder."""
+    return isinstance(state, (str, os.PathLike))
+
+
+class Weights(Mapping):
+    """A checkpoint's model as {name: tensor}. A tensor is read when it is asked for; with `reads=False` it is zeros."""
+
+    def __init__(self, folder, reads: bool = True):
+        self._folder, self._reads = Folder(newest(folder), check=False), reads
+        self._shapes = self._folder.model_on_meta()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape, dtype = self._shapes[name].shape, self._shapes[name].dtype
+        if not self._reads:
+            return torch.zeros((), dtype=dtype).expand(shape)
+        place = self._folder.entries["model", name]
+        return self._folder.read({place: torch.empty(shape, dtype=dtype)})[place]
+
+    def __contains__(self, name) -> bool:
+        return name in self._shapes
+
+    def __iter__(self):
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
