@@ -294,7 +294,8 @@ class UnitMoments(BucketMoments):
             self._backward, self._open = None, {}
             return
         for unit in (*self._engine.units, self._engine.root):
-            self._free(unit)  # what no gradient has freed
+            if unit not in self._kept:
+                self._engine._free(unit)  # what no gradient has freed
         if self._engine.find_unused and self._at_work is not None:
             self._deliver(self._at_work)
         super()._end_backward()  # the units whose outputs got no gradient, and the root
