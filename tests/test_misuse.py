@@ -129,7 +129,7 @@ def test_optimizer_state_that_does_not_fit(ranks, world_size, stage):
     for rank, found in enumerate(ranks(world_size).run(cases.optimizer_state, stage=stage)):
         here = f"{names[stage]}, rank {rank} of {world_size}"
         for text in found.values():
-            tells(text, here, "load_full_state_dict()")
+            tells(text, here, "harness.engine.checkpoint")
         tells(found["another number of ranks"], f"{names[stage]}, rank 0 of 1")
         tells(found["another stage"], f"{other}, rank {rank} of {world_size}")
         tells(found["another layout"], "other pieces")
