@@ -80,6 +80,9 @@ def test_the_symptom_is_the_one_told(ranks, number):
     found = ranks(2).run(cases.visit, number=number)
     right, wrong = [each["right"] for each in found], [each["wrong"] for each in found]
     assert bug.differences(right, wrong) == EXHIBITS[number].differs, bug.report(right, wrong)
+    # An error is the mistake's, and no slip of the exhibit's own code.
+    slips = ("AttributeError", "NameError", "ImportError", "TypeError")
+    assert not any((each["error"] or "").startswith(slips) for each in wrong), [each["error"] for each in wrong]
     assert all(each["finished"] for each in right)
 
 

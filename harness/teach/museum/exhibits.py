@@ -17,7 +17,7 @@ import torch.distributed as dist
 import zero1
 import zero2
 import zero3
-from harness.engine import gradients, guard, moments, optimizer
+from harness.engine import gradients, guard, moments, optimizer, unit_moments
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
@@ -384,13 +384,13 @@ def first_shard_for_all(engine):
 
 
 def known_by_outputs(engine):
-    class Moments(moments.UnitMoments):
+    class Moments(unit_moments.UnitMoments):
         def _watch_saving(self):
             pass  # a unit's backward begins when one of its outputs gets a gradient: nobody looks at what it saved
 
     class Mutant(engine):
         def __init__(self, *arguments, **options):
-            with patch.object(moments, "UnitMoments", Moments):
+            with patch.object(zero3, "UnitMoments", Moments):
                 super().__init__(*arguments, **options)
 
     return Mutant
