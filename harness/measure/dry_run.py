@@ -66,20 +66,22 @@ class DDPStandIn(referee.PlainStep):
     """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
 
     DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
-    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket.
+    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket, for which it
+    waits when backward is over. With `sends = False` a backward adds to the gradients and sends nothing (`no_sync`).
     A test compares it with the real one, byte for byte.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float = 25):
         super().__init__(model, optimizer)
-        self._flats, limit = [], 2**20
+        self.sends, self._works = True, []
+        self._flats, limit = [], min(bucket_mb, 1) * 2**20
         params, nbytes = [], 0
         for param in reversed([param for param in model.parameters() if param.requires_grad]):
             params.append(param)
             nbytes += param.numel() * param.element_size()
             if nbytes >= limit:
                 self._add_bucket(params)
-                params, nbytes, limit = [], 0, 25 * 2**20
+                params, nbytes, limit = [], 0, bucket_mb * 2**20
         if params:
             self._add_bucket(params)
 
@@ -97,11 +99,21 @@ class DDPStandIn(referee.PlainStep):
                 missing.discard(param)
                 if not missing:
                     missing.update(params)
-                    flat.div_(dist.get_world_size())
-                    dist.all_reduce(flat)
+                    if self.sends:
+                        self._send(flat)
 
             param.register_post_accumulate_grad_hook(on_gradient)
         self._flats.append(flat)
+
+    def _send(self, flat: torch.Tensor) -> None:
+        if not self._works:
+            torch.autograd.Variable._execution_engine.queue_callback(self._receive)
+        flat.div_(dist.get_world_size())
+        self._works.append(dist.all_reduce(flat, async_op=True))
+
+    def _receive(self) -> None:
+        while self._works:
+            self._works.pop(0).wait()
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
