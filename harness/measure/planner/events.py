@@ -63,7 +63,11 @@ class Memory(NamedTuple):
     nbytes: int
 
 
-Event = Operation | Collective | Wait | Mark | Await | Memory
+class MicroBatch(NamedTuple):
+    """The next micro-batch begins here. Takes no time."""
+
+
+Event = MicroBatch | Operation | Collective | Wait | Mark | Await | Memory
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from harness.measure.dry_run import fake_ranks
 from harness.measure.memory import MemoryLedger
 from harness.measure.planner.engines import Setup, build, mesh_for, train
-from harness.measure.planner.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
+from harness.measure.planner.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
 from harness.measure.planner.streams import Streams
 from harness.measure.traffic import KINDS, group_of, whole_bytes
 from harness.run.model import GPT
@@ -212,11 +212,10 @@ def record(setup: Setup) -> Recording:
             try:
                 train(engine, replace(setup, accumulate=1))
                 recorder.begin()
-                train(engine, setup)
+                train(engine, setup, lambda: recorder.events.append(MicroBatch()))
                 recorder.end()
             finally:
                 if enabled:
                     gc.enable()
             del engine
-    gc.collect()
     return Recording(tuple(recorder.events), recorder.live_bytes, parameters)

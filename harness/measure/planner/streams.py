@@ -13,7 +13,7 @@ NAMES = ("Stream", "Event", "current_stream", "stream")
 
 
 class Streams:
-    """`with Streams(mark, wait): ...`: `mark(stream)` returns a number for an event, `wait(stream, number)` waits for it.
+    """`with Streams(mark, wait): ...`: `mark(stream)` numbers an event, `wait(stream, number)` waits.
 
     `current` is the name of the stream in which work is put now.
     """

@@ -1,0 +1,110 @@
+"""Equal blocks, and equal micro-batches, are recorded a few times and repeated.
+
+A model of L blocks does with each block in the middle what it does with the next. So the events of two recordings, one
+with a block more than the other, tell the events with any number: what the longer one has more is a loop's last round,
+and is repeated. Where that is not so, for example as buckets end elsewhere in every block, all blocks are recorded.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from harness.measure.planner import record
+from harness.measure.planner.engines import Setup
+from harness.measure.planner.events import Collective, Event, Memory, MicroBatch, Operation, Recording
+
+WINDOW = 24  # events after a loop that must be the same again
+MICRO_BATCHES = 4  # the first, two in the middle that must be equal, the last
+
+
+class NotRepeating(ValueError):
+    """The longer recording is not the shorter one with another round of its loops."""
+
+
+def extend(shorter: Recording, longer: Recording, rounds: int) -> Recording:
+    """The recording with `rounds` more rounds than `longer`, which has one more than `shorter`. Raises NotRepeating."""
+    try:
+        return _extend(shorter, longer, rounds, _strictly)
+    except NotRepeating:
+        return _extend(shorter, longer, rounds, _but_for_size)
+
+
+def _strictly(event: Event):
+    """What must be equal for two events to be the same. The optimizer's kernels grow with the model."""
+    if type(event) is Operation and event.step.startswith("4"):
+        return event.stream, event.name, event.step
+    return event
+
+
+def _but_for_size(event: Event):
+    """Where a bucket holds the whole model, what is done with buckets grows with the model too."""
+    if type(event) is Operation and not event.step.startswith(("1", "2")):
+        return event.stream, event.name, event.step
+    if type(event) is Collective:
+        return event._replace(nbytes=0)
+    return event.nbytes > 0 if type(event) is Memory else event
+
+
+def _extend(shorter: Recording, longer: Recording, rounds: int, key) -> Recording:
+    a, b = [list(map(key, recording.events)) for recording in (shorter, longer)]
+    events, i, j = [], 0, 0
+    while i < len(a) or j < len(b):
+        if i < len(a) and j < len(b) and a[i] == b[j]:
+            events.append(_grown(shorter.events[i], longer.events[j], rounds))
+            i, j = i + 1, j + 1
+            continue
+        length = _round(a, b, i, j)
+        events.extend(longer.events[j : j + length] * (1 + rounds))
+        j += length
+    more = longer.live_bytes - shorter.live_bytes, longer.parameters - shorter.parameters
+    return Recording(tuple(events), longer.live_bytes + rounds * more[0], longer.parameters + rounds * more[1])
+
+
+def _round(a: list, b: list, i: int, j: int) -> int:
+    """How many events from `j` on the longer recording `b` has more: a round that repeats what stands before it."""
+    for length in range(1, min(j, len(b) - j) + 1):
+        after = b[j + length : j + length + WINDOW]
+        if a[i : i + len(after)] == after and (after or i == len(a)) and b[j - length : j] == b[j : j + length]:
+            return length
+    raise NotRepeating(f"event {j} of the longer recording belongs to no loop")
+
+
+def _grown(short: Event, long: Event, rounds: int) -> Event:
+    """`long`, of a model with so many blocks more: sizes that grow with the model grow by as much for each."""
+    if short == long:
+        return long
+    grow = {name: getattr(long, name) - getattr(short, name) for name in ("flops", "nbytes") if hasattr(long, name)}
+    return long._replace(**{name: getattr(long, name) + rounds * more for name, more in grow.items()})
+
+
+def with_micro_batches(recorded: Recording, number: int) -> Recording:
+    """The recording of `MICRO_BATCHES` micro-batches, with `number` of them. Raises NotRepeating."""
+    events = recorded.events
+    starts = [place for place, event in enumerate(events) if type(event) is MicroBatch]
+    middle = events[starts[-2] : starts[-1]]
+    if len(starts) != MICRO_BATCHES or events[starts[-3] : starts[-2]] != middle:
+        raise NotRepeating("the micro-batches in the middle differ")
+    repeated = events[: starts[-1]] + middle * (number - MICRO_BATCHES) + events[starts[-1] :]
+    return Recording(repeated, recorded.live_bytes, recorded.parameters)
+
+
+@lru_cache(maxsize=256)
+def recording(setup: Setup) -> Recording:
+    """The events of a step of `setup`, with as few blocks and micro-batches recorded as are needed."""
+    if setup.accumulate > MICRO_BATCHES:
+        try:
+            return with_micro_batches(recording(replace(setup, accumulate=MICRO_BATCHES)), setup.accumulate)
+        except NotRepeating:
+            return _blocks(setup)
+    return _blocks(setup)
+
+
+def _blocks(setup: Setup) -> Recording:
+    blocks = 4 + (setup.prefetch if setup.engine == "zero3" else 1)
+    if setup.config.layers <= blocks + 2:
+        return record.record(setup)
+    numbers = blocks, blocks + 1
+    few, more = (record.record(replace(setup, config=replace(setup.config, layers=number))) for number in numbers)
+    try:
+        return extend(few, more, setup.config.layers - blocks - 1)
+    except NotRepeating:
+        return record.record(setup)
