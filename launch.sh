@@ -25,6 +25,7 @@ Run
 Measure
 ./launch.sh report [FOLDER] [--minutes 10] [--quick]   all that is worth knowing of this machine, as a page to send
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
+./launch.sh plan [options]               how long a step would take on GPUs that you do not have; --validate, --sweep, --here
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh bench [N] [options]          step times of all engines, interleaved, on a model of your size; --host: the host's part
 ./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
@@ -58,13 +59,14 @@ sweeps | bench) entry=(-m "harness.measure.$command") ;;
 memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
+plan) entry=(-m harness.measure.planner) ranked= ;; # --here starts its ranks itself
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
     fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
-        "compare, test, help, report, memory, sweeps, bench, ratios, figures, docs"
+        "compare, test, help, report, memory, plan, sweeps, bench, ratios, figures, docs"
     ;;
 esac
 
