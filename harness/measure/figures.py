@@ -40,6 +40,7 @@ ENGINE_COLOURS = {
     "single": "#999999",
     "ddp": "#d1495b",
     "zero1": "#edae49",
+    "zero1_2psi": "#c77d1e",
     "zero_redundancy_optimizer": "#b98b2d",
     "zero2": "#30a5a0",
     "fsdp2_no_reshard": "#1f6f78",
@@ -346,6 +347,17 @@ def scaling(results: dict, theme: dict):
     return figure
 
 
+def _of_a_plan(name: str):
+    """A figure of the planner's, which has a file of its own."""
+
+    def draw(results: dict, theme: dict):
+        from harness.measure.planner import pictures  # it draws with what stands above
+
+        return getattr(pictures, name)(results, theme)
+
+    return draw
+
+
 # figure: (function, the JSON files in results/ that it draws; several with the title that each gets)
 FIGURES = {
     "stages": (stages, ["memory-small-4ranks-64-tokens.json"]),
@@ -355,6 +367,8 @@ FIGURES = {
     "losses": (losses, ["referee-cpu-2ranks-3.json"]),
     "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),
     "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"]),
+    "plan-scale": (_of_a_plan("scale"), ["plan-scale.json"]),
+    "plan-validation": (_of_a_plan("validation"), ["plan-validation.json"]),
 }
 
 
@@ -366,6 +380,8 @@ SOURCES = {
     "losses": "./launch.sh compare --json",
     "sweeps": "./launch.sh sweeps --json",
     "scaling": "./launch.sh memory --up-to 8 --json",
+    "plan-scale": "./launch.sh plan --scale --json",
+    "plan-validation": "./launch.sh plan --validate --json",
 }
 
 

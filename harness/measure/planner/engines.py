@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -63,6 +64,34 @@ class ZeRO1By2Psi(ZeRO1):
         gradients.settle(self)
 
 
+class CastByBlock(nn.Module):
+    """Float32 weights, cast to a low precision block by block, as torch.autocast casts them: right before their use.
+
+    The referee's `MixedModule` casts all of them first. Then their gradients arrive last, when backward is over, and
+    DDP overlaps nothing.
+    """
+
+    def __init__(self, model: GPT, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+        inside = {param for block in model.blocks for param in block.parameters()}
+        self._root = [name for name, param in model.named_parameters() if param not in inside]
+        for block in model.blocks:
+            block.forward = partial(self._lend, block, block.forward)
+
+    def _lend(self, block, plain, x):
+        low = {name: param.to(self.dtype) for name, param in block.named_parameters()}
+        block.forward, lending = plain, block.forward
+        try:
+            return torch.func.functional_call(block, low, x)
+        finally:
+            block.forward = lending
+
+    def forward(self, tokens):
+        low = {name: self.model.get_parameter(name).to(self.dtype) for name in self._root}
+        return torch.func.functional_call(self.model, low, tokens, tie_weights=True)
+
+
 def mesh_for(setup: Setup):
     """FSDP2's mesh. It must be made before there are fake tensors."""
     return DeviceMesh.from_group(dist.group.WORLD, "cpu") if setup.engine.startswith("fsdp2") else None
@@ -77,7 +106,7 @@ def build(setup: Setup, mesh):
     recompute(model, setup.recompute, casts=name == "ddp" and dtype is not None)
     options = {"param_dtype": dtype, "reduce_dtype": None if dtype is None else torch.float32}
     if name == "ddp":
-        module = model if dtype is None else referee.MixedModule(model, dtype)
+        module = model if dtype is None else CastByBlock(model, dtype)
         return DDPStandIn(module, adamw(module.parameters()), setup.bucket_mb or 25)
     stages = {"zero1": ZeRO1, "zero1_2psi": ZeRO1By2Psi, "zero2": ZeRO2}
     if name in stages:

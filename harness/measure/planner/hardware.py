@@ -15,7 +15,9 @@ GB = 1e9
 class GPU:
     """Peaks by the maker: TFLOP/s (dense; fp32 with TF32 off), GB of memory, its GB/s, a link's GB/s per direction.
 
-    `efficiency` is the share of the peak that matrix products reach in training; `attention` that of flash attention.
+    `efficiency` is the share of the peak at which matrix products compute, without the time to move their operands;
+    fitted for h100, h100-96gb and a100 (`./launch.sh plan --validate`), for the others that of the nearest of these.
+    `attention` is the share that flash attention reaches.
     """
 
     name: str
@@ -24,8 +26,8 @@ class GPU:
     memory_gb: float
     memory_gbps: float
     link_gbps: float
-    efficiency: float = 0.65
-    attention: float = 0.4
+    efficiency: float = 0.75
+    attention: float = 0.6
     nvlink: bool = True
 
     def flops(self, dtype: str) -> float:
@@ -41,15 +43,15 @@ class GPU:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("b200", 2250, 80, 180, 8000, 900, attention=0.35),
-        GPU("h200", 989, 67, 141, 4800, 450, attention=0.35),
-        GPU("h100", 989, 67, 80, 3350, 450, attention=0.35),
-        GPU("h100-96gb", 989, 67, 96, 2400, 450, attention=0.35),  # with less memory bandwidth, and capped at 500 W
-        GPU("a100", 312, 19.5, 80, 2000, 300, attention=0.6),
-        GPU("rtx4090", 165.2, 82.6, 24, 1008, 31, attention=0.6, nvlink=False),
-        GPU("rtx3090", 71, 35.6, 24, 936, 31, attention=0.6, nvlink=False),
-        GPU("l4", 121, 30.3, 24, 300, 31, attention=0.6, nvlink=False),
-        GPU("t4", None, 8.1, 16, 320, 16, attention=0.6, nvlink=False),
+        GPU("b200", 2250, 80, 180, 8000, 900, 0.577, 0.35),
+        GPU("h200", 989, 67, 141, 4800, 450, 0.577, 0.35),
+        GPU("h100", 989, 67, 80, 3350, 450, 0.577, 0.35),
+        GPU("h100-96gb", 989, 67, 96, 2400, 450, 0.457, 0.35),  # with less memory bandwidth, and capped at 500 W
+        GPU("a100", 312, 19.5, 80, 2000, 300, 0.757, 0.6),
+        GPU("rtx4090", 165.2, 82.6, 24, 1008, 31, nvlink=False),
+        GPU("rtx3090", 71, 35.6, 24, 936, 31, nvlink=False),
+        GPU("l4", 121, 30.3, 24, 300, 31, nvlink=False),
+        GPU("t4", None, 8.1, 16, 320, 16, nvlink=False),
     )
 }
 
@@ -98,13 +100,17 @@ class Cluster:
     slowdown: float = SLOWDOWN
 
     def seconds(self, operation: Operation) -> float:
-        """A roofline: the longer of computing and of moving bytes through the GPU's memory."""
+        """A roofline without its corner: the time to move the operands, and the time to compute.
+
+        A kernel's first tiles are read before anything can be computed, its last are written when all is. So the two
+        add up, and large products reach a greater share of the peak than small ones.
+        """
         moving = operation.nbytes / (self.gpu.memory_gbps * GB * self.memory_efficiency)
         if not operation.flops:
             return self.kernel + moving
         attends = operation.name.startswith("_scaled_dot_product")
         share = self.gpu.attention if attends else (self.efficiency or self.gpu.efficiency)
-        return self.kernel + max(moving, operation.flops / (self.gpu.flops(operation.dtype) * share))
+        return self.kernel + moving + operation.flops / (self.gpu.flops(operation.dtype) * share)
 
     def collective_seconds(self, collective: Collective) -> float:
         """Seconds once it has begun. A group inside one node uses the links, any other the network as well."""

@@ -104,8 +104,10 @@ def _config(options: argparse.Namespace) -> GPTConfig:
         name = options.preset or "7b"
         if own or options.gated or options.tied:
             shown = own[0].replace("_", "-") if own else "gated" if options.gated else "tied"
-            raise ValueError(f"--{shown} belongs to a shape of your own: leave out --preset, and give --layers, --width, "
-                             "--heads, --vocab and --seq")  # fmt: skip
+            raise ValueError(
+                f"--{shown} belongs to a shape of your own: leave out --preset, and give --layers, --width, --heads, "
+                "--vocab and --seq"
+            )
         return replace(preset(name), **given)
     for name in ("layers", "width", "heads", "vocab", "seq"):
         if name not in given:

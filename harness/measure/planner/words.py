@@ -93,9 +93,10 @@ def assumptions(cluster: Cluster) -> str:
         f"  {gpu.name}: matrix products at {share:.0%} of the peak, flash attention at {gpu.attention:.0%}, other "
         f"operations at {cluster.memory_efficiency:.0%} of {gpu.memory_gbps:,.0f} GB/s",
         f"  links {cluster.intra_gbps or gpu.link_gbps:g} GB/s, network {cluster.inter_gbps:g} GB/s per node of "
-        f"{cluster.per_node}; NCCL's bus bandwidth by collective and nodes as measured on H100 with EFA, in proportion",
+        f"{cluster.per_node}; of it NCCL's share by collective and nodes, as others measured it on H100 with EFA",
         f"  a collective {cluster.latency * 1e6:.0f} us and {cluster.hop * 1e6:.0f} us per further node; the host "
-        f"{cluster.launch * 1e6:.0f} us per kernel; beside a collective, computation takes {cluster.slowdown:.0%} longer",
+        f"{cluster.launch * 1e6:.0f} us per kernel",
+        f"  beside a collective, computation takes {cluster.slowdown:.0%} longer",
         f"  needed: live bytes, {GAPS:.0%} for the allocator's gaps, {CONTEXT_BYTES / GB:.0f} GB for CUDA and NCCL",
         "  every rank does the same at the same time: no stragglers, no loading of data, no checkpoints, no clipping",
     ])  # fmt: skip
