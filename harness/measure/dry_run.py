@@ -62,6 +62,19 @@ PEAK_FORMULAS = {
 }
 
 
+def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
+    """DDP's buckets: the last parameters first, and a bucket is full when it has 1 MiB, the later ones `bucket_mb`."""
+    found, nbytes, limit = [], 0, min(bucket_mb, 1) * 2**20
+    for number, param in enumerate(reversed(params)):
+        if number == 0 or nbytes >= limit:
+            limit = bucket_mb * 2**20 if number else limit
+            found.append([])
+            nbytes = 0
+        found[-1].append(param)
+        nbytes += param.numel() * param.element_size()
+    return found
+
+
 class DDPStandIn(referee.PlainStep):
     """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
 
@@ -74,15 +87,8 @@ class DDPStandIn(referee.PlainStep):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float = 25):
         super().__init__(model, optimizer)
         self.sends, self._works = True, []
-        self._flats, limit = [], min(bucket_mb, 1) * 2**20
-        params, nbytes = [], 0
-        for param in reversed([param for param in model.parameters() if param.requires_grad]):
-            params.append(param)
-            nbytes += param.numel() * param.element_size()
-            if nbytes >= limit:
-                self._add_bucket(params)
-                params, nbytes, limit = [], 0, bucket_mb * 2**20
-        if params:
+        self._flats = []
+        for params in ddp_runs([param for param in model.parameters() if param.requires_grad], bucket_mb):
             self._add_bucket(params)
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ from zero3 import ZeRO3
 
 # From the first that is enough for a model that fits to the last, for one that fits nowhere else.
 ENGINES = ("ddp", "zero1", "zero1_2psi", "zero2", "fsdp2_no_reshard", "zero3", "fsdp2")
+BUCKETED = ("ddp", "zero1", "zero1_2psi", "zero2")
 RECOMPUTED = ("none", "blocks", "selective")
 
 

@@ -135,7 +135,7 @@ class Cluster:
         inside = self._inside(kind, nbytes)
         if nodes <= 1:
             return inside
-        table = _between(nodes, NODES, BUS[kind])
+        table = _between(min(nodes, NODES[-1]), NODES, BUS[kind])  # beyond the table nothing is known: held
         ranks = 8 * nodes
         sent = (2 if kind == "all-reduce" else 1) * BUS_BYTES * (ranks - 1) / ranks
         table = sent / (sent / (table * GB) - Cluster._latency(REFERENCE, kind, nodes)) / GB
@@ -157,7 +157,7 @@ REFERENCE = Cluster(GPUS["h100"])
 
 
 def _between(x: float, xs, ys) -> float:
-    """On the line between the two neighbours, both axes logarithmic; beyond the ends on the last line."""
+    """On the line between the two neighbours, both axes logarithmic."""
     place = next((i for i in range(1, len(xs) - 1) if x <= xs[i]), len(xs) - 1)
     (x0, y0), (x1, y1) = ((math.log(xs[i]), math.log(ys[i])) for i in (place - 1, place))
     return math.exp(y0 + (y1 - y0) * (math.log(x) - x0) / (x1 - x0))

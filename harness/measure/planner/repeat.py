@@ -8,9 +8,14 @@ and is repeated. Where that is not so, for example as buckets end elsewhere in e
 from dataclasses import replace
 from functools import lru_cache
 
+import torch
+
+from harness.engine import units
+from harness.measure.dry_run import ddp_runs
 from harness.measure.planner import record
-from harness.measure.planner.engines import Setup
+from harness.measure.planner.engines import BUCKETED, Setup
 from harness.measure.planner.events import Collective, Event, Memory, MicroBatch, Operation, Recording
+from harness.run.model import GPT
 
 WINDOW = 24  # events after a loop that must be the same again
 MICRO_BATCHES = 4  # the first, two in the middle that must be equal, the last
@@ -103,8 +108,53 @@ def _blocks(setup: Setup) -> Recording:
     if setup.config.layers <= blocks + 2:
         return record.record(setup)
     numbers = blocks, blocks + 1
-    few, more = (record.record(replace(setup, config=replace(setup.config, layers=number))) for number in numbers)
     try:
+        setup = _with_equal_buckets(setup, numbers)
+        few, more = (record.record(replace(setup, config=replace(setup.config, layers=number))) for number in numbers)
         return extend(few, more, setup.config.layers - blocks - 1)
     except NotRepeating:
         return record.record(setup)
+
+
+def _with_equal_buckets(setup: Setup, numbers: tuple[int, int]) -> Setup:
+    """`setup` with buckets of one size for any number of blocks. Raises NotRepeating if they end elsewhere then."""
+    if setup.engine not in BUCKETED:
+        return setup
+    if setup.bucket_mb is None and setup.engine != "ddp":
+        setup = replace(setup, bucket_mb=_default_bucket_mb(_parameters(setup, setup.config.layers)))
+    whole, few, more = (_buckets(setup, number) for number in (setup.config.layers, *numbers))
+    if not len(whole) == len(few) == len(more) == 1:  # one bucket of everything grows, and that is all
+        recordings = (Recording(tuple(runs), 0, 0) for runs in (few, more))
+        if list(_extend(*recordings, setup.config.layers - numbers[1], key=lambda run: run).events) != whole:
+            raise NotRepeating("the buckets do not end at the same places in every block")
+    return setup
+
+
+def _default_bucket_mb(named_params: list) -> float:
+    """What `units.runs` takes for a model with these parameters, in MiB."""
+    total_mb = sum(param.numel() * param.element_size() for _, param in named_params) / 2**20
+    return min(25, max(1, total_mb / 6))
+
+
+def _parameters(setup: Setup, layers: int) -> list:
+    with torch.device("meta"):
+        return list(GPT(replace(setup.config, layers=layers)).named_parameters())
+
+
+def _buckets(setup: Setup, layers: int) -> list[tuple]:
+    """What is in each bucket: names, with a block's number counted from the bucket's last block."""
+    named = _parameters(setup, layers)
+    if setup.engine == "ddp":
+        names = {param: name for name, param in named}
+        runs = [
+            [names[param] for param in run] for run in ddp_runs([param for _, param in named], setup.bucket_mb or 25)
+        ]
+    else:
+        runs = [[name for name, _ in run] for run in units.runs(named, setup.bucket_mb)]
+    found = []
+    for run in runs:
+        parts = [name.split(".") for name in run]
+        numbers = [int(part[1]) for part in parts if part[0] == "blocks"]
+        last = max(numbers, default=0)
+        found.append(tuple((last - int(part[1]), *part[2:]) if part[0] == "blocks" else tuple(part) for part in parts))
+    return found

@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from harness.measure.planner.engines import BUCKETED
 from harness.measure.planner.options import cluster_of, setup_of
 from harness.measure.planner.predict import Prediction, predict
 
@@ -11,7 +12,6 @@ NODES = (1, 2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 BUCKETS = (1, 5, 25, 100, 400, 1600)  # MiB
 PREFETCH = (0, 1, 2, 3, 4)
-BUCKETED = ("ddp", "zero1", "zero1_2psi", "zero2")
 BANDWIDTHS = tuple(25 * 2**power for power in range(8))  # GB/s
 
 Points = list[tuple[float, Prediction]]
