@@ -121,6 +121,12 @@ def test_collectives_go_through_the_measured_points():
     assert cluster.collective_seconds(gather(10**9, ranks=1)) == 0
 
 
+def test_beyond_the_table_the_bandwidth_is_held():
+    cluster = Cluster(GPUS["h100"])
+    last, beyond = (cluster.collective_seconds(gather(10**9, ranks=8 * nodes)) for nodes in (64, 512))
+    assert last < beyond < 1.1 * last  # a little latency, and (N-1)/N
+
+
 def test_links_and_networks_count_where_they_are_used():
     def seconds(collective, **changed):
         return Cluster(GPUS["h100"], **{"latency": 0.0, "hop": 0.0} | changed).collective_seconds(collective)

@@ -135,7 +135,8 @@ class Cluster:
         inside = self._inside(kind, nbytes)
         if nodes <= 1:
             return inside
-        table = _between(min(nodes, NODES[-1]), NODES, BUS[kind])  # beyond the table nothing is known: held
+        nodes = min(nodes, NODES[-1])  # beyond the table nothing is known: the last value is held
+        table = _between(nodes, NODES, BUS[kind])
         ranks = 8 * nodes
         sent = (2 if kind == "all-reduce" else 1) * BUS_BYTES * (ranks - 1) / ranks
         table = sent / (sent / (table * GB) - Cluster._latency(REFERENCE, kind, nodes)) / GB

@@ -25,7 +25,7 @@ def sweep(results: dict, theme: dict):
         style = {"color": shared.ENGINE_COLOURS[engine], "linestyle": shared.ENGINE_LINES.get(engine, "-")}
         xs = [row["at"] for row in rows]
         above.plot(xs, [row["step_s"] * 1e3 for row in rows], marker="o", markersize=4, label=engine, **style)
-        below.plot(xs, [row["exposed"] * 100 for row in rows], marker="o", markersize=4, **style)
+        below.plot(xs, [row["exposed"] for row in rows], marker="o", markersize=4, **style)
     if results["sweep"] != "prefetch":
         above.set_xscale("log", base=2)
         ticks = sorted({row["at"] for rows in results["engines"].values() for row in rows})
@@ -34,7 +34,7 @@ def sweep(results: dict, theme: dict):
     units = {"bandwidth": "GB/s", "bucket": "MiB", "micro-batch": "sequences", "prefetch": "units ahead"}
     below.set_xlabel(f"{results['sweep']} {units.get(results['sweep'], '')}".strip())
     above.set_ylabel("step, ms (predicted)")
-    below.set_ylabel("exposed, % of the step")
+    below.set_ylabel("exposed, fraction of the step")
     for axes in (above, below):
         axes.set_ylim(bottom=0)
         axes.grid(linewidth=0.5)
@@ -47,7 +47,11 @@ def scale(results: dict, theme: dict):
     """Step time, exposed share and live memory against the number of GPUs, a column per model."""
     presets = list(dict.fromkeys(point["preset"] for point in results["points"]))
     figure, grid = shared.new(theme, 3, len(presets), height=7.2, sharex=True, squeeze=False)
-    rows = (("step, s", "step_s", 1), ("exposed, %", "exposed", 100), ("live, GB of 10⁹", "peak_bytes", 1e-9))
+    rows = (
+        ("step, s", "step_s", 1),
+        ("exposed, fraction of the step", "exposed", 1),
+        ("live at the peak, GB", "peak_bytes", 1e-9),
+    )
     for column, preset in enumerate(presets):
         for engine in dict.fromkeys(point["engine"] for point in results["points"]):
             mine = [point for point in results["points"] if (point["preset"], point["engine"]) == (preset, engine)]
@@ -66,7 +70,7 @@ def scale(results: dict, theme: dict):
         grid[2][column].set_xscale("log", base=2)
         grid[2][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         grid[2][column].minorticks_off()
-        grid[2][column].set_xlabel("GPUs")
+        grid[2][column].set_xlabel("ranks, one on each GPU")
         grid[2][column].set_yscale("log")
         for row, (label, _, _) in enumerate(rows):
             grid[row][column].grid(linewidth=0.5)
@@ -84,7 +88,7 @@ def validation(results: dict, theme: dict):
     """Predicted against published, throughput on the left and memory on the right; the shade is 10% off."""
     figure, (left, right) = shared.new(theme, 1, 2, height=4.4)
     for axes, published, predicted, factor, title in (
-        (left, "published_tokens_per_s", "predicted_tokens_per_s", 1, "tokens/s per GPU"),
+        (left, "published_tokens_per_s", "predicted_tokens_per_s", 1, "tokens/s per rank"),
         (right, "published_peak_bytes", "predicted_peak_bytes", 1e-9, "peak memory, GB"),
     ):
         rows = [row for row in results["rows"] if row[published]]
@@ -104,8 +108,8 @@ def validation(results: dict, theme: dict):
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.set_yticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_xlabel(f"published: {title}")
-        axes.set_ylabel(f"predicted: {title}")
+        axes.set_xlabel(f"published {title}")
+        axes.set_ylabel(f"predicted {title}")
         axes.grid(linewidth=0.5)
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
         left.plot([], [], "o", color=shared.ENGINE_COLOURS[engine], label=engine)
