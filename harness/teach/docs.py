@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -201,16 +202,17 @@ def plan_summary() -> str:
     kept = result(PLAN_VALIDATION)
     found, shares = kept["summary"], kept["efficiency"]
     fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in shares.items())
-    return (
-        f"- Tokens per second of the {found['predicted_rows']} rows that were not fitted: median error "
-        f"{found['median']:.1%}, largest {found['largest']:.1%}.\n"
-        f"- Memory of {found['memory_rows']} rows: median error {found['memory_median']:.1%}, largest "
-        f"{found['memory_largest']:.1%}, {found['memory_within_10']} within 10%.\n"
-        f"- Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
-        f"{found['pairs_right']} of {found['pairs']} right. What did not fit, and is not predicted to: "
-        f"{found['out_of_memory_right']} of {found['out_of_memory']}.\n"
-        f"- Fitted: the share of the peak in products of matrices, {fitted}."
+    said = (
+        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted: median error "
+        f"{found['median']:.1%}, largest {found['largest']:.1%}.",
+        f"Memory of {found['memory_rows']} rows: median error {found['memory_median']:.1%}, largest "
+        f"{found['memory_largest']:.1%}, {found['memory_within_10']} within 10%.",
+        "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
+        f"{found['pairs_right']} of {found['pairs']} right.",
+        f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
+        f"Fitted: the share of the peak in products of matrices, {fitted}.",
     )
+    return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
 
 
 def plan_here() -> str:
