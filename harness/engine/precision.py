@@ -50,10 +50,13 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_shard(bucket) -> torch.Tensor:
-    """What this rank brings to an all-gather into `bucket.flat`: its shard, in mixed precision rounded into place."""
-    if bucket.param_dtype == bucket.shard.dtype:
+    """What this rank brings to an all-gather into `bucket.flat`: its shard.
+
+    In mixed precision it is rounded into its place there, and from the host's memory (offload) copied.
+    """
+    if bucket.param_dtype == bucket.shard.dtype and bucket.flat.device == bucket.shard.device:
         return sendable(bucket.shard)
-    return bucket.own_part(bucket.flat).copy_(bucket.shard)
+    return sendable(bucket.own_part(bucket.flat).copy_(bucket.shard, non_blocking=True))
 
 
 def before_sum(gradients: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -24,10 +24,10 @@ def broadcast_buffers(model, group) -> None:
 
 
 def gather_whole(bucket, group) -> torch.Tensor:
-    """The bucket's values from all ranks' shards, in the shards' dtype: (numel,)."""
-    flat = bucket.shard.new_empty(bucket.numel)
+    """The bucket's values from all ranks' shards, in the shards' dtype, on the device: (numel,)."""
+    flat = torch.empty(bucket.numel, dtype=bucket.shard.dtype, device=bucket.flat.device)
     with waiting_for(f"the all-gather of {label(bucket)}"):
-        dist.all_gather_single(sendable(flat), sendable(bucket.shard), group=group)
+        dist.all_gather_single(sendable(flat), sendable(bucket.shard.to(flat.device)), group=group)
     return flat
 
 
@@ -50,7 +50,7 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
                 state[key] = values[id(tensor)]
             elif isinstance(tensor, torch.Tensor):
                 whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-                dist.broadcast(sendable(whole), group_src=0, group=group)
+                dist.broadcast(sendable(whole), group_src=0, group=engine.placement.everyone)
                 state[key] = values[id(tensor)] = whole.cpu()
     return state
 
@@ -61,7 +61,8 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
     and ValueError for another shape, on every rank, before anything is written.
     """
-    refusals.agree(_state_problem(engine, state), "", engine.group, engine.model)
+    refusals.agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model)
+    engine.placement.settle()
     own = engine.model.state_dict(keep_vars=True)
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
@@ -108,7 +109,7 @@ def close(engine) -> None:
 def agree_or_restore(engine, problem: Exception | None) -> None:
     """The build has come far, and may have failed on some rank: then it fails on all, and the model is plain again."""
     try:
-        refusals.agree(problem, "", engine.group, engine.model)
+        refusals.agree(problem, "", engine.placement.everyone, engine.model)
     except Exception:
         _restore(engine)
         raise

@@ -65,7 +65,7 @@ class UnitMoments(BucketMoments):
     def _warn_of_a_large_root(self) -> None:
         engine = self._engine
         total, root = (sum(b.numel for b in buckets) for buckets in (engine.buckets, engine.root.buckets))
-        if 2 * root > total and engine.rank == 0:
+        if 2 * root > total and engine.placement.rank == 0:
             warnings.warn(
                 f"no unit holds {root / total:.0%} of the model ({len(engine.units)} units in all). That part stays "
                 "gathered from the start of forward to the end of backward, and saves little. Pass units=[...], "
@@ -311,7 +311,7 @@ class UnitMoments(BucketMoments):
         if not self._in_forward:
             return False
         # A part of the model uses the weight without calling the unit, so nothing tells when it is done.
-        if unit.name not in self._warned and self._engine.rank == 0:
+        if unit.name not in self._warned and self._engine.placement.rank == 0:
             self._warned.add(unit.name)
             warnings.warn(
                 f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "

@@ -159,7 +159,7 @@ def whole_optimizer(engine):
             super().__init__(model, optimizer_cls, **options)
             for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
                 bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
-                bucket.make_pieces()
+                bucket.make_pieces(self.placement)
             self.optimizer = optimizer.over_pieces(self, optimizer_cls)
 
     return Mutant
