@@ -53,6 +53,7 @@ from torch.profiler import record_function  # gives a step its name in profiles,
 from harness.engine import gradients, moments, optimizer, precision, refusals, state, units
 from harness.engine.interface import Interface
 from harness.engine.placement import Placement
+from harness.engine.tensor_parallel import local
 from harness.engine.waiting import wait
 
 
@@ -73,7 +74,7 @@ class Bucket:
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
         self.names, self.params = zip(*named_params)
-        self.shapes = [param.shape for param in self.params]
+        self.shapes = [local(param).shape for param in self.params]  # `param` itself, but for tensor parallelism
         self.strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
         self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(self.params[0].dtype, *dtypes)
         # Every parameter and every shard starts on a multiple of 16 bytes. For unaligned tensors torch takes other
@@ -89,8 +90,8 @@ class Bucket:
 
     def flatten(self) -> None:
         """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
-        self.flat = self.params[0].new_zeros(self.numel)  # zeros: padding must never hold a NaN
-        for param, view in zip(self.params, self.views(self.flat)):
+        self.flat = local(self.params[0]).new_zeros(self.numel)  # zeros: padding must never hold a NaN
+        for param, view in zip(map(local, self.params), self.views(self.flat)):
             view.copy_(param.detach())
             # The parameter gets another storage and stays the same object, so the model notices nothing. From now on a
             # collective that writes into `flat` writes into the weights.
@@ -158,16 +159,15 @@ class ZeRO1(Interface):
     """Data-parallel training of `model` with the optimizer state cut into N.
 
     `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a `torch.optim.Optimizer` that
-    treats each element by itself (SGD, Adam, AdamW, RMSprop, Adagrad; not Muon or Shampoo, which look at matrices).
-    `group` is the process group or DeviceMesh to shard over (default: all ranks). `bucket_mb` is the size of a bucket
-    in MiB, and `param_groups` are a torch optimizer's, over the model's parameters. `param_dtype` is that of weights
-    and computation, `reduce_dtype` (default: the same) that of gradients when they are sent; shards keep the model's.
-    `find_unused=True` lets a step leave parameters without a gradient. A mesh of two dimensions has replicas along the
-    first, and `offload_policy` moves shards to the host: see engine/placement.py. All ranks start from rank 0's
-    parameters and buffers. Several backwards before a step add up, and send as much as one.
+    treats each element by itself, as SGD and AdamW do (Muon looks at matrices). `group` is the process group or
+    DeviceMesh to shard over (default: all ranks). `bucket_mb` is the size of a bucket in MiB, and `param_groups` are a
+    torch optimizer's, over the model's parameters. `param_dtype` is that of weights and computation, `reduce_dtype`
+    (default: the same) that of gradients when they are sent; shards keep the model's. `find_unused=True` lets a step
+    leave parameters without a gradient. A mesh of two dimensions has replicas along the first, `offload_policy` moves
+    shards to the host: engine/placement.py. All ranks start from rank 0's parameters and buffers. Several backwards
+    before a step add up, and send as much as one.
 
-    Raises RuntimeError without a process group, ValueError or TypeError for what cannot work, each on every rank.
-    Source: ZeRO paper, section 5.1; article class `ZeRO_1`.
+    Raises ValueError, TypeError or RuntimeError for what cannot work. Source: paper, section 5.1; article's `ZeRO_1`.
     """
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:

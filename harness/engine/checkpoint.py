@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.engine import checkpoint_fit, checkpoint_write
+from harness.engine import checkpoint_fit, checkpoint_write, tensor_parallel
 from harness.engine.layout import elementwise, first_element, keys_of, pieces, plain_name
 from harness.engine.rectangles import Cut
 from harness.engine.safe_reader import Damaged, Folder, Unsafe, complete, newest
@@ -82,6 +82,7 @@ def load(engine, folder) -> dict:
     optimizer. Until then values are in host memory of their own.
     """
     _wait_for_last(engine)
+    _refuse_parts(engine)
     place = engine.placement
     path = together(lambda: newest(folder) if place.rank == 0 else None, place.everyone)[0]
     groups = _names_of_groups(engine)
@@ -89,8 +90,17 @@ def load(engine, folder) -> dict:
     return _install(engine, *on_all(lambda: checkpoint_fit.read(engine, source, groups), place.everyone))
 
 
+def _refuse_parts(engine) -> None:
+    if tensor_parallel.dimension(engine.buckets) is not None:
+        raise ValueError(
+            "tensor parallelism has cut this model, and the ranks of one data dimension have parts of it alone: save "
+            "engine.full_state_dict() on one rank"
+        )
+
+
 def _begin(engine, folder, keep, extra, group, in_background: bool):
     """Everything that needs the engine. Returns the rest as a function: it may run while training goes on."""
+    _refuse_parts(engine)
     _wait_for_last(engine)
     began, rank, everyone = time.perf_counter(), engine.placement.rank, engine.placement.everyone
     state = on_all(lambda: _state(engine, extra, in_background), everyone)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from harness.engine import guard
+from harness.engine import guard, tensor_parallel
 from harness.engine.precision import common_dtype
 from harness.engine.waiting import name_some, waiting_for
 
@@ -39,8 +39,8 @@ def take(bucket) -> list[torch.Tensor]:
         gradients[index] = kept if gradients[index] is None else kept.add_(gradients[index])
     bucket.kept = {}
     return [
-        bucket.flat.new_zeros(()).expand(param.shape) if gradient is None else gradient
-        for gradient, param in zip(gradients, bucket.params)
+        bucket.flat.new_zeros(()).expand(shape) if gradient is None else gradient
+        for gradient, shape in zip(gradients, bucket.shapes)
     ]
 
 
@@ -146,9 +146,14 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
         )
     engine._reduce_gradients()
     buckets = engine.trained
-    gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
-    dtype = common_dtype(buckets)
-    norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in gradients]
+    found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.pieces if piece.grad is not None]
+    gradients, dtype, cut = (
+        [gradient for gradient, _ in found],
+        common_dtype(buckets),
+        tensor_parallel.dimension(buckets),
+    )
+    counted = [gradient for gradient, param in found if tensor_parallel.counts(param, cut)]
+    norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in counted]
     none, device = buckets[0].shard.new_zeros((), dtype=dtype), buckets[0].flat.device
     local = (torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else none).to(device)
     # All values and not their all-reduced maximum: a maximum may lose a NaN.
@@ -156,6 +161,7 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     with waiting_for("the all-gather of the gradients' norms"):
         dist.all_gather_single(everyone, local.reshape(1), group=engine.group)
     total = torch.linalg.vector_norm(everyone, norm_type)
+    total = torch.linalg.vector_norm(tensor_parallel.over_dimension(total, cut), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
     # ZeRO-1's gradients are views of a whole buffer, to which a later backward adds: all of it is scaled.
     buffers = [bucket.flat_gradient for bucket in buckets if hasattr(bucket, "flat_gradient")]
@@ -199,7 +205,7 @@ class GradScaler(torch.amp.GradScaler):
         anywhere = torch.stack([nothing, *(flag.to(device) for flag in found.values())]).amax()
         with waiting_for("the all-reduce of whether gradients are finite"):
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=engine.group)
-        found[device] = anywhere
+        found[device] = tensor_parallel.over_dimension(anywhere, tensor_parallel.dimension(engine.trained)).amax()
 
     def step(self, engine) -> None:
         """`engine.step()`, unless a gradient on some rank is inf or NaN. Unscales first if that was not done."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.engine import guard, safe_reader
+from harness.engine import guard, safe_reader, tensor_parallel
 from harness.engine.optimizer_refusals import optimizer_problem
 from harness.engine.waiting import name_some
 
@@ -27,6 +27,7 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
     problem = _problem(model, options, dist.get_backend(group))
+    problem = problem or tensor_parallel.problem(model, group, dtypes)
     problem = problem or _dtypes_problem(model, dtypes, find_unused) or _source_problem(model, source, group)
     problem = problem or optimizer_problem(model, optimizer_cls, param_groups, on_host=place.offload is not None)
     options |= {"dtypes": dtypes, "find_unused": find_unused, "offload": place.offload, "replicas": place.copies}
@@ -51,8 +52,6 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
                 "batch, and the ranks' weights would part. Build the embedding without it"
             )
     for name, param in named:
-        if hasattr(param, "_local_tensor"):
-            return ValueError(f"parameter {name!r} is a DTensor, sharded by something else already; build a new model")
         if isinstance(param, nn.parameter.UninitializedParameter):
             return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
         engine = getattr(param, "zero_engine", lambda: None)()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from harness.engine import guard, refusals
+from harness.engine import guard, refusals, tensor_parallel
 from harness.engine.precision import sendable
 from harness.engine.waiting import label, name_some, waiting_for
 
@@ -43,7 +43,7 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
         for bucket in engine.buckets:
             flat = gather_whole(bucket, group)
             for param, view in zip(bucket.params, bucket.views(flat)):
-                values[id(param)] = view.to("cpu", copy=True)
+                values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
         state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
         for key, tensor in state.items():
             if id(tensor) in values:
@@ -70,7 +70,8 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
         for bucket in engine.buckets:
             sharded.update(id(param) for param in bucket.params)
             for index, part in bucket.cut(bucket.shard):
-                value = state[keys[id(bucket.params[index])]].reshape(-1)
+                param = bucket.params[index]
+                value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
                 first = max(0, bucket.start - bucket.offsets[index])
                 part.copy_(value[first : first + part.numel()])
         for key, tensor in own.items():
@@ -121,4 +122,4 @@ def _restore(engine) -> None:
         guard.open(bucket.params)
         guard.release(bucket.params)
         for param, view in zip(bucket.params, bucket.views(gather_whole(bucket, engine.group))):
-            param.data = view.clone()
+            tensor_parallel.local(param).data = view.clone()

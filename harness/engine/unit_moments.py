@@ -14,6 +14,7 @@ from harness.engine import guard
 from harness.engine.autograd import backward_now
 from harness.engine.hooks import WeakHook
 from harness.engine.moments import BucketMoments
+from harness.engine.tensor_parallel import local
 
 
 class Run:
@@ -188,7 +189,7 @@ class UnitMoments(BucketMoments):
 
     def _pack(self, tensor: torch.Tensor):
         """Forward saves `tensor`. If it lies in a unit's buffer, remember whose it is."""
-        address = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        address = local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
         if address not in self._unit_of:
             if self._outer is not None:
                 return self._outer[0](tensor), None, self._outer[1]
