@@ -5,6 +5,7 @@ from functools import partial
 import parts
 import torch
 import torch.distributed as dist
+from cases_overlap import late_collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -87,6 +88,39 @@ def like_ddp(stage: str) -> None:
         loss = engine.training_step(*batch(step, rank), next_token_loss)
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
     parts.assert_same_state(engine.full_state_dict(), ddp.module.state_dict(), atol=1e-12)
+
+
+def however_late_the_replicas_answer(stage: str) -> None:
+    """A shard's all-reduce travels while backward goes on: it is not waited for before the next bucket is sent."""
+    rank, meanwhile = dist.get_rank(), []
+    plain = gpt(torch.float64)
+    optimizer = ADAMW(plain.parameters())
+    options = {"bucket_mb": 0.01} if stage == "zero2" else {}
+    engine = parts.STAGES[stage](gpt(torch.float64), ADAMW, group=grid(), **options)
+    with late_collectives() as pending:
+        issue = dist.reduce_scatter_single
+
+        def spy(*arguments, **keywords):
+            meanwhile.append([work.name for work in pending])
+            return issue(*arguments, **keywords)
+
+        dist.reduce_scatter_single = spy  # put back with the others
+        for step in range(3):
+            for who in range(4):
+                (next_token_loss(plain(batch(step, who)[0]), batch(step, who)[1]) / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.training_step(*batch(step, rank), next_token_loss)
+        with torch.no_grad():
+            engine(batch(0, rank)[0])
+        assert not pending, [work.name for work in pending]
+    number = len(meanwhile) // 3
+    if stage != "zero1":
+        assert number >= 3
+        for sends in (meanwhile[step * number : (step + 1) * number] for step in range(3)):
+            assert [names.count("all_reduce") for names in sends] == [0] + [1] * (number - 1), sends
+    parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+    dist.barrier()
 
 
 def rank_0_decides_how_all_begin(stage: str) -> None:

@@ -21,7 +21,7 @@ def test_equals_fsdp2_on_the_same_mesh_to_the_bit(ranks, stage, options):
     "case",
     [
         cases.like_ddp, cases.rank_0_decides_how_all_begin, cases.bytes_by_dimension, cases.unused_in_one_replica,
-        cases.a_backward_after_clipping_adds, cases.refusals,
+        cases.a_backward_after_clipping_adds, cases.refusals, cases.however_late_the_replicas_answer,
     ],
     ids=lambda case: case.__name__,
 )  # fmt: skip
