@@ -12,7 +12,7 @@ Learn
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's)
-./launch.sh exercise NAME [--force]      writes exercises/NAME.py, a chapter with blanks: zero1, zero1_2psi, zero2 or zero3
+./launch.sh exercise NAME [--force]      writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
 ./launch.sh check NAME [N]               says of an exercise, step by step: passed, or what was expected and found
 ./launch.sh bug [NUMBER] [--answer]      the museum of bugs: run that exhibit and see the symptom; without NUMBER the list
 
