@@ -69,7 +69,7 @@ class PartsLedger(MemoryLedger):
 
     def begin(self, engine=None) -> None:
         """A step begins: forget the one before. Called on entering; again for the next step."""
-        self._engine = engine or self._engine
+        self._engine, self.failed = engine or self._engine, None
         for handle in self._handles:
             handle.remove()
         self._handles, self._events, self._part, self._maker, self._growing = [], [], {}, {}, set()
@@ -151,7 +151,9 @@ class PartsLedger(MemoryLedger):
         super()._gone(key)
 
     def _out_of_memory(self) -> None:
-        # Now, and not where the error is caught: on its way there it leaves the step and the module, and frees.
+        if self.failed is not None:
+            return  # on the error's way out: the first one counts
+        # Now, and not where the error is caught: by then the step and the module are left, and memory is freed.
         if torch.is_grad_enabled():
             for key in self._growing:  # forward has not come to the end that would show it
                 self._part.setdefault(self._number[key], ACTIVATIONS)

@@ -71,6 +71,7 @@ class Timeline(TorchDispatchMode):
         self.operations: list[tuple[float, float]] = []
         self.waits: list[Wait] = []
         self.marks: list[float] = []
+        self._futures: list[tuple] = []  # (future, entry) of collectives under way
         self._issued: list[list] = []  # the collectives' entries, in order
         self._waited: list[tuple] = []  # (start, end, the collective's entry), of waits that Python has called
         self._stream = None  # on CUDA the one that computes
@@ -104,6 +105,7 @@ class Timeline(TorchDispatchMode):
                     self._raw.append([STEPS, label.removeprefix("step "), start, self._now(), "", 0])
             return func(*args, **(kwargs or {}))
         start = self._now()
+        self._look_for_ends(start)
         result = func(*args, **(kwargs or {}))
         if namespace in ("c10d", "_c10d_functional"):
             if name in KINDS:
@@ -137,10 +139,19 @@ class Timeline(TorchDispatchMode):
                     entry[7] = False
                     return
                 future.then(lambda _: self._ended(entry))
+                self._futures.append((future, entry))
 
-    def _ended(self, entry: list) -> None:
+    def _look_for_ends(self, now) -> None:
+        """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
+        if self._futures and not self._cuda:
+            for future, entry in self._futures:
+                if future.done():
+                    self._ended(entry, now)
+            self._futures = [pair for pair in self._futures if pair[1][3] is None]
+
+    def _ended(self, entry: list, now=None) -> None:
         if entry[3] is None:
-            entry[3] = self._now()  # on CUDA a callback runs on a stream that has waited for the collective
+            entry[3] = now or self._now()  # on CUDA a callback runs on a stream that has waited for the collective
 
     def __enter__(self):
         self._where.open()
@@ -185,7 +196,7 @@ class Timeline(TorchDispatchMode):
         self.operations = [(self._seconds(start), self._seconds(stop)) for start, stop in self.operations]
         self.marks = [self._seconds(moment) for moment in self.marks]
         self.waits = self._find_waits()
-        self._raw, self._issued, self._waited, self._under_way = [], [], [], {}
+        self._raw, self._issued, self._waited, self._futures, self._under_way = [], [], [], [], {}
         return result
 
     def _find_waits(self) -> list[Wait]:
