@@ -445,10 +445,8 @@ class Referee:
         steps = max(1, min(WATCHED_STEPS, self.options.timed_steps))
         train = None if engine is None else partial(self.timed_step, engine, batch)
         found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self._offset[0]))
-        return {
-            "clocks_differ_by_at_most_ms": round(process_group.largest([self._offset[1]], self.me)[0] * 1e3, 4),
-            **found,
-        }
+        unsure = process_group.largest([self._offset[1]], self.me)[0]
+        return {"clocks_unsure_by_ms": round(unsure * 1e3, 4), **found}
 
     def _time_step(self, engine, batch) -> float:
         dist.barrier()

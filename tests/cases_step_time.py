@@ -1,9 +1,11 @@
 """The steps of real engines, watched."""
 
+import sys
 import time
 import types
 from functools import partial
 
+import parts
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2_compare as referee
 from harness.measure import step_time, timeline
+from harness.run import process_group, walkthrough
 from harness.run.model import GPTConfig
 
 DELAY = 0.12  # seconds
@@ -170,3 +173,18 @@ def out_of_memory() -> list[str]:
     finally:
         F.cross_entropy = loss
     return said
+
+
+def out_of_memory_in_a_chapter(chapter: str) -> str:
+    """The chapter's own run, on the process group that is there. As rank 1 it prints nothing."""
+    me = process_group.Rank(1, 1, torch.device("cpu"), "gloo", "")
+    start, argv = process_group.start, sys.argv
+    process_group.start, sys.argv = lambda *_: me, [chapter, "--preset", "toy"]
+    try:
+        with Full(lambda name: name == "aten::gelu", 3):  # there are two in a step
+            walkthrough._walk(parts.STAGES[chapter], "A chapter.")
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    finally:
+        process_group.start, sys.argv = start, argv
+    return "enough"

@@ -178,3 +178,8 @@ def test_out_of_memory_says_where_and_what_for(ranks):
         assert "Alive were" in text and "optimizer 0.28 MB" in text and text.endswith("Tried to allocate too much.")
     assert "activations" in forward and "activations" in backward
     assert "in training step 4 of zero3. This rank held" in between
+
+
+def test_a_chapter_says_it_too(ranks):
+    (text,) = ranks(1).run(cases.out_of_memory_in_a_chapter, chapter="zero2")
+    assert "out of memory in training step 2, in step 1 forward, unit 'blocks.0'. Alive were" in text

@@ -208,12 +208,13 @@ class Timeline(TorchDispatchMode):
         number = {id(entry): index for index, entry in enumerate(self._issued)}
         waits = [Wait(self._seconds(a), self._seconds(b), number[id(entry)]) for a, b, entry in self._waited]
         known = {wait.collective for wait in waits}
+        slack = 5e-5 if self._cuda else 0.0  # a collective's end is noted on another stream, a moment later
         ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
         for (_, before), (after, _) in pairwise(self.operations):
             while ends and ends[0][0] <= before:
                 ends.pop(0)
-            while ends and ends[0][0] <= after:
-                end, index = ends.pop(0)
+            while ends and ends[0][0] <= after + slack:
+                end, index = min(ends[0][0], after), ends.pop(0)[1]
                 start = max(before, self.collectives[index].start)
                 waits.append(Wait(start, end, index))
                 before = end
