@@ -361,7 +361,8 @@ def scaling(results: dict, theme: dict):
 
 def step_time(results: list[tuple[str, dict]], theme: dict):
     """A bar per engine and rank, a column per file: own work, exposed communication by kind, waiting. Linear."""
-    rows = [(name, rank["rank"]) for name, run in results[0][1]["runs"].items() for rank in run["step_time"]["ranks"]]
+    runs = {name: run["step_time"]["ranks"] for name, run in results[0][1]["runs"].items() if name != "single"}
+    rows = [(name, rank["rank"]) for name, ranks in runs.items() for rank in ranks]
     figure, grid = new(theme, 1, len(results), height=0.26 * len(rows) + 2.1, sharex=True, sharey=True, squeeze=False)
     seen = set()
     for axes, (title, report) in zip(grid[0], results):

@@ -140,6 +140,8 @@ def slow_rank() -> str:
     report = result(SLOW_RANK)
     rows = []
     for name, run in report["runs"].items():
+        if name == "single":  # one process waits for nobody
+            continue
         fast, slow = run["step_time"]["ranks"]
         times = [f"{rank[key]:.0f}" for key in ("step_ms", "own_ms", "waiting_ms") for rank in (fast, slow)]
         rows.append([f"`{name}`", *times, f"{run['step_time']['slowest_rank']}"])
