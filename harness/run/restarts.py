@@ -35,7 +35,7 @@ class Asked:
     """The handler of `ASKING`: the first signal makes the file `stop`, a second one raises SignalException."""
 
     def __init__(self, stop: Path):
-        self.stop, self.first = stop, None
+        self.stop, self.first, self.second = stop, None, None
 
     def __call__(self, number: int, frame) -> None:
         name = signal.Signals(number).name
@@ -44,8 +44,9 @@ class Asked:
             self.stop.touch()
             _say(f"{name}: the ranks save after this step and leave. Once more: they leave at once")
         elif time.monotonic() - self.first > ONE:
+            self.second = number
             self.stop.unlink(missing_ok=True)  # so that SIGTERM, which torchrun now sends to the ranks, ends them
-            raise SignalException(name, signal.Signals(number))
+            raise SignalException(name, signal.SIGTERM)
 
 
 def main(arguments: list[str]) -> None:
@@ -61,8 +62,8 @@ def main(arguments: list[str]) -> None:
         try:
             torchrun.main([*DEFAULTS, *arguments])
         except SignalException as error:
-            _say(f"{error.sigval.name}: left at once. What was saved before remains")
-            sys.exit(128 + error.sigval)
+            _say(f"{error}: left at once. What was saved before remains")
+            sys.exit(128 + (asked.second or error.sigval))
         except ChildFailedError as error:
             _say(f"gave up after the restarts that were allowed: {len(error.failures)} rank(s) failed, see above")
             sys.exit(1)
