@@ -28,7 +28,7 @@ from harness.run.process_group import Rank
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "tests" / "train_disturbed.py")
-STEPS = 60
+STEPS = 80
 OPTIONS = ["zero3", "--preset", "toy", "--steps", str(STEPS), "--save-every", "7", "--evaluate-every", "20"]
 OPTIONS += ["--accumulate", "2", "--batch", "6"]
 
@@ -119,6 +119,7 @@ def disturbed(folder: Path) -> list[Run]:
     second = run.ranks()
     Path(f"{folder}.hang").touch()
     run.wait_for_new_ranks(second, chance.randint(1, 5))
+    run.wait_for(lambda: run.steps()[-1]["step"] > 14)  # two checkpoints are there: one of them will be damaged
     for process in (*run.ranks(), run.process.pid):  # as systemd does, and Slurm's scancel
         os.kill(process, signal.SIGTERM)
     assert run.end() == 0, run.printed()
@@ -219,7 +220,7 @@ def test_kills_a_hang_a_stop_and_a_damaged_checkpoint_change_nothing(stories, qu
     expected = [line for line in read(quiet / "losses.jsonl") if "event" not in line]
     assert [line["step"] for line in last.steps()] == list(range(1, STEPS + 1))  # none twice, none lost
     assert [values(line) for line in last.steps()] == [values(line) for line in expected]
-    assert [line["step"] for line in last.steps() if "held_out" in line] == [20, 40, 60]
+    assert [line["step"] for line in last.steps() if "held_out" in line] == [20, 40, 60, 80]
     losses = [line["loss"] for line in expected]
     assert losses[-1] < losses[0] and len(set(losses)) == STEPS
     restarts = [line for line in last.lines() if line.get("event") == "restart"]

@@ -179,10 +179,10 @@ class Training:
 
 
 def main(argv=None) -> None:
-    leaving = Leaving()
     options = arguments(argv)
     seq = preset(options.preset).seq
     text, held_out = hold_out(load_text(options.data, seq), seq)
+    leaving = Leaving()
     me = process_group.start(options.backend, options.device)
     joined = time.time()
     check_batch(options, me.world_size)
