@@ -288,9 +288,9 @@ def run(lines: list[dict], theme: dict):
             text += f"\n back after {sum(back['seconds'].values()):.0f} s"
             axes.axvspan(start["step"], start["step"] + back["repeated"], color=theme["shade"], zorder=0)
         axes.axvline(start["step"], color=theme["ink"], linewidth=0.8, linestyle="--")
-        axes.text(start["step"], top, text, va="top", fontsize=8)
-    axes.set_ylim(None, top * 1.03)
-    axes.set_xlabel("training step (shaded: made twice, once before a rank was lost and once after)")
+        axes.text(start["step"], top * 1.1, text, va="top", fontsize=8)
+    axes.set_ylim(None, top * 1.12)
+    axes.set_xlabel("training step (shaded: made twice, before the restart and after it)")
     axes.set_ylabel("loss, nats per token")
     axes.grid(axis="y", linewidth=0.5)
     axes.set_title(f"A run that was disturbed: {starts[0]['stage']}, GPT {starts[0]['preset']}")

@@ -20,6 +20,7 @@ from pathlib import Path
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 DEFAULTS = [
     "--max-restarts=3",
@@ -66,6 +67,9 @@ def main(arguments: list[str]) -> None:
             sys.exit(128 + (asked.second or error.sigval))
         except ChildFailedError as error:
             _say(f"gave up after the restarts that were allowed: {len(error.failures)} rank(s) failed, see above")
+            sys.exit(1)
+        except RendezvousError as error:
+            _say(f"the machines cannot agree on who takes part ({error}). Is the one at --rdzv-endpoint gone?")
             sys.exit(1)
 
 
