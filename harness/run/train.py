@@ -104,7 +104,7 @@ class Training:
         about = {"step": self.step, "next": self.next, "rank": self.me.rank, "ranks": self.me.world_size}
         about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
-        self.saving.add_done_callback(lambda save: save.exception() or print(save.result(), flush=True))
+        self.saving.add_done_callback(lambda save: save.exception() or print(f"{save.result()}\n", end="", flush=True))
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
