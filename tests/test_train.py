@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pool import Pool
 
 from harness.run import train, train_options
 from harness.run.data import Sequences, hold_out, load_text
@@ -209,10 +210,12 @@ def stories(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def quiet(ranks, tmp_path_factory) -> Path:
-    """The folder of a run without a break."""
-    folder = tmp_path_factory.mktemp("quiet")
-    ranks(2).run(undisturbed, options=OPTIONS, folder=str(folder))
+def quiet(tmp_path_factory) -> Path:
+    """The folder of a run without a break. On a pool of its own, so that `stories` belong to one worker of pytest."""
+    folder, pool = tmp_path_factory.mktemp("quiet"), Pool(2)
+    pool.run(undisturbed, options=OPTIONS, folder=str(folder))
+    pool.let_go()
+    pool.close()
     return folder
 
 
