@@ -52,6 +52,8 @@ from torch.profiler import record_function  # gives a step its name in profiles,
 # What every stage needs and none teaches; the chapter can be read without it. `moments`: points in time, not Adam's.
 from harness.engine import gradients, moments, optimizer, precision, refusals, state, units
 from harness.engine.interface import Interface
+from harness.engine.placement import Placement
+from harness.engine.tensor_parallel import local
 from harness.engine.waiting import wait
 
 
@@ -72,7 +74,7 @@ class Bucket:
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
         self.names, self.params = zip(*named_params)
-        self.shapes = [param.shape for param in self.params]
+        self.shapes = [local(param).shape for param in self.params]  # `param` itself, but for tensor parallelism
         self.strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
         self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(self.params[0].dtype, *dtypes)
         # Every parameter and every shard starts on a multiple of 16 bytes. For unaligned tensors torch takes other
@@ -88,8 +90,8 @@ class Bucket:
 
     def flatten(self) -> None:
         """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
-        self.flat = self.params[0].new_zeros(self.numel)  # zeros: padding must never hold a NaN
-        for param, view in zip(self.params, self.views(self.flat)):
+        self.flat = local(self.params[0]).new_zeros(self.numel)  # zeros: padding must never hold a NaN
+        for param, view in zip(map(local, self.params), self.views(self.flat)):
             view.copy_(param.detach())
             # The parameter gets another storage and stays the same object, so the model notices nothing. From now on a
             # collective that writes into `flat` writes into the weights.
@@ -114,13 +116,13 @@ class Bucket:
                 parts.append((index, shard[first - self.start : end - self.start]))
         return parts
 
-    def make_pieces(self) -> None:
+    def make_pieces(self, place: Placement) -> None:
         """Step 0: what the optimizer is handed. `detach` makes a leaf, as optimizers want, on the shard's memory.
 
         So updating a piece updates the shard. A shard may hold parts of several parameters, with another weight decay
         each, or without a gradient: so the optimizer gets a piece per parameter.
         """
-        precision.round_weights(self)  # mixed precision only: the shard gets memory of its own, `flat` another dtype
+        place.adopt(self)  # mixed precision and offload only: the shard moves into memory of its own
         trained = self.params[0].requires_grad
         self.pieces = [(index, part.detach().requires_grad_(trained)) for index, part in self.cut(self.shard)]
 
@@ -157,15 +159,15 @@ class ZeRO1(Interface):
     """Data-parallel training of `model` with the optimizer state cut into N.
 
     `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a `torch.optim.Optimizer` that
-    treats each element by itself (SGD, Adam, AdamW, RMSprop, Adagrad; not Muon or Shampoo, which look at matrices).
-    `group` is the process group or one-dimensional DeviceMesh to shard over (default: all ranks). `bucket_mb` is the
-    size of a bucket in MiB, and `param_groups` are a torch optimizer's, over the model's parameters. `param_dtype` is
-    that of weights and computation, `reduce_dtype` (default: the same) that of gradients when they are sent; shards
-    keep the model's. `find_unused=True` lets a step leave parameters without a gradient. All ranks start from rank 0's
-    parameters and buffers. Several backwards before a step add up, and send as much as one.
+    treats each element by itself, as SGD and AdamW do (Muon looks at matrices). `group` is the process group or
+    DeviceMesh to shard over (default: all ranks). `bucket_mb` is the size of a bucket in MiB, and `param_groups` are a
+    torch optimizer's, over the model's parameters. `param_dtype` is that of weights and computation, `reduce_dtype`
+    (default: the same) that of gradients when they are sent; shards keep the model's. `find_unused=True` lets a step
+    leave parameters without a gradient. A mesh of two dimensions has replicas along the first, `offload_policy` moves
+    shards to the host: engine/placement.py. All ranks start from rank 0's parameters and buffers. Several backwards
+    before a step add up, and send as much as one.
 
-    The set-up, `__init__`, comes last. Raises RuntimeError without a process group, ValueError or TypeError for what
-    cannot work, each on every rank. Source: ZeRO paper, section 5.1; article class `ZeRO_1`.
+    Raises ValueError, TypeError or RuntimeError for what cannot work. Source: paper, section 5.1; article's `ZeRO_1`.
     """
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
@@ -203,7 +205,7 @@ class ZeRO1(Interface):
         for bucket, work in zip(self.trained, works):
             wait(work, "all-reduce", bucket)
             precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # divided by N, in place
-            shard = bucket.own_part(bucket.flat_gradient)
+            shard = self.placement.brought(bucket, bucket.own_part(bucket.flat_gradient))  # as a rule the part itself
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient.to(piece.dtype)  # of the same dtype: a view, no copy
         gradients.settle(self)  # an error for a parameter without a gradient
@@ -216,27 +218,25 @@ class ZeRO1(Interface):
         """`load_full_state_dict` has written new values into all shards: bring the weights up to date."""
         gather_parameters(self.buckets, self.group)
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float | None = None,
-                 param_groups=None, param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
-        group, self.dtypes = refusals.process_group(group), (param_dtype, reduce_dtype)
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb=None, param_groups=None,
+                 param_dtype=None, reduce_dtype=None, find_unused=False, offload_policy=None):  # fmt: skip
+        place, self.dtypes = Placement(group, offload_policy), (param_dtype, reduce_dtype)
         # What cannot work raises here, on every rank, and before anything is changed.
-        refusals.check(model, optimizer_cls, param_groups, group, self.dtypes, find_unused, bucket_mb=bucket_mb)
-        self.model, self.group, self.find_unused = model, group, find_unused
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        refusals.check(model, optimizer_cls, param_groups, place, self.dtypes, find_unused, bucket_mb=bucket_mb)
+        self.model, self.group, self.placement, self.find_unused = model, place.group, place, find_unused
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         with record_function("step 0 partition"), torch.no_grad():
             self.trained, frozen = partition(model, bucket_mb, self.rank, self.world_size, self.dtypes)
             self.buckets = self.trained + frozen
             for bucket in self.buckets:
                 bucket.flatten()
-                dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=group)
-                bucket.make_pieces()
-            state.broadcast_buffers(model, group)  # what the model has registered as buffers stays whole
-            for bucket in self.trained:
-                # It stays from step to step: to allocate it anew would take longer than to overwrite it.
+                dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=place.everyone)
+                bucket.make_pieces(place)
+            state.broadcast_buffers(model, place.everyone)  # what the model has registered as buffers stays whole
+            for bucket in self.trained:  # it stays: to allocate it anew would take longer than to overwrite it
                 bucket.flat_gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
-        # From here on backward moves each `param.grad` into its place in `flat_gradient`.
-        self.moments = moments.CollectGradients(self)
+        self.moments = moments.CollectGradients(self)  # from here on gradients move into `flat_gradient`
         self.zero_grad()
 
 

@@ -44,6 +44,7 @@ from torch.profiler import record_function
 
 from harness.engine import gradients, moments, optimizer, precision, refusals, state
 from harness.engine.interface import Interface
+from harness.engine.placement import Placement
 from harness.engine.waiting import wait
 from zero1 import Bucket, gather_parameters, partition
 
@@ -70,9 +71,7 @@ class Reduction:
         wait(self.work, "reduce-scatter", self.bucket)
         self.flat = None  # the whole gradients are gone: this makes it ZeRO-2
         precision.mean_of_sum(self.shard, world_size)  # divided by N, in place
-        for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard)):
-            gradient = gradient.to(piece.dtype)
-            piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
+        self.bucket.placement.hand_over(self.bucket, self.shard)  # to `piece.grad`, where several backwards add up
 
 
 class ZeRO2(Interface):
@@ -154,21 +153,21 @@ class ZeRO2(Interface):
 
     # The set-up.
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb: float | None = None,
-                 param_groups=None, param_dtype=None, reduce_dtype=None, find_unused: bool = False):  # fmt: skip
-        group, self.dtypes = refusals.process_group(group), (param_dtype, reduce_dtype)
+    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, bucket_mb=None, param_groups=None,
+                 param_dtype=None, reduce_dtype=None, find_unused=False, offload_policy=None):  # fmt: skip
+        place, self.dtypes = Placement(group, offload_policy), (param_dtype, reduce_dtype)
         # What cannot work raises here, on every rank, and before anything is changed.
-        refusals.check(model, optimizer_cls, param_groups, group, self.dtypes, find_unused, bucket_mb=bucket_mb)
-        self.model, self.group, self.find_unused = model, group, find_unused
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        refusals.check(model, optimizer_cls, param_groups, place, self.dtypes, find_unused, bucket_mb=bucket_mb)
+        self.model, self.group, self.placement, self.find_unused = model, place.group, place, find_unused
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         with record_function("step 0 partition"), torch.no_grad():
             self.trained, frozen = partition(model, bucket_mb, self.rank, self.world_size, self.dtypes)
             self.buckets = self.trained + frozen
             for bucket in self.buckets:
                 bucket.flatten()
-                dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=group)
-                bucket.make_pieces()
-            state.broadcast_buffers(model, group)  # what the model has registered as buffers stays whole
+                dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=place.everyone)
+                bucket.make_pieces(place)
+            state.broadcast_buffers(model, place.everyone)  # what the model has registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
         self.moments = moments.BucketMoments(self)  # from here on backward calls `gradients_final`

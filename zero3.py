@@ -59,6 +59,7 @@ from torch.profiler import record_function
 
 from harness.engine import gradients, guard, meta, optimizer, order, precision, refusals, state
 from harness.engine.interface import Interface
+from harness.engine.placement import Placement
 from harness.engine.unit_moments import UnitMoments
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import wait
@@ -129,10 +130,11 @@ class ZeRO3(Interface):
                 # On a GPU work runs in queues, called streams, and collectives have a stream of their own. The stream
                 # that computes frees this memory later, so it also allocates it here. Then the two need no signal.
                 bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
-                shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
                 # Straight into the weights: the model's parameters are views of `flat`, and so is what autograd saved.
                 whole = precision.sendable(bucket.flat)  # `bucket.flat` itself, or its bytes
-                unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
+                with self.placement.copies_beside(bucket):  # offload only: a stream of its own for the copy up
+                    shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
+                    unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
         unit.gathered = True
 
     def _wait(self, unit: Unit) -> None:
@@ -238,30 +240,30 @@ class ZeRO3(Interface):
 
     def __init__(self, model: nn.Module, optimizer_cls, *, group=None, units=None, prefetch: int = 1,
                  reshard_after_forward: bool = True, param_groups=None, param_dtype=None, reduce_dtype=None,
-                 find_unused: bool = False, init_fn=None, state_dict=None):  # fmt: skip
+                 find_unused: bool = False, offload_policy=None, init_fn=None, state_dict=None):  # fmt: skip
         units = list(units) if isinstance(units, Iterable) else units
-        group, self.dtypes = refusals.process_group(group), (param_dtype, reduce_dtype)
+        place, self.dtypes = Placement(group, offload_policy), (param_dtype, reduce_dtype)
         # What cannot work raises here, on every rank, and before anything is changed.
         refusals.check(
-            model, optimizer_cls, param_groups, group, self.dtypes, find_unused, (init_fn, state_dict),
+            model, optimizer_cls, param_groups, place, self.dtypes, find_unused, (init_fn, state_dict),
             units=units, prefetch=prefetch, reshard_after_forward=reshard_after_forward,
         )  # fmt: skip
-        self.model, self.group, self.find_unused = model, group, find_unused
+        self.model, self.group, self.placement, self.find_unused = model, place.group, place, find_unused
         self.reshard_after_forward = reshard_after_forward
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.prefetch = prefetch if self.world_size > 1 else 0  # a rank that is alone waits for nothing
-        self.order = order.Sequence(group)  # do all ranks gather and reduce the same units in the same order?
+        self.order = order.Sequence(place.everyone)  # do all ranks gather and reduce the same units in the same order?
         with record_function("step 0 partition"), torch.no_grad():
             self.units, self.root = make_units(model, units, self.rank, self.world_size, self.dtypes)
             self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]
             self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
-            source = meta.Source(model, group, init_fn, state_dict)  # of the values, for a model on `meta`
+            source = meta.Source(model, place.everyone, init_fn, state_dict)  # of the values, for a model on `meta`
             for unit in (*self.units, self.root):
                 for bucket in unit.buckets:
                     self._shard(bucket, source)
                 self._free(unit)  # the memory is gone already; now it counts as freed
             source.finish()
-            state.broadcast_buffers(model, group)  # what the model has registered as buffers stays whole
+            state.broadcast_buffers(model, place.everyone)  # what the model has registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
         self.moments = UnitMoments(self)  # from here on the model's forward and backward call the moments
@@ -272,10 +274,10 @@ class ZeRO3(Interface):
         on_meta = source.begin(bucket)  # parameters on `meta` get a device here, memory in `flatten`
         bucket.flatten()
         source.fill(on_meta)  # and their values here
-        dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=self.group)
+        dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=self.placement.everyone)
         bucket.shard = bucket.shard.clone()  # so far a view of `flat`; it must survive when `flat` is freed
         bucket.flat.untyped_storage().resize_(0)
-        bucket.make_pieces()
+        bucket.make_pieces(self.placement)
         guard.adopt(bucket, self)  # from here on a wrong use of the parameters is an error
 
 

@@ -131,6 +131,23 @@ def goes_on_to_the_bit(stage: str, optimizer: str, folder: str, in_background: b
     )
 
 
+def comes_back(stage: str, folder: str) -> None:
+    """On every rank its own weights and optimizer state, in an engine that had others."""
+    engine = build(stage)
+    train(engine, range(2))
+    checkpoint.save(engine, folder)
+    expected = state_of(engine)
+    other = build(stage, seed=3)
+    train(other, range(4, 7))
+    checkpoint.load(other, folder)
+    found = state_of(other)
+    for name, value in expected[0].items():
+        assert "running" in name or torch.equal(found[0][name], value), name  # of statistics all have rank 0's
+    assert len(found) == len(expected) and equal(found[2:], expected[2:])
+    shards = [[bucket.shard for bucket in each.buckets] for each in (engine, other)]
+    assert equal(*shards)
+
+
 def same_batch(step: int):
     return parts.token_batch(step, 0)
 

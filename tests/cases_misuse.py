@@ -586,11 +586,11 @@ def an_engine_is_like_its_model(stage: str) -> list[str]:
 
 
 def a_mesh_for_a_group(stage: str) -> str:
-    """A DeviceMesh of one dimension is a group; of two it is refused."""
+    """A DeviceMesh of one dimension is a group, of two it has replicas; of three it is refused."""
     world_size = dist.get_world_size()
     beside = Beside(stage, group=init_device_mesh("cpu", (world_size,)))
     beside.train()
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh("cpu", (1, 1, world_size), mesh_dim_names=("pipeline", "replicas", "shards"))
     found = message(lambda: Beside(stage, group=mesh), ValueError)
     Beside(stage, group=mesh["shards"]).train()
     return found

@@ -1,5 +1,6 @@
 """Run on every rank: another file's case with an exhibit in its stage's place, and an exhibit's own visit."""
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -9,6 +10,7 @@ from unittest.mock import patch
 import parts
 import torch.distributed as dist
 
+from harness.engine import checkpoint
 from harness.run.data import load_text
 from harness.teach.museum import visit as bug
 from harness.teach.museum.exhibits import EXHIBITS
@@ -30,7 +32,11 @@ def with_the_bug(number: int, module: str, name: str, arguments: dict) -> tuple[
             super().__init__(*arguments, group=own if group is None else group, **options)
 
     stages = {**parts.STAGES, exhibit.stage: Exhibited}
-    with patch.multiple(parts, STAGES=stages, **{exhibit.right.__name__: Exhibited}):
+    files = {name: getattr(Exhibited, name) for name in ("save", "load") if hasattr(Exhibited, name)}
+    with (
+        patch.multiple(parts, STAGES=stages, **{exhibit.right.__name__: Exhibited}),
+        patch.multiple(checkpoint, **files) if files else contextlib.nullcontext(),
+    ):
         try:
             return True, getattr(importlib.import_module(module), name)(**arguments)
         except Exception as error:

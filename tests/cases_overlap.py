@@ -163,8 +163,8 @@ def collectives_run_while_computing(stage: str, root: bool = False, reverse: boo
 class _Late:
     """A collective that runs at the last moment that is allowed: inside `wait()`."""
 
-    def __init__(self, run, pending: list):
-        self.run, self.pending = run, pending
+    def __init__(self, name: str, run, pending: list):
+        self.name, self.run, self.pending = name, run, pending
         pending.append(self)
 
     def wait(self):
@@ -189,7 +189,7 @@ def late_collectives():
                 kept = inputs[0].clone()
                 output.fill_(torch.nan)
                 inputs[0].copy_(kept)  # it may be a part of the output
-            return _Late(lambda: real[name](output, *inputs, **options), pending)
+            return _Late(name, lambda: real[name](output, *inputs, **options), pending)
 
         return issue
 

@@ -26,6 +26,11 @@ def test_the_loaded_run_is_the_uninterrupted_one(ranks, tmp_path, stage, in_back
     )
 
 
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_what_is_loaded_is_what_was_saved(ranks, tmp_path, stage):
+    ranks(2).run(cases.comes_back, stage=stage, folder=str(tmp_path))
+
+
 @pytest.mark.parametrize("optimizer", sorted(cases.OPTIMIZERS))
 def test_every_elementwise_optimizer(ranks, tmp_path, optimizer):
     ranks(3).run(cases.goes_on_to_the_bit, stage="zero3", optimizer=optimizer, folder=str(tmp_path))

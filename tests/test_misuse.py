@@ -193,7 +193,7 @@ def test_an_engine_is_like_its_model(ranks, stage):
 @STAGES
 def test_a_mesh_for_a_group(ranks, stage):
     for found in ranks(2).run(cases.a_mesh_for_a_group, stage=stage):
-        tells(found, "2 dimensions", "mesh[")
+        tells(found, "3 dimensions", "mesh[")
 
 
 @STAGES

@@ -49,11 +49,11 @@ class Museum:
         return [value for _, value in answers]
 
 
-def named_test(exhibit, name: str):
+def named_test(exhibit, name: str, tmp_path: Path):
     """(the test function of that name, its arguments for this exhibit but for the ranks)."""
     file, function = name.split("::")
     test = getattr(import_module(Path(file).stem), function)
-    known = {"world_size": 2, "stage": exhibit.stage, **PARAMETERS.get(function, {})}
+    known = {"world_size": 2, "stage": exhibit.stage, "tmp_path": tmp_path, **PARAMETERS.get(function, {})}
     return test, {name: known[name] for name in inspect.signature(test).parameters if name != "ranks"}
 
 
@@ -61,16 +61,16 @@ NAMED = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhi
 
 
 @pytest.mark.parametrize("number, name", NAMED, ids=str)
-def test_the_named_test_stops_it(ranks, number, name):
-    test, arguments = named_test(EXHIBITS[number], name)
+def test_the_named_test_stops_it(ranks, tmp_path, number, name):
+    test, arguments = named_test(EXHIBITS[number], name, tmp_path)
     with pytest.raises(AssertionError):
         test(lambda world_size: Museum(ranks(world_size), number), **arguments)
 
 
 @pytest.mark.parametrize("stage, name", sorted({(EXHIBITS[number].stage, name) for number, name in NAMED}))
-def test_the_named_test_passes_without_it(ranks, stage, name):
+def test_the_named_test_passes_without_it(ranks, tmp_path, stage, name):
     exhibit = next(exhibit for exhibit in EXHIBITS.values() if exhibit.stage == stage and name in exhibit.caught_by)
-    test, arguments = named_test(exhibit, name)
+    test, arguments = named_test(exhibit, name, tmp_path)
     test(ranks, **arguments)
 
 

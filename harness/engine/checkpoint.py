@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.engine import checkpoint_fit, checkpoint_write
+from harness.engine import checkpoint_fit, checkpoint_write, tensor_parallel
 from harness.engine.layout import elementwise, first_element, keys_of, pieces, plain_name
 from harness.engine.rectangles import Cut
 from harness.engine.safe_reader import Damaged, Folder, Unsafe, complete, newest
@@ -53,7 +53,7 @@ def save(engine, folder, keep: int | None = 3, **extra) -> Saved:
     Of the complete checkpoints in `folder` the newest `keep` stay (None: all). `extra` are tensors and plain values,
     each rank's own. Raises the same error on every rank (RuntimeError for a full disk); earlier checkpoints stay.
     """
-    return _begin(engine, folder, keep, extra, engine.group, in_background=False)()
+    return _begin(engine, folder, keep, extra, engine.placement.everyone, in_background=False)()
 
 
 def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futures.Future:
@@ -65,7 +65,7 @@ def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futu
     """
     _wait_for_last(engine)
     if "background" not in vars(engine):
-        ranks = dist.get_process_group_ranks(engine.group or dist.group.WORLD)
+        ranks = dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
     group, thread = engine.background
@@ -82,20 +82,31 @@ def load(engine, folder) -> dict:
     optimizer. Until then values are in host memory of their own.
     """
     _wait_for_last(engine)
-    path = together(lambda: newest(folder) if engine.rank == 0 else None, engine.group)[0]
+    _refuse_parts(engine)
+    place = engine.placement
+    path = together(lambda: newest(folder) if place.rank == 0 else None, place.everyone)[0]
     groups = _names_of_groups(engine)
-    source = on_all(lambda: Folder(path, engine.rank, engine.world_size), engine.group)
-    return _install(engine, *on_all(lambda: checkpoint_fit.read(engine, source, groups), engine.group))
+    source = on_all(lambda: Folder(path, place.rank, place.world_size), place.everyone)
+    return _install(engine, *on_all(lambda: checkpoint_fit.read(engine, source, groups), place.everyone))
+
+
+def _refuse_parts(engine) -> None:
+    if tensor_parallel.dimension(engine.buckets) is not None:
+        raise ValueError(
+            "tensor parallelism has cut this model, and the ranks of one data dimension have parts of it alone: save "
+            "engine.full_state_dict() on one rank"
+        )
 
 
 def _begin(engine, folder, keep, extra, group, in_background: bool):
     """Everything that needs the engine. Returns the rest as a function: it may run while training goes on."""
+    _refuse_parts(engine)
     _wait_for_last(engine)
-    began = time.perf_counter()
-    state = on_all(lambda: _state(engine, extra, in_background), engine.group)
+    began, rank, everyone = time.perf_counter(), engine.placement.rank, engine.placement.everyone
+    state = on_all(lambda: _state(engine, extra, in_background), everyone)
     state["optim"]["param_groups"] = _groups(engine)
-    path = together(lambda: checkpoint_write.new_folder(folder, keep) if engine.rank == 0 else None, engine.group)[0]
-    rank, ready = engine.rank, time.perf_counter()
+    path = together(lambda: checkpoint_write.new_folder(folder, keep) if rank == 0 else None, everyone)[0]
+    ready = time.perf_counter()
 
     def write() -> Saved:
         nbytes = checkpoint_write.write(state, path, keep, rank, group)
@@ -129,12 +140,13 @@ def _state(engine, extra: dict, copied: bool) -> dict:
                     value = Cut.of(own(value), shape, first) if elementwise(value, piece) else own(value)
                 optim.setdefault(name, {})[key] = value
     _must_be_plain(extra)
-    about = {"optimizer": type(engine.optimizer).__name__, "stage": type(engine).__name__, "ranks": engine.world_size}
+    ranks = engine.placement.world_size
+    about = {"optimizer": type(engine.optimizer).__name__, "stage": type(engine).__name__, "ranks": ranks}
     return {
         "model": model,
         "optim": {"state": optim},
         "zero": about,
-        "extra": {str(engine.rank): [copy.deepcopy(extra)]},
+        "extra": {str(engine.placement.rank): [copy.deepcopy(extra)]},
     }
 
 
@@ -142,7 +154,7 @@ def _names_of_groups(engine) -> list[list[str]]:
     """The names in each group of the optimizer. A rank knows those that it has pieces of. A collective."""
     names = {id(piece): name for name, piece, _, _ in pieces(engine)}
     mine = [[names[id(p)] for p in g["params"] if id(p) in names] for g in engine.optimizer.param_groups]
-    everyone = together(lambda: mine, engine.group)
+    everyone = together(lambda: mine, engine.placement.everyone)
     order = {plain_name(name): place for place, (name, _) in enumerate(engine.model.named_parameters())}
     return [sorted({n for groups in everyone for n in groups[g]}, key=order.get) for g in range(len(mine))]
 
@@ -167,6 +179,7 @@ def _must_be_plain(extra: dict) -> None:
 
 def _install(engine, values, options, state, extra) -> dict:
     """All ranks have read all they need: from here on nothing can fail. Returns `extra`."""
+    engine.placement.settle()
     with torch.no_grad():
         for place, value in values:
             if isinstance(place, str):  # a module's `get_extra_state`

@@ -44,7 +44,7 @@ def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
             places.append((part, name, values))
     options = _options(engine, source, groups)
     state = _optimizer_state(engine, source, options, wanted)
-    extra = source.entries.get(("extra", str(engine.rank)), source.entries.get(("extra", "0")))
+    extra = source.entries.get(("extra", str(engine.placement.rank)), source.entries.get(("extra", "0")))
     if extra is not None:
         wanted[extra] = None
     source.read(wanted)

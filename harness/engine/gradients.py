@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from harness.engine import guard
+from harness.engine import guard, tensor_parallel
 from harness.engine.precision import common_dtype
 from harness.engine.waiting import name_some, waiting_for
 
 
 def forget(engine) -> None:
     """Drop all gradients, and what is known of their way: `zero_grad()` of every stage."""
+    engine.placement.settle()  # a buffer must not go while a collective uses it
     for bucket in engine.trained:
         guard.drop_gradients(bucket.params)
         for _, piece in bucket.pieces:
@@ -38,8 +39,8 @@ def take(bucket) -> list[torch.Tensor]:
         gradients[index] = kept if gradients[index] is None else kept.add_(gradients[index])
     bucket.kept = {}
     return [
-        bucket.flat.new_zeros(()).expand(param.shape) if gradient is None else gradient
-        for gradient, param in zip(gradients, bucket.params)
+        bucket.flat.new_zeros(()).expand(shape) if gradient is None else gradient
+        for gradient, shape in zip(gradients, bucket.shapes)
     ]
 
 
@@ -87,6 +88,7 @@ def settle(engine) -> None:
     that were not reduced, which would otherwise be lost. With `find_unused` a parameter that no rank has used loses
     the zeros that were reduced for it.
     """
+    engine.placement.settle()
     names = [] if engine.find_unused else without_gradient(engine.trained)
     if names:
         raise RuntimeError(
@@ -110,7 +112,7 @@ def settle(engine) -> None:
             "an optimizer that steps inside backward. The ranks' weights would part: only engine.step() may write"
         )
     if engine.find_unused and not engine.moments.settled:
-        drop_unused(engine.trained, engine.group)
+        drop_unused(engine.trained, engine.placement.everyone)
     engine.moments.settled = True
 
 
@@ -144,23 +146,29 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
         )
     engine._reduce_gradients()
     buckets = engine.trained
-    gradients = [piece.grad for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None]
-    dtype = common_dtype(buckets)
-    norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in gradients]
-    none = buckets[0].shard.new_zeros((), dtype=dtype)
-    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else none
+    found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.pieces if piece.grad is not None]
+    gradients, dtype, cut = (
+        [gradient for gradient, _ in found],
+        common_dtype(buckets),
+        tensor_parallel.dimension(buckets),
+    )
+    counted = [gradient for gradient, param in found if tensor_parallel.counts(param, cut)]
+    norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in counted]
+    none, device = buckets[0].shard.new_zeros((), dtype=dtype), buckets[0].flat.device
+    local = (torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else none).to(device)
     # All values and not their all-reduced maximum: a maximum may lose a NaN.
-    everyone = local.new_empty(engine.world_size)
+    everyone = local.new_empty(engine.world_size)  # replicas have the same shards
     with waiting_for("the all-gather of the gradients' norms"):
         dist.all_gather_single(everyone, local.reshape(1), group=engine.group)
     total = torch.linalg.vector_norm(everyone, norm_type)
+    total = torch.linalg.vector_norm(tensor_parallel.over_dimension(total, cut), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
     # ZeRO-1's gradients are views of a whole buffer, to which a later backward adds: all of it is scaled.
     buffers = [bucket.flat_gradient for bucket in buckets if hasattr(bucket, "flat_gradient")]
     storages = {buffer.untyped_storage()._cdata for buffer in buffers}
     for gradient in gradients:
         if gradient.untyped_storage()._cdata not in storages:
-            gradient.mul_(factor)
+            gradient.mul_(factor.to(gradient.device))
     for buffer in buffers:
         buffer.mul_(factor)
     return total
@@ -192,12 +200,12 @@ class GradScaler(torch.amp.GradScaler):
         engine._reduce_gradients()
         super().unscale_(engine.optimizer)
         found = self._found_inf_per_device(engine.optimizer)  # nothing on a rank that owns only padding
-        device = engine.trained[0].shard.device
+        device = engine.trained[0].flat.device
         nothing = torch.zeros((), dtype=torch.float32, device=device)
         anywhere = torch.stack([nothing, *(flag.to(device) for flag in found.values())]).amax()
         with waiting_for("the all-reduce of whether gradients are finite"):
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=engine.group)
-        found[device] = anywhere
+        found[device] = tensor_parallel.over_dimension(anywhere, tensor_parallel.dimension(engine.trained)).amax()
 
     def step(self, engine) -> None:
         """`engine.step()`, unless a gradient on some rank is inf or NaN. Unscales first if that was not done."""

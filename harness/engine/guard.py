@@ -16,7 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
+from harness.engine.tensor_parallel import local_gradient
 from harness.engine.waiting import name_some
 
 # What may be asked of a freed parameter: everything that does not look at its values.
@@ -164,9 +166,12 @@ def _engine_class(cls: type) -> type:
 
 
 def adopt(bucket, engine) -> None:
-    """The bucket's parameters are `engine`'s from here on. Fake tensors of a dry run keep their class: no values."""
+    """The bucket's parameters are `engine`'s from here on.
+
+    Fake tensors of a dry run keep their class, for they have no values. So do DTensors, as torch looks at theirs.
+    """
     for name, param in zip(bucket.names, bucket.params):
-        if not isinstance(param, (FakeTensor, EngineParameter)):
+        if not isinstance(param, (FakeTensor, DTensor, EngineParameter)):
             param.zero_plain_class, param.__class__ = type(param), _engine_class(type(param))
         param.zero_name, param.zero_version, param.zero_moved = name, param._version, False
         param.zero_engine = weakref.ref(engine)
@@ -190,7 +195,7 @@ def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """`param.grad`, which is None from now on."""
     gradient = _grad.__get__(param)
     _grad.__set__(param, None)
-    return gradient
+    return local_gradient(gradient)
 
 
 def drop_gradients(params) -> None:

@@ -7,7 +7,7 @@ from harness.engine.waiting import name_some
 _LOOK_AT_WHOLE = {"Adafactor", "Muon", "Shampoo", "LBFGS", "LARS", "LAMB", "Lamb"}  # names, for most live elsewhere
 
 
-def optimizer_problem(model, optimizer_cls, param_groups) -> Exception | None:
+def optimizer_problem(model, optimizer_cls, param_groups, on_host: bool = False) -> Exception | None:
     """What is wrong with `optimizer_cls` or `param_groups`, found out on a few numbers before anything is changed."""
     if not callable(optimizer_cls):
         return TypeError(
@@ -17,7 +17,7 @@ def optimizer_problem(model, optimizer_cls, param_groups) -> Exception | None:
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     try:
         _check_groups(named, param_groups)
-        devices = [torch.device("cpu") if param.is_meta else param.device for _, param in named]
+        devices = [torch.device("cpu") if on_host or param.is_meta else param.device for _, param in named]
         pieces = {
             id(param): torch.zeros(1, dtype=param.dtype, device=device, requires_grad=True)
             for (_, param), device in zip(named, devices)

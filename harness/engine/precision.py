@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from harness.engine.tensor_parallel import local
+
 
 def bucket_dtypes(own: torch.dtype, param_dtype=None, reduce_dtype=None) -> tuple[torch.dtype, torch.dtype]:
     """(dtype to compute in, dtype to reduce gradients in) for parameters of dtype `own`, as FSDP2's policy has it."""
@@ -32,7 +34,7 @@ def round_weights(bucket) -> None:
         bucket.flat = torch.empty_like(bucket.flat, dtype=bucket.param_dtype)
     else:
         bucket.shard, bucket.flat = bucket.shard.clone(), bucket.flat.to(bucket.param_dtype)
-    for param, view in zip(bucket.params, bucket.views(bucket.flat)):
+    for param, view in zip(map(local, bucket.params), bucket.views(bucket.flat)):
         param.data = view
     if freed:
         bucket.flat.untyped_storage().resize_(0)
@@ -50,10 +52,13 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_shard(bucket) -> torch.Tensor:
-    """What this rank brings to an all-gather into `bucket.flat`: its shard, in mixed precision rounded into place."""
-    if bucket.param_dtype == bucket.shard.dtype:
+    """What this rank brings to an all-gather into `bucket.flat`: its shard.
+
+    In mixed precision it is rounded into its place there, and from the host's memory (offload) copied.
+    """
+    if bucket.param_dtype == bucket.shard.dtype and bucket.flat.device == bucket.shard.device:
         return sendable(bucket.shard)
-    return bucket.own_part(bucket.flat).copy_(bucket.shard)
+    return sendable(bucket.own_part(bucket.flat).copy_(bucket.shard, non_blocking=True))
 
 
 def before_sum(gradients: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """Which rectangles a rank writes into a checkpoint.
 
 A checkpoint holds tensors under their own names and in their own shapes, so that any other program can read it. A rank
-has a run of a tensor's elements, from `first` to `end` in the order of memory. torch.distributed.checkpoint knows
-rectangles alone. So the run is cut into some: of a matrix a rest of a row, whole rows, and a beginning of a row.
+has a run of a tensor's elements: those from `first` up to `end`, which is not among them, in the order of memory.
+torch.distributed.checkpoint knows rectangles alone. So the run is cut into some: of a matrix a rest of a row, whole
+rows, and a beginning of a row.
 
     . . . . . .
-    . . A A A A      elements 8 to 26 of a 6 x 6 matrix
+    . . A A A A      first 8, end 27 in a 6 x 6 matrix
     B B B B B B      A  offsets (1, 2), sizes (1, 4)
     B B B B B B      B  offsets (2, 0), sizes (2, 6)
     C C C . . .      C  offsets (4, 0), sizes (1, 3)
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 def rectangles(shape, first: int, end: int) -> list[tuple[tuple, tuple]]:
-    """(offsets, sizes) of the rectangles that elements `first` to `end` of a row-major tensor consist of, in order.
+    """(offsets, sizes) of the rectangles that elements `first` to `end` - 1 of a row-major tensor consist of, in order.
 
     At most 2(n-1) + 1 of them for n dimensions.
     """
@@ -53,7 +54,7 @@ class Cut(torch.Tensor):
     def of(part: torch.Tensor, shape, first: int) -> "Cut":
         """`part` (numel,) are the elements from `first` on of a tensor of `shape`. They are not copied."""
         cut = torch.Tensor._make_subclass(Cut, part.new_empty(()).expand(shape))
-        cut.boxes, start = {}, 0  # offsets -> (sizes, the elements there, a view of `part` in the rectangle's shape)
+        cut.boxes, start = {}, 0  # boxes: offsets -> the elements there, a view of `part` in the rectangle's shape
         for offsets, sizes in rectangles(tuple(shape), first, first + part.numel()):
             end = start + math.prod(sizes)
             cut.boxes[offsets] = part[start:end].view(sizes)

@@ -9,48 +9,29 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import guard, safe_reader
+from harness.engine import guard, safe_reader, tensor_parallel
 from harness.engine.optimizer_refusals import optimizer_problem
 from harness.engine.waiting import name_some
 
 
-def check(model: nn.Module, optimizer_cls, param_groups, group, dtypes, find_unused, source=None, **options) -> None:
-    """Every check that can be made before anything is changed, on all ranks of `group` together.
+def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unused, source=None, **options) -> None:
+    """Every check that can be made before anything is changed, on all ranks together.
 
-    `dtypes` are (param_dtype, reduce_dtype), `source` is where a model on `meta` gets its values from,
-    (init_fn, state_dict), or None in a stage that takes no such model. Raises RuntimeError without a process group;
+    `place` says who they are, and where shards are kept (engine/placement.py). `dtypes` are (param_dtype,
+    reduce_dtype), `source` is where a model on `meta` gets its values from, (init_fn, state_dict), or None in a stage
+    that takes no such model. Raises RuntimeError without a process group;
     ValueError, TypeError or KeyError for a model or an option that cannot work.
     """
+    group = place.everyone
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
     problem = _problem(model, options, dist.get_backend(group))
+    problem = problem or tensor_parallel.problem(model, group, dtypes)
     problem = problem or _dtypes_problem(model, dtypes, find_unused) or _source_problem(model, source, group)
-    problem = problem or optimizer_problem(model, optimizer_cls, param_groups)
-    options = {**options, "dtypes": dtypes, "find_unused": find_unused}
+    problem = problem or optimizer_problem(model, optimizer_cls, param_groups, on_host=place.offload is not None)
+    options |= {"dtypes": dtypes, "find_unused": find_unused, "offload": place.offload, "replicas": place.copies}
     agree(problem, "" if problem else _fingerprint(model, options), group, model)
-
-
-def process_group(group):
-    """The process group of the ranks to shard over: `group` itself, or the one of a DeviceMesh of one dimension."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group() first, "
-            "or start this file by ./launch.sh or torchrun, which set one up"
-        )
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions; a stage shards over one: pass mesh['name of it']"
-            )
-        return group.get_group()
-    if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
-        raise TypeError(
-            "group must be a process group, as dist.new_group() or mesh.get_group() returns it, or a DeviceMesh of one "
-            f"dimension, got {type(group).__name__}"
-        )
-    return group
 
 
 def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
@@ -71,8 +52,6 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
                 "batch, and the ranks' weights would part. Build the embedding without it"
             )
     for name, param in named:
-        if hasattr(param, "_local_tensor"):
-            return ValueError(f"parameter {name!r} is a DTensor, sharded by something else already; build a new model")
         if isinstance(param, nn.parameter.UninitializedParameter):
             return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
         engine = getattr(param, "zero_engine", lambda: None)()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from harness.engine import guard, refusals
+from harness.engine import guard, refusals, tensor_parallel
 from harness.engine.precision import sendable
 from harness.engine.waiting import label, name_some, waiting_for
 
@@ -24,10 +24,10 @@ def broadcast_buffers(model, group) -> None:
 
 
 def gather_whole(bucket, group) -> torch.Tensor:
-    """The bucket's values from all ranks' shards, in the shards' dtype: (numel,)."""
-    flat = bucket.shard.new_empty(bucket.numel)
+    """The bucket's values from all ranks' shards, in the shards' dtype, on the device: (numel,)."""
+    flat = torch.empty(bucket.numel, dtype=bucket.shard.dtype, device=bucket.flat.device)
     with waiting_for(f"the all-gather of {label(bucket)}"):
-        dist.all_gather_single(sendable(flat), sendable(bucket.shard), group=group)
+        dist.all_gather_single(sendable(flat), sendable(bucket.shard.to(flat.device)), group=group)
     return flat
 
 
@@ -43,14 +43,14 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
         for bucket in engine.buckets:
             flat = gather_whole(bucket, group)
             for param, view in zip(bucket.params, bucket.views(flat)):
-                values[id(param)] = view.to("cpu", copy=True)
+                values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
         state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
         for key, tensor in state.items():
             if id(tensor) in values:
                 state[key] = values[id(tensor)]
             elif isinstance(tensor, torch.Tensor):
                 whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-                dist.broadcast(sendable(whole), group_src=0, group=group)
+                dist.broadcast(sendable(whole), group_src=0, group=engine.placement.everyone)
                 state[key] = values[id(tensor)] = whole.cpu()
     return state
 
@@ -61,7 +61,8 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
     and ValueError for another shape, on every rank, before anything is written.
     """
-    refusals.agree(_state_problem(engine, state), "", engine.group, engine.model)
+    refusals.agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model)
+    engine.placement.settle()
     own = engine.model.state_dict(keep_vars=True)
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
@@ -69,7 +70,8 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
         for bucket in engine.buckets:
             sharded.update(id(param) for param in bucket.params)
             for index, part in bucket.cut(bucket.shard):
-                value = state[keys[id(bucket.params[index])]].reshape(-1)
+                param = bucket.params[index]
+                value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
                 first = max(0, bucket.start - bucket.offsets[index])
                 part.copy_(value[first : first + part.numel()])
         for key, tensor in own.items():
@@ -108,7 +110,7 @@ def close(engine) -> None:
 def agree_or_restore(engine, problem: Exception | None) -> None:
     """The build has come far, and may have failed on some rank: then it fails on all, and the model is plain again."""
     try:
-        refusals.agree(problem, "", engine.group, engine.model)
+        refusals.agree(problem, "", engine.placement.everyone, engine.model)
     except Exception:
         _restore(engine)
         raise
@@ -120,4 +122,4 @@ def _restore(engine) -> None:
         guard.open(bucket.params)
         guard.release(bucket.params)
         for param, view in zip(bucket.params, bucket.views(gather_whole(bucket, engine.group))):
-            param.data = view.clone()
+            tensor_parallel.local(param).data = view.clone()

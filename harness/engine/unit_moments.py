@@ -14,6 +14,7 @@ from harness.engine import guard
 from harness.engine.autograd import backward_now
 from harness.engine.hooks import WeakHook
 from harness.engine.moments import BucketMoments
+from harness.engine.tensor_parallel import local
 
 
 class Run:
@@ -65,7 +66,7 @@ class UnitMoments(BucketMoments):
     def _warn_of_a_large_root(self) -> None:
         engine = self._engine
         total, root = (sum(b.numel for b in buckets) for buckets in (engine.buckets, engine.root.buckets))
-        if 2 * root > total and engine.rank == 0:
+        if 2 * root > total and engine.placement.rank == 0:
             warnings.warn(
                 f"no unit holds {root / total:.0%} of the model ({len(engine.units)} units in all). That part stays "
                 "gathered from the start of forward to the end of backward, and saves little. Pass units=[...], "
@@ -188,7 +189,7 @@ class UnitMoments(BucketMoments):
 
     def _pack(self, tensor: torch.Tensor):
         """Forward saves `tensor`. If it lies in a unit's buffer, remember whose it is."""
-        address = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        address = local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
         if address not in self._unit_of:
             if self._outer is not None:
                 return self._outer[0](tensor), None, self._outer[1]
@@ -311,7 +312,7 @@ class UnitMoments(BucketMoments):
         if not self._in_forward:
             return False
         # A part of the model uses the weight without calling the unit, so nothing tells when it is done.
-        if unit.name not in self._warned and self._engine.rank == 0:
+        if unit.name not in self._warned and self._engine.placement.rank == 0:
             self._warned.add(unit.name)
             warnings.warn(
                 f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from harness.engine import precision
 from harness.engine.autograd import backward_now
 from harness.engine.hooks import no_hook
+from harness.engine.tensor_parallel import local
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
 
@@ -50,7 +51,7 @@ class Look:
             rounded = bucket.flat.dtype != bucket.shard.dtype
             for name, param in zip(bucket.names, bucket.params):
                 whole = not hasattr(engine, "units") and not isinstance(param, FakeTensor)
-                address = param.data_ptr() if whole else None
+                address = local(param).data_ptr() if whole else None
                 self._known.append((name, param, homes[id(param)], param.requires_grad, address, rounded))
 
     def __reduce__(self):  # in a copy of the model nobody looks
@@ -71,7 +72,7 @@ class Look:
                 if param.requires_grad != requires_grad:
                     flags.append(name)
                 if address is not None:  # ZeRO-3's have no place of their own, and a dry run's no place at all
-                    if param.data_ptr() != address:
+                    if local(param).data_ptr() != address:
                         moved.append(name)
                     elif param._version != param.zero_version:
                         lost += [name] * rounded

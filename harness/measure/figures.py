@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 
 from harness.measure.dry_run import formula_name
 from harness.measure.parts import HELD, PARTS, STATE
+from harness.run import journal
 
 # One colour means one thing in all figures. What bytes are for, and what a rank does with them at the time:
 PART_COLOURS = {
@@ -47,6 +48,19 @@ ENGINE_COLOURS = {
     "zero3": "#5b6ee1",
     "fsdp2": "#b04fc9",
 }
+# What a rank's step is spent on: (colour, hatch). All colours can be told from white and from the dark paper, and in
+# grey the hatch tells them apart.
+TIME_STYLES = {
+    "compute": ("#2d6a8f", ""),
+    "host": ("#7f7a72", ""),
+    "optimizer": ("#4f9e57", ""),
+    "all-reduce": ("#c0504d", "xxxx"),
+    "reduce-scatter": ("#b8732a", "\\\\\\\\"),
+    "all-gather": ("#7a68c9", "////"),
+    "broadcast": ("#b84f96", "...."),
+    "waiting": ("#a38a1f", "----"),
+}
+TIME_LABELS = {"host": "host, between operations", "waiting": "waiting for the slowest rank"}
 ENGINE_LINES = {"zero_redundancy_optimizer": "--", "fsdp2_no_reshard": "--", "fsdp2": "--", "single": ":"}
 
 THEMES = {
@@ -269,6 +283,35 @@ def losses(results: dict, theme: dict):
     return figure
 
 
+def run(lines: list[dict], theme: dict):
+    """The losses of a run that was restarted: where, on how many ranks it went on, and which steps it made again."""
+    steps = [line for line in lines if "event" not in line]
+    starts = [line for line in lines if line.get("event") == "start"]
+    restarts = {line["step"]: line for line in lines if line.get("event") == "restart"}
+    figure, axes = new(theme, 1, height=3.9)
+    colour = ENGINE_COLOURS[starts[0]["stage"]]
+    axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], color=colour, label="loss of a batch")
+    held_out = [line for line in steps if "held_out" in line]
+    points = [line["step"] for line in held_out], [line["held_out"] for line in held_out]
+    axes.plot(*points, "o", color=theme["ink"], markersize=5, label="loss on held-out text")
+    top = max(line["loss"] for line in steps)
+    for start in starts:
+        text = f" {start['ranks']} rank{'s' * (start['ranks'] > 1)}"
+        if start["step"] in restarts:
+            back = restarts[start["step"]]
+            text += f"\n back after {sum(back['seconds'].values()):.0f} s"
+            axes.axvspan(start["step"], start["step"] + back["repeated"], color=theme["shade"], zorder=0)
+        axes.axvline(start["step"], color=theme["ink"], linewidth=0.8, linestyle="--")
+        axes.text(start["step"], top * 1.1, text, va="top", fontsize=8)
+    axes.set_ylim(None, top * 1.12)
+    axes.set_xlabel("training step (shaded: made twice, before the restart and after it)")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(axis="y", linewidth=0.5)
+    axes.set_title(f"A run that was disturbed: {starts[0]['stage']}, GPT {starts[0]['preset']}")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
 def sweeps(results: dict, theme: dict):
     """Step time above (median, lowest and highest), peak below, a column per sweep."""
     names = list(results["sweeps"])
@@ -358,6 +401,53 @@ def _of_a_plan(name: str):
     return draw
 
 
+def step_time(results: list[tuple[str, dict]], theme: dict):
+    """A bar per engine and rank, a column per file: own work, exposed communication by kind, waiting. Linear."""
+    runs = {name: run["step_time"]["ranks"] for name, run in results[0][1]["runs"].items() if name != "single"}
+    rows = [(name, rank["rank"]) for name, ranks in runs.items() for rank in ranks]
+    figure, grid = new(theme, 1, len(results), height=0.26 * len(rows) + 2.1, sharex=True, sharey=True, squeeze=False)
+    seen = set()
+    for axes, (title, report) in zip(grid[0], results):
+        for position, (name, number) in enumerate(rows):
+            rank = {rank["rank"]: rank for rank in report["runs"][name]["step_time"]["ranks"]}[number]
+            parts = {part: rank[f"{part}_ms"] for part in ("compute", "host", "optimizer")}
+            parts |= rank["exposed_ms"] | {"waiting": rank["waiting_ms"]}
+            start = 0.0
+            for part, (colour, hatch) in TIME_STYLES.items():
+                if parts.get(part):
+                    style = {"color": colour, "hatch": hatch, "edgecolor": theme["paper"], "linewidth": 0.5}
+                    axes.barh(position, parts[part], 0.82, left=start, **style)
+                    start += parts[part]
+                    seen.add(part)
+        axes.set_title(title)
+        axes.set_xlabel("ms of a step (mean)")
+        axes.grid(axis="x", linewidth=0.5)
+        axes.set_axisbelow(True)
+    grid[0][0].set_yticks(range(len(rows)), [f"{name} {rank}" for name, rank in rows])
+    grid[0][0].set_ylabel("engine and rank")
+    grid[0][0].invert_yaxis()
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor=theme["paper"],
+              label=TIME_LABELS.get(part, f"{part}, exposed" if "-" in part or part == "broadcast" else part))
+        for part, (colour, hatch) in TIME_STYLES.items() if part in seen
+    ]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    first = results[0][1]
+    shape = f"GPT {first['preset']}, {first['world_size']} ranks over {first['backend']}"
+    figure.suptitle(
+        f"Where the time of a step goes: {shape}, {first['batch']} x {first['seq']} tokens per rank", fontsize=11
+    )
+    return figure
+
+
+def _delay(report: dict) -> str:
+    """What was done to a rank of the referee's run."""
+    if report["slow_rank"] is None:
+        return "no rank is delayed"
+    rank, seconds = report["slow_rank"]
+    return f"rank {rank} is delayed by {seconds * 1e3:g} ms in every step"
+
+
 # figure: (function, the JSON files in results/ that it draws; several with the title that each gets)
 FIGURES = {
     "stages": (stages, ["memory-small-4ranks-64-tokens.json"]),
@@ -365,10 +455,12 @@ FIGURES = {
     "live": (live, ["memory-small-4ranks-64-tokens.json"]),
     "lanes": (lanes, ["trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"]),
     "losses": (losses, ["referee-cpu-2ranks-3.json"]),
+    "step-time": (step_time, ["step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"]),
     "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),
     "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"]),
     "plan-scale": (_of_a_plan("scale"), ["plan-scale.json"]),
     "plan-validation": (_of_a_plan("validation"), ["plan-validation.json"]),
+    "run": (run, ["train-zero2-cpu.jsonl"]),
 }
 
 
@@ -378,10 +470,12 @@ SOURCES = {
     "live": "./launch.sh memory --json",
     "lanes": "./launch.sh zero3 2 --trace",
     "losses": "./launch.sh compare --json",
+    "step-time": "./launch.sh compare --json",
     "sweeps": "./launch.sh sweeps --json",
     "scaling": "./launch.sh memory --up-to 8 --json",
     "plan-scale": "./launch.sh plan --scale --json",
     "plan-validation": "./launch.sh plan --validate --json",
+    "run": "./launch.sh train zero2 2 --folder",
 }
 
 
@@ -390,12 +484,17 @@ def load(name: str, paths: list[str]):
     loaded = []
     for path in paths:
         try:
+            if name == "run":
+                loaded.append(journal.read(path))
+                continue
             with open(path) as file:
                 loaded.append(json.load(file))
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(f"figure {name!r} needs a measured JSON; {path}: {error}") from error
     if name == "lanes":
         return [(trace.get("otherData", {}).get("title", path), trace) for path, trace in zip(paths, loaded)]
+    if name == "step-time":
+        return [(_delay(report), report) for report in loaded]
     return loaded[0]
 
 
@@ -418,7 +517,7 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="figures", description=__doc__.splitlines()[0])
     parser.add_argument("figures", nargs="*", help=f"any of {', '.join(FIGURES)} (default: all)")
-    parser.add_argument("--json", nargs="+", help="draw one figure from this file (lanes: one or two traces)")
+    parser.add_argument("--json", nargs="+", help="draw one figure from this file (lanes, step-time: one or two)")
     parser.add_argument("--out", default="results/figures", help="folder to write to (default results/figures)")
     options = parser.parse_args()
     try:

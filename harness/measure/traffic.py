@@ -27,7 +27,8 @@ KINDS = {  # as torch dispatches them
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: kind, bytes of the whole buffer, bytes this rank sends for it, step's label, bytes per element.
+    """One collective: kind, bytes of the whole buffer, bytes this rank sends for it, step's label, bytes per element,
+    and the global numbers of its ranks.
 
     A collective in bfloat16 sends as many elements as one in float32, and half the bytes.
     """
@@ -37,6 +38,7 @@ class Collective:
     sent_bytes: float
     step: str
     element_bytes: int = 4
+    ranks: tuple[int, ...] = ()
 
     @property
     def sent_elements(self) -> float:
@@ -95,7 +97,8 @@ class TrafficLedger(TorchDispatchMode):
         whole = whole_bytes(kind, args)
         step = next((label for label in reversed(self._steps) if label.startswith("step ")), "")
         element = next((leaf.element_size() for leaf in tree_leaves(args[:2]) if isinstance(leaf, torch.Tensor)), 4)
-        collective = Collective(kind, whole, sent_bytes(kind, whole, _world_size(args)), step, element)
+        ranks = tuple(dist.get_process_group_ranks(group_of(args)))
+        collective = Collective(kind, whole, sent_bytes(kind, whole, len(ranks)), step, element, ranks)
         self.collectives.append(collective)
         self._on_event(kind, len(self._steps), collective)
 

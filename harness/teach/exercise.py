@@ -281,6 +281,40 @@ EXERCISES = {
             ),
         ),
     ),
+    "checkpoint": Exercise(
+        "harness/engine/rectangles.py",
+        "Cut",
+        "cuts what a rank has of a tensor into rectangles, as few as possible (at most 2(n-1)+1 of a tensor of n "
+        "dimensions), and copies nothing; every element is written once, so that any number of ranks can load it",
+        (
+            Blank(
+                "rectangles",
+                "Step 1: cut a range of elements into rectangles",
+                "Elements `first` to `end` - 1 of a row-major tensor of `shape`, a tuple of n sizes. Give the "
+                "rectangles that they consist of, in the order of memory, as pairs (offsets, sizes) of tuples of n "
+                "numbers. The elements of each must follow each other in memory. A tensor of n dimensions is shape[0] "
+                "rows, and each row is a tensor of shape[1:]. Think of a matrix first: a rest of a row, whole rows, a "
+                "beginning of a row. Each of the three may be missing, and all may lie in one row. Then a row of a "
+                "larger tensor is cut as a tensor is (`_in_row` puts what was found in a row into its place). "
+                "And what if there is no dimension, or no element?",
+                "about {lines} lines; every element of the range in one rectangle, no other element in any; as few "
+                "rectangles as possible, at most 2(n-1)+1; an empty range has none, one number without dimensions "
+                "has one, ((), ())",
+                "the picture at the top of the file",
+            ),
+            Blank(
+                "Cut.of",
+                "Step 2: give each rectangle its elements",
+                "`part` has the elements of the range in the order of memory. Walk through rectangles(...) of the "
+                "range, which begins at `first` and has part.numel() elements. Set cut.boxes[offsets] to the elements "
+                "of each, in the rectangle's shape. `start` counts the elements that have a place already.",
+                "about {lines} lines; views of `part`, not a byte is copied",
+                "Cut's docstring, and the picture at the top of the file",
+                first=("For", 0),
+                last=("For", 0),
+            ),
+        ),
+    ),
 }
 
 

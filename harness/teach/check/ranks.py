@@ -111,12 +111,17 @@ def _audit(event: str, arguments) -> None:
 _install_audit = functools.cache(partial(sys.addaudithook, _audit))  # once: there is no taking it away
 
 
+def _module(source: str) -> str:
+    """ "harness/engine/gradients.py" as it is imported."""
+    return source.removesuffix(".py").replace("/", ".")
+
+
 def _owners(source: str, function: str) -> list:
     """The module `source` ("harness/engine/gradients.py"), or its class, that has this function, and who takes it over.
 
     A class of harness/engine may offer it as a method of its own, and the student's class may inherit it from there.
     """
-    module = importlib.import_module(source.removesuffix(".py").replace("/", "."))
+    module = importlib.import_module(_module(source))
     own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
     body = next(vars(owner)[function] for owner in (module, *own) if function in vars(owner))
     modules = [each for name, each in sys.modules.items() if name.startswith("harness.engine.")]
@@ -128,7 +133,7 @@ def _owners(source: str, function: str) -> list:
 def without_reference(name: str, file: str):
     """Inside, to import or read the exercise's reference is an error, and to call what a blank was made from."""
     exercise = EXERCISES[name]
-    module = Path(exercise.source).stem
+    module = _module(exercise.source)
 
     def refusing(source: str, body):
         @functools.wraps(body)
@@ -137,14 +142,19 @@ def without_reference(name: str, file: str):
 
         return refuse
 
-    importlib.import_module(module)  # with all that it imports, before anything is taken away
-    real, known = [], sys.modules[module]
+    known = importlib.import_module(module)  # with all that it imports, before anything is taken away
+    real = []
     for blank in exercise.blanks:
-        if blank.source:
-            function = blank.where.partition(".")[2]
-            for owner in _owners(blank.source, function):
+        source = blank.source or exercise.source * exercise.source.startswith("harness/")
+        if source:  # the engine has it, too, and goes on without importing anything
+            function = blank.where.rpartition(".")[2]
+            for owner in _owners(source, function):
                 real.append((owner, function, vars(owner)[function]))
-                setattr(owner, function, refusing(blank.source, vars(owner)[function]))
+                setattr(owner, function, refusing(source, vars(owner)[function]))
+    package, _, attribute = module.rpartition(".")
+    if package:  # `from package import module` would find it there
+        real.append((sys.modules[package], attribute, known))
+        delattr(sys.modules[package], attribute)
     sys.modules[module] = None
     _install_audit()
     _refused.update({str(ROOT / exercise.source)} - {file})
@@ -160,7 +170,7 @@ def without_reference(name: str, file: str):
 def load(name: str, file: str) -> types.ModuleType:
     """The student's module, from this path. Raises Broken if there is none, or if it is the reference in disguise."""
     exercise, path = EXERCISES[name], os.path.realpath(file)
-    reference = Path(exercise.source).stem
+    reference = _module(exercise.source)
     spec = importlib.util.spec_from_file_location(f"student_{name}", path)
     module = importlib.util.module_from_spec(spec)
     try:

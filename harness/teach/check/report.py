@@ -73,6 +73,7 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
             f"  {rank}{finding['what']}",
             f"    expected  {finding['expected']}",
             f"    found     {finding['found']}",
+            *(f"      {line}" for line in finding.get("picture", ())),
         ]
     if status == "error":
         lines.append(f"  {rank}{verdict['error']}")

@@ -160,11 +160,15 @@ class Sheet:
         check.look(self)
         return {"status": "failed" if self.findings else "passed", "findings": self.findings[:most]}
 
-    def expect(self, right: bool, what: str, expected, found) -> None:
-        """Write down what is not `right`. No rank leaves a check early: the others may wait for it in a collective."""
+    def expect(self, right: bool, what: str, expected, found, picture=()) -> None:
+        """Write down what is not `right`, with the lines of a `picture`.
+
+        No rank leaves a check early: the others may wait for it in a collective.
+        """
         if not right and self._wrong_at in (None, self.at):  # the first way of building engines that goes wrong
             self._wrong_at = self.at
-            self.findings.append({"what": what + self.at, "expected": str(expected), "found": str(found)})
+            finding = {"what": what + self.at, "expected": str(expected), "found": str(found)}
+            self.findings.append({**finding, "picture": list(picture)})
 
     def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT) -> None:
         """`found` is `expected`, as far as float64 tells."""

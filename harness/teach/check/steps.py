@@ -20,6 +20,7 @@ from harness.engine.unit_moments import tensors_in
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import KINDS
 from harness.run.small_models import seeded
+from harness.teach.check import checkpoint
 from harness.teach.check.sheet import (
     ACTIVATIONS,
     EXACT,
@@ -714,7 +715,7 @@ class Check:
 
     @property
     def read(self) -> str:
-        return self.blank.read if self.blank else "the arithmetic at the top of the file, and its class's docstring"
+        return self.blank.read if self.blank else "what stands at the top of the file, and its class's docstring"
 
 
 def checks_of(name: str) -> list[Check]:
@@ -731,7 +732,12 @@ def checks_of(name: str) -> list[Check]:
             zero3_after_backward,
             zero3_gradients_final,
         ],
+        "checkpoint": checkpoint.LOOKS,
     }
+    blanks = EXERCISES[name].blanks
+    of_steps = [Check(blank.task, look, blank) for blank, look in zip(blanks, looks[name], strict=True)]
+    if name == "checkpoint":
+        return [*of_steps, *(Check(title, look) for title, look in checkpoint.FOR_ALL)]
     kinds, times, shards = {  # collectives, how many Ψ are sent, what is cut by N beside the optimizer state
         "zero1": (["all-reduce", "all-gather"], 3, ()),
         "zero1_2psi": (["reduce-scatter", "all-gather"], 2, ()),
@@ -742,9 +748,8 @@ def checks_of(name: str) -> list[Check]:
     options = {} if name == "zero3" else SMALL
     train = partial(training, kinds=kinds, times=times, **options)
     held = partial(memory, shares=shares, extra=name == "zero1_2psi")
-    blanks = EXERCISES[name].blanks
     return [
-        *(Check(blank.task, look, blank) for blank, look in zip(blanks, looks[name], strict=True)),
+        *of_steps,
         Check("All steps: training like one process on all data, and what it sends", train),
         Check("All steps: what is held, and that nothing else is alive", held),
     ]

@@ -13,11 +13,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import zero1
 import zero2
 import zero3
-from harness.engine import gradients, guard, moments, optimizer, unit_moments
+from harness.engine import checkpoint, gradients, guard, moments, optimizer, unit_moments
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
@@ -52,6 +53,15 @@ class Exhibit:
     @property
     def wrong(self) -> type:
         return self.mutate(self.right)
+
+
+def save(engine, folder) -> None:
+    """Save a checkpoint: as an exhibit does it that has a way of its own, else as is right."""
+    getattr(type(engine), "save", checkpoint.save)(engine, folder)
+
+
+def load(engine, folder) -> None:
+    getattr(type(engine), "load", checkpoint.load)(engine, folder)
 
 
 def hand_out(bucket, shard: torch.Tensor) -> None:
@@ -159,7 +169,7 @@ def whole_optimizer(engine):
             super().__init__(model, optimizer_cls, **options)
             for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
                 bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
-                bucket.make_pieces()
+                bucket.make_pieces(self.placement)
             self.optimizer = optimizer.over_pieces(self, optimizer_cls)
 
     return Mutant
@@ -392,6 +402,31 @@ def known_by_outputs(engine):
         def __init__(self, *arguments, **options):
             with patch.object(zero3, "UnitMoments", Moments):
                 super().__init__(*arguments, **options)
+
+    return Mutant
+
+
+def under_one_name(engine):
+    class Mutant(engine):
+        def shards(self):
+            return {f"bucket {number}": bucket.shard for number, bucket in enumerate(self.buckets)}
+
+        def save(self, folder):
+            dcp.save(self.shards(), checkpoint_id=folder, process_group=self.group)  # each rank its own shards
+
+        def load(self, folder):
+            dcp.load(self.shards(), checkpoint_id=folder, process_group=self.group)  # in place
+            self._shards_changed()
+
+    return Mutant
+
+
+def weights_alone(engine):
+    class Mutant(engine):
+        def load(self, folder):
+            state = {"model": self.full_state_dict()}  # the checkpoint has "optim" as well
+            dcp.load(state, checkpoint_id=checkpoint.newest(folder), process_group=self.group)
+            self.load_full_state_dict(state["model"])
 
     return Mutant
 
@@ -762,6 +797,37 @@ _IN_ORDER = (
         caught_by=("tests/test_paths.py::test_backward_reaches_the_weights_however_late_they_come",),
         options={"prefetch": 0},
         training={"kept_losses": True},
+    ),
+    dict(
+        stage="zero3",
+        title="Every rank has saved its part",
+        mutate=under_one_name,
+        differs={"losses", "checkpoint"},
+        symptom="All is right until the run stops and is resumed; then the losses jump, with no complaint. The "
+        "checkpoint has half of the weights' bytes, or less than half of what the right one has.",
+        diagnosis="Every rank hands its shards to torch.distributed.checkpoint as plain tensors, under the same names "
+        "on every rank. torch takes what has one name for one tensor, of which all ranks have a copy. It writes one of "
+        "the copies, now rank 0's, now rank 1's, and every rank loads that one. The other ranks' shards are nowhere on "
+        "disk. A shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between "
+        "steps, so that the weights are all that there is to save.)",
+        read="harness/engine/rectangles.py, what a rank says of its part, Cut: __create_write_items__",
+        caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
+        training={"optimizer": "SGD", "resume_at": 2},
+    ),
+    dict(
+        stage="zero3",
+        title="Only the weights matter",
+        mutate=weights_alone,
+        differs={"losses", "optimizer after resuming"},
+        symptom="The first loss after the run was resumed is right, to the last digit. Those behind it are not. The "
+        "checkpoint has all its bytes; right after it was loaded no optimizer state is held.",
+        diagnosis="The weights are loaded, and the optimizer's state is not, although it is in the checkpoint. AdamW "
+        "begins at step 1 again, with moments of zero: its first step has the full length of the learning rate in "
+        "every element, however small the gradient is. The first loss comes from the weights alone, so a look at it "
+        "tells nothing. In a long run the jump is easily taken for a bad batch.",
+        read="harness/engine/checkpoint.py, after all was read, _install: optimizer.state",
+        caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
+        training={"resume_at": 2},
     ),
 )
 

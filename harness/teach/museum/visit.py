@@ -35,7 +35,8 @@ from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, initialize, next_token_loss
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, with_step_5
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save, with_step_5
+from harness.teach.shared_folder import shared_folder
 
 RANKS = 2
 TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
@@ -135,7 +136,8 @@ class Training:
     steps: int = 5
     micro_batches: int = 1
     max_norm: float | None = None
-    reload_at: int | None = None
+    reload_at: int | None = None  # before that step (from 0) a new engine takes the old one's weights
+    resume_at: int | None = None  # before that step the run stops, and goes on from a checkpoint
     frozen: str | None = None  # parameters with this in their name
     kept_losses: bool = False  # the blocks keep losses of their own, which are added
 
@@ -149,6 +151,9 @@ class Training:
                 ", with a loss that each block keeps" * self.kept_losses,
                 f"; before step {self.reload_at + 1} a new engine loads the state"
                 if self.reload_at is not None
+                else "",
+                f"; before step {self.resume_at + 1} it stops, and is resumed from a checkpoint"
+                if self.resume_at is not None
                 else "",
             )
         )
@@ -179,6 +184,14 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                 del engine
                 engine = build(100)
                 engine.load_full_state_dict(state)
+            if step == training.resume_at:
+                with shared_folder(engine.group) as folder:
+                    save(engine, folder)
+                    found["checkpoint"] = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+                    del engine
+                    engine = build(100)
+                    load(engine, folder)
+                found["resumed"] = held_bytes(engine)
             looking = engine.optimizer.register_step_pre_hook(
                 lambda *_, engine=engine: found.update(held=held_bytes(engine))
             )
@@ -260,6 +273,9 @@ def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
     if any(found.get("inside") for found in (right[0], wrong[0])):
         lines.append(("of the reductions inside backward", *both(lambda f: str(f["inside"]))))
         lines.append(("in flight while it computes", *both(lambda f: str(f["hidden"]))))
+    if any("checkpoint" in found for found in (right[0], wrong[0])):
+        lines.append(("checkpoint, kB", *both(lambda f: thousands(f["checkpoint"]))))
+        lines.append(("optimizer after resuming, kB", *both(lambda f: thousands(f["resumed"]["optimizer"]))))
     return lines
 
 
