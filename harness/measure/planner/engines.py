@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fsdp2_compare as referee
 from harness.engine import gradients, precision
 from harness.engine.waiting import wait
 from harness.measure.dry_run import DDPStandIn
 from harness.run.model import GPT, GPTConfig, next_token_loss
+from harness.run.recompute import checkpoint_blocks
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -104,7 +105,9 @@ def build(setup: Setup, mesh):
     # fused, as on a GPU: one kernel reads and writes each number once.
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     model = GPT(setup.config)
-    recompute(model, setup.recompute, casts=name == "ddp" and dtype is not None)
+    if setup.recompute != "none":
+        more = {"context_fn": _every_second_product} if setup.recompute == "selective" else {}
+        checkpoint_blocks(model, casts=name == "ddp" and dtype is not None, **more)
     options = {"param_dtype": dtype, "reduce_dtype": None if dtype is None else torch.float32}
     if name == "ddp":
         module = model if dtype is None else CastByBlock(model, dtype)
@@ -115,31 +118,6 @@ def build(setup: Setup, mesh):
     if name == "zero3":
         return ZeRO3(model, adamw, prefetch=setup.prefetch, **options)
     return referee.build(name, model, adamw, torch.device("cpu"), dtype, mesh)
-
-
-def recompute(model: GPT, what: str, casts: bool) -> None:
-    """Keep less of each block's forward, and compute the rest again in backward. `casts`: the weights are lent."""
-    if what == "none":
-        return
-    options = {"use_reentrant": False}
-    if what == "selective":
-        options["context_fn"] = _every_second_product
-
-    def again(block, plain, x):
-        # `MixedModule` lends the model its cast weights for the forward alone: the second run needs the same.
-        lent = dict(block.named_parameters()) if casts else {}
-
-        def run(x):
-            block.forward, patched = plain, block.forward
-            try:
-                return torch.func.functional_call(block, lent, x)
-            finally:
-                block.forward = patched
-
-        return checkpoint(run if casts else plain, x, **options)
-
-    for block in model.blocks:
-        block.forward = partial(again, block, block.forward)
 
 
 def _every_second_product():
