@@ -68,10 +68,13 @@ def scale(results: dict, theme: dict):
         grid[2][column].axhline(results["memory_gb"], color=theme["ink"], linewidth=0.8, linestyle="--")
         ticks = sorted({point["ranks"] for point in results["points"]})
         grid[2][column].set_xscale("log", base=2)
-        grid[2][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        grid[2][column].minorticks_off()
+        grid[2][column].set_xticks(ticks, [f"{tick}" for tick in ticks])
         grid[2][column].set_xlabel("ranks, one on each GPU")
         grid[2][column].set_yscale("log")
+        low, high = grid[2][column].get_ylim()
+        marks = [mark for mark in (5, 10, 20, 50, 100, 200, 500, 1000) if low < mark < high]
+        grid[2][column].set_yticks(marks, [f"{mark}" for mark in marks])
+        grid[2][column].minorticks_off()
         for row, (label, _, _) in enumerate(rows):
             grid[row][column].grid(linewidth=0.5)
             if row < 2:
