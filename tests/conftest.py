@@ -33,7 +33,8 @@ def ranks():
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(config, items):
     """For `-n 2 --dist loadgroup`: what is started or run once for many tests goes to one worker; the rest by file."""
-    together = {"test_dry_run": "dry runs", "test_articles": "dry runs"}  # they share the runs of 7b
+    # They share the runs of 7b, and what is predicted of it.
+    together = dict.fromkeys(("test_dry_run", "test_articles", "test_articles_otherwise"), "dry runs")
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             on_ranks = "ranks" in getattr(item, "fixturenames", ())
