@@ -10,9 +10,10 @@
 
 The last two run only when asked for.
 
-Two passes. The first trains each engine alone, from the same weights on the same batches, and takes losses,
+Three passes. The first trains each engine alone, from the same weights on the same batches, and takes losses,
 bytes held, peak and traffic; nothing is timed. The second has all engines alive and gives each one step in
-turn, so that whatever disturbs the machine disturbs all of them.
+turn, so that whatever disturbs the machine disturbs all of them. The third watches a few steps of each on a timeline
+(harness/measure/step_time.py): what they are spent on, and which rank makes the others wait.
 
 Run it: ./launch.sh compare 2 --preset tiny
 """
@@ -38,13 +39,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from harness.measure import step_report, step_time
 from harness.measure.gpus import flops_per_token, peak_flops
-from harness.measure.memory import MemoryLedger, held_bytes, warm_up
+from harness.measure.memory import held_bytes, warm_up
+from harness.measure.out_of_memory import explained
+from harness.measure.parts import PartsLedger
 from harness.measure.traffic import TrafficLedger
-from harness.run import process_group
+from harness.run import micro_batches, process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, PRESETS, Block, next_token_loss, preset
 from harness.run.process_group import Rank
+from harness.run.recompute import checkpoint_blocks
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -92,15 +97,24 @@ class PlainStep:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
 
+    def __call__(self, *inputs):
+        return self.model(*inputs)
+
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
         with record_function("step 1 forward"):
             loss = loss_fn(self.model(inputs), targets)
         with record_function("step 2 backward"):
             loss.backward()
+        self.step()
+        self.zero_grad()
+        return loss.detach()
+
+    def step(self) -> None:
         with record_function("step 4 update the shard"):
             self.optimizer.step()
+
+    def zero_grad(self) -> None:
         self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def _distributed_data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
@@ -190,10 +204,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
     parser.add_argument("--steps", type=int, default=40, help="training steps per engine (default 40)")
     parser.add_argument("--timed-steps", type=int, default=12, help="steps to time per engine, 0 for none (default 12)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
+    micro_batches.add_options(parser, 4)
     parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES + ON_REQUEST)}")
     parser.add_argument("--dtype", default="fp32", help="fp32 or bf16: compute and gather in bfloat16 (default fp32)")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
+    parser.add_argument("--slow-rank", metavar="RANK:SECONDS", help="delay that rank in every timed step, as 1:0.05")
     parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default 1e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
@@ -205,7 +221,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.seq = config.seq if options.seq is None else options.seq
     if options.dtype not in DTYPES:
         raise ValueError(f"--dtype must be {' or '.join(DTYPES)}, got {options.dtype!r}")
-    for name, least in (("steps", 1), ("timed_steps", 0), ("batch", 1), ("seq", 1)):
+    micro_batches.settle(options, 4)
+    options.slow_rank = _slow_rank(options.slow_rank, process_group.planned_world_size(options.backend, options.device))
+    for name, least in (("steps", 1), ("timed_steps", 0), ("seq", 1)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(options, name)}")
     if options.seq > config.seq:
@@ -220,24 +238,59 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def _slow_rank(given: str | None, world_size: int | None) -> tuple[int, float] | None:
+    """(rank, seconds) from "1:0.05"."""
+    if given is None:
+        return None
+    rank, _, seconds = given.partition(":")
+    try:
+        found = int(rank), float(seconds)
+    except ValueError:
+        found = -1, 0.0
+    if found[0] < 0 or not 0 <= found[1] <= 60:
+        raise ValueError(f"--slow-rank must be a rank and 0 to 60 seconds, as 1:0.05, got {given!r}")
+    if world_size is not None and found[0] >= world_size:
+        raise ValueError(f"--slow-rank {given}, but the ranks are 0 to {world_size - 1}")
+    return found
+
+
+WATCHED_STEPS = 5  # of each engine on the timeline, or as many as are timed
+
+
 class Referee:
-    """One comparison: what the engines share, and the two passes."""
+    """One comparison: what the engines share, and the passes."""
 
     def __init__(self, options: argparse.Namespace, text: torch.Tensor, me: Rank):
         self.options, self.me = options, me
-        self._weights = None
+        self._weights = self._offset = None
         self.dtype = DTYPES[options.dtype]
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
         # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
         self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
 
-    def model(self) -> GPT:
+    def build(self, name: str):
+        """The engine `name` around a model with the same weights as every other's."""
         if self.me.device.type != "cuda":
-            return GPT(preset(self.options.preset), self.options.seed)
-        if self._weights is None:  # drawing a billion numbers on the host takes longer than copying them
-            self._weights = GPT(preset(self.options.preset), self.options.seed)
-        return copy.deepcopy(self._weights).to(self.me.device)
+            model = GPT(preset(self.options.preset), self.options.seed)
+        else:
+            if self._weights is None:  # drawing a billion numbers on the host takes longer than copying them
+                self._weights = GPT(preset(self.options.preset), self.options.seed)
+            model = copy.deepcopy(self._weights).to(self.me.device)
+        if self.options.checkpoint_activations:
+            casts = self.dtype is not None and name in ("single", "ddp", "zero_redundancy_optimizer")
+            checkpoint_blocks(model, casts)
+        return build(name, model, self.adamw, self.me.device, self.dtype)
+
+    def step(self, engine, batch) -> torch.Tensor:
+        """One training step of `engine` on (inputs, targets); returns its loss."""
+        return micro_batches.training_step(engine, *batch, next_token_loss, self.options.accumulate)
+
+    def timed_step(self, engine, batch) -> None:
+        """The same, after the delay of `--slow-rank`."""
+        if self.options.slow_rank is not None and self.options.slow_rank[0] == self.me.rank:
+            time.sleep(self.options.slow_rank[1])
+        self.step(engine, batch)
 
     def batch(self, name: str, step: int):
         if name == "single":
@@ -264,27 +317,31 @@ class Referee:
                 warm_up(self.me.device)
                 torch.cuda.empty_cache()  # what the allocator has reserved for the engine before is not this one's
                 before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            with MemoryLedger() as memory:
-                engine = build(name, self.model(), self.adamw, self.me.device, self.dtype)
+            with PartsLedger() as memory:
+                with explained(f"the construction of {name}", None, memory):
+                    engine = self.build(name)
 
                 def look(optimizer, *_):
                     held.update(held_bytes(engine))
 
                 for step in range(measured):
-                    losses.append(engine.training_step(*batches[step], next_token_loss))
-                memory.reset_peak()
+                    memory.begin(engine)
+                    with explained(f"training step {step + 1} of {name}", engine, memory):
+                        losses.append(self.step(engine, batches[step]))
+                memory.begin(engine)
                 if self.me.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 handle = engine.optimizer.register_step_pre_hook(look)
-                with TrafficLedger() as traffic:
-                    losses.append(engine.training_step(*batches[measured], next_token_loss))
+                with TrafficLedger() as traffic, explained(f"training step {measured + 1} of {name}", engine, memory):
+                    losses.append(self.step(engine, batches[measured]))
                 handle.remove()
                 peak, sent = memory.peak, traffic.sent_bytes
                 if self.me.device.type == "cuda":
                     peak = torch.cuda.max_memory_allocated() - before
                     reserved = torch.cuda.max_memory_reserved() - reserved_before
-            for inputs, targets in batches[measured + 1 :]:
-                losses.append(engine.training_step(inputs, targets, next_token_loss))
+            for batch in batches[measured + 1 :]:
+                with explained(f"training step {len(losses) + 1} of {name}", engine):
+                    losses.append(self.step(engine, batch))
                 if time.perf_counter() - started > 2:
                     whose = "loss" if name == "single" else "rank 0's loss"  # of its own batch
                     at = f"step {len(losses)} of {self.options.steps}"
@@ -323,7 +380,8 @@ class Referee:
                 b = everyone[0, index[reference]] if reference == "single" else mean[index[reference]]
             else:
                 a, b = everyone[:, index[name]], everyone[:, index[reference]]
-            exact = self.me.world_size <= 2 and "single" not in (name, reference)
+            # Micro-batches: some engines average over the ranks before they add up, others after.
+            exact = self.me.world_size <= 2 and self.options.accumulate == 1 and "single" not in (name, reference)
             # NaN compares false with everything: a run that diverged does not match
             difference = (a - b).abs().max().item()
             run["tolerance"] = 0.0 if exact else self.tolerance
@@ -336,12 +394,14 @@ class Referee:
         return reference, all(run["match"] for run in runs.values())
 
     def time(self, runs: dict[str, dict]) -> None:
-        """Second pass: the engines take turns; fills in `step_ms` (median of the slowest rank) and `tokens_per_s`."""
+        """Second pass: the engines take turns; fills in `step_ms` (median of the slowest rank), `tokens_per_s` and what
+        follows from it; and the third: `step_time`, what a step's time is spent on (harness/measure/step_time.py).
+        """
         names, rounds = list(runs), self.options.timed_steps
         groups = [names] if self._all_fit(runs) else [[name] for name in names]
         for group in groups:
             self.me.print(f"timing {rounds} rounds of {', '.join(group)}" + (", interleaved" if len(group) > 1 else ""))
-            engines = {n: build(n, self.model(), self.adamw, self.me.device, self.dtype) for n in group if self.mine(n)}
+            engines = {name: self.build(name) for name in group if self.mine(name)}
             batches = {name: self.batch(name, 0) for name in engines}
             times = {name: [] for name in group}
             shown = time.perf_counter()
@@ -357,33 +417,45 @@ class Referee:
                 runs[name]["step_ms"] = round(statistics.median(times[name]) * 1000, 3)
                 tokens = self.options.batch * self.options.seq * self.me.world_size
                 runs[name]["tokens_per_s"] = round(tokens / statistics.median(times[name]), 1)
-                if self.me.device.type == "cuda":
-                    runs[name]["mfu"] = self.mfu(name, runs[name]["tokens_per_s"])
+                runs[name] |= self.rates(name, runs[name]["tokens_per_s"])
+                runs[name]["step_time"] = self.watch(name, engines.get(name), batches.get(name))
             del engines
             gc.collect()
 
-    def mfu(self, name: str, tokens_per_s: float) -> float | None:
-        """Model FLOPs utilisation: of what the GPUs in use could do at most, the share that the model took.
+    def rates(self, name: str, tokens_per_s: float) -> dict[str, float | None]:
+        """`tokens_per_s_per_rank`; the model's FLOP per second and rank; and on CUDA `mfu`, their share of the peak.
 
-        None for a GPU whose peak is not known. Ranks that share a GPU share its peak.
+        MFU is None for a GPU whose peak is not known. Ranks that share a GPU share its peak.
         """
-        peak = peak_flops(torch.cuda.get_device_name(self.me.device), self.options.dtype)
-        if not peak:
-            return None
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.me.world_size))
-        gpus = 1 if name == "single" else self.me.world_size * min(here, torch.cuda.device_count()) / here
-        config = preset(self.options.preset)
+        ranks, config = 1 if name == "single" else self.me.world_size, preset(self.options.preset)
         with torch.device("meta"):
             parameters = sum(param.numel() for param in GPT(config).parameters())
-        return round(flops_per_token(config, parameters, self.options.seq) * tokens_per_s / (gpus * peak), 4)
+        flops = flops_per_token(config, parameters, self.options.seq) * tokens_per_s
+        found = {"tokens_per_s_per_rank": round(tokens_per_s / ranks, 1), "flops_per_s_per_rank": round(flops / ranks)}
+        if self.me.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(self.me.device), self.options.dtype)
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", self.me.world_size))
+            gpus = 1 if name == "single" else self.me.world_size * min(here, torch.cuda.device_count()) / here
+            found["mfu"] = round(flops / (gpus * peak), 4) if peak else None
+        return found
+
+    def watch(self, name: str, engine, batch) -> dict:
+        """Third pass, one engine: some steps on a timeline, one after the other as in training. A collective."""
+        self._offset = step_time.clock_offset() if self._offset is None else self._offset
+        steps = max(1, min(WATCHED_STEPS, self.options.timed_steps))
+        train = None if engine is None else partial(self.timed_step, engine, batch)
+        found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self._offset[0]))
+        unsure = process_group.largest([self._offset[1]], self.me)[0]
+        return {"clocks_unsure_by_ms": round(unsure * 1e3, 4), **found}
 
     def _time_step(self, engine, batch) -> float:
         dist.barrier()
         started = time.perf_counter()
         if engine is not None:
-            engine.training_step(*batch, next_token_loss)
-            if self.me.device.type == "cuda":
-                torch.cuda.synchronize()
+            with explained("a timed step, beside the other engines", engine):
+                self.timed_step(engine, batch)
+                if self.me.device.type == "cuda":
+                    torch.cuda.synchronize()
         slowest = torch.tensor([time.perf_counter() - started if engine is not None else 0.0], device=self.me.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return slowest.item()
@@ -467,7 +539,8 @@ def main() -> None:
         parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
     me.print(
         f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
-        f"GPT {options.preset}: {parameters:,} parameters; {options.batch} x {options.seq} tokens per rank and step, "
+        f"GPT {options.preset}: {parameters:,} parameters; {options.batch} x {options.seq} tokens per rank and step"
+        f"{micro_batches.words(options)}{', activations recomputed' * options.checkpoint_activations}, "
         f"{options.steps} steps, AdamW lr {options.lr:g}, "
         + ("float32" if referee.dtype is None else "bfloat16 with float32 reduction and master weights")
         + ", TF32 off" * (me.device.type == "cuda")
@@ -493,6 +566,9 @@ def main() -> None:
         "preset": options.preset,
         "parameters": parameters,
         "batch": options.batch,
+        "accumulate": options.accumulate,
+        "checkpoint_activations": options.checkpoint_activations,
+        "slow_rank": options.slow_rank,
         "seq": options.seq,
         "steps": options.steps,
         "timed_steps": options.timed_steps,
@@ -510,9 +586,11 @@ def main() -> None:
         "\nHeld: after the gradients are reduced and before the optimizer's step. "
         + (NO_RESHARD_NOTE if "fsdp2_no_reshard" in runs else "")
         + ("Peak: the CUDA allocator's. " if me.device.type == "cuda" else "Peak: all live storages of one step. ")
-        + "Sent: logical bytes of the collectives issued, per rank.\n\n"
-        + verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16")
+        + "Sent: logical bytes of the collectives issued, per rank.\n"
     )
+    if options.timed_steps:
+        me.print(step_report.report(result) + "\n")
+    me.print(verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16"))
     write(result, options.json, me)
     if options.json:
         me.print(f"\nwritten: {options.json}")

@@ -27,9 +27,8 @@ def test_every_axis_has_its_unit_and_the_docs_the_picture_with_its_command(name)
     labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label]
     assert all(re.search(r"\b(MB|GB|bytes|ms|nats|ranks?|step|fraction)\b", label) for label in labels), labels
     # The axes that have none are categories (engines, lanes, options) or share another's.
-    assert (
-        len(labels) == {"stages": 5, "memory": 1, "live": 2, "lanes": 3, "losses": 3, "sweeps": 2, "scaling": 2}[name]
-    )
+    expected = {"stages": 5, "memory": 1, "live": 2, "lanes": 3, "losses": 3, "step-time": 3, "sweeps": 2, "scaling": 2}
+    assert len(labels) == expected[name]
     plt.close(figure)
     shown = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     for suffix in figures.THEMES:
@@ -74,9 +73,47 @@ def test_the_memory_figure_draws_what_was_measured():
     plt.close(figure)
 
 
+def test_the_step_time_figure_draws_the_whole_step():
+    """Each bar is as long as its rank's step, and what it waited for another one has the colour of waiting."""
+    results, figure = drawn("step-time")
+    waiting = to_rgba(figures.TIME_STYLES["waiting"][0])
+    for axes, (_, report) in zip(figure.axes, results, strict=True):
+        runs = [run for name, run in report["runs"].items() if name != "single"]  # one process waits for nobody
+        ranks = [rank for run in runs for rank in run["step_time"]["ranks"]]
+        for position, rank in enumerate(ranks):
+            bars = [patch for patch in axes.patches if round(patch.get_y() + patch.get_height() / 2) == position]
+            assert sum(bar.get_width() for bar in bars) == pytest.approx(rank["step_ms"], rel=1e-3)
+            waited = [bar.get_width() for bar in bars if bar.get_facecolor() == waiting]
+            assert sum(waited) == pytest.approx(rank["waiting_ms"])
+    plt.close(figure)
+    plain, slow = (report for _, report in results)
+    assert plain["slow_rank"] is None and slow["slow_rank"][0] == 1
+    assert {run["step_time"]["slowest_rank"] for name, run in slow["runs"].items() if name != "single"} == {1}
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, 0 to 1 (WCAG 2.1)."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgba(colour)[:3]]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def contrast(one: str, other: str) -> float:
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def test_the_parts_of_a_step_are_told_apart_on_both_papers_and_in_grey():
+    styles = list(figures.TIME_STYLES.values())
+    for colour, _ in styles:
+        assert all(contrast(colour, theme["paper"]) >= 3 for theme in figures.THEMES.values()), colour
+    for index, (colour, hatch) in enumerate(styles):
+        assert all(hatch != other or contrast(colour, tone) > 1.25 for tone, other in styles[:index]), colour
+
+
 def test_a_colour_means_one_thing():
     colours = [*figures.PART_COLOURS.values(), *figures.ENGINE_COLOURS.values()]
     colours += [figures.LANE_COLOURS[step] for step in ("forward", "backward")]
+    colours += [colour for colour, _ in figures.TIME_STYLES.values()]
     assert len(set(colours)) == len(colours)
     assert set(figures.PART_COLOURS) == set(PARTS)
     assert figures.LANE_COLOURS["gather"] == figures.PART_COLOURS["gathered units"]

@@ -29,7 +29,7 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
     file = tmp_path_factory.mktemp("referee") / "out.json"
-    options = ("--preset", "toy", "--steps", "8", "--timed-steps", "2", "--batch", "2")
+    options = ("--preset", "toy", "--steps", "8", "--timed-steps", "2", "--batch", "2", "--slow-rank", "1:0.05")
     engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1,fsdp1_article"
     result = launch("compare", "2", *options, "--engines", engines, "--json", str(file))
     return result, json.loads(file.read_text()) if file.exists() else None
@@ -73,6 +73,29 @@ def test_the_referee_compares(comparison):
         # On a busy machine a gloo thread may let go of a unit's buffer a moment later. Without gloo: test_dry_run.py.
         unit = 4 * 12_704
         assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"] + unit, ours
+
+
+def test_the_referee_says_where_the_time_goes(comparison):
+    """The rank that was delayed is named, although all ranks' steps take equally long; and all parts make the step."""
+    result, report = comparison
+    assert report["slow_rank"] == [1, 0.05] and "rank 1 was delayed by 50 ms" in result.stdout
+    pointed = 0
+    for name, run in report["runs"].items():
+        found = run["step_time"]
+        assert [rank["rank"] for rank in found["ranks"]] == ([0] if name == "single" else [0, 1])
+        for rank in found["ranks"]:
+            parts = [rank[key] for key in ("compute_ms", "optimizer_ms", "host_ms", "waiting_ms")]
+            parts += rank["exposed_ms"].values()
+            assert min(parts) >= 0 and sum(parts) == pytest.approx(rank["step_ms"], abs=0.01), name
+            assert len(rank["steps_ms"]) == len(rank["steps_own_ms"]) == found["steps"] == 2
+        pointed += found["slowest_rank"] == 1
+        tokens = run["tokens_per_s"] / (1 if name == "single" else 2)
+        assert run["tokens_per_s_per_rank"] == pytest.approx(tokens, abs=0.1) and run["flops_per_s_per_rank"] > 0
+    assert pointed >= 6, result.stdout  # of nine: two steps on a busy machine
+    assert "SLOWEST" in result.stdout
+    for line in result.stdout.splitlines():
+        if line.startswith("engine ") and "own work" in line:
+            assert len(re.split(r"  +", line)) == 8
 
 
 def test_the_referee_in_bfloat16(tmp_path):
@@ -157,14 +180,16 @@ def judge(broken: str, value: float):
 @pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero3", None)))
 def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     trace = tmp_path / "trace.json"
-    more = ["--bucket-mb", "0", "--map"] if stage == "zero1" else []
+    # Two micro-batches change nothing in what ZeRO-1 sends.
+    more = ["--bucket-mb", "0", "--map", "--accumulate", "2"] if stage == "zero1" else ["--checkpoint-activations"]
     result = launch(stage, "2", "--preset", "toy", "--steps", "2", *more, "--trace", str(trace))
     assert result.returncode == 0, result.stderr[-3000:]
     for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
         assert words in result.stdout, words
     assert ("Step 5 gather parameters" if stage != "zero3" else "5 gather parameters: all-gather") in result.stdout
     assert f"torchrun --standalone --nproc-per-node 2 {stage}.py --preset toy --steps 2" in result.stdout
-    assert "Warning" not in result.stderr
+    assert "Warning" not in result.stderr and "where a step of " in result.stdout
+    assert result.stdout.count("Step 1 forward") == (2 if stage == "zero1" else 1)
     if sent:
         assert f"{sent} Ψ x (N-1)/N" in result.stdout
     if stage == "zero1":  # with a bucket per parameter, as two articles cut, every rank owns a part of each
@@ -214,6 +239,7 @@ def test_mistakes_are_answered_in_one_clear_line(arguments, words):
         ("compare", ["--seq", "4096"], ["4096", "tiny"]),
         ("compare", ["--seq", "-3"], ["--seq", "-3"]),
         ("compare", ["--json", "/nowhere/out.json"], ["/nowhere/out.json"]),
+        ("zero1", ["--batch", "3", "--accumulate", "2"], ["--accumulate 2", "3"]),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

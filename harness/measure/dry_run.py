@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 import fsdp2_compare as referee
 import zero1
 from harness.measure.memory import held_bytes, warm_up
 from harness.measure.parts import PARTS, STATE, PartsLedger
 from harness.measure.traffic import TrafficLedger
-from harness.run import process_group
+from harness.run import micro_batches, process_group
 from harness.run.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
+from harness.run.recompute import checkpoint_blocks
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2_no_reshard", "fsdp2")
 GPUS = (24, 40, 80, 141)  # GB of 10^9 bytes: RTX 4090, A100, A100 and H100, H200
@@ -110,7 +110,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=8, help="world size N (default 8)")
     parser.add_argument("--up-to", type=int, help="instead of --ranks: 1, 2, 4, ... up to so many ranks, peaks only")
     parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank (default 1)")
+    micro_batches.add_options(parser, 1)
     parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES)}")
@@ -119,7 +119,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     config = preset(options.preset)
     options.seq = config.seq if options.seq is None else options.seq
-    for name in ("ranks", "batch", "seq"):
+    micro_batches.settle(options, 1)
+    for name in ("ranks", "seq"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
     if options.ranks > 10**6:
@@ -211,26 +212,6 @@ def make_model(config: GPTConfig, device: torch.device) -> GPT:
     return model
 
 
-def checkpoint_blocks(model: GPT, casts: bool) -> None:
-    """Keep of each block only its input, and run it again in backward. `casts`: weights are cast before the forward."""
-
-    def again(block, plain, x):
-        # `MixedModule` lends the model its cast weights for the forward alone: the second run needs the same.
-        lent = dict(block.named_parameters()) if casts else {}
-
-        def run(x):
-            block.forward, patched = plain, block.forward
-            try:
-                return torch.func.functional_call(block, lent, x)
-            finally:
-                block.forward = patched
-
-        return checkpoint(run if casts else plain, x, use_reentrant=False)
-
-    for block in model.blocks:
-        block.forward = partial(again, block, block.forward)
-
-
 def measure(name: str, options: argparse.Namespace) -> dict:
     """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
 
@@ -266,17 +247,17 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         engine = build(name, model, adamw, device, dtype, mesh)
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
-        batch = tokens[:, :-1], tokens[:, 1:], next_token_loss
-        engine.training_step(*batch)
+        batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate
+        micro_batches.training_step(engine, *batch)
         if name == "ddp" and real:
-            engine.training_step(*batch)  # in its second step DDP makes its buckets anew, for once
+            micro_batches.training_step(engine, *batch)  # in its second step DDP makes its buckets anew, for once
         memory.begin(engine)
         look = partial(_look, engine, held)
         engine.optimizer.register_step_pre_hook(look)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with TrafficLedger() as traffic:
-            engine.training_step(*batch)
+            micro_batches.training_step(engine, *batch)
         allocated = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
         pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
         del engine, look
@@ -366,6 +347,7 @@ def _conditions(options: argparse.Namespace) -> dict:
         "preset": options.preset,
         "precision": options.precision,
         "batch": options.batch,
+        "accumulate": options.accumulate,
         "seq": options.seq,
         "checkpoint_activations": options.checkpoint_activations,
         "device": options.device,
@@ -524,7 +506,7 @@ def main() -> None:
         sys.exit(2)
     print(__doc__.splitlines()[0])
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
-    batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank"
+    batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
     ranks = options.ranks if options.up_to is None else f"1 to {options.up_to}"
     say = partial(print, flush=True)

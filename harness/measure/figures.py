@@ -46,6 +46,19 @@ ENGINE_COLOURS = {
     "zero3": "#5b6ee1",
     "fsdp2": "#b04fc9",
 }
+# What a rank's step is spent on: (colour, hatch). All colours can be told from white and from the dark paper, and in
+# grey the hatch tells them apart.
+TIME_STYLES = {
+    "compute": ("#2d6a8f", ""),
+    "host": ("#7f7a72", ""),
+    "optimizer": ("#4f9e57", ""),
+    "all-reduce": ("#c0504d", "xxxx"),
+    "reduce-scatter": ("#b8732a", "\\\\\\\\"),
+    "all-gather": ("#7a68c9", "////"),
+    "broadcast": ("#b84f96", "...."),
+    "waiting": ("#a38a1f", "----"),
+}
+TIME_LABELS = {"host": "host, between operations", "waiting": "waiting for the slowest rank"}
 ENGINE_LINES = {"zero_redundancy_optimizer": "--", "fsdp2_no_reshard": "--", "fsdp2": "--", "single": ":"}
 
 THEMES = {
@@ -346,6 +359,53 @@ def scaling(results: dict, theme: dict):
     return figure
 
 
+def step_time(results: list[tuple[str, dict]], theme: dict):
+    """A bar per engine and rank, a column per file: own work, exposed communication by kind, waiting. Linear."""
+    runs = {name: run["step_time"]["ranks"] for name, run in results[0][1]["runs"].items() if name != "single"}
+    rows = [(name, rank["rank"]) for name, ranks in runs.items() for rank in ranks]
+    figure, grid = new(theme, 1, len(results), height=0.26 * len(rows) + 2.1, sharex=True, sharey=True, squeeze=False)
+    seen = set()
+    for axes, (title, report) in zip(grid[0], results):
+        for position, (name, number) in enumerate(rows):
+            rank = {rank["rank"]: rank for rank in report["runs"][name]["step_time"]["ranks"]}[number]
+            parts = {part: rank[f"{part}_ms"] for part in ("compute", "host", "optimizer")}
+            parts |= rank["exposed_ms"] | {"waiting": rank["waiting_ms"]}
+            start = 0.0
+            for part, (colour, hatch) in TIME_STYLES.items():
+                if parts.get(part):
+                    style = {"color": colour, "hatch": hatch, "edgecolor": theme["paper"], "linewidth": 0.5}
+                    axes.barh(position, parts[part], 0.82, left=start, **style)
+                    start += parts[part]
+                    seen.add(part)
+        axes.set_title(title)
+        axes.set_xlabel("ms of a step (mean)")
+        axes.grid(axis="x", linewidth=0.5)
+        axes.set_axisbelow(True)
+    grid[0][0].set_yticks(range(len(rows)), [f"{name} {rank}" for name, rank in rows])
+    grid[0][0].set_ylabel("engine and rank")
+    grid[0][0].invert_yaxis()
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor=theme["paper"],
+              label=TIME_LABELS.get(part, f"{part}, exposed" if "-" in part or part == "broadcast" else part))
+        for part, (colour, hatch) in TIME_STYLES.items() if part in seen
+    ]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    first = results[0][1]
+    shape = f"GPT {first['preset']}, {first['world_size']} ranks over {first['backend']}"
+    figure.suptitle(
+        f"Where the time of a step goes: {shape}, {first['batch']} x {first['seq']} tokens per rank", fontsize=11
+    )
+    return figure
+
+
+def _delay(report: dict) -> str:
+    """What was done to a rank of the referee's run."""
+    if report["slow_rank"] is None:
+        return "no rank is delayed"
+    rank, seconds = report["slow_rank"]
+    return f"rank {rank} is delayed by {seconds * 1e3:g} ms in every step"
+
+
 # figure: (function, the JSON files in results/ that it draws; several with the title that each gets)
 FIGURES = {
     "stages": (stages, ["memory-small-4ranks-64-tokens.json"]),
@@ -353,6 +413,7 @@ FIGURES = {
     "live": (live, ["memory-small-4ranks-64-tokens.json"]),
     "lanes": (lanes, ["trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"]),
     "losses": (losses, ["referee-cpu-2ranks-3.json"]),
+    "step-time": (step_time, ["step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"]),
     "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),
     "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"]),
 }
@@ -364,6 +425,7 @@ SOURCES = {
     "live": "./launch.sh memory --json",
     "lanes": "./launch.sh zero3 2 --trace",
     "losses": "./launch.sh compare --json",
+    "step-time": "./launch.sh compare --json",
     "sweeps": "./launch.sh sweeps --json",
     "scaling": "./launch.sh memory --up-to 8 --json",
 }
@@ -380,6 +442,8 @@ def load(name: str, paths: list[str]):
             raise ValueError(f"figure {name!r} needs a measured JSON; {path}: {error}") from error
     if name == "lanes":
         return [(trace.get("otherData", {}).get("title", path), trace) for path, trace in zip(paths, loaded)]
+    if name == "step-time":
+        return [(_delay(report), report) for report in loaded]
     return loaded[0]
 
 
@@ -402,7 +466,7 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="figures", description=__doc__.splitlines()[0])
     parser.add_argument("figures", nargs="*", help=f"any of {', '.join(FIGURES)} (default: all)")
-    parser.add_argument("--json", nargs="+", help="draw one figure from this file (lanes: one or two traces)")
+    parser.add_argument("--json", nargs="+", help="draw one figure from this file (lanes, step-time: one or two)")
     parser.add_argument("--out", default="results/figures", help="folder to write to (default results/figures)")
     options = parser.parse_args()
     try:

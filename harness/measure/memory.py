@@ -65,8 +65,15 @@ class MemoryLedger(TorchDispatchMode):
         self._references.pop(key, None)
         self.live -= self._bytes.pop(key, 0)
 
+    def _out_of_memory(self) -> None:
+        """For ledgers that know what is alive: an operation, or a storage that grows, has found no memory."""
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            self._out_of_memory()
+            raise
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.track(leaf)
@@ -76,7 +83,11 @@ class MemoryLedger(TorchDispatchMode):
         plain = self._plain_resize = torch.UntypedStorage.resize_
 
         def resize_(storage, size):
-            plain(storage, size)
+            try:
+                plain(storage, size)
+            except torch.OutOfMemoryError:
+                self._out_of_memory()
+                raise
             if storage._cdata in self._bytes:
                 self._set(storage._cdata, storage.nbytes())
             return storage

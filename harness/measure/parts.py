@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -64,11 +64,12 @@ class PartsLedger(MemoryLedger):
         self._maker: dict[int, str] = {}  # number -> the operation that made it
         self._growing: set[int] = set()  # storages made since the forward began
         self._operation, self._handles, self._engine, self._where = "", [], engine, Where()
+        self.failed: Moment | None = None  # what was alive when an operation found no memory
         super().__init__(engine)
 
     def begin(self, engine=None) -> None:
         """A step begins: forget the one before. Called on entering; again for the next step."""
-        self._engine = engine or self._engine
+        self._engine, self.failed = engine or self._engine, None
         for handle in self._handles:
             handle.remove()
         self._handles, self._events, self._part, self._maker, self._growing = [], [], {}, {}, set()
@@ -148,6 +149,17 @@ class PartsLedger(MemoryLedger):
         self._number.pop(key, None)
         self._growing.discard(key)
         super()._gone(key)
+
+    def _out_of_memory(self) -> None:
+        if self.failed is not None:
+            return  # on the error's way out: the first one counts
+        # Now, and not where the error is caught: by then the step and the module are left, and memory is freed.
+        if torch.is_grad_enabled():
+            for key in self._growing:  # forward has not come to the end that would show it
+                self._part.setdefault(self._number[key], ACTIVATIONS)
+        now = [*self.moments()][-1:] or [Moment(0, "", "", "", 0.0, Counter(), Counter())]
+        place = {"phase": self._where.phase, "step": self._where.step, "module": self._where.module()}
+        self.failed = replace(now[0], **place)
 
     def _note(self, key: int, nbytes: int) -> None:
         if nbytes == self._bytes.get(key, 0):

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.measure.dry_run import checkpoint_blocks
 from harness.measure.memory import MemoryLedger, warm_up
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, PRESETS, next_token_loss, preset
 from harness.run.process_group import Rank
+from harness.run.recompute import checkpoint_blocks
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3

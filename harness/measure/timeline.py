@@ -3,13 +3,14 @@
 import json
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine.units import default_units
-from harness.measure.traffic import KINDS, whole_bytes
+from harness.measure.traffic import KINDS, group_of, whole_bytes
 from harness.measure.where import Where
 
 STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
@@ -21,6 +22,8 @@ class Span:
 
     On lane "steps" a labelled step; on "compute" the uninterrupted operations of one unit (or "root", or "optimizer")
     in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
+    `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
+    not say when it ended, so that `end` is when somebody had waited for it: it may have ended before.
     """
 
     lane: str
@@ -29,6 +32,17 @@ class Span:
     end: float
     step: str = ""
     nbytes: int = 0
+    ranks: tuple[int, ...] = ()
+    told: bool = True
+
+
+@dataclass(frozen=True)
+class Wait:
+    """From `start` to `end` (seconds) this rank could not go on before `Timeline.collectives[collective]` had ended."""
+
+    start: float
+    end: float
+    collective: int
 
 
 class Timeline(TorchDispatchMode):
@@ -37,19 +51,34 @@ class Timeline(TorchDispatchMode):
     Watches from outside, like the ledgers. A collective ends when its backend says so, or when somebody has waited for
     it, whichever is first (gloo's reduce-scatter says nothing: it ends inside `wait`). On CUDA the times are those of
     the GPU: an event on the stream that computes before and after each operation, and one where the collective ends.
+
+    Beside the spans, for harness/measure/step_time.py, in seconds as theirs: `collectives` in the order of their issue;
+    `operations`, (start, end) of each on the stream that computes; `waits`; and `marks`, what `mark()` has noted.
     """
 
     def __init__(self, engine=None, device: torch.device | None = None):
         super().__init__()
         self.spans: list[Span] = []
         model = None if engine is None else engine.model
-        self._units = set() if model is None else _unit_names(model)
+        self._units = set() if model is None else unit_names(model)
         self._where, self._model = Where(), model
         self._cuda = device is not None and device.type == "cuda"
         self._open_steps: list[tuple] = []
         self._raw: list[list] = []  # [lane, name, start, end, step, nbytes], times not yet in seconds
         self._computing: list | None = None  # the entry that goes on, until the rank waits or works for another unit
         self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its entry in `_raw`)
+        self.collectives: list[Span] = []
+        self.operations: list[tuple[float, float]] = []
+        self.waits: list[Wait] = []
+        self.marks: list[float] = []
+        self._futures: list[tuple] = []  # (future, entry) of collectives under way
+        self._issued: list[list] = []  # the collectives' entries, in order
+        self._waited: list[tuple] = []  # (start, end, the collective's entry), of waits that Python has called
+        self._stream = None  # on CUDA the one that computes
+
+    def mark(self) -> None:
+        """Note the time, on CUDA that of the GPU: where a step begins, say."""
+        self.marks.append(self._now())
 
     def _now(self):
         if not self._cuda:
@@ -59,12 +88,10 @@ class Timeline(TorchDispatchMode):
         return event
 
     def _unit(self) -> str:
-        """The unit at work: the part of the module's name that is one, or the root."""
+        """The unit at work, or the root."""
         if self._where.step.startswith("4"):
             return "optimizer"
-        parts = self._where.module().split(".")
-        prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
-        return next((prefix for prefix in prefixes if prefix in self._units), "root")
+        return unit_of(self._where.module(), self._units) or "root"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func.namespace, func._schema.name.split("::")[1]
@@ -78,6 +105,7 @@ class Timeline(TorchDispatchMode):
                     self._raw.append([STEPS, label.removeprefix("step "), start, self._now(), "", 0])
             return func(*args, **(kwargs or {}))
         start = self._now()
+        self._look_for_ends(start)
         result = func(*args, **(kwargs or {}))
         if namespace in ("c10d", "_c10d_functional"):
             if name in KINDS:
@@ -88,24 +116,42 @@ class Timeline(TorchDispatchMode):
             self._computing = last = [COMPUTE, unit, start, None, step, 0]
             self._raw.append(last)
         last[3] = self._now()
+        if self._is_computing():
+            self.operations.append((start, last[3]))
         return result
 
+    def _is_computing(self) -> bool:
+        """Whether the current stream is the one that computes. FSDP2 copies and waits on streams of its own."""
+        return not self._cuda or torch.cuda.current_stream() == self._stream
+
     def _collective(self, kind: str, args, result, start) -> None:
-        entry = [COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args)]
+        ranks = tuple(dist.get_process_group_ranks(group_of(args)))
+        entry = [COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, True]
         self._raw.append(entry)
+        self._issued.append(entry)
         for leaf in torch.utils._pytree.tree_leaves(result):
             if isinstance(leaf, torch.ScriptObject):
                 work = dist.Work.unbox(leaf)
                 self._under_way[id(work)] = (work, entry)
                 try:
                     future = work.get_future()
-                except RuntimeError:
-                    return  # gloo's reduce-scatter has none
+                except RuntimeError:  # gloo's reduce-scatter has none
+                    entry[7] = False
+                    return
                 future.then(lambda _: self._ended(entry))
+                self._futures.append((future, entry))
 
-    def _ended(self, entry: list) -> None:
+    def _look_for_ends(self, now) -> None:
+        """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
+        if self._futures and not self._cuda:
+            for future, entry in self._futures:
+                if future.done():
+                    self._ended(entry, now)
+            self._futures = [pair for pair in self._futures if pair[1][3] is None]
+
+    def _ended(self, entry: list, now=None) -> None:
         if entry[3] is None:
-            entry[3] = self._now()  # on CUDA a callback runs on a stream that has waited for the collective
+            entry[3] = now or self._now()  # on CUDA a callback runs on a stream that has waited for the collective
 
     def __enter__(self):
         self._where.open()
@@ -115,14 +161,20 @@ class Timeline(TorchDispatchMode):
 
         def wait(work, *timeout):
             timeline._computing = None
+            start = timeline._now()
             try:
                 return timeline._plain_wait(work, *timeout)
             finally:
                 _, entry = timeline._under_way.pop(id(work), (None, None))
                 if entry is not None:
                     timeline._ended(entry)
+                    if timeline._is_computing():
+                        timeline._waited.append((start, timeline._now(), entry))
 
         dist.Work.wait = wait
+        if self._cuda:
+            self._stream = torch.cuda.current_stream()
+            torch.cuda.synchronize()  # so that the GPU's origin is the host's
         self.opened = time.perf_counter()  # for other instruments' times
         self._origin = self._now()
         return super().__enter__()
@@ -134,18 +186,53 @@ class Timeline(TorchDispatchMode):
         end = self._now()
         if self._cuda:
             torch.cuda.synchronize()
-        for lane, name, start, stop, step, nbytes in self._raw:
+        made = {}  # id of an entry -> its span
+        for entry in self._raw:
+            lane, name, start, stop, step, nbytes, *more = entry
             stop = end if stop is None else stop  # nobody has waited for it inside the `with`
-            self.spans.append(Span(lane, name, self._seconds(start), self._seconds(stop), step, nbytes))
-        self.spans.sort(key=lambda span: span.start)
-        self._raw, self._under_way = [], {}
+            made[id(entry)] = Span(lane, name, self._seconds(start), self._seconds(stop), step, nbytes, *more)
+        self.spans = sorted(made.values(), key=lambda span: span.start)
+        self.collectives = [made[id(entry)] for entry in self._issued]
+        self.operations = [(self._seconds(start), self._seconds(stop)) for start, stop in self.operations]
+        self.marks = [self._seconds(moment) for moment in self.marks]
+        self.waits = self._find_waits()
+        self._raw, self._issued, self._waited, self._futures, self._under_way = [], [], [], [], {}
         return result
+
+    def _find_waits(self) -> list[Wait]:
+        """The waits that Python has called, and those inside C++ (DDP's reducer) or between streams (FSDP2 on CUDA).
+
+        The latter are seen by what they leave: two operations with nothing between them, and a collective that ended
+        in the gap. So the gap, up to that end, was a wait, unless Python has waited for the collective.
+        """
+        number = {id(entry): index for index, entry in enumerate(self._issued)}
+        waits = [Wait(self._seconds(a), self._seconds(b), number[id(entry)]) for a, b, entry in self._waited]
+        known = {wait.collective for wait in waits}
+        slack = 5e-5 if self._cuda else 0.0  # a collective's end is noted on another stream, a moment later
+        ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
+        for (_, before), (after, _) in pairwise(self.operations):
+            while ends and ends[0][0] <= before:
+                ends.pop(0)
+            while ends and ends[0][0] <= after + slack:
+                end, index = min(ends[0][0], after), ends.pop(0)[1]
+                start = max(before, self.collectives[index].start)
+                waits.append(Wait(start, end, index))
+                before = end
+        return sorted(waits, key=lambda wait: wait.start)
 
     def _seconds(self, moment) -> float:
         return self._origin.elapsed_time(moment) / 1000 if self._cuda else moment - self._origin
 
 
-def _unit_names(model) -> set[str]:
+def unit_of(module: str, units: set[str]) -> str:
+    """The unit among `units` that the module named `module` lies in, or ""."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return next((prefix for prefix in prefixes if prefix in units), "")
+
+
+def unit_names(model) -> set[str]:
+    """The names of the modules that are units by default."""
     units = {id(unit) for unit in default_units(model)}
     return {name for name, module in model.named_modules() if id(module) in units}
 

@@ -67,6 +67,17 @@ def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
     return gpus if gpus > 1 or machines > 1 or backend == "nccl" else 2
 
 
+def planned_world_size(backend: str, device: str) -> int | None:
+    """How many ranks there are, or will be when `./launch.sh` starts them; None outside of both."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if "ZERO_PREFLIGHT" not in os.environ:
+        return None
+    ranks, machines = os.environ["ZERO_PREFLIGHT"], int(os.environ.get("NNODES", 1))
+    here = default_ranks(backend, device, torch.cuda.device_count(), machines) if ranks == "auto" else int(ranks)
+    return here * machines
+
+
 def preflight(ranks: str, backend: str, device: str) -> None:
     """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
     gpus, machines = torch.cuda.device_count(), int(os.environ.get("NNODES", 1))

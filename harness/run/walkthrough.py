@@ -13,15 +13,19 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from harness.measure import step_report, step_time
 from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.out_of_memory import explained
 from harness.measure.parts import PartsLedger
 from harness.measure.timeline import Timeline, chrome_trace, save_trace
 from harness.measure.traffic import TrafficLedger
-from harness.run import process_group
+from harness.run import micro_batches, process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, PRESETS, next_token_loss, preset
+from harness.run.recompute import checkpoint_blocks
 
 STEPS = ("0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters")
+WATCHED_STEPS = 3  # after the told one, for the line that says where the time goes
 
 
 def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
@@ -29,7 +33,8 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
     parser.add_argument("--steps", type=int, default=5, help="training steps (default 5)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
+    micro_batches.add_options(parser, 4)
+    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
     parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default 1e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
@@ -46,9 +51,9 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(argv)
     preset(options.preset)
-    for name, least in (("steps", 2), ("batch", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} must be {least} or more, got {getattr(options, name)}")
+    micro_batches.settle(options, 4)
+    if options.steps < 2:
+        raise ValueError(f"--steps must be 2 or more, got {options.steps}")
     process_group.check_writable("--trace", options.trace)
     for name in ("bucket_mb", "prefetch"):
         if not getattr(options, name, 0) >= 0:
@@ -75,10 +80,13 @@ def _walk(engine_cls, doc: str) -> None:
         own.update(prefetch=options.prefetch, reshard_after_forward=not options.no_reshard_after_forward)
     me.print(f"{engine_cls.__name__}: {doc.splitlines()[0]}")
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
-    with MemoryLedger() as memory:
+    with PartsLedger() as memory:
         model = GPT(config, options.seed + me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
+        if options.checkpoint_activations:
+            checkpoint_blocks(model, casts=False)
         adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
-        with Timeline(device=me.device) if options.trace else contextlib.nullcontext() as partition:
+        timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
+        with timeline as partition, explained("step 0, the construction", None, memory):
             engine = engine_cls(model, adamw, **own)
         psi = sum(param.numel() for param in engine.model.parameters())
         me.print(f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32")
@@ -87,13 +95,16 @@ def _walk(engine_cls, doc: str) -> None:
         me.print(_owners(engine, me.world_size, everything=options.map))
         me.print(f"holds {_held(engine)} (AdamW makes its state in its first step)\n")
         for step in range(options.steps - 1):
-            loss = engine.training_step(*ready[step], next_token_loss)
+            memory.begin(engine)
+            with explained(f"training step {step + 1}", engine, memory):
+                loss = micro_batches.training_step(engine, *ready[step], next_token_loss, options.accumulate)
             me.print(f"training step {step + 1}: loss {loss.item():.4f} on this rank's batch")
         me.print(f"training step {options.steps}, event by event.\n")
         me.print("\n".join(_how_to_read(engine)) + "\n")
         story = _Story(engine, memory)
-        with TrafficLedger(story.event) as traffic:
-            loss = engine.training_step(*ready[-1], next_token_loss)
+        memory.begin(engine)
+        with TrafficLedger(story.event) as traffic, explained(f"training step {options.steps}", engine, memory):
+            loss = micro_batches.training_step(engine, *ready[-1], next_token_loss, options.accumulate)
         story.flush()
     me.print("\n".join(story.lines))
     me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {_held(engine)}")
@@ -104,6 +115,9 @@ def _walk(engine_cls, doc: str) -> None:
     me.print(
         f"sent in this step: {elements:,} elements{times}; {megabytes:.2f} MB in {len(traffic.collectives)} collectives"
     )
+    again = partial(micro_batches.training_step, engine, *ready[-1], next_token_loss, options.accumulate)
+    found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
+    me.print(step_report.sentence(step_time.summary(found), 0))
     if options.trace:
         _trace(engine, partition.spans, ready[-1], me, options, own)
     process_group.stop()
@@ -113,7 +127,7 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     """One more step of all ranks, into one file; what step 0 was stands before it."""
     dist.barrier()  # the ranks' clocks start here
     with PartsLedger(engine) as memory, Timeline(engine, me.device) as timeline:
-        engine.training_step(*batch, next_token_loss)
+        micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
     moments = [(moment.seconds, moment.live) for moment in memory.moments(timeline.opened)]
     everyone = [None] * me.world_size
     dist.all_gather_object(everyone, (partition, timeline.spans, moments))

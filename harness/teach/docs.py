@@ -32,6 +32,7 @@ BLOCK = re.compile(
 REFEREE = "referee-cpu-2ranks-3.json"
 REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
 REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
+SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 MEMORY = "memory-7b-8ranks.json"
 SWEEPS = "sweeps-cpu-2ranks.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
@@ -99,7 +100,7 @@ def referee_losses() -> str:
         + [f"{run['tokens_per_s']:,.0f}"]
         for name, run in report["runs"].items()
     ]
-    columns = ["engine", "first loss", "last loss", "difference from DDP", "step ms", "x DDP", "tokens/s per rank"]
+    columns = ["engine", "first loss", "last loss", "difference from DDP", "step ms", "x DDP", "tokens/s"]
     return f"{conditions(report, REFEREE)}\n\n{table(columns, rows)}"
 
 
@@ -132,6 +133,20 @@ def launches() -> str:
         for name, values in found.items()
     ]
     return table([f"step time, {len(REFEREE_LAUNCHES)} launches", "median", "lowest", "highest"], rows)
+
+
+def slow_rank() -> str:
+    """One rank is delayed in every step: the ranks' step times, and what tells them apart."""
+    report = result(SLOW_RANK)
+    rows = []
+    for name, run in report["runs"].items():
+        if name == "single":  # one process waits for nobody
+            continue
+        fast, slow = run["step_time"]["ranks"]
+        times = [f"{rank[key]:.0f}" for key in ("step_ms", "own_ms", "waiting_ms") for rank in (fast, slow)]
+        rows.append([f"`{name}`", *times, f"{run['step_time']['slowest_rank']}"])
+    columns = [f"{what}, rank {rank}" for what in ("step ms", "own work ms", "waiting ms") for rank in (0, 1)]
+    return f"{conditions(report, SLOW_RANK)}\n\n{table(['engine', *columns, 'slowest rank'], rows)}"
 
 
 # Memory.
@@ -251,6 +266,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "referee-bf16": referee_bf16,
     "referee-bytes": referee_bytes,
     "referee-losses": referee_losses,
+    "slow-rank": slow_rank,
     "sweep": sweep,
 }
 

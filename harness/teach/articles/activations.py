@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.measure.dry_run import checkpoint_blocks
 from harness.measure.memory import MemoryLedger
+from harness.run.recompute import checkpoint_blocks
 from harness.teach.articles.claim import (
     FRAMEWORKS,
     MULTIPLE_GPUS,

@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.dry_run import checkpoint_blocks, fake_ranks
+from harness.measure.dry_run import fake_ranks
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run.model import GPT, GPTConfig, next_token_loss, preset
+from harness.run.recompute import checkpoint_blocks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's own modules, about torch.jit

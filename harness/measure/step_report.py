@@ -1,0 +1,133 @@
+"""The tables and sentences of `harness/measure/step_time.py`'s numbers, for the referee and the chapters."""
+
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
+MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
+
+
+def report(result: dict) -> str:
+    """Everything that the referee prints of the second and third pass, from the result that it writes as JSON."""
+    runs = {name: run for name, run in result["runs"].items() if run.get("step_time")}
+    delay = result["slow_rank"]
+    steps = next(iter(runs.values()))["step_time"]["steps"]
+    lines = [
+        f"Where the time of a step goes, per rank, in ms: means of {steps} more step(s), which were watched.",
+        "Look at own work: in synchronous training all ranks take as long as the slowest, so their step times are",
+        "equal; but a slow rank works longer, and the others wait for it.",
+        "",
+        *columns([_HEAD, *(row for name, run in runs.items() for row in _rank_rows(name, run["step_time"]))]),
+        "own work: computation, optimizer, and the host between operations. waiting: another rank has not come to the",
+        "collective yet. exposed: bytes are on their way, and nothing is computed. overlapped: bytes are on their way",
+        "beside own work, which costs no time; in %: of all the time in which bytes are.",
+        *(f"{name}: {slowest_words(run['step_time'])}" for name, run in runs.items() if stands_out(run["step_time"])),
+    ]
+    if nobody := [name for name, run in runs.items() if name != "single" and not stands_out(run["step_time"])]:
+        lines.append(f"No rank stands out: {', '.join(nobody)}.")
+    if delay:
+        lines.append(f"--slow-rank: rank {delay[0]} was delayed by {delay[1] * 1e3:g} ms in every timed step.")
+    if unsure := max(run["step_time"]["clocks_unsure_by_ms"] for run in runs.values()):
+        lines.append(f"The ranks' clocks are of several machines: waiting and exposed are right to {unsure:.3f} ms.")
+    kinds = [kind for kind in KINDS if any(_of_kind(run["step_time"], kind) for run in runs.values())]
+    if kinds:
+        rows = [["engine", *(f"{kind} ms" for kind in kinds)]]
+        rows += [[name, *(_of_kind(run["step_time"], kind) or "-" for kind in kinds)] for name, run in runs.items()]
+        lines += [
+            "",
+            "Time in which each kind of collective moved bytes, and how much of it was exposed; mean of the ranks:",
+        ]
+        lines += columns(rows)
+    if any(rank["told_late"] for run in runs.values() for rank in run["step_time"]["ranks"]):
+        lines.append("<=: the backend does not say when these end, but when they are waited for: at most so long.")
+    return "\n".join([*lines, "", *_rates(result, runs)])
+
+
+_HEAD = ["engine", "rank", "step", "own work", "waiting", "exposed", "overlapped", "overlapped %"]
+
+
+def _rank_rows(name: str, found: dict) -> list[list[str]]:
+    rows, ranks = [], found["ranks"]
+    if len(ranks) > MOST_ROWS:
+        ranks = sorted(ranks, key=lambda rank: -rank["own_ms"])
+        ranks = [*ranks[: MOST_ROWS - 1], ranks[-1]]  # those that work most, and the one that works least
+    for rank in ranks:
+        label = f"{rank['rank']}" + (" SLOWEST" if stands_out(found) and rank["rank"] == found["slowest_rank"] else "")
+        exposed, overlapped = sum(rank["exposed_ms"].values()), sum(rank["overlapped_ms"].values())
+        least = "<=" if rank["told_late"] else ""
+        share = f"{least}{100 * overlapped / (exposed + overlapped):.0f}" if exposed + overlapped else "-"
+        numbers = [f"{rank[key]:.1f}" for key in ("step_ms", "own_ms", "waiting_ms")]
+        rows.append([name, label, *numbers, f"{exposed:.1f}", f"{least}{overlapped:.1f}", share])
+    return rows
+
+
+def stands_out(found: dict) -> bool:
+    """Whether one rank did more own work than every other in most of the steps, by 5% of a step or more."""
+    if found["slowest_rank"] is None:
+        return False
+    step = max(rank["step_ms"] for rank in found["ranks"])
+    return 2 * len(found["slowest_in_steps"]) > found["steps"] and found["lead_ms"] > 0.05 * step
+
+
+def slowest_words(found: dict) -> str:
+    """Which rank is the slowest, by how much, and in which step; or that none stands out."""
+    if len(found["ranks"]) < 2:
+        return ""
+    if not stands_out(found):
+        return "No rank stands out."
+    times = [rank["step_ms"] for rank in found["ranks"]]
+    return (
+        f"Rank {found['slowest_rank']} is the slowest, in {len(found['slowest_in_steps'])} of {found['steps']} "
+        f"steps, by {found['lead_ms']:.1f} ms of own work, most in step {found['lead_in_step']}; "
+        f"the ranks' step times are {min(times):.1f} to {max(times):.1f}."
+    )
+
+
+def _of_kind(found: dict, kind: str) -> str:
+    """ "31.2, 45% exposed": the mean over the ranks, or "" where there was none of that kind."""
+    ranks = found["ranks"]
+    exposed = sum(rank["exposed_ms"].get(kind, 0.0) for rank in ranks) / len(ranks)
+    together = exposed + sum(rank["overlapped_ms"].get(kind, 0.0) for rank in ranks) / len(ranks)
+    if not together:
+        return ""
+    late = any(kind in rank["told_late"] for rank in ranks)
+    return f"{'<=' * late}{together:.1f}, {'>=' * late}{100 * exposed / together:.0f}% exposed"
+
+
+def _rates(result: dict, runs: dict[str, dict]) -> list[str]:
+    cuda = result["device"] == "cuda"
+    rows = [["engine", "tokens/s", "tokens/s per rank", "model GFLOP/s per rank"]]
+    rows[0] += ["MFU %", "peak allocated MB", "peak reserved MB"] if cuda else []
+    for name, run in runs.items():
+        row = [name, f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_s_per_rank']:.0f}"]
+        row += [f"{run['flops_per_s_per_rank'] / 1e9:.1f}"]
+        if cuda:
+            row += ["-" if run["mfu"] is None else f"{100 * run['mfu']:.1f}"]
+            row += [f"{run['peak_bytes'] / 1e6:.0f}", f"{run['reserved_bytes'] / 1e6:.0f}"]
+        rows.append(row)
+    words = [
+        "Model FLOPs: 6 per parameter and token, and attention in full. The head counts, and so the embedding, which",
+        "shares its weight; looking up rows (tokens, positions) does not count, nor does recomputation.",
+    ]
+    if cuda:
+        words += [
+            "MFU: their share of what the GPU can do at most, by its data sheet (-: a GPU that is not in the list)."
+        ]
+    return ["How fast, by the step times of the first table:", "", *columns(rows), *words]
+
+
+def sentence(found: dict, rank: int) -> str:
+    """Two lines for a chapter's run: where `rank`'s time went, and whether others waited for someone."""
+    own = next(row for row in found["ranks"] if row["rank"] == rank)
+    exposed, overlapped = sum(own["exposed_ms"].values()), sum(own["overlapped_ms"].values())
+    least = "at most " if own["told_late"] else ""
+    lines = [
+        f"where a step of {own['step_ms']:.1f} ms goes (mean of {found['steps']}, watched): own work "
+        f"{own['own_ms']:.1f}, waiting for another rank {own['waiting_ms']:.1f},",
+        f"for bytes {exposed:.1f}; beside own work {least}{overlapped:.1f} ms of bytes. {slowest_words(found)}",
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def columns(rows: list[list[str]]) -> list[str]:
+    """A table in text: the first column to the left, a rule under the first row."""
+    widths = [max(map(len, cells)) for cells in zip(*rows)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]) for row in rows]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]

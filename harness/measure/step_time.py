@@ -1,0 +1,226 @@
+"""Where the time of a step goes, per rank: own work, waiting for the slowest rank, moving bytes, and what overlaps.
+
+Every moment of a rank's step belongs to exactly one of these, so their sum is the step:
+
+    compute     an operation of forward, backward or a reduction runs
+    optimizer   an operation of step 4 runs
+    host        between operations, and nobody is waited for: Python, autograd, the data; on a GPU it idles meanwhile
+    waiting     this rank cannot go on, because another one has not issued the collective yet
+    exposed     this rank cannot go on, because bytes are on their way: per kind of collective
+
+The first three are a rank's **own work**. A collective begins to move bytes when the last of its ranks has issued it.
+Bytes that move while this rank does its own work are **overlapped**: they cost nothing.
+"""
+
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+
+from harness.measure.timeline import STEPS, Span, Timeline, Wait
+
+Interval = tuple[float, float]
+OWN = ("compute", "optimizer", "host")
+UPDATE = "4 update the shard"
+
+
+def minus(intervals: Iterable[Interval], holes: list[Interval]) -> list[Interval]:
+    """`intervals` without `holes`; `holes` are sorted by their start, and may overlap."""
+    left = []
+    for start, end in intervals:
+        for hole_start, hole_end in holes:
+            if hole_start >= end:
+                break
+            if hole_end > start:
+                left.append((start, hole_start))
+                start = max(start, hole_end)
+        left.append((start, end))
+    return [(start, end) for start, end in left if end > start]
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Seconds in `intervals`, which do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def inside(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
+    """What lies between `begin` and `end`, sorted."""
+    return sorted((max(a, begin), min(b, end)) for a, b in intervals if min(b, end) > max(a, begin))
+
+
+def divide(
+    begin: float,
+    end: float,
+    operations: list[Interval],
+    updates: list[Interval],
+    waits: list[Wait],
+    collectives: list[Span],
+    last_issue: list[float],
+) -> dict:
+    """The step from `begin` to `end` of one rank, in seconds: {"step", "compute", "optimizer", "host", "waiting",
+    "exposed": {kind: s}, "overlapped": {kind: s}, "told_late"}. All but the last two add up to "step". "told_late" are
+    the kinds whose end the backend does not tell before they are waited for: their overlapped time is at most that.
+
+    `updates` are the times of step 4; `last_issue[i]` is when the last rank issued `collectives[i]`. All on one clock.
+    """
+    waiting, exposed, overlapped, blocked = 0.0, Counter(), Counter(), []
+    reached = begin
+    for wait in sorted(waits, key=lambda wait: wait.start):
+        start, stop = max(wait.start, reached), min(wait.end, end)
+        if stop <= start:
+            continue
+        collective, reached = collectives[wait.collective], stop
+        moves = min(max(last_issue[wait.collective], start), stop)
+        waiting += moves - start
+        # What comes after its end is the host's: it has to notice.
+        done = min(max(collective.end, moves), stop)
+        exposed[collective.name] += done - moves
+        blocked.append((start, done))
+
+    covered = blocked
+    for collective, issued in sorted(zip(collectives, last_issue), key=lambda pair: pair[1]):
+        moving = inside([(max(issued, collective.start), collective.end)], begin, end)
+        beside = minus(moving, covered)  # two at a time count once, for the one that began first
+        if beside:
+            overlapped[collective.name] += total(beside)
+            covered = sorted(covered + beside)
+
+    working = minus(inside(operations, begin, end), blocked)
+    optimizer = sum(total(inside(working, *update)) for update in inside(updates, begin, end))
+    compute = total(working) - optimizer
+    host = end - begin - total(working) - total(blocked)
+    late = {span.name for span in collectives if not span.told and inside([(span.start, span.end)], begin, end)}
+    return {"step": end - begin, "compute": compute, "optimizer": optimizer, "host": host, "waiting": waiting,
+            "exposed": dict(exposed), "overlapped": dict(overlapped), "told_late": sorted(late)}  # fmt: skip
+
+
+def last_issues(issued: list[list[tuple[tuple[int, ...], float]]], rank: int) -> list[float]:
+    """When the last rank issued each of `rank`'s collectives, in their order.
+
+    `issued[r]` has, for each collective of rank r in order, (ranks that take part, when r issued it) on one clock. A
+    collective carries no name: the k-th one of a group on one rank meets the k-th of that group on the others.
+    """
+    by_group: list[dict[tuple, list[float]]] = []
+    for own in issued:
+        by_group.append({})
+        for ranks, start in own:
+            by_group[-1].setdefault(ranks, []).append(start)
+    seen, found = Counter(), []
+    for ranks, start in issued[rank]:
+        number = seen[ranks]
+        seen[ranks] += 1
+        theirs = [by_group[other].get(ranks, []) for other in ranks]
+        found.append(max((starts[number] for starts in theirs if len(starts) > number), default=start))
+    return found
+
+
+def machine() -> str:
+    """What processes with one clock share: the boot of their machine."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
+
+
+def clock_offset(here: str | None = None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    """(how far this rank's clock is ahead of rank 0's, how far off that may be), both in seconds. A collective.
+
+    On one machine all processes read one clock: (0, 0). Else it is bounded by barriers: no rank leaves one before
+    every rank has entered it. The error is at most half of the shortest barrier that was seen.
+    """
+    machines = [None] * dist.get_world_size()
+    dist.all_gather_object(machines, here or machine())
+    if len(set(machines)) == 1:
+        return 0.0, 0.0
+    moments = []
+    for _ in range(20):
+        entered = clock()
+        dist.barrier()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        moments.append((entered, clock()))
+    theirs = [moments]
+    dist.broadcast_object_list(theirs, src=0)
+    least = max(own[0] - other[1] for own, other in zip(moments, theirs[0]))
+    most = min(own[1] - other[0] for own, other in zip(moments, theirs[0]))
+    return ((least + most) / 2, (most - least) / 2) if dist.get_rank() else (0.0, 0.0)
+
+
+def watch(train: Callable[[], None] | None, steps: int, engine=None, device: torch.device | None = None,
+          offset: float = 0.0) -> list[list[dict]]:  # fmt: skip
+    """[what `divide` returns for each step] for each rank, of `steps` calls of `train` in a row. A collective.
+
+    `train` is None on a rank that takes no part. `offset` is this rank's `clock_offset`. There is no barrier between
+    the steps, as in training.
+    """
+    dist.barrier()
+    with Timeline(engine, device) as timeline:
+        for _ in range(steps if train is not None else 0):
+            timeline.mark()
+            train()
+        timeline.mark()
+    shift = timeline.opened - offset  # from the timeline's seconds to rank 0's clock
+    issued = [None] * dist.get_world_size()
+    dist.all_gather_object(issued, [(span.ranks, span.start + shift) for span in timeline.collectives])
+    last_issue = [moment - shift for moment in last_issues(issued, dist.get_rank())]
+    updates = [(span.start, span.end) for span in timeline.spans if span.lane == STEPS and span.name == UPDATE]
+    found = [
+        divide(begin, end, timeline.operations, updates, timeline.waits, timeline.collectives, last_issue)
+        for begin, end in zip(timeline.marks, timeline.marks[1:])
+    ]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return everyone
+
+
+def own_work(step: dict) -> float:
+    """Seconds of a step that this rank worked itself: neither waiting nor for bytes."""
+    return sum(step[part] for part in OWN)
+
+
+def summary(ranks: list[list[dict]]) -> dict:
+    """What goes into a report's JSON, from `watch`: milliseconds, means over the steps, and who was the slowest.
+
+    {"steps": how many, "ranks": [{"rank", "step_ms", "own_ms", "compute_ms", "optimizer_ms", "host_ms", "waiting_ms",
+    "exposed_ms": {kind: ms}, "overlapped_ms": {kind: ms}, "told_late", "steps_ms": [each], "steps_own_ms": [each]}],
+    "slowest_rank": the one that did the most own work, "slowest_in_steps": numbers of the steps, from 1, in which it
+    was, "lead_ms": by how much more than the next, "lead_in_step": where that was most}; the medians of the steps
+    decide. The last four are None where only one rank took part.
+    """
+    rows = []
+    for rank, steps in enumerate(ranks):
+        if not steps:
+            continue
+        row = {"rank": rank, "step_ms": _mean(step["step"] for step in steps), "own_ms": _mean(map(own_work, steps))}
+        row |= {f"{part}_ms": _mean(step[part] for step in steps) for part in (*OWN, "waiting")}
+        for which in ("exposed", "overlapped"):
+            kinds = sorted({kind for step in steps for kind in step["exposed"] | step["overlapped"]})
+            row[f"{which}_ms"] = {kind: _mean(step[which].get(kind, 0.0) for step in steps) for kind in kinds}
+        row["told_late"] = sorted({kind for step in steps for kind in step["told_late"]})
+        row["steps_ms"] = [round(step["step"] * 1e3, 3) for step in steps]
+        row["steps_own_ms"] = [round(own_work(step) * 1e3, 3) for step in steps]
+        rows.append(row)
+    slowest = in_steps = lead = lead_in_step = None
+    if len(rows) > 1:
+        leads = {row["rank"]: _leads(row, rows) for row in rows}
+        slowest = max(leads, key=lambda rank: statistics.median(leads[rank]))
+        in_steps = [number for number, more in enumerate(leads[slowest], 1) if more > 0]
+        lead = round(statistics.median(leads[slowest]), 3)
+        lead_in_step = leads[slowest].index(max(leads[slowest])) + 1
+    return {"steps": max(map(len, ranks)), "ranks": rows, "slowest_rank": slowest, "slowest_in_steps": in_steps,
+            "lead_ms": lead, "lead_in_step": lead_in_step}  # fmt: skip
+
+
+def _leads(row: dict, rows: list[dict]) -> list[float]:
+    """By how many milliseconds of own work this rank was ahead of the next, or behind the first, in each step."""
+    others = [other["steps_own_ms"] for other in rows if other is not row]
+    return [own - max(theirs) for own, *theirs in zip(row["steps_own_ms"], *others)]
+
+
+def _mean(seconds: Iterable[float]) -> float:
+    return round(statistics.fmean(seconds) * 1e3, 3)

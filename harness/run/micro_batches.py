@@ -1,0 +1,60 @@
+"""Gradient accumulation: a rank's batch in K micro-batches, one after the other, and one update.
+
+The activations of one micro-batch are alive at a time, so a large batch fits where it would not at once. The gradients
+add up. Nothing is said of `no_sync`: engines that send gradients in backward send them K times.
+"""
+
+import argparse
+
+import torch
+from torch.profiler import record_function
+
+
+def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
+    """`--batch`, `--micro-batch` and `--accumulate`; `batch` is the default of the first."""
+    parser.add_argument("--batch", type=int, help=f"sequences per rank and step (default {batch})")
+    parser.add_argument("--micro-batch", type=int, help="sequences per forward and backward (default: the batch)")
+    parser.add_argument("--accumulate", type=int, help="micro-batches per step and update (default 1)")
+
+
+def settle(options: argparse.Namespace, batch: int) -> None:
+    """Fill in those of the three that were not given. Raises ValueError where they do not fit."""
+    for name in ("batch", "micro_batch", "accumulate"):
+        if (given := getattr(options, name)) is not None and given < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {given}")
+    micro, accumulate = options.micro_batch, options.accumulate
+    if options.batch is None:
+        options.batch = batch if micro is None else micro * (accumulate or 1)
+    if accumulate is None:
+        accumulate = 1 if micro is None else options.batch // micro
+    micro = options.batch // accumulate if micro is None else micro
+    if micro * accumulate != options.batch:
+        given = [f"--{name.replace('_', '-')} {value}" for name in ("micro_batch", "accumulate")
+                 if (value := getattr(options, name))]  # fmt: skip
+        fits = "the product of" if len(given) == 2 else "a multiple of"
+        raise ValueError(f"--batch must be {fits} {' and '.join(given)}, but it is {options.batch}")
+    options.micro_batch, options.accumulate = micro, accumulate
+
+
+def words(options: argparse.Namespace) -> str:
+    """ ", in K micro-batches" for a headline, or "" where there is one."""
+    return f", in {options.accumulate} micro-batches" if options.accumulate > 1 else ""
+
+
+def training_step(engine, inputs, targets, loss_fn, accumulate: int = 1) -> torch.Tensor:
+    """One step on this rank's batch, in `accumulate` equal parts. Returns the loss of the batch, 0-d and detached.
+
+    The engine has `training_step`; for more than one part it is called like its model, and has `step` and `zero_grad`.
+    """
+    if accumulate == 1:
+        return engine.training_step(inputs, targets, loss_fn)
+    losses = []
+    for part, wanted in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
+        with record_function("step 1 forward"):
+            loss = loss_fn(engine(part), wanted) / accumulate  # so that the parts' sum is the batch's mean
+        with record_function("step 2 backward"):
+            loss.backward()
+        losses.append(loss.detach())
+    engine.step()
+    engine.zero_grad()
+    return torch.stack(losses).sum()

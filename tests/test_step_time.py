@@ -1,0 +1,185 @@
+"""Where the time of a step goes: by hand, and on real ranks of which one is slow."""
+
+import cases_step_time as cases
+import pytest
+
+import fsdp2_compare
+from harness.measure import step_report, step_time
+from harness.measure.timeline import Span, Wait
+
+
+def collective(kind: str, start: float, end: float, told: bool = True) -> Span:
+    return Span("collectives", kind, start, end, ranks=(0, 1), told=told)
+
+
+def test_a_step_by_hand():
+    """Blocked from 2 to 5: until 4 because the other rank is late, until 4.75 because of bytes, then it wakes up."""
+    gradients, weights = collective("all-reduce", 1.0, 4.75), collective("all-gather", 5.5, 7.5, told=False)
+    found = step_time.divide(
+        0.0, 10.0,
+        operations=[(0.0, 2.0), (5.0, 7.0), (8.0, 9.0)],
+        updates=[(7.75, 9.25)],
+        waits=[Wait(2.0, 5.0, 0)],
+        collectives=[gradients, weights],
+        last_issue=[4.0, 6.0],
+    )  # fmt: skip
+    assert found == {
+        "step": 10.0, "compute": 4.0, "optimizer": 1.0, "host": 2.25, "waiting": 2.0,
+        "exposed": {"all-reduce": 0.75}, "overlapped": {"all-gather": 1.5}, "told_late": ["all-gather"],
+    }  # fmt: skip
+    assert step_time.own_work(found) == 7.25
+    # The same moments of the rank that is late: it issues last, at 4, and waits for nobody.
+    late = step_time.divide(
+        0.0, 10.0, [(0.0, 4.0)], [], [Wait(4.0, 4.75, 0)], [collective("all-reduce", 4.0, 4.75)], [4.0]
+    )
+    assert late["waiting"] == 0 and late["exposed"] == {"all-reduce": 0.75} and step_time.own_work(late) == 9.25
+
+
+def test_what_begins_or_ends_in_another_step_counts_there():
+    moving = collective("reduce-scatter", 1.0, 6.0)
+    parts = [
+        step_time.divide(begin, begin + 4.0, [(0.0, 3.0)], [], [Wait(3.0, 6.0, 0)], [moving], [2.0])
+        for begin in (0.0, 4.0)
+    ]
+    assert [part["exposed"] for part in parts] == [{"reduce-scatter": 1.0}, {"reduce-scatter": 2.0}]
+    assert [part["overlapped"] for part in parts] == [{"reduce-scatter": 1.0}, {}]
+    assert [part["compute"] for part in parts] == [3.0, 0.0]
+
+
+def test_two_collectives_at_a_time_count_once():
+    """While the rank waits for the first, the second moves too, and beside computation the first one counts."""
+    first, second = collective("all-gather", 0.0, 5.0), collective("reduce-scatter", 1.0, 7.0)
+    found = step_time.divide(0.0, 8.0, [(0.0, 4.0), (5.0, 8.0)], [], [Wait(4.0, 5.0, 0)], [first, second], [0.0, 1.0])
+    assert found["exposed"] == {"all-gather": 1.0}
+    assert found["overlapped"] == {"all-gather": 4.0, "reduce-scatter": 2.0}
+
+
+def test_the_last_rank_to_issue_is_looked_for_in_the_collectives_own_group():
+    pair, both, mine = (0, 1), (0, 1, 2), (0,)
+    issued = [
+        [(both, 1.0), (pair, 2.0), (mine, 3.0), (both, 4.0)],
+        [(both, 1.5), (pair, 9.0), (both, 3.5)],
+        [(both, 0.5), (both, 8.0)],
+    ]
+    assert step_time.last_issues(issued, 0) == [1.5, 9.0, 3.0, 8.0]
+    assert step_time.last_issues(issued, 2) == [1.5, 8.0]
+
+
+def step(own: float, waiting: float) -> dict:
+    return {"step": own + waiting, "compute": own, "optimizer": 0.0, "host": 0.0, "waiting": waiting, "exposed": {},
+            "overlapped": {}, "told_late": []}  # fmt: skip
+
+
+def test_who_is_the_slowest_and_where():
+    slow = [step(0.3, 0.0), step(0.2, 0.1), step(0.5, 0.0)]
+    fast = [step(0.1, 0.2), step(0.25, 0.05), step(0.1, 0.4)]
+    found = step_time.summary([fast, slow, fast])
+    assert [rank["step_ms"] for rank in found["ranks"]] == pytest.approx([1100 / 3] * 3, abs=0.001)
+    assert (found["slowest_rank"], found["slowest_in_steps"], found["lead_in_step"]) == (1, [1, 3], 3)
+    assert found["lead_ms"] == 200 and step_report.stands_out(found)
+    even = step_time.summary([fast, fast])
+    assert not step_report.stands_out(even) and "No rank" in step_report.slowest_words(even)
+    alone = step_time.summary([slow, []])  # what is trained on one rank alone has nobody to wait for
+    assert alone["slowest_rank"] is None and len(alone["ranks"]) == 1 and step_report.slowest_words(alone) == ""
+
+
+def test_a_slow_rank_makes_the_others_wait_in_every_engine(ranks):
+    """And all ranks take as long as the slow one: step times alone point at nobody."""
+    first, second = ranks(2).run(cases.a_slow_rank, delay=cases.DELAY)
+    assert first == second  # both ranks have the whole picture
+    for engine, found in first.items():
+        fast, slow = found["ranks"]
+        assert fast["step_ms"] > 1e3 * cases.DELAY, engine
+        assert abs(fast["step_ms"] - slow["step_ms"]) < 0.6e3 * cases.DELAY, (engine, found)
+        assert found["slowest_rank"] == 1 and step_report.stands_out(found), (engine, found)
+        # It waits for the other rank, and that is no time in which bytes move.
+        assert fast["waiting_ms"] > 0.6e3 * cases.DELAY, (engine, found)
+        for other in (slow["waiting_ms"], sum(fast["exposed_ms"].values()), sum(slow["exposed_ms"].values())):
+            assert other < fast["waiting_ms"], (engine, found)
+        for rank in found["ranks"]:
+            parts = [rank[f"{part}_ms"] for part in (*step_time.OWN, "waiting")]
+            assert min(parts) >= 0 and sum(parts) + sum(rank["exposed_ms"].values()) == pytest.approx(
+                rank["step_ms"], abs=0.01
+            )
+            assert set(rank["exposed_ms"]) == cases.KINDS[engine], engine
+
+
+def test_exposed_and_overlapped_are_all_the_time_in_which_bytes_move(ranks):
+    ranks(2).run(cases.exposed_and_overlapped)
+
+
+def test_clocks_of_two_machines_are_compared_over_barriers(ranks):
+    first, (offset, unsure) = ranks(2).run(cases.offsets, ahead=5.0)
+    assert first == (0.0, 0.0) and 0 < unsure < 1 and abs(offset - 5.0) <= unsure
+    assert ranks(2).run(cases.offsets_of_one_machine) == [(0.0, 0.0)] * 2
+
+
+def test_waiting_is_right_when_the_clocks_differ(ranks):
+    """The clock of the slow rank is behind: taken as it is, that rank would never be the last to come."""
+    fast, slow = ranks(2).run(cases.shifted_clocks, ahead=-100.0, delay=cases.DELAY)[0]["ranks"]
+    assert fast["waiting_ms"] > 0.6e3 * cases.DELAY and fast["waiting_ms"] > slow["waiting_ms"]
+
+
+def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
+    found = ranks(2).run(cases.trained_in_parts)[0]
+    sent = {"ddp": 2, "zero1": 1, "zero2": 1.5, "zero3": 2, "fsdp2": 2}  # times the bytes of one backward
+    for engine, (plain, parts, *recomputed) in found.items():
+        assert parts["losses"] == pytest.approx(plain["losses"], abs=1e-5) and len(plain["losses"]) == 3
+        assert parts["sent_bytes"] == pytest.approx(sent[engine] * plain["sent_bytes"], abs=1), engine
+        assert parts["peak_bytes"] < plain["peak_bytes"], engine
+        for run in recomputed:
+            assert run["losses"] == plain["losses"] and run["sent_bytes"] == plain["sent_bytes"]
+            assert run["peak_bytes"] < plain["peak_bytes"], engine
+    assert len(found) == 5 and len(found["ddp"]) == len(found["zero3"]) == 3
+
+
+@pytest.mark.parametrize(
+    "given, settled",
+    (
+        ([], (4, 4, 1)),
+        (["--accumulate", "2"], (4, 2, 2)),
+        (["--micro-batch", "2"], (2, 2, 1)),
+        (["--batch", "6", "--micro-batch", "2"], (6, 2, 3)),
+        (["--micro-batch", "3", "--accumulate", "5"], (15, 3, 5)),
+        (["--accumulate", "3"], "--batch must be a multiple of --accumulate 3, but it is 4"),
+        (["--batch", "2", "--micro-batch", "3"], "--batch must be a multiple of --micro-batch 3, but it is 2"),
+        (
+            ["--batch", "8", "--micro-batch", "3", "--accumulate", "2"],
+            "product of --micro-batch 3 and --accumulate 2",
+        ),
+        (["--micro-batch", "0"], "--micro-batch must be 1 or more, got 0"),
+    ),
+    ids=str,
+)
+def test_a_batch_is_micro_batches_times_their_number(given, settled):
+    if isinstance(settled, str):
+        with pytest.raises(ValueError, match=settled):
+            fsdp2_compare.arguments(given)
+    else:
+        options = fsdp2_compare.arguments(given)
+        assert (options.batch, options.micro_batch, options.accumulate) == settled
+
+
+@pytest.mark.parametrize("given", ("1", "one:0.1", "1:-1", "1:nan", "-1:0.1", "2:0.1"))
+def test_a_slow_rank_that_there_is_not(given, monkeypatch):
+    monkeypatch.setenv("ZERO_PREFLIGHT", "2")
+    with pytest.raises(ValueError, match=f"--slow-rank.*{given}"):
+        fsdp2_compare.arguments([f"--slow-rank={given}", "--device", "cpu"])
+    assert fsdp2_compare.arguments(["--slow-rank", "1:0.05"]).slow_rank == (1, 0.05)
+
+
+def test_out_of_memory_says_where_and_what_for(ranks):
+    """On one rank of the referee, and an operation, or a storage that grows, that finds no memory."""
+    ((forward, backward, gather, between),) = ranks(1).run(cases.out_of_memory)
+    assert "out of memory in training step 2 of zero3, in step 1 forward, unit 'blocks.1'" in forward
+    assert "out of memory in training step 2 of zero3, in step 2 backward, unit 'blocks.1'" in backward
+    assert "of zero3, in step 5 gather parameters inside step 1 forward, unit 'blocks.0'" in gather
+    for text in (forward, backward, gather):
+        assert "Alive were" in text and "optimizer 0.28 MB" in text and text.endswith("Tried to allocate too much.")
+    assert "activations" in forward and "activations" in backward
+    assert "in training step 4 of zero3. This rank held" in between
+
+
+def test_a_chapter_says_it_too(ranks):
+    (text,) = ranks(1).run(cases.out_of_memory_in_a_chapter, chapter="zero2")
+    assert "out of memory in training step 2, in step 1 forward, unit 'blocks.0'. Alive were" in text
