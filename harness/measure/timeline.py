@@ -80,6 +80,13 @@ class Timeline(TorchDispatchMode):
         """Note the time, on CUDA that of the GPU: where a step begins, say."""
         self.marks.append(self._now())
 
+    def now(self):
+        """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
+        return self._now()
+
+    def seconds(self, moment) -> float:
+        return self._seconds(moment)
+
     def _now(self):
         if not self._cuda:
             return time.perf_counter()
