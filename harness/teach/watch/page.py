@@ -10,12 +10,16 @@ SCRIPTS = ("state.js", "words.js", "picture.js", "lanes.js", "player.js")
 READY = HERE.parents[2] / "docs" / "watch.html"
 
 
-def build(recordings: list[dict], run: str = "", event: int = 0) -> str:
-    """The page's text, with `recordings` (see recording.py) to choose from; it opens `run` at `event`."""
+def build(recordings: list[dict], run: str = "", event: int = 1, beside: str = "") -> str:
+    """The page's text, with `recordings` (see recording.py) to choose from; it opens `run` at `event`, from 1 on.
+
+    `beside` is the name of the recording to show below it.
+    """
     data = ",\n".join(json.dumps(recording, separators=(",", ":")) for recording in recordings)
     parts = {
         "run": html.escape(run),
         "event": str(event),
+        "beside": html.escape(beside),
         "style": (HERE / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
         "recordings": f"[{data}]".replace("</", "<\\/"),  # nothing in it may end the script
@@ -51,10 +55,12 @@ class Frame:
         return f'<iframe title="a recorded step" style="{style}" srcdoc="{html.escape(self.page)}"></iframe>'
 
 
-def show(source: Path | str | list[dict] | None = None, run: str = "zero3", event: int = 0, height: int = 900) -> Frame:
-    """The page for a notebook's cell, opened at `event` of `run`.
+def show(
+    source: Path | str | list[dict] | None = None, run: str = "", event: int = 1, beside: str = "", height: int = 900
+) -> Frame:
+    """The page for a notebook's cell, opened at `event` (from 1 on) of `run`, with another recording `beside` it.
 
     `source` is a page or a JSON file that `./launch.sh watch` has written, or recordings; by default those of docs/.
     """
     recordings = source if isinstance(source, list) else recordings_of(READY if source is None else source)
-    return Frame(build(recordings, run, event), height)
+    return Frame(build(recordings, run, event, beside), height)

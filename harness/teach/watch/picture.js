@@ -20,11 +20,12 @@ class Picture {
     const n = rec.ranks;
     // Sizes: cells get narrower with more ranks, panels stand two or four in a line.
     this.cell = n <= 2 ? 46 : n <= 4 ? 25 : n <= 8 ? 13 : 8;
+    this.dot = Math.min(11, this.cell - 3);
     this.rowHeight = 25;
-    this.label = 76;
-    this.gap = 14;
+    this.label = 26 + 7.6 * Math.max(4, ...rec.rows.map((row) => row.name.length));
+    this.gap = 22;
     this.column = n * this.cell + this.gap;
-    this.width = this.label + 3 * this.column + 12;
+    this.width = this.label + 3 * this.column;
     this.height = 62 + rec.rows.length * this.rowHeight + 8;
     this.perLine = n <= 1 ? 1 : n <= 4 ? 2 : 4;
     this.space = 44;
@@ -68,7 +69,7 @@ class Picture {
         const cells = [];
         for (let cell = 0; cell < n; cell++) cells.push(this.makeCell(group, rank, r, column, cell));
         const [left, up] = this.place(rank, r, column, n);
-        const copies = shape(group, "text", { class: "copies", x: left + 1, y: up + 8 });
+        const copies = shape(group, "text", { class: "copies", x: left, y: up + 12 });
         return { cells, copies };
       });
       return { tint, columns };
@@ -131,10 +132,11 @@ class Picture {
     const { rec } = this;
     if (me.waitsFor !== null) {
       const { kind, row } = rec.collectives[me.waitsFor], { missing } = state.collectives[me.waitsFor];
+      if (rec.ranks > 4) return `waits: ${kind}`;  // there is no room for more
       return `waits for ${missing.length ? names(missing) : `the ${kind} of ${rowName(rec, row)}`}`;
     }
     if (me.unit) return `${me.phase}: ${me.unit}`;
-    return me.over ? "through with the step" : me.step ? `step ${me.step}` : "";
+    return me.failed ? "stopped" : me.over ? "through with the step" : me.step ? `step ${me.step}` : "";
   }
 
   // What flies now: [from, to] in the picture, of every collective that is moving.
@@ -158,10 +160,10 @@ class Picture {
   // Draw what flies at a part of its way, 0 to 1. An arc, so that flights in both directions do not hide each other.
   fly(part) {
     const paths = this.paths(), eased = part * part * (3 - 2 * part), dots = this.flights.children;
-    while (dots.length < paths.length) shape(this.flights, "rect", { width: 11, height: 11, rx: 2 });
+    while (dots.length < paths.length) shape(this.flights, "rect", { width: this.dot, height: this.dot, rx: 2 });
     paths.forEach(([[x0, y0], [x1, y1], kind], i) => {
       const bend = Math.min(60, 14 + Math.hypot(x1 - x0, y1 - y0) / 9) * (x1 > x0 || (x1 === x0 && y1 > y0) ? -1 : 1);
-      const x = x0 + (x1 - x0) * eased + this.cell / 2 - 6, y = y0 + (y1 - y0) * eased + bend * 4 * eased * (1 - eased) + 2;
+      const x = x0 + (x1 - x0) * eased + (this.cell - 2 - this.dot) / 2, y = y0 + (y1 - y0) * eased + bend * 4 * eased * (1 - eased) + (16 - this.dot) / 2;
       dots[i].setAttribute("x", x);
       dots[i].setAttribute("y", y);
       dots[i].setAttribute("class", `dot ${kind}`);

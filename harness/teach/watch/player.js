@@ -15,24 +15,25 @@ const watch = {
       for (const rec of this.recordings) $(id).add(new Option(rec.title, rec.run));
     }
     $("beside").closest("label").hidden = this.recordings.length < 2;
-    this.fromAddress(document.body.dataset.run, Number(document.body.dataset.event || 0));
-    addEventListener("hashchange", () => this.fromAddress(this.rec.run, this.k));
+    const { run, event, beside } = document.body.dataset;
+    this.fromAddress(run, Number(event) - 1, beside);
+    addEventListener("hashchange", () => this.fromAddress(this.rec.run, this.k, $("beside").value));
     requestAnimationFrame((now) => this.frame(now, now));
   },
 
   // The address: #event=17&run=zero3, and &beside=ddp.
-  fromAddress(run, k) {
+  fromAddress(run, k, beside) {
     const at = new URLSearchParams(location.hash.slice(1));
     const known = (name) => this.recordings.find((rec) => rec.run === name);
     const rec = known(at.get("run")) || known(run) || this.recordings[0];
-    const event = Number(at.get("event") || k);
-    this.setBeside(known(at.get("beside")) ? at.get("beside") : $("beside").value);
+    const event = at.has("event") ? Number(at.get("event")) - 1 : k;
+    this.setBeside(at.has("beside") ? at.get("beside") : beside);
     this.open(rec.run, Number.isInteger(event) ? event : 0);
   },
 
   toAddress() {
     const beside = this.beside ? `&beside=${this.beside.rec.run}` : "";
-    const hash = `#event=${this.k}&run=${this.rec.run}${beside}`;
+    const hash = `#event=${this.k + 1}&run=${this.rec.run}${beside}`;
     if (location.hash === hash) return;
     // A page inside a notebook has no address of its own.
     try { history.replaceState(null, "", hash); } catch { /* then it keeps none */ }

@@ -6,10 +6,12 @@ import torch.distributed as dist
 from harness.measure.places import PlacesLedger
 from harness.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
 from harness.measure.versions import Versions
+from harness.run import process_group
 from harness.run.process_group import Rank
 from harness.teach.watch.engines import Run
 
 WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
+TRIES = 5  # steps, of which the fastest is kept
 
 
 class Recorder(PlacesLedger):
@@ -82,37 +84,47 @@ def units_of(rows, names: set[str]) -> dict[str, list[int]]:
     return found
 
 
-def record(run: Run, me: Rank, warm_up: int = WARM_UP) -> dict:
-    """Build `run`'s engine, train it, and record its last step: what this rank saw, as plain data. A collective.
+def record(run: Run, me: Rank, warm_up: int = WARM_UP, tries: int = TRIES) -> dict:
+    """Build `run`'s engine, train it, and record `tries` steps; what this rank saw of the fastest, as plain data.
 
-    Times are seconds of the host's clock (`time.perf_counter`). An exception inside the step is part of it ("error").
+    Fastest is the one in which the slowest rank took least time: it was disturbed least. A collective. Times are
+    seconds of the host's clock (`time.perf_counter`). An exception inside the step is part of it ("error").
     """
-    error, batches = None, run.batches(me, warm_up + 1)
+    batches, seen = run.batches(me, warm_up + tries), []
     with Recorder(None, me.rank, me.world_size) as memory:
         engine = run.build(me)
-        for batch in batches[:-1]:
+        for batch in batches[:warm_up]:
             memory.begin(engine)
             run.step(engine, batch)
-        memory.begin(engine)
-        if dist.get_world_size() > 1:
-            dist.barrier()
-        timeline = Timeline(engine, me.device)
-        try:
-            with timeline:
-                memory.start(timeline)
-                try:
-                    run.step(engine, batches[-1])
-                finally:
-                    memory.stop()
-                    ended = timeline.now()
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return _plain(memory, timeline, ended, error, me)
+        for batch in batches[warm_up:]:
+            seen.append(_one_step(run, engine, batch, memory, me))
+    if tries == 1:
+        return seen[0]  # it may have failed, and then the ranks have nothing more to say to each other
+    taken = process_group.largest([each["ends"] - each["begins"] for each in seen], me)
+    return seen[taken.index(min(taken))]
+
+
+def _one_step(run: Run, engine, batch, memory: Recorder, me: Rank) -> dict:
+    error = None
+    memory.begin(engine)
+    dist.barrier()
+    timeline = Timeline(engine, me.device)
+    try:
+        with timeline:
+            memory.start(timeline)
+            try:
+                run.step(engine, batch)
+            finally:
+                ended = timeline.now()
+                memory.stop()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+    return _plain(memory, timeline, ended, error, me)
 
 
 def _plain(memory: Recorder, timeline: Timeline, ended, error: str | None, me: Rank) -> dict:
     def at(moment) -> float:
-        return timeline.opened + (0.0 if moment is None else timeline.seconds(moment))
+        return opened + timeline.seconds(moment)
 
     opened = timeline.opened
     moments = zip(memory.moments(), memory._moments)

@@ -23,7 +23,7 @@ function stateAt(rec, k) {
       live: rec.parts.map(() => 0),    // bytes alive by part: what the memory ledger says
       step: "", unit: "", phase: "",   // the step, the unit at work and "forward" or "backward"
       waitsFor: null,                  // number of the collective without which it cannot go on
-      over: false,
+      over: false, failed: false,
     });
   }
 
@@ -67,7 +67,7 @@ function stateAt(rec, k) {
       if (!/^[12]/.test(subject)) me.unit = me.phase = "";
     }
     if (what === "compute") [me.unit, me.phase] = [subject, more];
-    if (what === "over" || what === "error") [me.unit, me.phase, me.over] = ["", "", true];
+    if (what === "over" || what === "error") [me.unit, me.phase, me.over, me.failed] = ["", "", true, what === "error"];
   }
   for (const collective of collectives) {
     const missing = collective.status.map((status, rank) => (status === "" ? rank : -1)).filter((rank) => rank >= 0);

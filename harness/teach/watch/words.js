@@ -73,8 +73,8 @@ function sentence(rec, k) {
     const [column, nbytes] = more, what2 = column ? "whole gradients" : "gathered parameters";
     return `${who} frees the ${what2} of ${rowName(rec, subject)}: ${megabytes(nbytes)} are given back. Its own shard stays.`;
   }
-  if (what === "updated") return `${who} has updated what it owns: these weights are version n+1 now (the white corners).`;
-  if (what === "error") return `${who} stops with an error: ${subject}`;
+  if (what === "updated") return `${who} has updated what it owns: these weights are version n+1 now (the yellow corners).`;
+  if (what === "error") return `${who} stops with an error: ${subject.length > 240 ? `${subject.slice(0, 240)} ...` : subject}`;
   const most = rec.live[rank].reduce((peak, _, i) => Math.max(peak, liveAt(rec, rank, i)), 0);
   return `${who} is through with the step. It has sent ${megabytes(rec.sent[rank])}, and at most ${megabytes(most)} were alive.`;
 }
