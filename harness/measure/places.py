@@ -1,7 +1,7 @@
 """The ledger that also says where bytes belong: to which unit or bucket, and to which ranks' cells of it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.measure.parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
 from harness.measure.rows import Row, Stretch, rows_of
+from harness.measure.timeline import Span
 from harness.measure.traffic import KINDS
 
 COLUMNS = ("parameters", "gradients", "optimizer state")
@@ -213,6 +214,14 @@ class PlacesLedger(PartsLedger):
         """The module in the innermost label like "FSDP::post_backward_reduce (blocks.0)"; the root's has none."""
         label = next((label for label in reversed(self._where.labels) if label.startswith("FSDP::post_backward")), "")
         return label.partition("(")[2].partition(")")[0] or "root"
+
+
+def in_rows(spans: list[Span], collectives: list[Span], ledger: PlacesLedger) -> list[Span]:
+    """A timeline's `spans`, its `collectives` among them with the rows that `ledger` has found for them."""
+    named = {}
+    for span, row in zip(collectives, ledger.collective_rows):
+        named[id(span)] = span if row is None else replace(span, unit=ledger.rows[row].name)
+    return [named.get(id(span), span) for span in spans]
 
 
 def _share(nbytes: int, weights: list[int]) -> list[int]:

@@ -37,7 +37,8 @@ def draw(page: str, file: Path, dark: bool = False) -> None:
     from PIL import Image
 
     frames, durations = [], []
-    with tempfile.TemporaryDirectory() as folder, browser.Browser(WIDTH, HEIGHT, dark) as chromium:
+    with tempfile.TemporaryDirectory() as folder, browser.Browser(WIDTH, HEIGHT) as chromium:
+        chromium.theme(dark)
         html = Path(folder) / "page.html"
         html.write_text(page, encoding="utf-8")
         chromium.open(html)

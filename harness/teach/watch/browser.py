@@ -27,7 +27,7 @@ class Browser:
     Raises RuntimeError without a browser, or when a script throws.
     """
 
-    def __init__(self, width: int = 1280, height: int = 1000, dark: bool = False):
+    def __init__(self, width: int = 1280, height: int = 1000):
         paths = found()
         if paths is None:
             raise RuntimeError(WITHOUT)
@@ -40,9 +40,6 @@ class Browser:
         self._driver = subprocess.Popen([paths[1], f"--port={port}"], **silent)
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                      f"--window-size={width},{height}", f"--user-data-dir={self._folder.name}"]  # fmt: skip
-        arguments += (
-            ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
-        )
         chrome = {"binary": paths[0], "args": arguments}
         try:
             self._wait()
@@ -89,6 +86,12 @@ class Browser:
     def click(self, selector: str) -> None:
         element = self._ask("POST", f"{self._session}/element", {"using": "css selector", "value": selector})
         self._ask("POST", f"{self._session}/element/{next(iter(element.values()))}/click", {})
+
+    def theme(self, dark: bool) -> None:
+        """What the page is told when it asks for the system's colours."""
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        body = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": [feature]}}
+        self._ask("POST", f"{self._session}/goog/cdp/execute", body)
 
     def screenshot(self) -> str:
         """A PNG in base64."""

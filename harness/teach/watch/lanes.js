@@ -67,7 +67,7 @@ class Lanes {
         const kind = { 1: "forward", 2: "backward", 4: "update" }[step[0]] || "other";
         if (who !== rank || (kind === "update") !== (lane === "update")) continue;
         this.bar(begins, ends, y, height, kind, kind === "other" ? "" : kind === "update" ? "update" : short(unit),
-          `${kind === "other" ? `step ${step}` : `${unit}, ${kind}`}: ${((ends - begins) / 1000).toFixed(2)} ms`);
+          `${kind === "other" ? (/^\d/.test(step) ? `step ${step}` : step) : `${unit}, ${kind}`}: ${((ends - begins) / 1000).toFixed(2)} ms`);
       }
       if (lane === "compute") {
         for (const [who, begins, ends, which] of rec.waits) {

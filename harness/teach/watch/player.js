@@ -32,11 +32,13 @@ const watch = {
   },
 
   toAddress() {
-    const beside = this.beside ? `&beside=${this.beside.rec.run}` : "";
-    const hash = `#event=${this.k + 1}&run=${this.rec.run}${beside}`;
-    if (location.hash === hash) return;
-    // A page inside a notebook has no address of its own.
-    try { history.replaceState(null, "", hash); } catch { /* then it keeps none */ }
+    clearTimeout(this.writing);
+    this.writing = setTimeout(() => {    // later, and once: a browser takes some 200 changes in half a minute
+      const beside = this.beside ? `&beside=${this.beside.rec.run}` : "";
+      const hash = `#event=${this.k + 1}&run=${this.rec.run}${beside}`;
+      // A page inside a notebook has no address of its own.
+      try { if (location.hash !== hash) history.replaceState(null, "", hash); } catch { /* then it keeps none */ }
+    }, 100);
   },
 
   open(run, k) {

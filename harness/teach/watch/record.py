@@ -23,6 +23,8 @@ class Recorder(PlacesLedger):
         self._names = unit_names(self._engine.model)
         self.units = units_of(self.rows, self._names)
         self._at_work, self._gathers, self._plain_wait = None, {}, dist.Work.wait
+        self.begun: list[tuple] = []  # (moment, unit, step) of each computation
+        self.copies: list[list] = []  # [begins, ends] of what FSDP2 does beside the model: copies, and waits
         optimizer = getattr(self._engine.optimizer, "optim", self._engine.optimizer)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_update()))
         self._look(range(len(self.rows)))
@@ -52,9 +54,16 @@ class Recorder(PlacesLedger):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         count = len(self.collective_rows)
+        if self.clock is not None and func.namespace == "aten" and self._where.step[:1] in ("1", "2"):
+            self._computes()
+        beside = self._beside()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.clock is None:
             return result
+        if self._beside() and not beside:
+            self.copies.append([self.clock(), None])
+        elif beside and not self._beside() and self.copies:
+            self.copies[-1][1] = self.clock()
         if len(self.collective_rows) > count:
             row = self.collective_rows[-1]
             if "allgather" in func._schema.name and row is not None and not self.rows[row].stretches[0].by_parameter:
@@ -62,13 +71,18 @@ class Recorder(PlacesLedger):
                     if isinstance(leaf, torch.ScriptObject):
                         work = dist.Work.unbox(leaf)
                         self._gathers[id(work)] = (work, row)
-        elif func.namespace == "aten" and self._where.step[:1] in ("1", "2"):
-            unit = unit_of(self._where.module(), self._names) or "root"
-            if (unit, self._where.step) != self._at_work:
-                self._at_work = (unit, self._where.step)
-                under_way = {row for _, row in self._gathers.values()}  # there is something, but not yet everything
-                self._look(row for row in self.units.get(unit, ()) if row not in under_way)
         return result
+
+    def _beside(self) -> bool:
+        return any(label.startswith("FSDP::") for label in self._where.labels)
+
+    def _computes(self) -> None:
+        unit, step = unit_of(self._where.module(), self._names) or "root", self._where.step
+        if (unit, step) != self._at_work and not self._beside():
+            self._at_work = (unit, step)
+            self.begun.append((self.clock(), unit, step))
+            under_way = {row for _, row in self._gathers.values()}  # there is something, but not yet everything
+            self._look(row for row in self.units.get(unit, ()) if row not in under_way)
 
 
 def units_of(rows, names: set[str]) -> dict[str, list[int]]:
@@ -142,6 +156,8 @@ def _plain(memory: Recorder, timeline: Timeline, ended, error: str | None, me: R
         "live": live,
         "steps": [[s.name, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
+        "begun": [[at(moment), unit, step] for moment, unit, step in memory.begun],
+        "copies": [[at(begins), at(ends)] for begins, ends in memory.copies if ends is not None],
         "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.told]
                         for s, row in zip(timeline.collectives, memory.collective_rows)],
         "waits": [[opened + w.start, opened + w.end, w.collective] for w in timeline.waits],
