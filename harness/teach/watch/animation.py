@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.teach.watch import browser
 
-WIDTH, HEIGHT = 900, 640
+WIDTH, HEIGHT = 900, 765
 FRAMES = 150  # at most; a longer recording is thinned out
 SMALL = 1_000_000  # bytes
 # What is not for an animation is hidden; the rest stands as in the page.
@@ -51,12 +51,14 @@ def draw(page: str, file: Path, dark: bool = False) -> None:
             for part in (0.3, 0.7) if flying else (0.5,):
                 chromium.run("watch.picture.fly(arguments[0]);", part)
                 frames.append(Image.open(io.BytesIO(base64.b64decode(chromium.screenshot()))).convert("RGB"))
-                durations.append(450 if flying else 800)
-    height = min(frame.height for frame in frames)
-    palette = frames[len(frames) // 2].quantize(64)
-    frames = [
-        frame.crop((0, 0, frame.width, height)).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames
-    ]
+                durations.append(300 if flying else 600)
+    # One palette for all, from frames of the whole step: colours that a frame lacks must not be lost for the others.
+    some = frames[:: max(1, len(frames) // 8)]
+    montage = Image.new("RGB", (WIDTH, some[0].height * len(some)))
+    for place, frame in enumerate(some):
+        montage.paste(frame, (0, place * frame.height))
+    palette = montage.quantize(160, kmeans=1)
+    frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     durations[-1] = 3000
     frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True, disposal=1)
     if file.stat().st_size > SMALL:

@@ -21,7 +21,7 @@ from harness.run.model import PRESETS, preset
 from harness.teach.museum.exhibits import EXHIBITS
 from harness.teach.watch import animation, page
 from harness.teach.watch.engines import TITLES, Run, of_engine, of_exhibit
-from harness.teach.watch.record import record
+from harness.teach.watch.record import WARM_UP, record
 from harness.teach.watch.recording import merge
 
 MOST_RANKS = 16  # more cells than these nobody can tell apart
@@ -41,6 +41,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: a sixth of all)"
     )
+    parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
@@ -62,7 +63,7 @@ def settle(options: argparse.Namespace) -> None:
     """Fill in what was not given. Raises ValueError for what cannot work."""
     config = preset(options.preset)
     options.seq = min(32, config.seq) if options.seq is None else options.seq
-    for name, least, most in (("batch", 1, 4096), ("seq", 1, config.seq)):
+    for name, least, most in (("batch", 1, 4096), ("tries", 1, 1000), ("seq", 1, config.seq)):
         if not least <= getattr(options, name) <= most:
             raise ValueError(
                 f"--{name} must be {least} to {most} (preset {options.preset}), got {getattr(options, name)}"
@@ -112,7 +113,7 @@ def on_ranks(options: argparse.Namespace, folder: Path) -> None:
     me = process_group.start("gloo" if options.bug is not None else options.backend, device)
     for run in runs_of(options):
         hangs = options.bug is not None and EXHIBITS[options.bug].differs & {"timeout", "error"}
-        seen = record(run, me, 0, 1) if hangs else record(run, me)
+        seen = record(run, me, 0, 1) if hangs else record(run, me, WARM_UP, options.tries)
         seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
         (folder / f"{run.name}-{me.rank}.new").write_text(json.dumps(seen))
         os.replace(folder / f"{run.name}-{me.rank}.new", folder / f"{run.name}-{me.rank}.json")

@@ -11,7 +11,6 @@ from harness.run.process_group import Rank
 from harness.teach.watch.engines import Run
 
 WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
-TRIES = 5  # steps, of which the fastest is kept
 
 
 class Recorder(PlacesLedger):
@@ -98,7 +97,7 @@ def units_of(rows, names: set[str]) -> dict[str, list[int]]:
     return found
 
 
-def record(run: Run, me: Rank, warm_up: int = WARM_UP, tries: int = TRIES) -> dict:
+def record(run: Run, me: Rank, warm_up: int = WARM_UP, tries: int = 1) -> dict:
     """Build `run`'s engine, train it, and record `tries` steps; what this rank saw of the fastest, as plain data.
 
     Fastest is the one in which the slowest rank took least time: it was disturbed least. A collective. Times are
