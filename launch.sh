@@ -20,12 +20,15 @@ Learn
 Run
 ./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
 ./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
+./launch.sh train STAGE [N] [options]    a training run that comes back: ranks that die or hang are started again, and the
+                                         same line goes on where it stopped (--help lists the options)
 ./launch.sh test [pytest options]        the tests
 ./launch.sh help                         this text
 
 Measure
 ./launch.sh report [FOLDER] [--minutes 10] [--quick]   all that is worth knowing of this machine, as a page to send
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
+./launch.sh plan [options]               predicted step times on GPUs that you do not have; --validate, --sweep, --here
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh bench [N] [options]          step times of all engines, interleaved, on a model of your size; --host: the host's part
 ./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
@@ -37,6 +40,7 @@ Without N: one rank per GPU over NCCL where there are two GPUs or more, else two
 Environment:
   PYTHON=python3       use this Python as it is and install nothing (default: .venv, made on the first start)
   NNODES, NODE_RANK, RDZV_ENDPOINT=host:port    the same line on every machine; N is then the ranks per machine
+                       train needs no NODE_RANK, and takes a range: NNODES=1:2 goes on with one machine of two
   OMP_NUM_THREADS      threads per rank (default 1: the ranks share the cores)
   ZERO_TIMEOUT         seconds until a collective that somebody never joins is an error (default 120)
 TEXT
@@ -54,18 +58,28 @@ entry=() ranked=yes # what Python is given, and whether by torchrun
 case "$command" in
 help | -h | --help) usage && exit 0 ;;
 compare) entry=(fsdp2_compare.py) ;;
+train)
+    case "${1:-}" in
+    zero1 | zero2 | zero3) ;;
+    -h | --help) set -- zero3 --help ;;
+    *) fail "train needs a stage, zero1, zero2 or zero3, as in: ./launch.sh train zero3 2; got '${1:-}'" ;;
+    esac
+    entry=(-m harness.run.train "$1")
+    shift
+    ;;
 zero1 | zero2 | zero3) entry=("$command.py") ;;
 sweeps | bench) entry=(-m "harness.measure.$command") ;;
 memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
+plan) entry=(-m harness.measure.planner) ranked= ;; # with --here it starts its ranks itself
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check | watch) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
-    fail "no command '$command'; there are: zero1, zero2, zero3, watch, changes, articles, notebooks, exercise, check, bug," \
-        "compare, test, help, report, memory, sweeps, bench, ratios, figures, docs"
+    fail "no command '$command'; there are: zero1, zero2, zero3, watch, changes, articles, notebooks, exercise, check," \
+        "bug, compare, train, test, help, report, memory, plan, sweeps, bench, ratios, figures, docs"
     ;;
 esac
 
@@ -75,7 +89,11 @@ if [ -n "$ranked" ] && [ $# -gt 0 ] && [[ $1 != -* ]]; then
     shift
     [[ $ranks =~ ^[1-9][0-9]{0,4}$ ]] || fail "N must be a number of ranks, 1 or more, got '$ranks'"
 fi
-if [ "${NNODES:-1}" != 1 ]; then
+if [ "$command" = train ] && [ "${NNODES:-1}" != 1 ]; then
+    [[ $NNODES =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] && [ "${NNODES%:*}" -le "${NNODES#*:}" ] ||
+        fail "NNODES must be a number of machines or a range as 1:2, got '$NNODES'"
+    [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of one machine, reachable from all"
+elif [ "${NNODES:-1}" != 1 ]; then
     [[ $NNODES =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a number of machines, got '$NNODES'"
     [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of machine 0, reachable from all"
     [[ ${NODE_RANK:-} =~ ^[0-9]+$ ]] || fail "NNODES=$NNODES needs NODE_RANK=0..$((NNODES - 1)), another on each machine"
@@ -129,10 +147,14 @@ echo "checking the options (importing torch takes a few seconds)"
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
 ranks=${plan%%$'\n'*}
 echo "${plan#*$'\n'}"
+torchrun=(torchrun) module=torch.distributed.run
 if [ "${NNODES:-1}" = 1 ]; then
     where=(--standalone)
+elif [ "$command" = train ]; then
+    where=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id train)
 else
     where=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
-echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${where[*]} --nproc-per-node $ranks ${entry[*]} $*"
-exec "$python" -m torch.distributed.run "${where[@]}" --nproc-per-node "$ranks" "${entry[@]}" "$@"
+[ "$command" != train ] || torchrun=(python -m harness.run.restarts) module=harness.run.restarts
+echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS ${torchrun[*]} ${where[*]} --nproc-per-node $ranks ${entry[*]} $*"
+exec "$python" -m "$module" "${where[@]}" --nproc-per-node "$ranks" "${entry[@]}" "$@"

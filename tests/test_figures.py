@@ -27,7 +27,8 @@ def test_every_axis_has_its_unit_and_the_docs_the_picture_with_its_command(name)
     labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label]
     assert all(re.search(r"\b(MB|GB|bytes|ms|nats|ranks?|step|fraction)\b", label) for label in labels), labels
     # The axes that have none are categories (engines, lanes, options) or share another's.
-    expected = {"stages": 5, "memory": 1, "live": 2, "lanes": 3, "losses": 3, "step-time": 3, "sweeps": 2, "scaling": 2}
+    expected = {"stages": 5, "memory": 1, "live": 2, "lanes": 3, "losses": 3, "step-time": 3, "sweeps": 2}
+    expected |= {"scaling": 2, "run": 2, "plan-scale": 5, "plan-validation": 4}
     assert len(labels) == expected[name]
     plt.close(figure)
     shown = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))

@@ -389,10 +389,13 @@ def test_mfu_is_of_the_gpus_in_use(name, ranks, gpus_here, divided_by, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus_here)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     options = referee.arguments(["--preset", "small", "--dtype", "bf16"])
-    me = referee.Rank(0, ranks, torch.device("cpu"), "nccl", "")
-    found = referee.Referee(options, torch.zeros(1000, dtype=torch.uint8), me).mfu(name, 1e6)
+    me = referee.Rank(0, ranks, torch.device("cuda", 0), "nccl", "")
+    found = referee.Referee(options, torch.zeros(1000, dtype=torch.uint8), me).rates(name, 1e6)
     flops = 6 * (plan.PARAMETERS["small"] - 512 * 768) + 12 * 12 * 768 * 512
-    assert found == pytest.approx(flops * 1e6 / (989e12 * divided_by), abs=1e-4)
+    assert found["mfu"] == pytest.approx(flops * 1e6 / (989e12 * divided_by), abs=1e-4)
+    working = 1 if name == "single" else ranks
+    assert found["tokens_per_s_per_rank"] == round(1e6 / working, 1)
+    assert found["flops_per_s_per_rank"] == pytest.approx(flops * 1e6 / working)
 
 
 def test_a_dry_run_keeps_what_it_has_after_each_engine():

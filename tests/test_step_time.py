@@ -83,25 +83,39 @@ def test_who_is_the_slowest_and_where():
     assert alone["slowest_rank"] is None and len(alone["ranks"]) == 1 and step_report.slowest_words(alone) == ""
 
 
+DELAYS = (cases.DELAY, 5 * cases.DELAY, 20 * cases.DELAY)  # a busy machine delays ranks too: then a longer one
+
+
 def test_a_slow_rank_makes_the_others_wait_in_every_engine(ranks):
     """And all ranks take as long as the slow one: step times alone point at nobody."""
-    first, second = ranks(2).run(cases.a_slow_rank, delay=cases.DELAY)
-    assert first == second  # both ranks have the whole picture
-    for engine, found in first.items():
-        fast, slow = found["ranks"]
-        assert fast["step_ms"] > 1e3 * cases.DELAY, engine
-        assert abs(fast["step_ms"] - slow["step_ms"]) < 0.6e3 * cases.DELAY, (engine, found)
-        assert found["slowest_rank"] == 1 and step_report.stands_out(found), (engine, found)
-        # It waits for the other rank, and that is no time in which bytes move.
-        assert fast["waiting_ms"] > 0.6e3 * cases.DELAY, (engine, found)
-        for other in (slow["waiting_ms"], sum(fast["exposed_ms"].values()), sum(slow["exposed_ms"].values())):
-            assert other < fast["waiting_ms"], (engine, found)
-        for rank in found["ranks"]:
-            parts = [rank[f"{part}_ms"] for part in (*step_time.OWN, "waiting")]
-            assert min(parts) >= 0 and sum(parts) + sum(rank["exposed_ms"].values()) == pytest.approx(
-                rank["step_ms"], abs=0.01
-            )
-            assert set(rank["exposed_ms"]) == cases.KINDS[engine], engine
+    for delay in DELAYS:
+        first, second = ranks(2).run(cases.a_slow_rank, delay=delay)
+        assert first == second  # both ranks have the whole picture
+        found = [points_at_the_slow_rank(engine, found, 1e3 * delay) for engine, found in first.items()]
+        if not any(found):
+            return
+    raise AssertionError("; ".join(filter(None, found)))
+
+
+def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
+    """What is wrong; an empty string if nothing is."""
+    fast, slow = found["ranks"]
+    for rank in found["ranks"]:
+        parts = [rank[f"{part}_ms"] for part in (*step_time.OWN, "waiting")]
+        assert min(parts) >= 0 and sum(parts) + sum(rank["exposed_ms"].values()) == pytest.approx(
+            rank["step_ms"], abs=0.01
+        )
+        assert set(rank["exposed_ms"]) == cases.KINDS[engine], engine
+    assert fast["step_ms"] > delay_ms, engine
+    others = (slow["waiting_ms"], sum(fast["exposed_ms"].values()), sum(slow["exposed_ms"].values()))
+    right = (
+        abs(fast["step_ms"] - slow["step_ms"]) < 0.6 * delay_ms
+        and found["slowest_rank"] == 1
+        and step_report.stands_out(found)
+        and fast["waiting_ms"] > 0.6 * delay_ms  # it waits for the other rank, and in that time no bytes move
+        and all(other < fast["waiting_ms"] for other in others)
+    )
+    return "" if right else f"{engine}: {found}"
 
 
 def test_exposed_and_overlapped_are_all_the_time_in_which_bytes_move(ranks):
@@ -116,13 +130,16 @@ def test_clocks_of_two_machines_are_compared_over_barriers(ranks):
 
 def test_waiting_is_right_when_the_clocks_differ(ranks):
     """The clock of the slow rank is behind: taken as it is, that rank would never be the last to come."""
-    fast, slow = ranks(2).run(cases.shifted_clocks, ahead=-100.0, delay=cases.DELAY)[0]["ranks"]
-    assert fast["waiting_ms"] > 0.6e3 * cases.DELAY and fast["waiting_ms"] > slow["waiting_ms"]
+    for delay in DELAYS:
+        fast, slow = ranks(2).run(cases.shifted_clocks, ahead=-100.0, delay=delay)[0]["ranks"]
+        if fast["waiting_ms"] > 0.6e3 * delay and fast["waiting_ms"] > slow["waiting_ms"]:
+            return
+    raise AssertionError((fast, slow))
 
 
 def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
     found = ranks(2).run(cases.trained_in_parts)[0]
-    sent = {"ddp": 2, "zero1": 1, "zero2": 1.5, "zero3": 2, "fsdp2": 2}  # times the bytes of one backward
+    sent = {"ddp": 2, "zero1": 1, "zero2": 1.5, "zero3": 2}  # times the bytes of one backward
     for engine, (plain, parts, *recomputed) in found.items():
         assert parts["losses"] == pytest.approx(plain["losses"], abs=1e-5) and len(plain["losses"]) == 3
         assert parts["sent_bytes"] == pytest.approx(sent[engine] * plain["sent_bytes"], abs=1), engine
@@ -130,7 +147,7 @@ def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
         for run in recomputed:
             assert run["losses"] == plain["losses"] and run["sent_bytes"] == plain["sent_bytes"]
             assert run["peak_bytes"] < plain["peak_bytes"], engine
-    assert len(found) == 5 and len(found["ddp"]) == len(found["zero3"]) == 3
+    assert len(found) == 4 and len(found["ddp"]) == len(found["zero3"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -62,25 +62,33 @@ PEAK_FORMULAS = {
 }
 
 
+def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
+    """DDP's buckets: the last parameters first, and a bucket is full when it has 1 MiB, the later ones `bucket_mb`."""
+    found, nbytes, limit = [], 0, min(bucket_mb, 1) * 2**20
+    for number, param in enumerate(reversed(params)):
+        if number == 0 or nbytes >= limit:
+            limit = bucket_mb * 2**20 if number else limit
+            found.append([])
+            nbytes = 0
+        found[-1].append(param)
+        nbytes += param.numel() * param.element_size()
+    return found
+
+
 class DDPStandIn(referee.PlainStep):
     """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
 
     DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
-    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket.
+    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket, for which it
+    waits when backward is over. With `sends = False` a backward adds to the gradients and sends nothing (`no_sync`).
     A test compares it with the real one, byte for byte.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float = 25):
         super().__init__(model, optimizer)
-        self._flats, limit = [], 2**20
-        params, nbytes = [], 0
-        for param in reversed([param for param in model.parameters() if param.requires_grad]):
-            params.append(param)
-            nbytes += param.numel() * param.element_size()
-            if nbytes >= limit:
-                self._add_bucket(params)
-                params, nbytes, limit = [], 0, 25 * 2**20
-        if params:
+        self.sends, self._works = True, []
+        self._flats = []
+        for params in ddp_runs([param for param in model.parameters() if param.requires_grad], bucket_mb):
             self._add_bucket(params)
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
@@ -97,11 +105,21 @@ class DDPStandIn(referee.PlainStep):
                 missing.discard(param)
                 if not missing:
                     missing.update(params)
-                    flat.div_(dist.get_world_size())
-                    dist.all_reduce(flat)
+                    if self.sends:
+                        self._send(flat)
 
             param.register_post_accumulate_grad_hook(on_gradient)
         self._flats.append(flat)
+
+    def _send(self, flat: torch.Tensor) -> None:
+        if not self._works:
+            torch.autograd.Variable._execution_engine.queue_callback(self._receive)
+        flat.div_(dist.get_world_size())
+        self._works.append(dist.all_reduce(flat, async_op=True))
+
+    def _receive(self) -> None:
+        while self._works:
+            self._works.pop(0).wait()
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 
 from harness.measure.dry_run import formula_name
 from harness.measure.parts import HELD, PARTS, STATE
+from harness.run import journal
 
 # One colour means one thing in all figures. What bytes are for, and what a rank does with them at the time:
 PART_COLOURS = {
@@ -40,6 +41,7 @@ ENGINE_COLOURS = {
     "single": "#999999",
     "ddp": "#d1495b",
     "zero1": "#edae49",
+    "zero1_2psi": "#c77d1e",
     "zero_redundancy_optimizer": "#b98b2d",
     "zero2": "#30a5a0",
     "fsdp2_no_reshard": "#1f6f78",
@@ -281,6 +283,35 @@ def losses(results: dict, theme: dict):
     return figure
 
 
+def run(lines: list[dict], theme: dict):
+    """The losses of a run that was restarted: where, on how many ranks it went on, and which steps it made again."""
+    steps = [line for line in lines if "event" not in line]
+    starts = [line for line in lines if line.get("event") == "start"]
+    restarts = {line["step"]: line for line in lines if line.get("event") == "restart"}
+    figure, axes = new(theme, 1, height=3.9)
+    colour = ENGINE_COLOURS[starts[0]["stage"]]
+    axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], color=colour, label="loss of a batch")
+    held_out = [line for line in steps if "held_out" in line]
+    points = [line["step"] for line in held_out], [line["held_out"] for line in held_out]
+    axes.plot(*points, "o", color=theme["ink"], markersize=5, label="loss on held-out text")
+    top = max(line["loss"] for line in steps)
+    for start in starts:
+        text = f" {start['ranks']} rank{'s' * (start['ranks'] > 1)}"
+        if start["step"] in restarts:
+            back = restarts[start["step"]]
+            text += f"\n back after {sum(back['seconds'].values()):.0f} s"
+            axes.axvspan(start["step"], start["step"] + back["repeated"], color=theme["shade"], zorder=0)
+        axes.axvline(start["step"], color=theme["ink"], linewidth=0.8, linestyle="--")
+        axes.text(start["step"], top * 1.1, text, va="top", fontsize=8)
+    axes.set_ylim(None, top * 1.12)
+    axes.set_xlabel("training step (shaded: made twice, before the restart and after it)")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(axis="y", linewidth=0.5)
+    axes.set_title(f"A run that was disturbed: {starts[0]['stage']}, GPT {starts[0]['preset']}")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
 def sweeps(results: dict, theme: dict):
     """Step time above (median, lowest and highest), peak below, a column per sweep."""
     names = list(results["sweeps"])
@@ -359,6 +390,17 @@ def scaling(results: dict, theme: dict):
     return figure
 
 
+def _of_a_plan(name: str):
+    """A figure of the planner's, which has a file of its own."""
+
+    def draw(results: dict, theme: dict):
+        from harness.measure.planner import pictures  # it draws with what stands above
+
+        return getattr(pictures, name)(results, theme)
+
+    return draw
+
+
 def step_time(results: list[tuple[str, dict]], theme: dict):
     """A bar per engine and rank, a column per file: own work, exposed communication by kind, waiting. Linear."""
     runs = {name: run["step_time"]["ranks"] for name, run in results[0][1]["runs"].items() if name != "single"}
@@ -416,6 +458,9 @@ FIGURES = {
     "step-time": (step_time, ["step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"]),
     "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),
     "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"]),
+    "plan-scale": (_of_a_plan("scale"), ["plan-scale.json"]),
+    "plan-validation": (_of_a_plan("validation"), ["plan-validation.json"]),
+    "run": (run, ["train-zero2-cpu.jsonl"]),
 }
 
 
@@ -428,6 +473,9 @@ SOURCES = {
     "step-time": "./launch.sh compare --json",
     "sweeps": "./launch.sh sweeps --json",
     "scaling": "./launch.sh memory --up-to 8 --json",
+    "plan-scale": "./launch.sh plan --scale --json",
+    "plan-validation": "./launch.sh plan --validate --json",
+    "run": "./launch.sh train zero2 2 --folder",
 }
 
 
@@ -436,6 +484,9 @@ def load(name: str, paths: list[str]):
     loaded = []
     for path in paths:
         try:
+            if name == "run":
+                loaded.append(journal.read(path))
+                continue
             with open(path) as file:
                 loaded.append(json.load(file))
         except (OSError, json.JSONDecodeError) as error:

@@ -50,6 +50,46 @@ def while_all_have(batches, group=None):
         yield batch
 
 
+def hold_out(text: torch.Tensor, seq: int, part: float = 0.05) -> tuple[torch.Tensor, torch.Tensor]:
+    """(text to train on, the last `part` of the text, of which no byte is trained on).
+
+    Raises ValueError if one of them has no whole sequence of `seq` bytes with its targets.
+    """
+    cut = len(text) - max(int(len(text) * part), seq + 1)
+    if cut <= seq:
+        raise ValueError(
+            f"a text of {len(text)} bytes is too short: {seq + 1} are held out, and sequences of {seq} need as many "
+            "again. Take a longer --data or a preset with a shorter sequence"
+        )
+    return text[:cut], text[cut:]
+
+
+class Sequences:
+    """A text as an endless row of sequences: number 0, 1, 2 and so on, the same on every rank.
+
+    An epoch is all of the text's sequences, in an order of its own. So one number, of the next sequence, is the
+    position in the data, on however many ranks. `sequences(range(8, 12))` returns (inputs, targets), both
+    (4, seq) int64; targets are the inputs moved by one byte.
+    """
+
+    def __init__(self, text: torch.Tensor, seq: int, seed: int = 0, device="cpu"):
+        self.text, self.seq, self.seed, self.device = text, seq, seed, device
+        self.per_epoch = (len(text) - 1) // seq
+        self._epoch, self._order = None, None
+
+    def __call__(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.stack([self._row(number) for number in numbers]).long()
+        return rows[:, :-1].to(self.device), rows[:, 1:].to(self.device)
+
+    def _row(self, number: int) -> torch.Tensor:
+        epoch, place = divmod(number, self.per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
+            self._epoch, self._order = epoch, torch.randperm(self.per_epoch, generator=generator)
+        start = int(self._order[place]) * self.seq
+        return self.text[start : start + self.seq + 1]
+
+
 class Batches:
     """Batch number `step` of rank `rank`: the same for every engine, another for every rank.
 

@@ -80,15 +80,26 @@ def planned_world_size(backend: str, device: str) -> int | None:
 
 def preflight(ranks: str, backend: str, device: str) -> None:
     """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
-    gpus, machines = torch.cuda.device_count(), int(os.environ.get("NNODES", 1))
-    number = default_ranks(backend, device, gpus, machines) if ranks == "auto" else int(ranks)
+    gpus = torch.cuda.device_count()
+    number = ranks_here(ranks, backend, device)
     backend, device, why = choose(backend, device, 0, number, gpus)
-    _timeout()
+    timeout()
     where = "the GPU" if device != "cpu" else "the CPU"
-    print(f"{number}\n{number} rank(s){' per machine' * (machines > 1)} over {backend} on {where}: {why}")
+    print(f"{number}\n{number} rank(s){' per machine' * (machines() > 1)} over {backend} on {where}: {why}")
 
 
-def _timeout() -> float:
+def machines() -> int:
+    """How many there may be: the larger number of NNODES=1:2."""
+    return int(os.environ.get("NNODES", "1").rpartition(":")[2])
+
+
+def ranks_here(ranks: str, backend: str, device: str) -> int:
+    """How many ranks `./launch.sh` starts on this machine; `ranks` is what was asked for, or "auto"."""
+    return default_ranks(backend, device, torch.cuda.device_count(), machines()) if ranks == "auto" else int(ranks)
+
+
+def timeout() -> float:
+    """ZERO_TIMEOUT, in seconds. Raises ValueError if it is none."""
     given = os.environ.get("ZERO_TIMEOUT", str(TIMEOUT_SECONDS))
     if not given.replace(".", "", 1).isdigit() or float(given) == 0:
         raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0, got {given!r}")
@@ -105,6 +116,8 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         sys.exit(0)
     if "RANK" not in os.environ:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
+        if name == "train":
+            raise RuntimeError("no ranks: start it by ./launch.sh train zero3 2")
         raise RuntimeError(
             f"no ranks: start this file by ./launch.sh {name if name.startswith('zero') else 'compare'} 2, "
             f"or by torchrun --standalone --nproc-per-node 2 {name}.py"
@@ -118,7 +131,7 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
     dist.init_process_group(
         backend,
         # Nothing waits for ever: a rank that never comes is an error on the others after this time.
-        timeout=timedelta(seconds=_timeout()),
+        timeout=timedelta(seconds=timeout()),
         device_id=chosen if backend == "nccl" else None,
     )
     return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)

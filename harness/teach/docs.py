@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,8 @@ REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
 SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 MEMORY = "memory-7b-8ranks.json"
 SWEEPS = "sweeps-cpu-2ranks.json"
+PLAN_VALIDATION = "plan-validation.json"
+PLAN_HERE = "plan-here.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
 ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
 
@@ -189,6 +192,62 @@ def sweep(words: str) -> str:
     return table(columns, rows)
 
 
+# The planner.
+
+
+def plan_validation() -> str:
+    """Published and predicted, a row per published measurement."""
+    rows = []
+    for row in result(PLAN_VALIDATION)["rows"]:
+        batch = f"{row['micro_batch']} x {row['accumulate']}"
+        cells = [f"{row['gpus']} {row['gpu']}", f"`{row['engine']}`", batch, f"{row['published_tokens_per_s']:,.0f}"]
+        off = f"{row['error']:+.1%}" + " *" * row["fitted"]
+        cells += [f"{row['predicted_tokens_per_s']:,.0f}", off]
+        memory = ""
+        if row["published_peak_bytes"]:
+            published, predicted = (row[f"{whose}_peak_bytes"] / 1e9 for whose in ("published", "predicted"))
+            memory = f"{published:.1f} / {predicted:.1f} ({row['memory_error']:+.1%})"
+        rows.append([row["model"], *cells, memory])
+    columns = ["model", "GPUs", "engine", "batch", "published", "predicted", "error", "GB: published / predicted"]
+    return table(columns, rows)
+
+
+def plan_summary() -> str:
+    """The errors and what was fitted, in sentences."""
+    kept = result(PLAN_VALIDATION)
+    found, shares = kept["summary"], kept["efficiency"]
+    fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in shares.items())
+    said = (
+        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted: median error "
+        f"{found['median']:.1%}, largest {found['largest']:.1%}.",
+        f"Memory of {found['memory_rows']} rows: median error {found['memory_median']:.1%}, largest "
+        f"{found['memory_largest']:.1%}, {found['memory_within_10']} within 10%.",
+        "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
+        f"{found['pairs_right']} of {found['pairs']} right.",
+        f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
+        f"Fitted: the share of the peak in products of matrices, {fitted}.",
+    )
+    return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
+
+
+def plan_here() -> str:
+    """This machine: measured steps beside the replay."""
+    kept = result(PLAN_HERE)
+    rows = [
+        [f"`{row['engine']}`", f"{row['measured_ms']:.0f}", f"{row['lowest_ms']:.0f}", f"{row['highest_ms']:.0f}"]
+        + [f"{row['predicted_ms']:.0f}", f"{row['error']:+.0%}"]
+        for row in kept["rows"]
+    ]
+    rates = kept["rates"]
+    said = (
+        f"{kept['hardware']}, torch {kept['torch']}. Measured in the same run: products "
+        f"{rates['flops'] / 1e9:.0f} GFLOP/s, memory\n{rates['memory'] / 1e9:.1f} GB/s, a tiny operation "
+        f"{rates['kernel'] * 1e6:.1f} us, gloo's collectives by size (`results/{PLAN_HERE}`)."
+    )
+    columns = ["engine", "measured step, ms", "lowest", "highest", "replayed, ms", "difference"]
+    return f"{table(columns, rows)}\n\n{said}"
+
+
 # The machines that a report was sent from.
 
 
@@ -262,6 +321,9 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "memory-peaks": memory_peaks,
     "memory-state": memory_state,
     "outline": outline,
+    "plan-here": plan_here,
+    "plan-summary": plan_summary,
+    "plan-validation": plan_validation,
     "referee": referee,
     "referee-bf16": referee_bf16,
     "referee-bytes": referee_bytes,

@@ -1,0 +1,82 @@
+"""torchrun for a run that comes back: ranks that die are started again, and who asks it to stop is obeyed politely.
+
+    python -m harness.run.restarts --standalone --nproc-per-node 2 my_train.py [its options]
+
+It takes torchrun's options, and has other defaults: three restarts, and a rendezvous (the machines' agreement on who
+takes part) that soon misses a machine that has gone. And it treats three signals in its own way: SIGTERM, SIGINT
+(Ctrl-C) and SIGUSR1. torchrun would pass them on to the ranks, kill what is left after 30 seconds, print a traceback
+and fail. Here the first one makes a file. The ranks look for it after every step (harness/run/leaving.py), save, and
+end without an error. A second signal ends the ranks at once.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+DEFAULTS = [
+    "--max-restarts=3",
+    # By its own defaults torchrun waits 30 s for machines that may still come, and misses one after 15 s.
+    "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1",
+    "--signals-to-handle=SIGHUP,SIGQUIT",  # the others are ours
+]
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ONE = 1.0  # second: signals that are nearer to each other are one, as Slurm may send one on two ways
+
+
+class Asked:
+    """The handler of `ASKING`: the first signal makes the file `stop`, a second one raises SignalException."""
+
+    def __init__(self, stop: Path):
+        self.stop, self.first, self.second = stop, None, None
+
+    def __call__(self, number: int, frame) -> None:
+        name = signal.Signals(number).name
+        if self.first is None:
+            self.first = time.monotonic()
+            self.stop.touch()
+            _say(f"{name}: the ranks save after this step and leave. Once more: they leave at once")
+        elif time.monotonic() - self.first > ONE:
+            self.second = number
+            self.stop.unlink(missing_ok=True)  # so that SIGTERM, which torchrun now sends to the ranks, ends them
+            raise SignalException(name, signal.SIGTERM)
+
+
+def main(arguments: list[str]) -> None:
+    """Run torchrun with `arguments`. After a second signal the exit status is 128 + its number."""
+    # Without it the new ranks meet at the store of the old ones, and find what these have left (pytorch#135712).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        stop = Path(folder, "stop")
+        os.environ["ZERO_STOP_FILE"] = str(stop)
+        asked = Asked(stop)
+        for number in ASKING:
+            signal.signal(number, asked)
+        try:
+            torchrun.main([*DEFAULTS, *arguments])
+        except SignalException as error:
+            _say(f"{error}: left at once. What was saved before remains")
+            sys.exit(128 + (asked.second or error.sigval))
+        except ChildFailedError as error:
+            _say(f"gave up after the restarts that were allowed: {len(error.failures)} rank(s) failed, see above")
+            sys.exit(1)
+        except RendezvousError as error:
+            _say(f"the machines cannot agree on who takes part ({error}). Is the one at --rdzv-endpoint gone?")
+            sys.exit(1)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"\n{text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,87 @@
+"""The options of `./launch.sh train`, and what is refused before any rank starts."""
+
+import argparse
+import contextlib
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from harness.engine import checkpoint
+from harness.engine.safe_reader import Folder
+from harness.run import process_group
+from harness.run.model import GPT, PRESETS, preset
+
+STAGES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; shards and gradients' sums are float32
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="train", description="A training run that comes back: the same line goes on.")
+    parser.add_argument("stage", help=", ".join(STAGES))
+    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
+    parser.add_argument("--steps", type=int, default=200, help="of the whole run, with what is done (default 200)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step, of all ranks together (default 8)")
+    parser.add_argument("--accumulate", type=int, default=1, help="backwards per step, each on a part (default 1)")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="to compute in (default fp32)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's, after the warm-up (default 1e-3)")
+    parser.add_argument("--warmup", type=int, default=10, help="steps in which it grows to that (default 10)")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: any (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
+    parser.add_argument("--folder", help="checkpoints and losses.jsonl (default runs/STAGE-PRESET)")
+    parser.add_argument("--save-every", type=int, default=50, help="steps from checkpoint to checkpoint (default 50)")
+    parser.add_argument("--keep", type=int, default=3, help="so many checkpoints, the newest (default 3)")
+    parser.add_argument("--evaluate-every", type=int, default=50, help="steps; on held-out text (default 50)")
+    parser.add_argument("--print-every", type=int, default=10, help="steps (default 10)")
+    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    options = parser.parse_args(argv)
+    preset(options.preset)
+    if options.stage not in STAGES:
+        raise ValueError(f"no stage {options.stage!r}; there are: {', '.join(STAGES)}")
+    for name in ("steps", "batch", "accumulate", "save_every", "keep", "evaluate_every", "print_every"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(options, name)}")
+    for name in ("lr", "warmup", "clip"):
+        if not 0 <= getattr(options, name) < math.inf:
+            raise ValueError(f"--{name} must be 0 or more, got {getattr(options, name)}")
+    options.folder = Path(options.folder or f"runs/{options.stage}-{options.preset}")
+    if "ZERO_PREFLIGHT" in os.environ:
+        here = process_group.ranks_here(os.environ["ZERO_PREFLIGHT"], options.backend, options.device)
+        check_batch(options, here * process_group.machines())
+        _check_folder(options)
+    return options
+
+
+def check_batch(options: argparse.Namespace, ranks: int) -> None:
+    least = ranks * options.accumulate
+    if options.batch < least:
+        raise ValueError(
+            f"--batch {options.batch} is too small: {ranks} rank(s) with --accumulate {options.accumulate} need "
+            f"{least} or more sequences per step, one for each backward"
+        )
+
+
+def _check_folder(options: argparse.Namespace) -> None:
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        (options.folder / "losses.jsonl").touch()
+    except OSError as error:
+        raise ValueError(f"cannot write --folder {str(options.folder)!r}: {error.strerror}") from error
+    with torch.device("meta"):
+        wanted = {name: value.shape for name, value in GPT(preset(options.preset)).state_dict().items()}
+    for path in checkpoint.complete(options.folder)[-1:]:
+        with contextlib.suppress(checkpoint.Damaged):  # the ranks will take the one before it
+            there = {name: value.shape for name, value in Folder(path, check=False).model_on_meta().items()}
+            if there != wanted:
+                raise ValueError(f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r}")
+
+
+def learning_rate(step: int, options: argparse.Namespace) -> float:
+    """Of the step after `step` others: it grows evenly to `--lr`, then falls as a cosine does, to a tenth."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    done = (step - options.warmup) / max(options.steps - options.warmup, 1)
+    return options.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)

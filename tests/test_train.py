@@ -1,0 +1,423 @@
+"""A run that comes back: ranks are killed and hang, machines go and come, somebody asks it to leave, a file is damaged.
+
+Two stories run side by side, as most of their time is Python's start: `disturbed`, and `machines` with two launchers.
+The tests look at what they have left, and compare the first with the same steps on ranks that nobody disturbs.
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pool
+
+from harness.run import train, train_options
+from harness.run.data import Sequences, hold_out, load_text
+from harness.run.journal import Journal, note_lost, read
+from harness.run.process_group import Rank
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = str(ROOT / "tests" / "train_disturbed.py")
+STEPS = 80
+OPTIONS = ["zero3", "--preset", "toy", "--steps", str(STEPS), "--save-every", "7", "--evaluate-every", "20"]
+OPTIONS += ["--accumulate", "2", "--batch", "6"]
+
+
+def undisturbed(options: list[str], folder: str) -> None:
+    """On ranks of the pool: all steps without a break."""
+    import torch.distributed as dist
+    import train_disturbed
+
+    train_disturbed.put_in()
+    options = train_options.arguments([*options, "--folder", folder])
+    me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    texts = hold_out(load_text(None, 32), 32)
+    training = train.Training(options, me, *texts)
+    try:
+        training.run(types.SimpleNamespace(asked=lambda: False), joined=0.0)
+    finally:
+        training.engine.close()
+
+
+class Run:
+    """One launcher, its folder, and what it prints."""
+
+    def __init__(self, command: list[str], folder: Path, **environment: str):
+        clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+        clean |= {"PYTHON": sys.executable, "ZERO_TIMEOUT": "10", "OMP_NUM_THREADS": "1", "HANG": f"{folder}.hang"}
+        self.folder, self.output = folder, open(f"{folder}.{time.monotonic_ns()}.out", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, "--folder", str(folder)],
+            env=clean | environment,
+            stdout=self.output,
+            stderr=self.output,
+            cwd=ROOT,
+        )
+
+    @classmethod
+    def on_two_ranks(cls, folder: Path):
+        torchrun = [sys.executable, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "2"]
+        return cls([*torchrun, SCRIPT, *OPTIONS], folder)
+
+    def lines(self) -> list[dict]:
+        return read(self.folder / "losses.jsonl") if (self.folder / "losses.jsonl").exists() else []
+
+    def steps(self) -> list[dict]:
+        return [line for line in self.lines() if "event" not in line]
+
+    def ranks(self) -> list[int]:
+        """The process ids of the last start's ranks."""
+        started = [line["processes"] for line in self.lines() if line.get("event") == "start"]
+        return [int(process.rpartition(":")[2]) for process in started[-1]] if started else []
+
+    def wait_for(self, what) -> None:
+        """Until `what()` is true. The run must still go on then."""
+        until = time.monotonic() + 120
+        while not what():
+            assert self.process.poll() is None and time.monotonic() < until, self.printed()
+            time.sleep(0.03)
+
+    def wait_for_new_ranks(self, old: list[int], more: int) -> None:
+        """Until ranks other than `old` have made `more` steps."""
+
+        def there() -> bool:
+            lines = self.lines()
+            starts = [place for place, line in enumerate(lines) if line.get("event") == "start"]
+            made = [line for line in lines[starts[-1] :] if "event" not in line] if starts else []
+            return self.ranks() != old and len(made) >= more
+
+        self.wait_for(there)
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(120)
+        finally:
+            self.process.kill()
+
+    def printed(self) -> str:
+        return Path(self.output.name).read_text()
+
+
+def disturbed(folder: Path) -> list[Run]:
+    """Rank 0 is killed, rank 1 hangs, all are asked to leave, a checkpoint is damaged, rank 1 is killed."""
+    chance = random.Random()
+    run = Run.on_two_ranks(folder)
+    run.wait_for_new_ranks([], chance.randint(1, 12))
+    first = run.ranks()
+    os.kill(first[0], signal.SIGKILL)
+    run.wait_for_new_ranks(first, chance.randint(1, 8))
+    second = run.ranks()
+    Path(f"{folder}.hang").touch()
+    run.wait_for_new_ranks(second, chance.randint(1, 5))
+    run.wait_for(lambda: run.steps()[-1]["step"] > 14)  # two checkpoints are there: one of them will be damaged
+    for process in (*run.ranks(), run.process.pid):  # as systemd does, and Slurm's scancel
+        os.kill(process, signal.SIGTERM)
+    assert run.end() == 0, run.printed()
+    left = run.steps()[-1]["step"]
+
+    newest = max(path for path in folder.iterdir() if path.name.isdigit())
+    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    again = Run.on_two_ranks(folder)
+    again.left, again.damaged = left, newest
+    again.wait_for_new_ranks(run.ranks(), chance.randint(1, 8))
+    os.kill(again.ranks()[1], signal.SIGKILL)
+    assert again.end() == 0, again.printed()
+    return [run, again]
+
+
+def machines(folder: Path) -> list[Run]:
+    """Two launchers with a rank each. One is killed, and comes back. Then one rank is asked to leave.
+
+    `seen` of the first launcher: {(ranks, step): loss}, also of the steps that were repeated.
+    """
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
+    options = [
+        "--preset",
+        "toy",
+        "--steps",
+        "100000",
+        "--save-every",
+        "40",
+        "--batch",
+        "3",
+        "--evaluate-every",
+        "100000",
+    ]
+    environment = {"NNODES": "1:2", "RDZV_ENDPOINT": endpoint}
+    torchrun = [sys.executable, "-m", "harness.run.restarts", "--nnodes", "1:2", "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", endpoint, "--rdzv-id", "train", "--nproc-per-node", "1"]
+    other = [*torchrun, "-m", "harness.run.train", "zero2", *options]
+    run = Run([str(ROOT / "launch.sh"), "train", "zero2", "1", *options], folder, **environment)
+    run.wait_for(lambda: _answers(endpoint))  # it comes first: who keeps the rendezvous must live on
+    second = Run(other, folder)
+    run.seen = {}
+
+    def steps_on(ranks: int, after: int, more: int) -> bool:
+        """Whether `more` steps were made on `ranks` ranks, of those that began behind step `after`."""
+        run.seen |= {(line["ranks"], line["step"]): line["loss"] for line in run.steps()}
+        now = run.steps()[-1:]
+        return bool(now) and now[0]["ranks"] == ranks and now[0]["step"] >= after + more
+
+    run.wait_for(lambda: steps_on(2, 40, 5))
+    ours = [rank for rank in run.ranks() if _parent(rank) == second.process.pid]
+    assert len(ours) == 1
+    os.kill(second.process.pid, signal.SIGKILL)
+    os.kill(ours[0], signal.SIGKILL)
+    second.end()
+    run.wait_for(lambda: steps_on(2, 0, 0) or steps_on(1, 40, 5))
+    run.wait_for(lambda: steps_on(1, 80, 5))
+    second = Run(other, folder)
+    run.wait_for(lambda: steps_on(1, 0, 0) or steps_on(2, 80, 5))
+    run.wait_for(lambda: steps_on(2, 80, 5))
+    os.kill(run.ranks()[1], signal.SIGUSR1)  # one rank alone
+    assert (run.end(), second.end()) == (0, 0), run.printed() + second.printed()
+    return [run, second]
+
+
+def _answers(endpoint: str) -> bool:
+    with socket.socket() as probe:
+        host, _, port = endpoint.partition(":")
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    """{name of a story: a future of its launchers}."""
+    place = tmp_path_factory.mktemp("runs")
+    pool = ThreadPoolExecutor(2)
+    yield {story.__name__: pool.submit(story, place / story.__name__) for story in (disturbed, machines)}
+    pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory) -> Path:
+    """The folder of a run without a break. On a pool of its own, so that `stories` belong to one worker of pytest."""
+    folder, pool = tmp_path_factory.mktemp("quiet"), Pool(2)
+    pool.run(undisturbed, options=OPTIONS, folder=str(folder))
+    pool.let_go()
+    pool.close()
+    return folder
+
+
+def values(line: dict) -> dict:
+    return {key: value for key, value in line.items() if key not in ("time", "tokens_per_s")}
+
+
+def test_kills_a_hang_a_stop_and_a_damaged_checkpoint_change_nothing(stories, quiet):
+    _, last = stories["disturbed"].result()
+    expected = [line for line in read(quiet / "losses.jsonl") if "event" not in line]
+    assert [line["step"] for line in last.steps()] == list(range(1, STEPS + 1))  # none twice, none lost
+    assert [values(line) for line in last.steps()] == [values(line) for line in expected]
+    assert [line["step"] for line in last.steps() if "held_out" in line] == [20, 40, 60, 80]
+    losses = [line["loss"] for line in expected]
+    assert losses[-1] < losses[0] and len(set(losses)) == STEPS
+    restarts = [line for line in last.lines() if line.get("event") == "restart"]
+    assert len(restarts) >= 3, last.lines()  # the stop is none
+    for line in restarts:
+        assert {"restarted", "joined", "loaded", "first step"} <= line["seconds"].keys()
+        assert min(line["seconds"].values()) >= 0 and line["repeated"] >= 0
+    assert last.lines()[-1]["event"] == "left" and last.lines()[-1]["why"] == "done"
+
+
+def test_where_every_rank_stands_is_printed_when_one_hangs(stories):
+    run, _ = stories["disturbed"].result()
+    printed = run.printed()
+    told = {rank: printed.partition(f"[rank {rank}] no progress")[2] for rank in (0, 1)}
+    assert "hang" in told[1].splitlines()[1] and "hang" not in told[0].splitlines()[1], printed
+    number = {}
+    for rank in (0, 1):
+        (line,) = [line for line in told[rank].splitlines()[:8] if "of all ranks" in line][:1]
+        number[rank] = int(line.split()[1])
+        assert ("begun and not over" in line) == (rank == 0), printed
+    assert number[0] > number[1], printed
+
+
+def test_who_asks_it_to_leave_gets_a_checkpoint_and_a_line(stories):
+    run, again = stories["disturbed"].result()
+    printed = run.printed()
+    last = printed.rpartition("SIGTERM: the ranks save after this step and leave")[2]
+    assert f"left because it was asked to, after step {again.left} of {STEPS}" in last, printed
+    assert "Traceback" not in last and "rror" not in last, printed
+    # The next start meets the checkpoint of that very step, which is damaged by then, and takes the one before it.
+    assert f"not taken: '{again.damaged}" in again.printed() and "going on after step" in again.printed()
+    for story in stories.values():
+        for one in story.result():
+            assert "FutureWarning" not in one.printed() and "DeprecationWarning" not in one.printed(), one.printed()
+
+
+def test_a_machine_goes_and_comes_back(stories):
+    run, second = stories["machines"].result()
+    steps = Counter(line["step"] for line in run.steps())
+    assert set(steps.values()) == {1} and sorted(steps) == list(range(1, len(steps) + 1))
+    ranks = [line["ranks"] for line in run.lines() if line.get("event") == "start"]
+    assert [number for place, number in enumerate(ranks) if [number] != ranks[place - 1 : place]] == [2, 1, 2]
+    # Steps that were made on two ranks, and again on one: the same batch from the same state.
+    twice = [step for number, step in run.seen if number == 1 and (2, step) in run.seen]
+    assert twice, run.seen
+    for step in twice:
+        assert run.seen[1, step] == pytest.approx(run.seen[2, step], abs=1e-4)
+        others = [loss for (_, other), loss in run.seen.items() if other != step]
+        assert all(abs(run.seen[1, step] - loss) > 1e-9 for loss in others)
+    assert run.lines()[-1]["why"] == "left because it was asked to"
+    restarts = [line["seconds"] for line in run.lines() if line.get("event") == "restart"]
+    assert len(restarts) >= 2 and "noticed" in restarts[0]
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    script = tmp_path / "stuck.py"  # it never looks whether it was asked
+    script.write_text(
+        "import os, sys, time\nfrom harness.run.leaving import Leaving\nfrom pathlib import Path\nleaving = Leaving()\n"
+        f"file = Path({str(tmp_path / 'pid')!r})\nfile.with_suffix('.new').write_text(str(os.getpid()))\n"
+        "file.with_suffix('.new').rename(file)\ntime.sleep(600)\n"
+    )
+    torchrun = [sys.executable, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "1"]
+    run = Run([*torchrun, str(script)], tmp_path / "none")
+    run.wait_for((tmp_path / "pid").exists)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "SIGINT: the ranks save" in run.printed())
+    time.sleep(1.1)
+    run.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert run.end() == 128 + signal.SIGINT, run.printed()
+    assert time.monotonic() - began < 20 and "Traceback" not in run.printed(), run.printed()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+# What needs no ranks.
+
+
+def test_the_journal_has_every_step_once(tmp_path):
+    journal = Journal(tmp_path, 0)
+    journal.write(event="start", step=0)
+    for step in (1, 2, 3, 4):
+        journal.write(step=step, loss=float(step))
+    note_lost(tmp_path, 1, 4, "gone\nand more")
+    with open(tmp_path / "losses.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')  # killed while it wrote
+    again = Journal(tmp_path, 2)
+    again.write(step=3, loss=3.5)
+    now = time.time()
+    seconds = again.back(joined=now, loaded=now)
+    lines = read(tmp_path / "losses.jsonl")
+    assert [(line["step"], line.get("loss")) for line in lines if "event" not in line] == [(1, 1.0), (2, 2.0), (3, 3.5)]
+    assert [line["event"] for line in lines if "event" in line] == ["start", "restart"]
+    assert lines[-1]["repeated"] == 2 and "noticed" in seconds
+    again.write(event="left", step=3)
+    assert Journal(tmp_path, 3).back(now, now) is None  # that run had come to its end
+    assert Journal(tmp_path / "new", 0).back(now, now) is None
+
+
+def test_no_byte_that_is_evaluated_on_is_trained_on():
+    text = torch.arange(250, dtype=torch.uint8)  # every byte once
+    own, held_out = hold_out(text, seq=7)
+    train_on = torch.cat([torch.cat(Sequences(own, 7)(range(n, n + 1)), 1).flatten() for n in range(100)])
+    evaluated = torch.cat([torch.cat(Sequences(held_out, 7)(range(n, n + 1)), 1).flatten() for n in range(9)])
+    assert not set(train_on.tolist()) & set(evaluated.tolist())
+    assert len(own) + len(held_out) == 250 and len(held_out) == 12
+    with pytest.raises(ValueError, match="too short"):
+        hold_out(text[:16], seq=8)
+
+
+def test_an_epoch_has_every_sequence_once_and_another_order():
+    sequences = Sequences(torch.arange(64, dtype=torch.uint8), seq=7, seed=3)
+    firsts = [sequences(range(n, n + 1))[0][0, 0].item() for n in range(18)]
+    assert sorted(firsts[:9]) == sorted(firsts[9:]) == list(range(0, 63, 7))
+    assert firsts[:9] != firsts[9:] != sorted(firsts[9:])
+    inputs, targets = Sequences(torch.arange(64, dtype=torch.uint8), 7, seed=3)(range(7, 11))  # over its end
+    assert inputs[:, 0].tolist() == firsts[7:11] and torch.equal(targets, inputs + 1)
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 5))
+def test_all_ranks_together_have_the_whole_batch(ranks):
+    numbers, shares = [], 0.0
+    for rank in range(ranks):
+        training = object.__new__(train.Training)
+        training.options = train_options.arguments(["zero1", "--batch", "16", "--accumulate", "3"])
+        training.me = Rank(rank, ranks, torch.device("cpu"), "gloo", "")
+        parts = training.parts(32)
+        assert len(parts) == 3 and all(len(sequences) for sequences, _ in parts)
+        numbers += [number for sequences, _ in parts for number in sequences]
+        shares += sum(share for _, share in parts)
+    assert numbers == list(range(32, 48)) and shares == pytest.approx(1)
+
+
+def test_the_learning_rate_warms_up_and_falls():
+    options = train_options.arguments(["zero1", "--steps", "110", "--warmup", "10", "--lr", "0.5"])
+    rates = [train_options.learning_rate(step, options) for step in range(110)]
+    assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)]) and max(rates) == rates[10] == 0.5
+    assert rates[60] == pytest.approx(0.5 * 0.55) and sorted(rates[10:], reverse=True) == rates[10:]
+    assert train_options.learning_rate(110, options) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    (
+        (["zero4"], ["'zero4'", "zero1, zero2, zero3"]),
+        (["zero1", "--steps", "0"], ["--steps", "0"]),
+        (["zero1", "--save-every", "0"], ["--save-every"]),
+        (["zero1", "--clip", "-1"], ["--clip", "-1"]),
+        (["zero1", "--lr", "nan"], ["--lr", "nan"]),
+        (["zero1", "--preset", "large"], ["'large'", "tiny"]),
+        (["zero1", "--batch", "3", "--accumulate", "2"], ["--batch 3", "2 rank(s)", "--accumulate 2", "4"]),
+        (["zero1", "--folder", "/proc/runs"], ["/proc/runs"]),
+    ),
+    ids=str,
+)
+def test_mistakes_in_the_options(argv, words, monkeypatch, tmp_path):
+    monkeypatch.setenv("ZERO_PREFLIGHT", "2")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as raised:
+        train_options.arguments(argv)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_folder_with_another_model_is_refused_before_ranks_start(quiet, monkeypatch):
+    monkeypatch.setenv("ZERO_PREFLIGHT", "2")
+    with pytest.raises(ValueError, match="another model"):
+        train_options.arguments(["zero1", "--preset", "tiny", "--folder", str(quiet)])
+    assert train_options.arguments(["zero1", "--preset", "toy", "--folder", str(quiet)]).steps == 200
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, words",
+    (
+        ([], {}, "train needs a stage"),
+        (["zero4"], {}, "'zero4'"),
+        (["zero3", "two"], {}, "'two'"),
+        (["zero3"], {"NNODES": "2:1"}, "'2:1'"),
+        (["zero3"], {"NNODES": "1:2"}, "RDZV_ENDPOINT"),
+    ),
+    ids=str,
+)
+def test_mistakes_that_the_shell_finds(arguments, environment, words):
+    clean = {**os.environ, "PYTHON": sys.executable, **environment}
+    command = [str(ROOT / "launch.sh"), "train", *arguments]
+    result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and words in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_losses_of_a_journal_are_finite(stories):
+    run, _ = stories["machines"].result()
+    assert all(math.isfinite(line["loss"]) and line["tokens_per_s"] > 0 for line in run.steps())
+    assert json.loads((run.folder / "losses.jsonl").read_text().splitlines()[0])["event"] == "start"
