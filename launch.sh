@@ -9,7 +9,7 @@ usage() {
 Learn
 ./launch.sh zero1|zero2|zero3 [N] [options]   a chapter runs: a few steps, then one told event by event
                                          (--trace FILE: a step for chrome://tracing; --help lists all options)
-./launch.sh watch [zero3] [N] [options]  records a step of every engine as a page to watch in a browser (--bug 19; --help)
+./launch.sh watch [zero3] [N] [options]  records a step of every engine, as a page to watch in a browser (--bug 19)
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's)

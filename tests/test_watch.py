@@ -242,13 +242,15 @@ def test_the_picture_is_what_the_ledger_says_at_every_event(chromium, recordings
         drawn = chromium.run(
             "const draw = () => {" + DRAWN + "};"
             "watch.open(arguments[0], 0);"
-            "return watch.rec.events.map((_, k) => { watch.go(k); return [watch.k, draw()]; });",
+            "return watch.rec.events.map((_, k) => {"
+            "  watch.go(k); return [watch.k, draw(), watch.state.ranks.map((me) => me.live)]; });",
             name,
         )
-        for k, (at, ranks) in enumerate(drawn):
+        for k, (at, ranks, live) in enumerate(drawn):
             assert at == k
             for rank, rows in enumerate(ranks):
                 cells, ledger = cells_at(recording, rank, k), ledger_at(recording, rank, k)
+                assert live[rank] == list(ledger.values())
                 for part, (column, layer) in LAYERS.items():
                     capacity = [row["cells"][column] for row in recording["rows"]]
                     filled = [[cell[layer] for cell in row[column]] for row in rows]
@@ -262,6 +264,48 @@ def test_the_picture_is_what_the_ledger_says_at_every_event(chromium, recordings
                     assert abs(area + twice - ledger[part]) < 0.02 * max(1, sum(capacity)), (name, k, rank, part)
 
 
+def test_every_cell_is_where_its_labels_say(chromium, recordings):
+    """Rank by rank, row by row under its name, column by column under its heading, cells from left to right."""
+    chromium.run("watch.open('zero1', 0)")
+    panels = chromium.run("""
+        const box = (shape) => { const b = shape.getBoundingClientRect(); return [b.left, b.right, b.top, b.bottom]; };
+        return watch.picture.panels.map((panel) => ({
+          whole: box(panel.group.querySelector(".paper")),
+          name: panel.group.querySelector(".name").textContent,
+          labels: [...panel.group.querySelectorAll(".row")].map((text) => [text.textContent, ...box(text)]),
+          columns: [...panel.group.querySelectorAll(".column")].map((text) => [text.textContent, ...box(text)]),
+          frames: panel.rows.map((row) => row.columns.map(({cells}) => cells.map((cell) => box(cell.frame)))),
+        }));""")
+    rows = [row["name"] for row in recordings["zero1"]["rows"]]
+    for rank, panel in enumerate(panels):
+        assert panel["name"] == f"rank {rank}" and [label[0] for label in panel["labels"]] == rows
+        assert [name for name, *_ in panel["columns"]] == ["parameters", "gradients", "optimizer state"]
+        left, right, top, bottom = panel["whole"]
+        for label, columns in zip(panel["labels"], panel["frames"]):
+            last = label[2]  # where the row's name ends
+            for column, cells in zip(panel["columns"], columns):
+                middle = (column[1] + column[2]) / 2
+                assert cells[0][0] < middle < cells[-1][1]
+                for cell in cells:
+                    assert last <= cell[0] + 0.5 and cell[1] < right and top < cell[2] and cell[3] < bottom
+                    assert cell[2] < label[4] and label[3] < cell[3]  # as high as the name
+                    last = cell[1]
+
+
+def test_what_stands_beside_is_at_the_same_computation(chromium, recordings):
+    """The other engine has begun as many computations on rank 0, at every event."""
+    begun = {name: [0] for name in ("zero3", "ddp")}
+    for name, counts in begun.items():
+        for _, rank, what, *_ in recordings[name]["events"]:
+            counts.append(counts[-1] + (rank == 0 and what in ("compute", "updated")))
+    other = chromium.run(
+        "const [a, b] = ['zero3', 'ddp'].map((run) => watch.recordings.find((rec) => rec.run === run));"
+        "return a.events.map((_, k) => sameMoment(a, k, b));"
+    )
+    assert other == sorted(other) and other[-1] == len(recordings["ddp"]["events"]) - 1
+    assert all(begun["zero3"][k + 1] == begun["ddp"][there + 1] for k, there in enumerate(other))
+
+
 def test_a_collective_moves_from_the_last_ranks_issue_on(chromium, recordings):
     recording = recordings["zero3"]
     chromium.run("watch.open('zero3', 0)")
@@ -272,12 +316,17 @@ def test_a_collective_moves_from_the_last_ranks_issue_on(chromium, recordings):
         said, flying, states = chromium.run(
             "watch.go(arguments[0]); return [document.getElementById('said').textContent,"
             "watch.picture.paths().length, watch.state.collectives[arguments[1]].status]", k, subject[0])  # fmt: skip
+        marked = chromium.run(
+            "return [...document.querySelectorAll('#picture .moving')].map((e) => e.className.baseVal)"
+        )
         issued = [e[1] for e in recording["events"][: k + 1] if e[2:] == ["issue", subject[0]]]
         if len(issued) == 2:
             assert "moving" in states and flying > 0 and "all ranks have come" in said
+            assert "moving moving" in marked
             moved += 1
         else:
             assert states[rank] == "waiting" and states[1 - rank] == "" and f"rank {1 - rank} has not come" in said
+            assert "moving waiting" in marked
     assert moved == len(recording["collectives"])
 
 

@@ -150,8 +150,19 @@ def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
             if missing := [rank for rank, file in enumerate(files) if not file.exists()]:
                 raise RuntimeError(f"{run.title}: rank {missing[0]} did not come to its end:\n{''.join(printed[-30:])}")
             seen = [json.loads(file.read_text()) for file in files]
-            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *argv])}
+            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *without_files(argv)])}
             found.append(merge(seen, run.name, run.title, about))
+    return found
+
+
+def without_files(argv: list[str]) -> list[str]:
+    """`argv` without the options that name a file: those say nothing of what was recorded."""
+    found, skip = [], False
+    for word in argv:
+        names_a_file = word.partition("=")[0] in ("--out", "--json", "--gif")
+        if not skip and not names_a_file:
+            found.append(word)
+        skip = names_a_file and "=" not in word
     return found
 
 
