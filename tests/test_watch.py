@@ -191,7 +191,7 @@ def test_what_cannot_work_is_one_line_before_any_rank_starts(options, said, monk
 def test_a_bug_beside_the_right_engine(tmp_path):
     """The bug of the unit that nobody frees: its cells stay gathered, and the right one's do not. From one page."""
     file = tmp_path / "bug.html"
-    command = [sys.executable, "-m", "harness.teach.watch", "--bug", "21", "2", "--out", str(file)]
+    command = [sys.executable, "-m", "harness.teach.watch", "--bug", "21", "2", "--tries", "1", "--out", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and str(file) in done.stdout, done.stderr[-3000:]
     right, wrong = page.recordings_of(file)

@@ -25,7 +25,6 @@ from harness.teach.watch.record import WARM_UP, record
 from harness.teach.watch.recording import merge
 
 MOST_RANKS = 16  # more cells than these nobody can tell apart
-SECONDS = 600  # for all recordings together
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -140,7 +139,7 @@ def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
                     printed.append(line)
                     if line.startswith("recorded: "):
                         print(line, end="", flush=True)
-                process.wait(SECONDS)
+                process.wait()
             finally:
                 if process.poll() is None:
                     process.terminate()  # torchrun takes its ranks along
