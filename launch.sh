@@ -144,7 +144,7 @@ echo "checking the options (importing torch takes a few seconds)"
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
 ranks=${plan%%$'\n'*}
 echo "${plan#*$'\n'}"
-torchrun=(torchrun) module=torch.distributed.run
+torchrun=(torchrun) module=harness.run.torchrun
 if [ "${NNODES:-1}" = 1 ]; then
     where=(--standalone)
 elif [ "$command" = train ]; then

@@ -17,6 +17,7 @@ import textwrap
 import time
 from pathlib import Path
 
+from harness.run.ending import killed_by, one_line
 from harness.teach.exercise import EXERCISES, FOLDER, ROOT, answer
 
 SECONDS = 30  # for one step; each takes a second or two
@@ -143,7 +144,7 @@ def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict
             freed = " (is it a tensor whose memory was freed?)" * ("Segmentation" in what)
             died[rank] = f"died: {what}{at}{freed}{last}"
         elif code < 0 and code != -signal.SIGTERM:
-            died[rank] = f"was killed by {signal.Signals(-code).name}{last}"
+            died[rank] = f"was {killed_by(-code)}{last}"
         elif code > 0:
             died[rank] = f"ended with exit status {code}{last}"
         else:
@@ -256,7 +257,8 @@ def main(argv=None) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(f"{shown} on {ranks} ranks, {'CPU' if device == 'cpu' else 'GPU'}: {why}")
-    right, report = run(name, ranks, options.seconds, options.backend, options.device, file)
+    with one_line():
+        right, report = run(name, ranks, options.seconds, options.backend, options.device, file)
     checks = report.checks
     done = sum(verdict["status"] == "passed" for verdict in report.verdicts)
     print(f"\n{done} of {len(checks)} passed" + (f": {shown} is right. It {EXERCISES[name].goal}." if right else "."))
