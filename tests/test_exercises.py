@@ -407,6 +407,17 @@ SOLVED = {
 """,
     },
     "zero3": {
+        "make_units": """\
+    if modules is None:
+        modules = default_units(model)
+    inside, outside = parameters_by_unit(model, list(modules))
+    found = []
+    for name, module in model.named_modules():
+        if inside.get(module):
+            found.append(Unit(name, module, inside[module], *layout))
+    found.sort(key=lambda unit: list(inside).index(unit.module))
+    return found, Unit("root", model, outside, *layout)
+""",
         "_free": """\
         if unit.gathered:
             self._wait(unit)
@@ -489,7 +500,7 @@ RIGHT = {
 """,
         },
     ),
-    "zero2 one bucket at a time": (
+    "zero2 in other words": (
         "zero2",
         {
             "Reduction_of___init__": """\
@@ -501,15 +512,20 @@ RIGHT = {
                 whole[bucket.offsets[i] :][: param.numel()] += bucket.kept.pop(i).flatten()
             param.grad = None
         self.mean = whole.new_empty(bucket.shard_numel)
-        dist.reduce_scatter_single(self.mean, whole, group=group)
+        parts = list(whole.split(bucket.shard_numel))
+        self.sent = dist.reduce_scatter(self.mean, parts, group=group, async_op=True), whole
 """,
             "Reduction_of_finish": """\
+        self.sent[0].wait()
+        del self.sent
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.mean)):
             piece.grad = gradient.to(piece.dtype) / world_size + (0 if piece.grad is None else piece.grad)
 """,
             "_send": """\
-            reduction = Reduction(bucket, self.group)
-            reduction.finish(self.world_size)
+            if self._in_flight is not None:
+                self._in_flight.finish(self.world_size)
+                self._in_flight = None
+            self._in_flight = Reduction(bucket, self.group)
 """,
             "gradients_final": """\
         self._complete |= {bucket}
@@ -566,9 +582,9 @@ RIGHT = {
             self._free(unit)
 """,
             "gradients_final": """\
+        self._receive()
         for bucket in unit.trained:
             self._send(bucket)
-            self._receive()
 """,
         },
     ),
@@ -735,7 +751,94 @@ TRAINED_ONLY = """\
             guard.close(unit.params)
             unit.gathered = False
 """
+AT_ONCE = """\
+            self._receive()
+            self._in_flight = Reduction(bucket, self.group)
+            self._receive()
+"""
+SYNCHRONOUS = """\
+        whole = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
+        torch._foreach_copy_(bucket.views(whole), gradients.take(bucket))
+        self.shard = whole.new_empty(bucket.shard_numel)
+        dist.reduce_scatter_single(self.shard, whole, group=group)
+"""
+RECEIVED_INSIDE = """\
+        for bucket in unit.trained:
+            self._send(bucket)
+            self._receive()
+"""
+FLAT_NONE = """\
+        if unit.gathered:
+            self._wait(unit)
+            for b in unit.buckets:
+                b.flat = None
+            guard.close(unit.params)
+            unit.gathered = False
+"""
+EMPTY_DATA = """\
+        if unit.gathered:
+            self._wait(unit)
+            for bucket in unit.buckets:
+                for param in bucket.params:
+                    param.data = torch.empty(0)
+            guard.close(unit.params)
+            unit.gathered = False
+"""
+NO_RETURN = """\
+        parts, shard_end = [], self.start + self.shard_numel
+        for index, (offset, shape) in enumerate(zip(self.offsets, self.shapes)):
+            first, end = max(offset, self.start), min(offset + shape.numel(), shard_end)
+            if first < end:
+                parts.append((index, shard[first - self.start : end - self.start]))
+"""
+UPDATED_FIRST = """\
+        self.optimizer.step()
+        self._reduce_gradients()
+        gather_parameters(self.trained, self.group)
+"""
+OVERWRITTEN = """\
+        wait(self.work, "reduce-scatter", self.bucket)
+        self.flat = None
+        self.shard /= world_size
+        for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard)):
+            piece.grad = gradient.to(piece.dtype)
+"""
+EARLY_FREE = """\
+        for each in [unit, *upcoming]:
+            self._gather(each)
+        self._wait(unit)
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(0)
+"""
+WAITED = """\
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
+            mine = precision.rounded_shard(bucket)
+            unit.works.append(dist.all_gather_single(bucket.flat, mine, group=self.group, async_op=True))
+            unit.works[-1].wait()
+        unit.gathered = True
+"""
+TWICE_HOME = """\
+    modules = default_units(model) if modules is None else list(modules)
+    names = {module: name for name, module in model.named_modules()}
+    units = [Unit(names[module], module, list(module.named_parameters()), *layout) for module in modules]
+    return units, Unit("root", model, list(model.named_parameters(recurse=False)), *layout)
+"""
 WRONG = {
+    # The commonest mistakes of beginners, each with words of its own.
+    "received at once": ("zero2", {"_send": AT_ONCE}, "Step 3: at most", "when _send returns"),
+    "sent synchronously": ("zero2", {"Reduction_of___init__": SYNCHRONOUS}, "Step 3: send", "async_op=True?"),
+    "received inside its moment": ("zero3", {"gradients_final": RECEIVED_INSIDE}, "Step 3", "gradients_final returns"),
+    "a gather waited for at once": ("zero3", {"_gather": WAITED}, "Step 5: start", "when _gather returns"),
+    "flat = None": ("zero3", {"_free": FLAT_NONE}, "Step 5: free", "bucket.flat after freeing a unit"),
+    "param.data = empty": ("zero3", {"_free": EMPTY_DATA}, "Step 5: free", "was param.data set?"),
+    "a return forgotten": ("zero1", {"cut": NO_RETURN}, "Step 0: cut", "is a return missing?"),
+    "updated before reduced": ("zero1", {"step": UPDATED_FIRST}, "Step 4", "updated before reduced"),
+    "overwritten": ("zero2", {"Reduction_of_finish": OVERWRITTEN}, "Step 3: receive", "half as much"),
+    "ranks' own norms": ("zero2", {"clip_grad_norm_": LOCAL_NORM}, "Step 3: clip", "the ranks' norms differ"),
+    "freed before it computes": ("zero3", {"before_forward": EARLY_FREE}, "Step 1", "freed too early"),
+    "a parameter in two units": ("zero3", {"make_units": TWICE_HOME}, "Step 0", "parameters by unit"),
+    # Others.
     "padding forgotten": ("zero1", {"__init__": NOT_ALL}, "Step 0: lay", "offsets and shard_numel"),
     "gradients not averaged": ("zero1_2psi", {"_reduce_gradients": SUMMED}, "Step 3", "summed, not averaged"),
     "2Ψ wanted, 3Ψ sent": ("zero1_2psi", None, "Step 3", "found     all-reduce"),

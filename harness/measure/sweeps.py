@@ -177,7 +177,7 @@ def main() -> None:
     me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
     me.print(f"GPT {options.preset}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
     me.print(
-        f"step ms      time of a step on the slowest rank, median over {options.rounds} rounds; lowest and highest of them\n"
+        f"step ms      time of a step on the slowest rank, median over {options.rounds} rounds; lowest, highest\n"
         "relative     time relative to the first row, median over rounds\n"
         "peak MB      the most that was alive at once in a step, in 10^6 bytes\n"
         "8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing\n"

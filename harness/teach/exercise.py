@@ -222,6 +222,17 @@ EXERCISES = {
         "reduce-scatter",
         (
             Blank(
+                "make_units",
+                "Step 0: put every parameter into one unit, or into the root",
+                "`modules` are what becomes a unit each; where it is None, default_units(model) chooses them. "
+                "parameters_by_unit(model, modules) gives {module: [(name, parameter), ...]} and the root's list of "
+                "(name, parameter). Make a Unit(name, module, named parameters, *layout) of each module that has "
+                "parameters, in the order of `modules`, named as in model.named_modules(). The root is a Unit, too: "
+                "'root', the model itself, what is left.",
+                "about {lines} lines; every parameter in exactly one unit, and no unit without parameters",
+                "`units` and `root` at the top of zero3.py",
+            ),
+            Blank(
                 "ZeRO3._free",
                 "Step 5: free a unit",
                 "Nothing to do unless unit.gathered. Wait for an all-gather in flight (self._wait), then give back the "

@@ -6,6 +6,7 @@ and so has something to say when they hang, crash or never start.
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -47,12 +48,37 @@ def merge(verdicts: list[dict]) -> dict:
     for status in ("error", "failed", "open"):
         ranks = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == status]
         if ranks:
+            if status == "error" or gone:
+                others += parting([verdict.get("issued") for verdict in verdicts])
             return {**verdicts[ranks[0]], "rank": ranks[0] if len(ranks) < len(verdicts) else None, "others": others}
     if gone:
         worst = next(status for status in GONE if any(verdict["status"] == status for verdict in verdicts))
         done = [rank for rank in range(len(verdicts)) if rank not in gone]
-        return {"status": worst, "others": others + [f"rank {rank} is through with this step" for rank in done]}
+        others += [f"rank {rank} is through with this step" for rank in done]
+        return {"status": worst, "others": others + parting([verdict.get("issued") for verdict in verdicts])}
     return {"status": "passed"}
+
+
+def parting(issued: list[list[str] | None]) -> list[str]:
+    """Where the ranks' collectives of a step part: a line for each, if all have told theirs and they do part.
+
+    A rank that skips a collective goes on, and hangs or passes later, perhaps in a line that is not the student's.
+    """
+    if any(names is None for names in issued):
+        return []
+    for number, names in enumerate(itertools.zip_longest(*issued), start=1):
+        # A rank that has issued less than others may be waiting: that is no other way than theirs.
+        if len({name.partition(", issued")[0] for name in names if name is not None}) > 1:
+            return [f"The ranks part at collective {number} of this step:"] + [
+                f"rank {rank} issues {name}" for rank, name in enumerate(names) if name is not None
+            ]
+    counts = [len(names) for names in issued]
+    if len(set(counts)) == 1:
+        return []
+    short, most = min(counts), counts.index(max(counts))
+    ranks = [f"rank {rank}" for rank, count in enumerate(counts) if count == short]
+    what = f"{issued[most][short]}, collective {short + 1} of this step"
+    return [f"rank {most} issues {what}; {', '.join(ranks)} does not"]
 
 
 def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
