@@ -99,7 +99,8 @@ def test_only_the_blanks_are_taken_out(name):
         assert inside.count("raise NotImplementedError(") == 1 and repr(blank.task)[1:-1] in inside, blank.where
         words = ast.get_docstring(exercise.find(whole, blank.where))
         assert ast.get_docstring(exercise.find(tree, blank.where)) == words, blank.where
-        assert re.search(r"about (as many lines|1 line;|\d+ lines)", text[text.index(blank.hint[:20]) :]), blank.where
+        above = text.partition(f'"{blank.task}"')[0].rpartition("STEP")[2]
+        assert re.search(r"about (as many lines|1 line;|\d+ lines)", above), blank.where
     assert [task for _, task in sorted(check.to_write(text), key=lambda found: found[1])] == sorted(
         blank.task for blank in EXERCISES[name].blanks
     )
@@ -107,6 +108,26 @@ def test_only_the_blanks_are_taken_out(name):
     code = [line for line in kept if line[2:].strip() and not line[2:].strip().startswith("#")]
     assert sum("raise NotImplementedError(" in line for line in code) == len(EXERCISES[name].blanks)
     assert max(map(len, text.split("\n"))) <= 125
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_hints_come_in_levels(name):
+    """At level 0 there are targets alone; a hint more at each level; and `check --hint` gives those that are left."""
+    texts = [generate(name, hints=level) for level in (0, 1, 2)]
+    for each in check_steps.checks_of(name):
+        blank = each.blank
+        if blank is None:
+            assert each.read in " ".join(check.next_hints(each, texts[0], 1))
+            continue
+        assert [blank.hints_in(text) for text in texts] == [0, 1, 2] and len({*blank.hints}) == 2
+        assert all(text.count(f'NotImplementedError("{blank.task}")') == 1 for text in texts)
+        for level, text in enumerate(texts):
+            for many in (1, 2):
+                said = " ".join(" ".join(check.next_hints(each, text, many)).split())
+                given = [hint for hint in blank.hints if " ".join(hint.split()) in said]
+                assert given == [*blank.hints[level : level + many]]
+                assert (each.read in said) == (level == 2)
+    assert max(len(line) for text in texts for line in text.split("\n")) <= 125
 
 
 def test_with_no_blank_open_it_is_the_chapter():
@@ -1156,6 +1177,7 @@ def test_a_syntax_error_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("exercise", "zero1", "--hints", "3"), "--hints must be 0, 1 or 2, got '3'"),
         (("exercise", "zero9"), "there are: zero1, zero1_2psi, zero2, zero3, checkpoint; not 'zero9'"),
         (("check", "zero2", "1"), "N must be 2 or more"),
         (("check", "zero2", "two"), "got 'two'"),

@@ -122,6 +122,24 @@ def test_the_answer_tells_all(capsys, number):
     assert place in (ROOT / file).read_text(), (file, place)
 
 
+@pytest.mark.parametrize("number", EXHIBITS)
+def test_the_hint_says_where_to_look_and_no_more(capsys, number):
+    exhibit = EXHIBITS[number]
+    assert bug.main([str(number), "--hint"]) == 0
+    shown = capsys.readouterr().out
+    words = " ".join(shown.split())
+    assert exhibit.symptom in words and exhibit.read.split(",")[0] in words and f"bug {number} --answer" in words
+    assert all(line in words for line in exhibit.differs)
+    assert exhibit.diagnosis not in words and exhibit.mutate.__name__ not in shown and "class Mutant" not in shown
+
+
+@pytest.mark.parametrize("asked", (["3", "--ranks", "1"], ["3", "--ranks", "17"]), ids=str)
+def test_wrong_numbers_of_ranks(capsys, asked):
+    assert bug.main(asked) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--ranks" in line and asked[-1] in line
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     ((["0"], "'0'"), (["99"], "'99'"), (["seven"], "'seven'"), (["-1"], "'-1'"), (["--answer"], "number of a bug")),

@@ -115,8 +115,18 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
     return [text for line in lines for text in _wrapped(line)]
 
 
+def next_hints(check, text: str, many: int) -> list[str]:
+    """The next `many` hints of the blank that `check` looks at, beyond those that stand in the file's `text`."""
+    if check.blank is None:
+        return [f"hint      all blanks are written; read {check.read}"]
+    shown = check.blank.hints_in(text)
+    hints = check.blank.hints[shown : shown + many]
+    lines = [f"hint      {hint}" for hint in hints] or [f"hint      there is no other; read {check.read}"]
+    return [part for line in lines for part in _wrapped(line)]
+
+
 def _wrapped(line: str) -> list[str]:
-    indent = re.match(r" *(expected  |found     |read      )?", line).end()
+    indent = re.match(r" *(expected  |found     |read      |hint      )?", line).end()
     return textwrap.wrap(line, 118, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -241,6 +251,8 @@ def main(argv=None) -> None:
     parser = answer(argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0]))
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
     parser.add_argument("ranks", nargs="?", help="number of ranks, 2 or more (default: one per GPU, else 2)")
+    parser.add_argument("--hint", action="count", default=0,
+                        help="the next hint for the step that is not passed; twice: the next two")  # fmt: skip
     parser.add_argument("--file", help="another file than exercises/NAME.py")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for one step (default {SECONDS})")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
@@ -288,6 +300,8 @@ def main(argv=None) -> None:
     checks = report.checks
     done = sum(verdict["status"] == "passed" for verdict in report.verdicts)
     print(f"\n{done} of {len(checks)} passed" + (f": {shown} is right. It {EXERCISES[name].goal}." if right else "."))
+    if options.hint and not right and report.verdicts:
+        print("\n".join(next_hints(checks[len(report.verdicts) - 1], file.read_text(), options.hint)))
     lines = {task: line for line, task in blanks}
     for check in checks[len(report.verdicts) :]:
         blank = f", not written yet: see line {lines[check.title]}" if check.title in lines else ""

@@ -718,8 +718,8 @@ _IN_ORDER = (
         stage="zero3",
         title="The more overlap the better",
         mutate=all_at_once,
-        differs={"peak in forward"},
-        symptom="Losses, traffic and collectives are right; at the peak in forward all units are gathered.",
+        differs={"peak in forward", "units gathered at once in forward"},
+        symptom="Losses, traffic and collectives are right; in forward all units are gathered at once.",
         diagnosis="Forward begins with the all-gathers of all units. They hide well behind the computation, but then "
         "all units are gathered at once, which ZeRO-3 is there to avoid.",
         read="zero3.py, step 1, ZeRO3.before_forward: upcoming",
@@ -751,7 +751,7 @@ _IN_ORDER = (
         stage="zero3",
         title="A bargain",
         mutate=kept_after_forward,
-        differs={"sent", "all-gathers", "peak in forward", "peak in backward"},
+        differs={"sent", "all-gathers", "peak in forward", "peak in backward", "units gathered at once in forward"},
         symptom="Losses are right and a third less is sent; the peak in forward is higher: all units are gathered.",
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then has nothing to gather, and all units stay gathered in between.",
