@@ -1077,11 +1077,38 @@ def test_a_deadlock_names_what_every_rank_waits_in(tmp_path, capsys):
     assert leaving.value.code == 1 and "HANGS     Step 0" in said and not mistake, said + mistake
     assert "rank 0 waits in barrier, issued in line 4" in said, said
     assert "rank 1 waits in all_reduce of 12 bytes, issued in line 4" in said, said
+    assert "The ranks part at collective 1 of this step:" in said, said
+
+
+BOTH = ["all_reduce of 64 bytes, issued in line 7", "broadcast of 8 bytes, issued in line 90"]
+
+
+@pytest.mark.parametrize(
+    "second, said",
+    (
+        (BOTH, []),
+        (
+            BOTH[1:],
+            ["The ranks part at collective 1 of this step:", f"rank 0 issues {BOTH[0]}", f"rank 1 issues {BOTH[1]}"],
+        ),
+        (BOTH[:1], [f"rank 0 issues {BOTH[1]}, collective 2 of this step; rank 1 does not"]),
+        ([BOTH[0].replace("7", "9"), BOTH[1]], []),  # the same one, from two branches
+        (None, []),  # that rank has died
+    ),
+    ids=("alike", "one skipped", "too few", "another line", "dead"),
+)
+def test_a_rank_that_skips_a_collective_is_told_by_its_line(second, said):
+    """Not by the line where it waits at last, which may be in another method, or in the constructor."""
+    verdicts = [{"status": "hang", "error": "waits", "issued": BOTH}, {"status": "hang", "error": "waits"}]
+    verdicts[1] |= {} if second is None else {"issued": second}
+    assert check.merge(verdicts)["others"] == ["rank 0 waits", "rank 1 waits", *said]
+    verdicts[0]["status"] = "error"  # gloo refuses two sizes
+    assert check.merge(verdicts)["others"] == ["rank 1 waits", *said]
 
 
 def test_a_rank_that_waits_in_vain_does_not_wait_for_long(ranks, tmp_path):
     found = ranks(3).run(_wait_in_vain, folder=str(tmp_path))
-    assert found[0] == {"status": "hang", "line": None, "error": "waits in barrier"}
+    assert found[0] == {"status": "hang", "line": None, "error": "waits in barrier", "issued": []}
 
 
 def _wait_in_vain(folder: str):

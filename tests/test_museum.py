@@ -22,6 +22,7 @@ PARAMETERS = {
     "test_clipping_equals_torch_on_the_whole_model": {"norm_type": 2.0},
     "test_zero2_keeps_two_buckets_of_whole_gradients_at_most": {"reverse": False},
     "test_zero3_keeps_only_the_units_in_use_gathered": {"options": {}},
+    "test_backward_reaches_the_weights": {"path": "in place, 3 layers", "options": {"prefetch": 0}},
     "test_backward_reaches_the_weights_however_late_they_come": {
         "path": "losses kept, outputs without gradient",
         "options": {},

@@ -56,9 +56,9 @@ class Blank:
         return self.task.partition(":")[0]
 
     @property
-    def hints(self) -> tuple[str, str]:
+    def hints(self) -> tuple[str, ...]:
         """First what to think of, then how to go about it."""
-        return IDEAS[self.task], self.hint
+        return tuple(hint for hint in (IDEAS.get(self.task), self.hint) if hint)
 
     def hints_in(self, text: str) -> int:
         """How many of them stand in an exercise's text, however its lines are broken."""

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.engine.gradients import GradScaler
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
@@ -82,6 +83,33 @@ class Routed(Tempered):
         for name, param in self.named_parameters():
             if "router" in name:
                 initialize(name, param.data, seed)
+
+
+class Written(nn.Module):
+    """A block whose last layer returns a view, which the model then writes to, as `nn.ReLU(inplace=True)` would."""
+
+    def __init__(self, block: nn.Module, width: int):
+        super().__init__()
+        self.block, self.last = block, nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.last(self.block(x))
+
+
+class InPlace(Tempered):
+    def __init__(self, config: GPTConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.blocks = nn.ModuleList(Written(block, config.width) for block in self.blocks)
+        for name, param in self.named_parameters():
+            if "last" in name:
+                initialize(name, param.data, seed)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+            x += 0.01  # in place, on a view
+        return self.head(self.norm(x)) / self.temperature
 
 
 def kept_losses(model: nn.Module) -> torch.Tensor | float:
@@ -142,6 +170,8 @@ class Training:
     resume_at: int | None = None  # before that step the run stops, and goes on from a checkpoint
     frozen: str | None = None  # parameters with this in their name
     kept_losses: bool = False  # the blocks keep losses of their own, which are added
+    in_place: bool = False  # the model writes to what its blocks return
+    overflow_at: int | None = None  # in that step a gradient of rank 1 is inf; a loss scaler is there for it
 
     def __str__(self):
         return "".join(
@@ -151,6 +181,10 @@ class Training:
                 f", gradients clipped to a norm of {self.max_norm}" if self.max_norm is not None else "",
                 f", {self.frozen} frozen" if self.frozen is not None else "",
                 ", with a loss that each block keeps" * self.kept_losses,
+                ", on a model that writes to what its blocks return" * self.in_place,
+                ""
+                if self.overflow_at is None
+                else f", with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf",
                 f"; before step {self.reload_at + 1} a new engine loads the state"
                 if self.reload_at is not None
                 else "",
@@ -173,11 +207,18 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
 
     def build(seed: int):
         # every rank starts from other weights: an engine takes rank 0's
-        model = (Routed if training.kept_losses else Tempered)(SHAPE, seed=seed + rank)
+        model = (Routed if training.kept_losses else InPlace if training.in_place else Tempered)(
+            SHAPE, seed=seed + rank
+        )
+        if training.overflow_at is not None:
+            model.temperature.register_hook(lambda gradient: gradient * overflow[0])
         for name, param in model.named_parameters():
             param.requires_grad_(training.frozen is None or training.frozen not in name)
         return engine_cls(model, OPTIMIZERS[training.optimizer], **options)
 
+    overflow, scaler = [1.0], None  # what one gradient is multiplied with
+    if training.overflow_at is not None:
+        scaler = getattr(engine_cls, "scaler", GradScaler)("cpu", init_scale=1024.0)
     with MemoryLedger() as memory:
         engine = build(0)
         for step in range(training.steps):
@@ -207,7 +248,9 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                     loss = next_token_loss(engine(inputs), targets) + kept_losses(engine.model)
                     peaks["forward"] = max(peaks["forward"], memory.peak)
                     memory.reset_peak()
-                    (loss / training.micro_batches).backward()
+                    overflow[0] = float("inf") if step == training.overflow_at and rank == 1 else 1.0
+                    loss_part = loss / training.micro_batches
+                    (loss_part if scaler is None else scaler.scale(loss_part)).backward()
                     inside = sum(
                         collective.kind in ("all-reduce", "reduce-scatter") for collective in traffic.collectives
                     )
@@ -216,7 +259,12 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                 if training.max_norm is not None:
                     found["norms"].append(engine.clip_grad_norm_(training.max_norm).item())
                 found["losses"].append(sum(losses) / len(losses))
-                engine.step()
+                if scaler is None:
+                    engine.step()
+                else:
+                    scaler.step(engine)
+                    scaler.update()
+                    found.setdefault("scales", []).append(scaler.get_scale())
                 engine.zero_grad()
             for handle in (looking, *watching):
                 handle.remove()
@@ -302,9 +350,10 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
     errors = "".join(ours["error"] or "" for ours in wrong)
     if errors:
         return {"timeout" if "waited in vain" in errors else "error"}
-    for key in ("losses", "norms"):
+    for key in ("losses", "norms", "scales"):
         for a, b in zip(right, wrong):
-            if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in zip(a[key], b[key])):  # NaN is not close to itself
+            pairs = zip(a.get(key, ()), b.get(key, ()))
+            if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in pairs):  # NaN is not close to itself
                 found.add(key)
     for line, a, b in rows(right, wrong):
         a, b = (float(text.replace(",", "")) for text in (a, b))
@@ -318,9 +367,9 @@ def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
     ranks = range(len(right))
     head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in ranks)
     lines = [f"{'':<22}{head}"]
-    for key, label in (("losses", "loss"), ("norms", "gradient norm")):
-        for step in range(len(right[0][key])):
-            values = [found[key][step] if step < len(found[key]) else None for found in (*right, *wrong)]
+    for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
+        for step in range(len(right[0].get(key, ()))):
+            values = [dict(enumerate(found.get(key, ()))).get(step) for found in (*right, *wrong)]
             numbers = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
             lines.append(f"{f'{label}, step {step + 1}':<22}{numbers}")
     if wrong[0]["finished"]:
