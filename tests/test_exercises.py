@@ -1129,6 +1129,8 @@ def test_how_ranks_ended_is_told(tmp_path, capsys):
     for rank, crash in enumerate(("", "", 'Fatal Python error: Segmentation fault\nFile "a.py", line 7 in step', "")):
         (tmp_path / f"crash.{rank}").write_text(crash)
     (tmp_path / "now.0").write_text("barrier")
+    for rank, last in enumerate(("barrier", "barrier", "all_reduce of 8 bytes, issued in line 7", "barrier")):
+        (tmp_path / f"now.{rank}.issued").write_text(f"broadcast of 8 bytes, issued in line 5\n{last}\n")
     said = "rank : {0} (local_rank: {0})\n exitcode : {1} (pid: 9)\n"
     errors = said.format(1, -9) + said.format(3, 5)
     report = check.Report(check_steps.checks_of("zero1"), str(tmp_path), 4, "a.py", "")
@@ -1136,6 +1138,8 @@ def test_how_ranks_ended_is_told(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("DIED Step 0") and "rank 1 was killed by SIGKILL" in said, said
     assert "rank 0 ended without a word" in said and "the last collective it was in: barrier" in said
+    assert "The ranks part at collective 2 of this step: rank 0 issues barrier" in said, said
+    assert "rank 2 issues all_reduce of 8 bytes, issued in line 7" in said, said
     assert "rank 2 died: Segmentation fault in line 7" in said and "rank 3 ended with exit status 5" in said
 
 

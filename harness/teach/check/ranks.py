@@ -54,6 +54,7 @@ class _Watch:
         self._note = None if note is None else os.open(note, os.O_CREAT | os.O_WRONLY)
         self.count = 0  # of collectives
         self.issued: list[str] = []  # of this step, what and where
+        self._log = None if note is None else os.open(f"{note}.issued", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     @contextlib.contextmanager
     def inside(self, what: str):
@@ -66,6 +67,12 @@ class _Watch:
             yield
         finally:
             self.now = before
+
+    def begin(self) -> None:
+        """A step begins: nothing was issued in it yet."""
+        self.issued.clear()
+        if self._log is not None:
+            os.ftruncate(self._log, 0)
 
     def line(self, frame) -> int | None:
         """Line in the student's file of the innermost of `frame` and its callers that is there."""
@@ -85,8 +92,9 @@ class _Watch:
     def __exit__(self, *exception):
         for name, real in self._real.items():
             setattr(dist, name, real)
-        if self._note is not None:
-            os.close(self._note)
+        for file in (self._note, self._log):
+            if file is not None:
+                os.close(file)
 
     def _call(self, name, real, *args, **kwargs):
         line = self.line(sys._getframe(1))
@@ -94,6 +102,8 @@ class _Watch:
         what = f"{name}{f' of {nbytes:,} bytes' if nbytes else ''}"
         what += f", issued in line {line}" if line else ""
         self.issued.append(what)
+        if self._log is not None:
+            os.write(self._log, f"{what}\n".encode())
         with self.inside(what):
             result = real(*args, **kwargs)
         if not isinstance(result, dist.Work):
@@ -233,7 +243,7 @@ def examine(name, file: str, folder: str, seconds: float, device="cpu", first: i
     with without_reference(name, file), _Watch(file, Path(folder, f"now.{rank}")) as watch:
         for number, check in list(enumerate(checks_of(name)))[first:]:
             over = threading.Event()
-            watch.issued.clear()
+            watch.begin()
             if exit_on_hang:
                 threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
             try:

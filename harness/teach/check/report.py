@@ -150,13 +150,18 @@ class Report:
             if not all(there) and (died is None or not (died or any(there))):
                 return
             verdicts = [
-                json.loads(file.read_text()) if file.exists() else {"status": "died", "error": died.get(rank, "ended")}
+                json.loads(file.read_text()) if file.exists() else self._died(rank, died.get(rank, "ended"))
                 for rank, file in enumerate(files)
             ]
             verdict = merge(verdicts)
             lines = lines_of(self.checks[len(self.verdicts)], verdict, self.shown, self.source)
             self.verdicts.append(verdict)
             print("\n".join(lines), flush=True)
+
+    def _died(self, rank: int, how: str) -> dict:
+        """The verdict in place of a rank's own that has ended. What it had issued it has written down (`ranks.py`)."""
+        log = Path(self.folder, f"now.{rank}.issued")
+        return {"status": "died", "error": how, **({"issued": log.read_text().splitlines()} if log.exists() else {})}
 
 
 def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict[int, str]:
