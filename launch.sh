@@ -13,9 +13,9 @@ Learn
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's)
-./launch.sh exercise NAME [--force]      writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
-./launch.sh check NAME [N]               says of an exercise, step by step: passed, or what was expected and found
-./launch.sh bug [NUMBER] [--answer]      the museum of bugs: run that exhibit and see the symptom; without NUMBER the list
+./launch.sh exercise NAME [--hints 1]    writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
+./launch.sh check NAME [N] [--hint]      says of an exercise, step by step: passed, or what was expected and found
+./launch.sh bug [NUMBER] [--hint|--answer]    the museum of bugs: run one and see the symptom; without NUMBER the list
 
 Run
 ./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
@@ -147,7 +147,7 @@ echo "checking the options (importing torch takes a few seconds)"
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
 ranks=${plan%%$'\n'*}
 echo "${plan#*$'\n'}"
-torchrun=(torchrun) module=torch.distributed.run
+torchrun=(torchrun) module=harness.run.torchrun
 if [ "${NNODES:-1}" = 1 ]; then
     where=(--standalone)
 elif [ "$command" = train ]; then
