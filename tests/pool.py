@@ -9,6 +9,10 @@ from datetime import timedelta
 
 TIMEOUT = 60  # seconds for a collective
 
+# What every rank imports. torch takes a second and a half of it; the first optimizer imports torch._dynamo, a second
+# more; and the compiler another one.
+IMPORTED_ONCE = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"]
+
 
 class CaseFailed(AssertionError):
     """A case failed on some rank; the message is that rank's traceback."""
@@ -53,8 +57,10 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        # spawn: after a fork, gloo's threads hang
-        context = multiprocessing.get_context("spawn")
+        # A process that only imports, and has no thread, is forked into the ranks. After a fork of this one, gloo's
+        # threads would hang; and CUDA does not outlive a fork at all.
+        context = multiprocessing.get_context("spawn" if self.device == "cuda" else "forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes, self._ranks = [], []
