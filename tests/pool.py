@@ -18,6 +18,16 @@ class CaseFailed(AssertionError):
     """A case failed on some rank; the message is that rank's traceback."""
 
 
+def forking():
+    """The context of processes that are forked from one that only imports, and has no thread.
+
+    A fork of this one would not do: gloo's threads hang after it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    return context
+
+
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
@@ -57,10 +67,8 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        # A process that only imports, and has no thread, is forked into the ranks. After a fork of this one, gloo's
-        # threads would hang; and CUDA does not outlive a fork at all.
-        context = multiprocessing.get_context("spawn" if self.device == "cuda" else "forkserver")
-        context.set_forkserver_preload(IMPORTED_ONCE)
+        # CUDA does not outlive a fork.
+        context = multiprocessing.get_context("spawn") if self.device == "cuda" else forking()
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes, self._ranks = [], []
