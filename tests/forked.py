@@ -5,8 +5,11 @@ exit status is the program's. What `./launch.sh` and torchrun do themselves is n
 goes through the doors.
 """
 
+import atexit
+import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -70,16 +73,53 @@ def _run(program: list[str], environments: list[dict], seconds: float, left_behi
 
 
 def _program(program: list[str], environment: dict[str, str], out: str, err: str) -> None:
-    for number, stream, file in ((1, sys.stdout, out), (2, sys.stderr, err)):
+    """In the fork: with `environment` besides its own, its output in files."""
+    for number, file in ((1, out), (2, err)):
         with open(file, "w") as opened:
             os.dup2(opened.fileno(), number)
-        stream.reconfigure(line_buffering=True)
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):  # of a torchrun around the tests
         os.environ.pop(name, None)
     os.environ.update(environment)
-    if program[0] == "-m":
+    _execute(program)
+
+
+def as_python(executable: str, arguments: list[str], folder: str, environment: dict[str, str], *streams) -> None:
+    """In the fork: all as if `executable` had been started there with `arguments` (tests/forked_python.py)."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdin = open(0)  # noqa: SIM115  multiprocessing has closed it
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = executable  # what this one starts goes the same way
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_of_the_installation()]
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    while arguments[0] == "-u" or arguments[0].startswith("-X"):  # Python's own options, which change nothing here
+        del arguments[0]
+    multiprocessing.current_process()._config["daemon"] = False  # it may have children of multiprocessing's
+    try:
+        _execute(arguments, folder)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's own end leaves them out
+
+
+def _of_the_installation() -> list[str]:
+    """sys.path without what PYTHONPATH or a working folder has added."""
+    return [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+
+
+def _execute(program: list[str], folder: str = str(ROOT)) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    if program[0] == "-c":
+        sys.argv = ["-c", *program[2:]]
+        exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif program[0] == "-m":
         sys.argv = program[1:]
-        sys.path.insert(0, str(ROOT))
+        sys.path.insert(0, folder)
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = program
