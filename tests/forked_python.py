@@ -6,6 +6,7 @@ The executable itself does nothing: it sends its arguments, folder, environment 
 lets one be forked; then it passes signals on, and ends as the fork has ended.
 """
 
+import contextlib
 import os
 import pickle
 import select
@@ -39,6 +40,7 @@ os._exit(status)
 
 class ForkedPython:
     def __enter__(self) -> str:
+        forking()  # it keeps sys.executable, which a test may replace by this one
         self._folder = tempfile.TemporaryDirectory()
         self.executable = Path(self._folder.name, "python")
         address = f"{self._folder.name}/socket"
@@ -83,8 +85,6 @@ class ForkedPython:
             if not signals:
                 break
         process.join()
-        try:
+        with contextlib.suppress(OSError):  # the caller may have been killed
             client.sendall(process.exitcode.to_bytes(8, sys.byteorder, signed=True))
-        except OSError:  # the caller was killed
-            pass
         client.close()

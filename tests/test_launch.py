@@ -1,8 +1,9 @@
 """launch.sh and the referee as a user runs them, mistakes included.
 
 A start through the door takes some ten seconds of a processor, most of them for imports. So each kind of start has one
-test here (the referee; a chapter is in tests/test_docs.py, a run that comes back in tests/test_train.py), and what the
-programs do and say is looked at in processes that have imported already (tests/forked.py).
+test that starts everything anew (the referee here, a chapter in tests/test_docs.py, a run that comes back in
+tests/test_train.py, the report in tests/test_report.py). The others run in processes that have imported torch already:
+also through the door (`quick_python`, tests/forked_python.py), or without it (tests/forked.py).
 """
 
 import importlib.util
@@ -363,7 +364,7 @@ def test_a_stage_file_without_ranks_says_how_to_start_it():
     assert result.status == 1 and "./launch.sh zero2 2" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_rank_that_dies_takes_the_others_down(tmp_path):
+def test_a_rank_that_dies_takes_the_others_down(tmp_path, quick_python):
     script = tmp_path / "dies.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -377,7 +378,7 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path):
     )
     result = subprocess.run(
         [
-            sys.executable,
+            quick_python,
             "-m",
             "torch.distributed.run",
             "--standalone",
@@ -425,8 +426,9 @@ def test_when_a_rank_dies_or_hangs_every_other_one_leaves_and_says_where(tmp_pat
     file = tmp_path / "dying.py"
     file.write_text(DYING.format(stage=stage, fate=fate))
     # In far less time than the rank that hangs would take. Nobody ends the others: they must do it themselves.
-    *others, lost = forked.on_ranks([str(file)], world_size, seconds=60, left_behind=1, ZERO_TIMEOUT="5")
-    assert lost.status in (None, -9)
+    hangs = "sleep" in fate
+    *others, lost = forked.on_ranks([str(file)], world_size, seconds=60, left_behind=int(hangs), ZERO_TIMEOUT="5")
+    assert lost.status == (None if hangs else -9)
     for rank, other in enumerate(others):
         assert other.status == 1, other.stderr
         assert f"[rank {rank}] error: rank {rank} waited in vain for the {collective}" in other.stderr, other.stderr
@@ -434,7 +436,7 @@ def test_when_a_rank_dies_or_hangs_every_other_one_leaves_and_says_where(tmp_pat
         assert "Warning" not in other.stderr
 
 
-def test_two_machines_on_loopback():
+def test_two_machines_on_loopback(quick_python):
     """The lines of docs/machines.md, an agent of torchrun each, and a port that is free here."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -448,7 +450,7 @@ def test_two_machines_on_loopback():
     def machine(line):
         environment = dict(word.split("=") for word in line[0].split())
         environment["RDZV_ENDPOINT"] += f":{port}"
-        return launch(*line[1].split(), "--preset", "toy", "--steps", "2", **environment)
+        return launch(*line[1].split(), "--preset", "toy", "--steps", "2", PYTHON=quick_python, **environment)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(machine, lines)
@@ -461,12 +463,12 @@ def test_two_machines_on_loopback():
     assert "training step" not in second.stdout
 
 
-def test_sweeps(tmp_path):
+def test_sweeps(tmp_path, quick_python):
     file = tmp_path / "sweeps.json"
     options = ("--preset", "toy", "--rounds", "1", "--only", "prefetch", "--json", str(file))
-    result, other = forked.on_ranks(["-m", "harness.measure.sweeps", *options], 2)
-    assert result.status == other.status == 0, result.stderr[-3000:] + other.stderr[-3000:]
-    assert "Warning" not in result.stderr + other.stderr
+    result = launch("sweeps", "2", *options, PYTHON=quick_python)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "Warning" not in result.stderr
     (rows,) = json.loads(file.read_text())["sweeps"].values()
     assert list(rows) == ["0 ahead", "1 ahead", "2 ahead", "4 ahead"]
     assert all(row["step_ms"] > 0 for row in rows.values())

@@ -125,7 +125,8 @@ def test_a_command_that_fails_says_why():
         notebook.run("./launch.sh zero4 2", show=False)
 
 
-def test_a_command_runs_with_this_python_and_outside_of_any_torchrun(tmp_path, monkeypatch):
+def test_a_command_runs_with_this_python_and_outside_of_any_torchrun(tmp_path, monkeypatch, quick_python):
+    monkeypatch.setattr(sys, "executable", quick_python)
     monkeypatch.setenv("RANK", "3")
     program = tmp_path / "print_it.py"
     program.write_text("import os, sys, harness\nprint(sys.executable, os.environ.get('WORLD_SIZE'))\n")
