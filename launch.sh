@@ -9,12 +9,13 @@ usage() {
 Learn
 ./launch.sh zero1|zero2|zero3 [N] [options]   a chapter runs: a few steps, then one told event by event
                                          (--trace FILE: a step for chrome://tracing; --help lists all options)
+./launch.sh watch [zero3] [N] [options]  records a step of every engine, as a page to watch in a browser (--bug 19)
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's)
-./launch.sh exercise NAME [--force]      writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
-./launch.sh check NAME [N]               says of an exercise, step by step: passed, or what was expected and found
-./launch.sh bug [NUMBER] [--answer]      the museum of bugs: run that exhibit and see the symptom; without NUMBER the list
+./launch.sh exercise NAME [--hints 1]    writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
+./launch.sh check NAME [N] [--hint]      says of an exercise, step by step: passed, or what was expected and found
+./launch.sh bug [NUMBER] [--hint|--answer]    the museum of bugs: run one and see the symptom; without NUMBER the list
 
 Run
 ./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
@@ -73,12 +74,12 @@ bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
 plan) entry=(-m harness.measure.planner) ranked= ;; # with --here it starts its ranks itself
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
-articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
+articles | changes | docs | exercise | check | watch) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
 test) ranked= ;;
 *)
-    fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
-        "compare, train, test, help, report, memory, plan, sweeps, bench, ratios, figures, docs"
+    fail "no command '$command'; there are: zero1, zero2, zero3, watch, changes, articles, notebooks, exercise, check," \
+        "bug, compare, train, test, help, report, memory, plan, sweeps, bench, ratios, figures, docs"
     ;;
 esac
 
@@ -146,7 +147,7 @@ echo "checking the options (importing torch takes a few seconds)"
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
 ranks=${plan%%$'\n'*}
 echo "${plan#*$'\n'}"
-torchrun=(torchrun) module=torch.distributed.run
+torchrun=(torchrun) module=harness.run.torchrun
 if [ "${NNODES:-1}" = 1 ]; then
     where=(--standalone)
 elif [ "$command" = train ]; then

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -22,6 +23,7 @@ PARAMETERS = {
     "test_clipping_equals_torch_on_the_whole_model": {"norm_type": 2.0},
     "test_zero2_keeps_two_buckets_of_whole_gradients_at_most": {"reverse": False},
     "test_zero3_keeps_only_the_units_in_use_gathered": {"options": {}},
+    "test_backward_reaches_the_weights": {"path": "in place, 3 layers", "options": {"prefetch": 0}},
     "test_backward_reaches_the_weights_however_late_they_come": {
         "path": "losses kept, outputs without gradient",
         "options": {},
@@ -122,6 +124,24 @@ def test_the_answer_tells_all(capsys, number):
     assert place in (ROOT / file).read_text(), (file, place)
 
 
+@pytest.mark.parametrize("number", EXHIBITS)
+def test_the_hint_says_where_to_look_and_no_more(capsys, number):
+    exhibit = EXHIBITS[number]
+    assert bug.main([str(number), "--hint"]) == 0
+    shown = capsys.readouterr().out
+    words = " ".join(shown.split())
+    assert exhibit.symptom in words and exhibit.read.split(",")[0] in words and f"bug {number} --answer" in words
+    assert all(line in words for line in exhibit.differs)
+    assert exhibit.diagnosis not in words and exhibit.mutate.__name__ not in shown and "class Mutant" not in shown
+
+
+@pytest.mark.parametrize("asked", (["3", "--ranks", "1"], ["3", "--ranks", "17"]), ids=str)
+def test_wrong_numbers_of_ranks(capsys, asked):
+    assert bug.main(asked) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--ranks" in line and asked[-1] in line
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     ((["0"], "'0'"), (["99"], "'99'"), (["seven"], "'seven'"), (["-1"], "'-1'"), (["--answer"], "number of a bug")),
@@ -133,8 +153,9 @@ def test_wrong_numbers(capsys, arguments, words):
     assert words in line and f"1 to {len(EXHIBITS)}" in line
 
 
-def test_a_visit_to_one_that_hangs(capsys):
+def test_a_visit_to_one_that_hangs(capsys, monkeypatch, quick_python):
     """On ranks of its own, as `./launch.sh bug 9` runs it."""
+    monkeypatch.setattr(sys, "executable", quick_python)
     assert bug.show(EXHIBITS[9]) == 0
     shown = capsys.readouterr()
     assert "rank 0 waited in vain for the all-gather of the bucket of 'temperature'" in shown.out

@@ -159,11 +159,15 @@ def test_products_of_matrices_are_counted_as_the_shapes_say():
     assert flops == 6 * with_weights * SMALL.seq + causal
 
 
-@pytest.mark.parametrize("engine", ("zero2", "zero3", "fsdp2"))
+@pytest.mark.parametrize("engine", ("zero2", "zero3", "fsdp2", "hybrid"))
 def test_the_events_send_and_hold_what_the_dry_run_measures(engine):
-    words = ["--preset", "toy", "--ranks", "4", "--engines", engine, "--precision", "bf16"]
-    measured = dry_run.measure_all(dry_run.arguments(words))["engines"][engine]
-    found = record.record(Setup(dry_run.preset("toy"), engine, 4))
+    name, more, row = ("zero3", ["--replicas", "2"], 2) if engine == "hybrid" else (engine, [], None)
+    words = ["--preset", "toy", "--ranks", "4", "--engines", name, "--precision", "bf16", *more]
+    measured = dry_run.measure_all(dry_run.arguments(words))["engines"][name]
+    found = record.record(Setup(dry_run.preset("toy"), engine, 4, row=row))
+    rows = {(one.kind, one.ranks, one.stride) for one in found.collectives()}
+    across = {("all-reduce", 2, 2)} if engine == "hybrid" else set()
+    assert {one for one in rows if one[2] > 1} == across
     sent = {}
     for one in found.collectives():
         sent[one.kind] = sent.get(one.kind, 0) + sent_bytes(one.kind, one.nbytes, one.ranks)
@@ -212,6 +216,7 @@ def test_a_gradient_travels_while_backward_computes():
         ("zero1_2psi", {"bucket_mb": 1e6}),
         ("zero2", {"bucket_mb": 0.03, "recompute": "blocks"}),
         ("zero3", {"prefetch": 2}),
+        ("hybrid", {"row": 2}),
         ("fsdp2", {}),
     ],
 )

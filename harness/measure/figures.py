@@ -226,7 +226,7 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
         axes.invert_yaxis()
         axes.set_title(title, loc="left")
         for rank in ranks:
-            counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == rank]
+            counters = [e for e in trace["traceEvents"] if e["name"] == "live" and e["pid"] == rank]
             points = [(event["ts"] / 1e3 - begins, event["args"]["MB"]) for event in counters]
             style = {"linewidth": 1.0, "linestyle": ("-", ":", "--", "-.")[rank % 4]}
             strip.step(*zip(*points), where="post", color=theme["ink"], label=f"rank {rank}", **style)

@@ -145,5 +145,6 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 def preset(name: str) -> GPTConfig:
     """The named shape. Raises ValueError naming the presets there are."""
     if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
+        meant = f" (is {name.strip().lower()!r} meant?)" * (name.strip().lower() in PRESETS)
+        raise ValueError(f"no preset {name!r}{meant}; there are: {', '.join(PRESETS)}")
     return PRESETS[name]

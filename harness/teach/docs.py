@@ -35,6 +35,9 @@ REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6
 REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
 SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 MEMORY = "memory-7b-8ranks.json"
+HYBRID = "memory-7b-32ranks-4replicas.json"
+OFFLOAD = "memory-7b-8ranks-offload.json"
+HOST_UPDATE = "host-update-cpu.json"
 SWEEPS = "sweeps-cpu-2ranks.json"
 PLAN_VALIDATION = "plan-validation.json"
 PLAN_HERE = "plan-here.json"
@@ -174,6 +177,38 @@ def memory_state() -> str:
         by_formula = f"`{formula}` = {giga(row['state_peak_formula_bytes'])}" if formula else ""
         rows.append([f"`{name}`", giga(row["state_peak_bytes"]), by_formula, f"{row['sent_bytes'] / each:.2f}"])
     return table(["engine", "peak without them, GB", "by formula, GB", "sent, in Ψ (N-1)/N"], rows)
+
+
+def hybrid() -> str:
+    """What is sent along each dimension of the grid, and held."""
+    rows = []
+    for name, row in result(HYBRID)["engines"].items():
+        sent = row["sent_elements_by_dimension"]
+        numbers = [giga(sent[where]) if where in sent else "" for where in ("row", "across replicas", "all ranks")]
+        label = f"`{name}`" + (" (stand-in)" if row.get("stand_in") else "")
+        rows.append([label, *numbers, giga(sum(row["held_bytes"].values())), giga(row["peak_bytes"])])
+    where = ["sent in the row", "sent across replicas", "sent among all ranks"]
+    return table(["engine", *where, "held, GB", "peak, GB"], rows)
+
+
+def offload() -> str:
+    """Device and host apart, beside the same run without offload."""
+    without, rows = result(MEMORY)["engines"], []
+    for name, row in result(OFFLOAD)["engines"].items():
+        held, host = sum(row["held_bytes"].values()), row["host"]
+        numbers = [without[name]["peak_bytes"], row["peak_bytes"], held, host["peak_bytes"]]
+        rows.append([f"`{name}`", *map(giga, numbers), f"{fits_on(row['peak_bytes'])[0]} GB"])
+    columns = ["engine", "peak without, GB", "device, peak, GB", "device, held, GB", "host, GB", "smallest GPU"]
+    return table(columns, rows)
+
+
+def host_update() -> str:
+    """AdamW's ways on the host."""
+    found = result(HOST_UPDATE)
+    quicker = found["times_quicker"]
+    rows = [[name, f"{value:.2f}", f"{quicker[name]:.1f}"] for name, value in found["nanoseconds"].items()]
+    on = f"{found['elements']:,} float32 elements, {found['threads']} thread, {found['hardware']}"
+    return f"{table(['AdamW', 'ns per element', 'times as quick as the default'], rows)}\n\n{on}."
 
 
 # Sweeps.
@@ -316,10 +351,13 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "claims": claims,
     "exhibits": exhibits,
     "exhibits-of": exhibits_of,
+    "host-update": host_update,
+    "hybrid": hybrid,
     "launches": launches,
     "machines": machines,
     "memory-peaks": memory_peaks,
     "memory-state": memory_state,
+    "offload": offload,
     "outline": outline,
     "plan-here": plan_here,
     "plan-summary": plan_summary,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import fsdp2_compare as referee
 from harness.engine import gradients, precision
 from harness.engine.waiting import wait
-from harness.measure.dry_run import DDPStandIn
+from harness.measure.dry_run import DDPStandIn, grid
 from harness.run.model import GPT, GPTConfig, next_token_loss
 from harness.run.recompute import checkpoint_blocks
 from zero1 import ZeRO1
@@ -21,7 +21,8 @@ from zero2 import ZeRO2
 from zero3 import ZeRO3
 
 # From the first that is enough for a model that fits to the last, for one that fits nowhere else.
-ENGINES = ("ddp", "zero1", "zero1_2psi", "zero2", "fsdp2_no_reshard", "zero3", "fsdp2")
+ENGINES = ("ddp", "zero1", "zero1_2psi", "zero2", "fsdp2_no_reshard", "hybrid", "zero3", "fsdp2")
+BY_UNIT = ("hybrid", "zero3")
 BUCKETED = ("ddp", "zero1", "zero1_2psi", "zero2")
 RECOMPUTED = ("none", "blocks", "selective")
 
@@ -32,7 +33,8 @@ class Setup:
 
     `micro_batch` sequences of `seq` tokens, `accumulate` times per step. `bucket_mb` (MiB) is for buckets, `prefetch`
     for ZeRO-3's units; `recompute` is one of `RECOMPUTED`: nothing, whole blocks, or torch's selective checkpointing
-    with every second matrix product and all attention kept.
+    with every second matrix product and all attention kept. `row` is for `hybrid`, which is ZeRO-3 in rows of so many
+    ranks that are replicas of each other.
     """
 
     config: GPTConfig
@@ -45,6 +47,7 @@ class Setup:
     recompute: str = "none"
     prefetch: int = 1
     bucket_mb: float | None = None
+    row: int | None = None
 
 
 class ZeRO1By2Psi(ZeRO1):
@@ -95,7 +98,9 @@ class CastByBlock(nn.Module):
 
 
 def mesh_for(setup: Setup):
-    """FSDP2's mesh. It must be made before there are fake tensors."""
+    """The mesh of FSDP2 and of hybrid sharding. It must be made before there are fake tensors."""
+    if setup.engine == "hybrid":
+        return grid(setup.ranks, setup.ranks // setup.row, "cpu")
     return DeviceMesh.from_group(dist.group.WORLD, "cpu") if setup.engine.startswith("fsdp2") else None
 
 
@@ -115,8 +120,8 @@ def build(setup: Setup, mesh):
     stages = {"zero1": ZeRO1, "zero1_2psi": ZeRO1By2Psi, "zero2": ZeRO2}
     if name in stages:
         return stages[name](model, adamw, bucket_mb=setup.bucket_mb, **options)
-    if name == "zero3":
-        return ZeRO3(model, adamw, prefetch=setup.prefetch, **options)
+    if name in BY_UNIT:
+        return ZeRO3(model, adamw, group=mesh, prefetch=setup.prefetch, **options)
     return referee.build(name, model, adamw, torch.device("cpu"), dtype, mesh)
 
 

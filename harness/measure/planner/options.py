@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add("--micro-batch", type=int, default=1, help="sequences per rank and backward (default 1)")
     add("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
     add("--checkpoint-activations", default="none", help=f"{', '.join(RECOMPUTED)}: computed again in backward")
-    add("--prefetch", type=int, default=1, help="units that zero3 gathers ahead (default 1)")
+    add("--prefetch", type=int, default=1, help="units that zero3 and hybrid gather ahead (default 1)")
     add("--bucket-mb", type=float, help="MiB of a bucket of ddp, zero1 and zero2 (default: their own)")
     add("--intra-GBps", type=float, help="a GPU's links inside a node, GB/s per direction (default: the GPU's)")
     add("--inter-GBps", type=float, default=400, help="a node's network, GB/s per direction (default 400)")
@@ -117,9 +117,10 @@ def _config(options: argparse.Namespace) -> GPTConfig:
 
 def setup_of(options: argparse.Namespace, engine: str, **changed) -> Setup:
     """What the options ask for under one engine; `changed` are fields of `Setup`."""
+    row = min(changed.get("ranks", options.ranks), options.ranks_per_node) if engine == "hybrid" else None
     made = Setup(
         options.config, engine, options.ranks, options.precision, options.micro_batch, options.accumulate,
-        recompute=options.checkpoint_activations, prefetch=options.prefetch, bucket_mb=options.bucket_mb,
+        recompute=options.checkpoint_activations, prefetch=options.prefetch, bucket_mb=options.bucket_mb, row=row,
     )  # fmt: skip
     return replace(made, **changed)
 

@@ -13,7 +13,7 @@ import torch
 from harness.engine import units
 from harness.measure.dry_run import ddp_runs
 from harness.measure.planner import record
-from harness.measure.planner.engines import BUCKETED, Setup
+from harness.measure.planner.engines import BUCKETED, BY_UNIT, Setup
 from harness.measure.planner.events import Collective, Event, Memory, MicroBatch, Operation, Recording
 from harness.run.model import GPT
 
@@ -104,7 +104,7 @@ def recording(setup: Setup) -> Recording:
 
 
 def _blocks(setup: Setup) -> Recording:
-    blocks = 4 + (setup.prefetch if setup.engine == "zero3" else 1)
+    blocks = 4 + (setup.prefetch if setup.engine in BY_UNIT else 1)
     if setup.config.layers <= blocks + 2:
         return record.record(setup)
     numbers = blocks, blocks + 1

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from harness.measure.planner.engines import BUCKETED
+from harness.measure.planner.engines import BUCKETED, BY_UNIT
 from harness.measure.planner.options import cluster_of, setup_of
 from harness.measure.planner.predict import Prediction, predict
 
@@ -39,7 +39,7 @@ def _with_bandwidth(options: argparse.Namespace, gbps: float):
 
 def swept(options: argparse.Namespace) -> list[str]:
     """The engines on which the option has an effect. Raises ValueError if none of those asked for has it."""
-    which = {"bucket": BUCKETED, "prefetch": ("zero3",)}.get(options.sweep, options.engines)
+    which = {"bucket": BUCKETED, "prefetch": BY_UNIT}.get(options.sweep, options.engines)
     engines = [name for name in options.engines if name in which]
     if not engines:
         raise ValueError(f"--sweep {options.sweep} is for {', '.join(which)}, got --engine {options.engine}")

@@ -11,6 +11,7 @@ TITLES = {
     "zero1": "ZeRO-1 (the chapter's, 3Ψ)",
     "zero1_2psi": "ZeRO-1 (the paper's, 2Ψ)",
     "zero2": "ZeRO-2",
+    "hybrid": "hybrid sharding (ZeRO-3 in each node)",
     "zero3": "ZeRO-3",
     "fsdp2": "FSDP2",
     "fsdp2_no_reshard": "FSDP2 without resharding",

@@ -1,4 +1,4 @@
-"""171 claims of the five articles as data: who says what, what is run for it here, and the run that gives the verdict.
+"""174 claims of the five articles as data: who says what, what is run for it here, and the run that gives the verdict.
 
 `./launch.sh articles` runs them all. Every claim is in words of ours, and its code is ours; no article's code is here.
 Our copies of the articles lack some numbers and formulas. A claim that was completed there says what is blank.
@@ -12,6 +12,7 @@ from harness.teach.articles import (
     implementations,
     memory,
     network,
+    offload,
     overlap,
     pipelines,
     saving,
@@ -32,8 +33,8 @@ from harness.teach.articles.claim import (
 )
 
 _MODULES = (
-    memory, activations, traffic, overlap, behaviour, network, choices, implementations, pipelines, stragglers, saving,
-    arithmetic, snippets,
+    memory, offload, activations, traffic, overlap, behaviour, network, choices, implementations, pipelines, stragglers,
+    saving, arithmetic, snippets,
 )  # fmt: skip
 # In the order of the articles, and within each by subject.
 CLAIMS: list[Claim] = sorted(
