@@ -34,7 +34,7 @@ LANE_COLOURS = {lane: colour for lane, (colour, _) in LANE_STYLES.items()}
 # What a rank's step is spent on.
 TIME_STYLES = {
     "compute": ("#2c7c84", ""),
-    "host": ("#879a62", ""),
+    "host": ("#b28b70", ""),
     "optimizer": PART_STYLES["optimizer"],
     "all-reduce": (PART_COLOURS["gradients in flight"], "xxxx"),
     "reduce-scatter": PART_STYLES["gradients in flight"],
