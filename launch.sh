@@ -11,7 +11,8 @@ Learn
                                          (--trace FILE: a step for chrome://tracing; --help lists all options)
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
-./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's)
+./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's); --html [FOLDER]: executed
+                                         copies as HTML pages, for those who only read (minutes)
 ./launch.sh exercise NAME [--force]      writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
 ./launch.sh check NAME [N]               says of an exercise, step by step: passed, or what was expected and found
 ./launch.sh bug [NUMBER] [--answer]      the museum of bugs: run that exhibit and see the symptom; without NUMBER the list
@@ -72,7 +73,13 @@ bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
-notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
+notebooks)
+    entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked=
+    if [ "${1:-}" = --html ]; then
+        shift
+        entry=(-m harness.teach.html_copies)
+    fi
+    ;;
 test) ranked= ;;
 *)
     fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
@@ -127,7 +134,7 @@ if [ "$command" = test ]; then
     echo "+ $(basename "$python") -m pytest $*"
     exec "$python" -m pytest "$@"
 fi
-if [ "$command" = notebooks ]; then
+if [ "${entry[1]:-}" = jupyterlab ]; then
     "$python" -c 'import jupyterlab' 2>/dev/null || fail "this Python has no Jupyter: $python -m pip install jupyter"
     [ "$(id -u)" != 0 ] || entry+=(--allow-root) # as in most containers; Jupyter asks for it to be said
 fi
