@@ -24,6 +24,11 @@ def _shape(results: dict) -> str:
     return f"GPT {results['preset']}, {ranks}{results['precision']}, {tokens}{recomputed}"
 
 
+def _short(number: float) -> str:
+    """Two digits at least: 1,419 and 0.49."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def _both(results: dict) -> bool:
     """Whether there are rows of DDP and of ZeRO-3, which the titles compare."""
     return all("out_of_memory" not in results["engines"].get(name, {"out_of_memory": 1}) for name in ("ddp", "zero3"))
@@ -155,7 +160,7 @@ def live(results: dict, theme: dict, parts=PARTS):
         for phase in (1, 2):
             axes.axvline(phase, color=theme["ink"], linewidth=0.8, linestyle=":")
         stand_in = " (stand-in)" if row.get("stand_in") else ""
-        axes.set_title(f"{NAMES.get(name, name)}{stand_in}: peak {row['peak_bytes'] / size:,.0f} {unit}", loc="left")
+        axes.set_title(f"{NAMES.get(name, name)}{stand_in}: peak {_short(row['peak_bytes'] / size)} {unit}", loc="left")
         axes.grid(axis="y", linewidth=0.5)
         axes.set_axisbelow(True)
     for axes in list(grid.flat)[len(rows) :]:
@@ -170,12 +175,13 @@ def live(results: dict, theme: dict, parts=PARTS):
         axes.set_ylabel(f"live {label}")
     peaks = {name: row["peak_bytes"] / size for name, row in rows.items()}
     most, least = max(peaks, key=peaks.get), min(peaks, key=peaks.get)
-    finding = f"{NAMES.get(least, least)} peaks at {peaks[least]:,.0f} {unit}"
+    finding = f"{NAMES.get(least, least)} peaks at {_short(peaks[least])} {unit}"
     if len(rows) > 1:
-        finding += f", {NAMES.get(most, most)} at {peaks[most]:,.0f}"
+        finding += f", {NAMES.get(most, most)} at {_short(peaks[most])}"
     if "zero2" in rows and "zero3" in rows:
         finding += ": ZeRO-2 climbs in stairs, ZeRO-3 goes up and down like a saw"
-    headline(figure, finding, _shape(results))
+    absent = [part for part in HELD if part not in parts]
+    headline(figure, finding, _shape(results) + (f"; not drawn: {', '.join(absent)}" if absent else ""))
     figure.legend(handles=key({part: PART_STYLES[part] for part in PARTS if seen[part]}, theme),
                   loc="outside lower center", ncols=4)  # fmt: skip
     return figure

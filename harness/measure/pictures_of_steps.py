@@ -28,7 +28,7 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
         axes.set_xticklabels([])
         strip.set_xlabel("ms since the step began" + ("; numbers: the unit" if labelled else ""))
     grid[-1].legend(loc="lower right", ncols=4)
-    finding = "When a rank computes, and what is under way meanwhile"
+    finding = _beside(results[0][1])
     if len(results) > 1 and all(ahead):
         finding = "Prefetching changes the order: the next unit's gather is issued before this unit computes"
     shape = "one step each, with instruments: compare the order, not the lengths"
@@ -135,6 +135,16 @@ def _issued_ahead(trace: dict) -> str:
     return f"{ahead} of {gathers} units gathered before another unit computes" if gathers else ""
 
 
+def _beside(trace: dict) -> str:
+    """How many of rank 0's collectives are under way while it computes, in words."""
+    mine = [event for event in step_of(trace) if event["pid"] == _ranks(trace)[0]]
+    works = [(e["ts"], e["ts"] + e["dur"]) for e in mine if e["cat"] == "compute"]
+    # What a rank tells the others beside the step is a few bytes.
+    sent = [e for e in mine if e["cat"] == "collectives" and e["args"].get("bytes", 0) > 1024]
+    beside = sum(any(start < e["ts"] + e["dur"] and e["ts"] < end for start, end in works) for e in sent)
+    return f"{beside} of {len(sent)} collectives are under way while the rank computes"
+
+
 def _lane(event: dict) -> str | None:
     """Which of the lanes' styles an event of a trace has."""
     if event["cat"] == "collectives":
@@ -159,7 +169,7 @@ def losses(results: dict, theme: dict):
     above.set_ylabel("loss, nats per token")
     above.set_xlabel(f"training step of {reference}")
     tolerance = max(run.get("tolerance", 0) for run in runs.values())
-    equal, floor = 0, 1e-9
+    equal, farthest, floor = 0, 0.0, 1e-9
     for place, name in enumerate(others):
         off = [abs(a - b) for a, b in zip(runs[name]["losses"], runs[reference]["losses"])]
         # A line above the next: how often that difference came is the darkness of the mark.
@@ -167,6 +177,7 @@ def losses(results: dict, theme: dict):
                    color=theme["ink"], alpha=0.35, markersize=7, clip_on=False)  # fmt: skip
         exact = sum(value == 0 for value in off)
         equal += exact == len(off)
+        farthest = max(farthest, *off)
         text = f"all {len(off)} steps equal" if exact == len(off) else f"{exact} of {len(off)} equal, {max(off):.0e}"
         below.annotate(text, (max(*off, floor), place), (9, 0), textcoords="offset points", va="center", fontsize=8,
                        bbox={"facecolor": theme["paper"], "edgecolor": "none", "pad": 0.5})  # fmt: skip

@@ -23,7 +23,8 @@ def convert(file: Path, folder: Path) -> Path:
     from nbconvert import HTMLExporter
 
     cells = nbformat.read(file, as_version=4)
-    nbclient.NotebookClient(cells, timeout=None, resources={"metadata": {"path": str(file.parent)}}).execute()
+    where = {"metadata": {"path": str(file.parent)}}
+    nbclient.NotebookClient(cells, timeout=None, coalesce_streams=True, resources=where).execute()
     page, _ = HTMLExporter().from_notebook_node(cells)
     page = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', page)
     page = page.replace('href="../', f'href="{ROOT.as_uri()}/')

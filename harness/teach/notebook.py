@@ -75,13 +75,15 @@ def run(line: str, show: bool = True) -> str:
 class _Dots:
     """A dot every five seconds, so that one sees that something is going on, and how long it took."""
 
+    SECONDS = 5
+
     def __init__(self):
         self._stopped, self._began, self._dots = threading.Event(), time.monotonic(), 0
         self._thread = threading.Thread(target=self._print, daemon=True)
         self._thread.start()
 
     def _print(self) -> None:
-        while not self._stopped.wait(5):
+        while not self._stopped.wait(self.SECONDS):
             print(".", end="", flush=True)
             self._dots += 1
 
