@@ -33,7 +33,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -171,23 +177,30 @@ def _by_size(model: nn.Module):
 
 
 def build(
-    name: str, model: GPT, adamw, device: torch.device, dtype: torch.dtype | None = None, mesh: DeviceMesh | None = None
-):
-    """The engine `name` around `model`. `adamw` is the optimizer class with its options bound; `mesh` is FSDP2's."""
+    name: str, model: GPT, adamw, device: torch.device, dtype: torch.dtype | None = None,
+    mesh: DeviceMesh | None = None, offload_policy: OffloadPolicy | None = None,
+):  # fmt: skip
+    """The engine `name` around `model`. `adamw` is the optimizer class with its options bound.
+
+    `mesh` (of two dimensions: replicas, shards) and `offload_policy` are for the stages and FSDP2.
+    """
     stages = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
     if name in stages:
-        return stages[name](model, adamw, param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+        reduce_dtype = None if dtype is None else torch.float32
+        return stages[name](model, adamw, param_dtype=dtype, reduce_dtype=reduce_dtype, group=mesh,
+                            offload_policy=offload_policy)  # fmt: skip
     if dtype is not None and name in ("single", "ddp", "zero_redundancy_optimizer"):
         model = MixedModule(model, dtype)
+    offload = {} if offload_policy is None else {"offload_policy": offload_policy}
     if name == "zero_redundancy_optimizer":
         model = _distributed_data_parallel(model, device)
         return PlainStep(model, ZeroRedundancyOptimizer(model.parameters(), adamw.func, **adamw.keywords))
     if name == "ddp":
         model = _distributed_data_parallel(model, device)
     elif name == "fsdp2":
-        model = _fully_shard(model, device, dtype, mesh=mesh)
+        model = _fully_shard(model, device, dtype, mesh=mesh, **offload)
     elif name == "fsdp2_no_reshard":
-        model = _fully_shard(model, device, dtype, mesh=mesh, reshard_after_forward=False)
+        model = _fully_shard(model, device, dtype, mesh=mesh, reshard_after_forward=False, **offload)
     elif name == "fsdp1":
         model = _fsdp1(model, device, dtype, ModuleWrapPolicy({Block}))
     elif name == "fsdp1_article":

@@ -13,9 +13,9 @@ Learn
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's); --html [FOLDER]: executed
                                          copies as HTML pages, for those who only read (minutes)
-./launch.sh exercise NAME [--force]      writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
-./launch.sh check NAME [N]               says of an exercise, step by step: passed, or what was expected and found
-./launch.sh bug [NUMBER] [--answer]      the museum of bugs: run that exhibit and see the symptom; without NUMBER the list
+./launch.sh exercise NAME [--hints 1]    writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
+./launch.sh check NAME [N] [--hint]      says of an exercise, step by step: passed, or what was expected and found
+./launch.sh bug [NUMBER] [--hint|--answer]    the museum of bugs: run one and see the symptom; without NUMBER the list
 
 Run
 ./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
@@ -28,6 +28,7 @@ Run
 Measure
 ./launch.sh report [FOLDER] [--minutes 10] [--quick]   all that is worth knowing of this machine, as a page to send
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
+./launch.sh plan [options]               predicted step times on GPUs that you do not have; --validate, --sweep, --here
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh bench [N] [options]          step times of all engines, interleaved, on a model of your size; --host: the host's part
 ./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
@@ -71,6 +72,7 @@ sweeps | bench) entry=(-m "harness.measure.$command") ;;
 memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
+plan) entry=(-m harness.measure.planner) ranked= ;; # with --here it starts its ranks itself
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks)
@@ -83,7 +85,7 @@ notebooks)
 test) ranked= ;;
 *)
     fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
-        "compare, train, test, help, report, memory, sweeps, bench, ratios, figures, docs"
+        "compare, train, test, help, report, memory, plan, sweeps, bench, ratios, figures, docs"
     ;;
 esac
 
@@ -151,7 +153,7 @@ echo "checking the options (importing torch takes a few seconds)"
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
 ranks=${plan%%$'\n'*}
 echo "${plan#*$'\n'}"
-torchrun=(torchrun) module=torch.distributed.run
+torchrun=(torchrun) module=harness.run.torchrun
 if [ "${NNODES:-1}" = 1 ]; then
     where=(--standalone)
 elif [ "$command" = train ]; then

@@ -227,14 +227,12 @@ class ZeRO3(Interface):
         for unit in (*self.units, self.root):
             self._free(unit)
 
+    _shards_changed = _free_all  # new values were loaded into all shards: what is gathered has the old ones
+
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
         self._receive()  # a buffer must not go while a collective uses it
         gradients.forget(self)
-
-    def _shards_changed(self) -> None:
-        """`load_full_state_dict` has written new values into all shards: what is gathered has the old ones."""
-        self._free_all()
 
     # The set-up.
 

@@ -33,12 +33,15 @@ def with_the_bug(number: int, module: str, name: str, arguments: dict) -> tuple[
 
     stages = {**parts.STAGES, exhibit.stage: Exhibited}
     files = {name: getattr(Exhibited, name) for name in ("save", "load") if hasattr(Exhibited, name)}
+    module = importlib.import_module(module)
+    scaler = {"GradScaler": Exhibited.scaler} if hasattr(Exhibited, "scaler") else {}
     with (
+        patch.multiple(module, **scaler) if scaler else contextlib.nullcontext(),
         patch.multiple(parts, STAGES=stages, **{exhibit.right.__name__: Exhibited}),
         patch.multiple(checkpoint, **files) if files else contextlib.nullcontext(),
     ):
         try:
-            return True, getattr(importlib.import_module(module), name)(**arguments)
+            return True, getattr(module, name)(**arguments)
         except Exception as error:
             return False, f"{type(error).__name__}: {error}"
 

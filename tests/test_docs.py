@@ -14,6 +14,7 @@ import pytest
 
 import fsdp2_compare
 from harness.measure import dry_run, figures, ratios, sweeps
+from harness.measure.planner import options as plan
 from harness.measure.report import __main__ as report
 from harness.run import walkthrough
 from harness.teach import changes, docs, exercise
@@ -154,7 +155,7 @@ def parsers() -> dict:
         **chapters, "compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
         "articles": articles.arguments, "changes": changes.main, "docs": docs.main, "ratios": ratios.main,
         "exercise": exercise.main, "check": check.main, "bug": museum.main, "figures": figures.main,
-        "report": report.arguments,
+        "report": report.arguments, "plan": plan.arguments,
     }  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def options() -> dict[str, set[str]]:
                 parse() if command == "figures" else parse(["--help"])
         finally:
             sys.argv = argv
-        found[command] = set(re.findall(r"--[a-z][a-z-]*", said.getvalue()))
+        found[command] = set(re.findall(r"--[a-zA-Z-]+", said.getvalue()))
         assert "--help" in found[command], command
     return found
 

@@ -99,7 +99,8 @@ def test_only_the_blanks_are_taken_out(name):
         assert inside.count("raise NotImplementedError(") == 1 and repr(blank.task)[1:-1] in inside, blank.where
         words = ast.get_docstring(exercise.find(whole, blank.where))
         assert ast.get_docstring(exercise.find(tree, blank.where)) == words, blank.where
-        assert re.search(r"about (as many lines|1 line;|\d+ lines)", text[text.index(blank.hint[:20]) :]), blank.where
+        above = text.partition(f'"{blank.task}"')[0].rpartition("STEP")[2]
+        assert re.search(r"about (as many lines|1 line;|\d+ lines)", above), blank.where
     assert [task for _, task in sorted(check.to_write(text), key=lambda found: found[1])] == sorted(
         blank.task for blank in EXERCISES[name].blanks
     )
@@ -107,6 +108,26 @@ def test_only_the_blanks_are_taken_out(name):
     code = [line for line in kept if line[2:].strip() and not line[2:].strip().startswith("#")]
     assert sum("raise NotImplementedError(" in line for line in code) == len(EXERCISES[name].blanks)
     assert max(map(len, text.split("\n"))) <= 125
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_hints_come_in_levels(name):
+    """At level 0 there are targets alone; a hint more at each level; and `check --hint` gives those that are left."""
+    texts = [generate(name, hints=level) for level in (0, 1, 2)]
+    for each in check_steps.checks_of(name):
+        blank = each.blank
+        if blank is None:
+            assert each.read in " ".join(check.next_hints(each, texts[0], 1))
+            continue
+        assert [blank.hints_in(text) for text in texts] == [0, 1, 2] and len({*blank.hints}) == 2
+        assert all(text.count(f'NotImplementedError("{blank.task}")') == 1 for text in texts)
+        for level, text in enumerate(texts):
+            for many in (1, 2):
+                said = " ".join(" ".join(check.next_hints(each, text, many)).split())
+                given = [hint for hint in blank.hints if " ".join(hint.split()) in said]
+                assert given == [*blank.hints[level : level + many]]
+                assert (each.read in said) == (level == 2)
+    assert max(len(line) for text in texts for line in text.split("\n")) <= 125
 
 
 def test_with_no_blank_open_it_is_the_chapter():
@@ -407,6 +428,17 @@ SOLVED = {
 """,
     },
     "zero3": {
+        "make_units": """\
+    if modules is None:
+        modules = default_units(model)
+    inside, outside = parameters_by_unit(model, list(modules))
+    found = []
+    for name, module in model.named_modules():
+        if inside.get(module):
+            found.append(Unit(name, module, inside[module], *layout))
+    found.sort(key=lambda unit: list(inside).index(unit.module))
+    return found, Unit("root", model, outside, *layout)
+""",
         "_free": """\
         if unit.gathered:
             self._wait(unit)
@@ -489,7 +521,7 @@ RIGHT = {
 """,
         },
     ),
-    "zero2 one bucket at a time": (
+    "zero2 in other words": (
         "zero2",
         {
             "Reduction_of___init__": """\
@@ -501,15 +533,20 @@ RIGHT = {
                 whole[bucket.offsets[i] :][: param.numel()] += bucket.kept.pop(i).flatten()
             param.grad = None
         self.mean = whole.new_empty(bucket.shard_numel)
-        dist.reduce_scatter_single(self.mean, whole, group=group)
+        parts = list(whole.split(bucket.shard_numel))
+        self.sent = dist.reduce_scatter(self.mean, parts, group=group, async_op=True), whole
 """,
             "Reduction_of_finish": """\
+        self.sent[0].wait()
+        del self.sent
         for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.mean)):
             piece.grad = gradient.to(piece.dtype) / world_size + (0 if piece.grad is None else piece.grad)
 """,
             "_send": """\
-            reduction = Reduction(bucket, self.group)
-            reduction.finish(self.world_size)
+            if self._in_flight is not None:
+                self._in_flight.finish(self.world_size)
+                self._in_flight = None
+            self._in_flight = Reduction(bucket, self.group)
 """,
             "gradients_final": """\
         self._complete |= {bucket}
@@ -566,9 +603,9 @@ RIGHT = {
             self._free(unit)
 """,
             "gradients_final": """\
+        self._receive()
         for bucket in unit.trained:
             self._send(bucket)
-            self._receive()
 """,
         },
     ),
@@ -735,7 +772,94 @@ TRAINED_ONLY = """\
             guard.close(unit.params)
             unit.gathered = False
 """
+AT_ONCE = """\
+            self._receive()
+            self._in_flight = Reduction(bucket, self.group)
+            self._receive()
+"""
+SYNCHRONOUS = """\
+        whole = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
+        torch._foreach_copy_(bucket.views(whole), gradients.take(bucket))
+        self.shard = whole.new_empty(bucket.shard_numel)
+        dist.reduce_scatter_single(self.shard, whole, group=group)
+"""
+RECEIVED_INSIDE = """\
+        for bucket in unit.trained:
+            self._send(bucket)
+            self._receive()
+"""
+FLAT_NONE = """\
+        if unit.gathered:
+            self._wait(unit)
+            for b in unit.buckets:
+                b.flat = None
+            guard.close(unit.params)
+            unit.gathered = False
+"""
+EMPTY_DATA = """\
+        if unit.gathered:
+            self._wait(unit)
+            for bucket in unit.buckets:
+                for param in bucket.params:
+                    param.data = torch.empty(0)
+            guard.close(unit.params)
+            unit.gathered = False
+"""
+NO_RETURN = """\
+        parts, shard_end = [], self.start + self.shard_numel
+        for index, (offset, shape) in enumerate(zip(self.offsets, self.shapes)):
+            first, end = max(offset, self.start), min(offset + shape.numel(), shard_end)
+            if first < end:
+                parts.append((index, shard[first - self.start : end - self.start]))
+"""
+UPDATED_FIRST = """\
+        self.optimizer.step()
+        self._reduce_gradients()
+        gather_parameters(self.trained, self.group)
+"""
+OVERWRITTEN = """\
+        wait(self.work, "reduce-scatter", self.bucket)
+        self.flat = None
+        self.shard /= world_size
+        for (_, piece), (_, gradient) in zip(self.bucket.pieces, self.bucket.cut(self.shard)):
+            piece.grad = gradient.to(piece.dtype)
+"""
+EARLY_FREE = """\
+        for each in [unit, *upcoming]:
+            self._gather(each)
+        self._wait(unit)
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(0)
+"""
+WAITED = """\
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
+            mine = precision.rounded_shard(bucket)
+            unit.works.append(dist.all_gather_single(bucket.flat, mine, group=self.group, async_op=True))
+            unit.works[-1].wait()
+        unit.gathered = True
+"""
+TWICE_HOME = """\
+    modules = default_units(model) if modules is None else list(modules)
+    names = {module: name for name, module in model.named_modules()}
+    units = [Unit(names[module], module, list(module.named_parameters()), *layout) for module in modules]
+    return units, Unit("root", model, list(model.named_parameters(recurse=False)), *layout)
+"""
 WRONG = {
+    # The commonest mistakes of beginners, each with words of its own.
+    "received at once": ("zero2", {"_send": AT_ONCE}, "Step 3: at most", "when _send returns"),
+    "sent synchronously": ("zero2", {"Reduction_of___init__": SYNCHRONOUS}, "Step 3: send", "async_op=True?"),
+    "received inside its moment": ("zero3", {"gradients_final": RECEIVED_INSIDE}, "Step 3", "gradients_final returns"),
+    "a gather waited for at once": ("zero3", {"_gather": WAITED}, "Step 5: start", "when _gather returns"),
+    "flat = None": ("zero3", {"_free": FLAT_NONE}, "Step 5: free", "bucket.flat after freeing a unit"),
+    "param.data = empty": ("zero3", {"_free": EMPTY_DATA}, "Step 5: free", "was param.data set?"),
+    "a return forgotten": ("zero1", {"cut": NO_RETURN}, "Step 0: cut", "is a return missing?"),
+    "updated before reduced": ("zero1", {"step": UPDATED_FIRST}, "Step 4", "updated before reduced"),
+    "overwritten": ("zero2", {"Reduction_of_finish": OVERWRITTEN}, "Step 3: receive", "half as much"),
+    "ranks' own norms": ("zero2", {"clip_grad_norm_": LOCAL_NORM}, "Step 3: clip", "the ranks' norms differ"),
+    "freed before it computes": ("zero3", {"before_forward": EARLY_FREE}, "Step 1", "freed too early"),
+    "a parameter in two units": ("zero3", {"make_units": TWICE_HOME}, "Step 0", "parameters by unit"),
+    # Others.
     "padding forgotten": ("zero1", {"__init__": NOT_ALL}, "Step 0: lay", "offsets and shard_numel"),
     "gradients not averaged": ("zero1_2psi", {"_reduce_gradients": SUMMED}, "Step 3", "summed, not averaged"),
     "2Ψ wanted, 3Ψ sent": ("zero1_2psi", None, "Step 3", "found     all-reduce"),
@@ -953,11 +1077,38 @@ def test_a_deadlock_names_what_every_rank_waits_in(tmp_path, capsys):
     assert leaving.value.code == 1 and "HANGS     Step 0" in said and not mistake, said + mistake
     assert "rank 0 waits in barrier, issued in line 4" in said, said
     assert "rank 1 waits in all_reduce of 12 bytes, issued in line 4" in said, said
+    assert "The ranks part at collective 1 of this step:" in said, said
+
+
+BOTH = ["all_reduce of 64 bytes, issued in line 7", "broadcast of 8 bytes, issued in line 90"]
+
+
+@pytest.mark.parametrize(
+    "second, said",
+    (
+        (BOTH, []),
+        (
+            BOTH[1:],
+            ["The ranks part at collective 1 of this step:", f"rank 0 issues {BOTH[0]}", f"rank 1 issues {BOTH[1]}"],
+        ),
+        (BOTH[:1], [f"rank 0 issues {BOTH[1]}, collective 2 of this step; rank 1 does not"]),
+        ([BOTH[0].replace("7", "9"), BOTH[1]], []),  # the same one, from two branches
+        (None, []),  # that rank has died
+    ),
+    ids=("alike", "one skipped", "too few", "another line", "dead"),
+)
+def test_a_rank_that_skips_a_collective_is_told_by_its_line(second, said):
+    """Not by the line where it waits at last, which may be in another method, or in the constructor."""
+    verdicts = [{"status": "hang", "error": "waits", "issued": BOTH}, {"status": "hang", "error": "waits"}]
+    verdicts[1] |= {} if second is None else {"issued": second}
+    assert check.merge(verdicts)["others"] == ["rank 0 waits", "rank 1 waits", *said]
+    verdicts[0]["status"] = "error"  # gloo refuses two sizes
+    assert check.merge(verdicts)["others"] == ["rank 1 waits", *said]
 
 
 def test_a_rank_that_waits_in_vain_does_not_wait_for_long(ranks, tmp_path):
     found = ranks(3).run(_wait_in_vain, folder=str(tmp_path))
-    assert found[0] == {"status": "hang", "line": None, "error": "waits in barrier"}
+    assert found[0] == {"status": "hang", "line": None, "error": "waits in barrier", "issued": []}
 
 
 def _wait_in_vain(folder: str):
@@ -978,6 +1129,8 @@ def test_how_ranks_ended_is_told(tmp_path, capsys):
     for rank, crash in enumerate(("", "", 'Fatal Python error: Segmentation fault\nFile "a.py", line 7 in step', "")):
         (tmp_path / f"crash.{rank}").write_text(crash)
     (tmp_path / "now.0").write_text("barrier")
+    for rank, last in enumerate(("barrier", "barrier", "all_reduce of 8 bytes, issued in line 7", "barrier")):
+        (tmp_path / f"now.{rank}.issued").write_text(f"broadcast of 8 bytes, issued in line 5\n{last}\n")
     said = "rank : {0} (local_rank: {0})\n exitcode : {1} (pid: 9)\n"
     errors = said.format(1, -9) + said.format(3, 5)
     report = check.Report(check_steps.checks_of("zero1"), str(tmp_path), 4, "a.py", "")
@@ -985,6 +1138,8 @@ def test_how_ranks_ended_is_told(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("DIED Step 0") and "rank 1 was killed by SIGKILL" in said, said
     assert "rank 0 ended without a word" in said and "the last collective it was in: barrier" in said
+    assert "The ranks part at collective 2 of this step: rank 0 issues barrier" in said, said
+    assert "rank 2 issues all_reduce of 8 bytes, issued in line 7" in said, said
     assert "rank 2 died: Segmentation fault in line 7" in said and "rank 3 ended with exit status 5" in said
 
 
@@ -1053,6 +1208,7 @@ def test_a_syntax_error_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("exercise", "zero1", "--hints", "3"), "--hints must be 0, 1 or 2, got '3'"),
         (("exercise", "zero9"), "there are: zero1, zero1_2psi, zero2, zero3, checkpoint; not 'zero9'"),
         (("check", "zero2", "1"), "N must be 2 or more"),
         (("check", "zero2", "two"), "got 'two'"),

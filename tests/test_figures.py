@@ -30,7 +30,7 @@ def test_every_axis_has_its_unit_and_the_docs_the_picture_with_its_command(name)
     assert all(re.search(r"\b(MB|GB|bytes|ms|nats|ranks?|step|fraction)\b", label) for label in labels), labels
     # The axes that have none are categories (engines, lanes, options) or share another's.
     expected = {"stages": 5, "memory": 1, "live": 5, "lanes": 4, "losses": 3, "step-time": 3, "sweeps": 2}
-    expected |= {"scaling": 2, "run": 2}
+    expected |= {"scaling": 2, "run": 2, "plan-scale": 5, "plan-validation": 4}
     assert len(labels) == expected[name]
     plt.close(figure)
     shown = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))

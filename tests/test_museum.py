@@ -22,6 +22,7 @@ PARAMETERS = {
     "test_clipping_equals_torch_on_the_whole_model": {"norm_type": 2.0},
     "test_zero2_keeps_two_buckets_of_whole_gradients_at_most": {"reverse": False},
     "test_zero3_keeps_only_the_units_in_use_gathered": {"options": {}},
+    "test_backward_reaches_the_weights": {"path": "in place, 3 layers", "options": {"prefetch": 0}},
     "test_backward_reaches_the_weights_however_late_they_come": {
         "path": "losses kept, outputs without gradient",
         "options": {},
@@ -120,6 +121,24 @@ def test_the_answer_tells_all(capsys, number):
     # the file to read is there, and what is to be found in it
     file, place = exhibit.read.split(",")[0], exhibit.read.split(":")[0].split()[-1].split(".")[-1]
     assert place in (ROOT / file).read_text(), (file, place)
+
+
+@pytest.mark.parametrize("number", EXHIBITS)
+def test_the_hint_says_where_to_look_and_no_more(capsys, number):
+    exhibit = EXHIBITS[number]
+    assert bug.main([str(number), "--hint"]) == 0
+    shown = capsys.readouterr().out
+    words = " ".join(shown.split())
+    assert exhibit.symptom in words and exhibit.read.split(",")[0] in words and f"bug {number} --answer" in words
+    assert all(line in words for line in exhibit.differs)
+    assert exhibit.diagnosis not in words and exhibit.mutate.__name__ not in shown and "class Mutant" not in shown
+
+
+@pytest.mark.parametrize("asked", (["3", "--ranks", "1"], ["3", "--ranks", "17"]), ids=str)
+def test_wrong_numbers_of_ranks(capsys, asked):
+    assert bug.main(asked) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--ranks" in line and asked[-1] in line
 
 
 @pytest.mark.parametrize(

@@ -178,9 +178,9 @@ _whole_groups: dict[tuple, dist.ProcessGroup] = {}  # ranks of a mesh -> a group
 
 def _everyone(mesh: DeviceMesh):
     """A group of all ranks of `mesh`, made once. None, the default group, if these are all there are."""
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if len(ranks) == dist.get_world_size():
+    if mesh.size() == dist.get_world_size():
         return None
+    ranks = sorted(mesh.mesh.flatten().tolist())
     key = (mesh.get_group(1).group_name, *ranks)
     if key not in _whole_groups or not _alive(_whole_groups[key]):
         _whole_groups[key] = dist.new_group(

@@ -4,6 +4,9 @@ The real engines run on a process group that moves nothing ("fake"), with fake t
 storages but no memory, or with real ones on a GPU. What is printed as measured comes from the ledgers that
 watched the second step; formulas stand beside it. In them Ψ is the number of parameters, as in the ZeRO paper.
 
+With --replicas the ranks stand in a grid (hybrid sharding), and what is sent is told apart by its two dimensions. With
+--offload shards are on the host, whose bytes are told apart from the device's.
+
 Run it: ./launch.sh memory --preset 7b --ranks 8
 """
 
@@ -12,10 +15,12 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import re
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
@@ -23,11 +28,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp2_compare as referee
 import zero1
+from harness.measure import fake_gpu
 from harness.measure.memory import held_bytes, warm_up
-from harness.measure.parts import PARTS, STATE, PartsLedger
+from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run import micro_batches, process_group
 from harness.run.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
@@ -60,27 +67,42 @@ PEAK_FORMULAS = {
     "zero2": "4Ψ + 8Ψ/N + 4(Ψ - T)/N + 4A + 4B",
     "zero3": "4(4Ψ - R - (p + 1)U)/N + 4R + 4(p + 3)U",
 }
+# With offload, on the device. A shard of the gradients is there until it is copied to the host: A/N or U/N. With
+# replicas (N is then the ranks of a row) there are two such shards, as one is averaged over the replicas meanwhile.
+OFFLOAD_PEAK_FORMULAS = {
+    "zero1": "8Ψ + 4G",
+    "zero2": "4Ψ + 4A + 4B + 4A/N",
+    "zero3": "4R + 4(p + 3)U + 4U/N",
+}
+
+
+def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
+    """DDP's buckets: the last parameters first, and a bucket is full when it has 1 MiB, the later ones `bucket_mb`."""
+    found, nbytes, limit = [], 0, min(bucket_mb, 1) * 2**20
+    for number, param in enumerate(reversed(params)):
+        if number == 0 or nbytes >= limit:
+            limit = bucket_mb * 2**20 if number else limit
+            found.append([])
+            nbytes = 0
+        found[-1].append(param)
+        nbytes += param.numel() * param.element_size()
+    return found
 
 
 class DDPStandIn(referee.PlainStep):
     """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
 
     DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
-    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket.
+    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket, for which it
+    waits when backward is over. With `sends = False` a backward adds to the gradients and sends nothing (`no_sync`).
     A test compares it with the real one, byte for byte.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float = 25):
         super().__init__(model, optimizer)
-        self._flats, limit = [], 2**20
-        params, nbytes = [], 0
-        for param in reversed([param for param in model.parameters() if param.requires_grad]):
-            params.append(param)
-            nbytes += param.numel() * param.element_size()
-            if nbytes >= limit:
-                self._add_bucket(params)
-                params, nbytes, limit = [], 0, 25 * 2**20
-        if params:
+        self.sends, self._works = True, []
+        self._flats = []
+        for params in ddp_runs([param for param in model.parameters() if param.requires_grad], bucket_mb):
             self._add_bucket(params)
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
@@ -97,11 +119,21 @@ class DDPStandIn(referee.PlainStep):
                 missing.discard(param)
                 if not missing:
                     missing.update(params)
-                    flat.div_(dist.get_world_size())
-                    dist.all_reduce(flat)
+                    if self.sends:
+                        self._send(flat)
 
             param.register_post_accumulate_grad_hook(on_gradient)
         self._flats.append(flat)
+
+    def _send(self, flat: torch.Tensor) -> None:
+        if not self._works:
+            torch.autograd.Variable._execution_engine.queue_callback(self._receive)
+        flat.div_(dist.get_world_size())
+        self._works.append(dist.all_reduce(flat, async_op=True))
+
+    def _receive(self) -> None:
+        while self._works:
+            self._works.pop(0).wait()
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -109,24 +141,30 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", default="7b", help=f"model shape: {', '.join(PRESETS)} (default 7b)")
     parser.add_argument("--ranks", type=int, default=8, help="world size N (default 8)")
     parser.add_argument("--up-to", type=int, help="instead of --ranks: 1, 2, 4, ... up to so many ranks, peaks only")
+    parser.add_argument("--replicas", type=int, default=1, help="hybrid sharding: N ranks in so many rows (default 1)")
+    parser.add_argument("--offload", action="store_true", help="shards, their gradients and AdamW's state on the host")
     parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
     micro_batches.add_options(parser, 1)
     parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES)}")
+    parser.add_argument("--engines", help=f"any of {', '.join(ENGINES)}")
     parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda: real allocations")
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(argv)
     config = preset(options.preset)
     options.seq = config.seq if options.seq is None else options.seq
     micro_batches.settle(options, 1)
-    for name in ("ranks", "seq"):
+    for name in ("ranks", "replicas", "seq"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
     if options.ranks > 10**6:
         raise ValueError(f"--ranks must be 1,000,000 or less, got {options.ranks}")
     if options.up_to is not None and options.up_to < 1:
         raise ValueError(f"--up-to must be 1 or more, got {options.up_to}")
+    if options.replicas > 1 and options.up_to is not None:
+        raise ValueError(f"--replicas {options.replicas} wants one number of --ranks, not --up-to {options.up_to}")
+    if options.ranks % options.replicas:
+        raise ValueError(f"--replicas must divide --ranks, which is {options.ranks}, got {options.replicas}")
     if options.seq > config.seq:
         raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
     if options.precision not in FORMULAS:
@@ -135,12 +173,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"--device must be fake or cuda, got {options.device!r}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU here: use --device fake")
-    options.engines = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
+    if options.offload and options.device == "fake":
+        fake_gpu.require()
+    # DDP has nothing to offload: it cuts nothing.
+    known = [name for name in ENGINES if not (options.offload and name == "ddp")]
+    given = ",".join(known) if options.engines is None else options.engines
+    options.engines = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in options.engines:
-        if name not in ENGINES:
-            raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES)}")
+        if name not in known:
+            offload = " with --offload" if name in ENGINES else ""
+            raise ValueError(f"no engine {name!r}{offload}; there are: {', '.join(known)}")
     if not options.engines:
-        raise ValueError(f"--engines is empty; there are: {', '.join(ENGINES)}")
+        raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
     process_group.check_writable("--json", options.json)
     return options
 
@@ -150,8 +194,13 @@ def evaluate(formula: str, **values: float) -> float:
     return eval(re.sub(r"(?<=[\dΨ)]) ?(?=[(A-ZΨ])", "*", formula), {"__builtins__": {}}, values)
 
 
-def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: int = 1) -> dict[str, float]:
-    """What the letters of `PEAK_FORMULAS` stand for in a GPT (elements; N and p are numbers), without its engine."""
+def letters(
+    model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: int = 1, offload: bool = False
+) -> dict[str, float]:
+    """What the letters of the peak's formulas stand for in a GPT (elements; N and p are numbers), without its engine.
+
+    `ranks` are those to shard over.
+    """
     named = list(model.named_parameters())
     units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
     total = sum(param.numel() for _, param in named)
@@ -163,7 +212,7 @@ def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: in
     # Every bucket with the larger of it and the one before, and with all that is reduced from it on.
     ahead = [max(buckets[max(0, i - 1) : i + 1]) for i in range(len(buckets))]
     lines = [(ahead[i], buckets[i] + early[i], sum(buckets[i:])) for i in range(len(buckets))]
-    before, bucket, tail = max(lines, key=lambda line: line[0] + line[1] - line[2] / ranks)
+    before, bucket, tail = max(lines, key=lambda line: line[0] + line[1] - (0 if offload else line[2] / ranks))
     prefetch = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
     return {"Ψ": total, "N": ranks, "G": max(param.numel() for _, param in named), "A": before, "B": bucket,
             "T": tail, "U": max(units), "R": total - sum(units), "p": prefetch}  # fmt: skip
@@ -180,12 +229,22 @@ def fake_ranks(world_size: int, rank: int = 0):
         dist.destroy_process_group()
 
 
-def build(name: str, model: GPT, adamw, device: torch.device, dtype, mesh):
+def grid(ranks: int, replicas: int, device_type: str) -> DeviceMesh:
+    """The ranks in `replicas` rows, as rank 0 sees them: a mesh of two dimensions, ("replicas", "shards").
+
+    Only rank 0's own groups are made. All of them would take long on many ranks.
+    """
+    rows = torch.arange(ranks).view(replicas, -1)
+    groups = [dist.new_group(rows[:, 0].tolist()), dist.new_group(rows[0].tolist())]
+    return DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=("replicas", "shards"))
+
+
+def build(name: str, model: GPT, adamw, device: torch.device, dtype, mesh, offload_policy=None):
     """The referee's engine; for DDP on fake tensors the stand-in."""
     if name == "ddp" and isinstance(next(model.parameters()), FakeTensor):
         module = model if dtype is None else referee.MixedModule(model, dtype)
         return DDPStandIn(module, adamw(model.parameters()))
-    engine = referee.build(name, model, adamw, device, dtype, mesh)
+    engine = referee.build(name, model, adamw, device, dtype, mesh, offload_policy)
     if name == "ddp":
         engine.model.register_comm_hook(None, all_reduce_bucket)
     return engine
@@ -202,7 +261,7 @@ def all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 def make_model(config: GPTConfig, device: torch.device) -> GPT:
     """A GPT with weights of the right size; on a GPU drawn there, as their values do not matter here."""
-    with torch.device("meta") if device.type == "cuda" else contextlib.nullcontext():
+    with torch.device("meta") if device.type == "cuda" else device:
         model = GPT(config)
     if device.type == "cuda":
         model.to_empty(device=device)
@@ -218,6 +277,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     On a GPU that is too small: {"out_of_memory": torch's words}.
     """
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    if options.offload and options.device == "fake":
+        device = fake_gpu.register()
     try:
         return _measure(name, options, device)
     except torch.OutOfMemoryError as error:
@@ -230,21 +291,30 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
 def _measure(name: str, options: argparse.Namespace, device: torch.device) -> dict:
     config, dtype, real = preset(options.preset), referee.DTYPES[options.precision], options.device != "fake"
+    offload, shards = options.offload, options.ranks // options.replicas
     # Made before there are fake tensors, which have no values to make it of.
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type) if name.startswith("fsdp2") else None
-    # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
-    adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type == "cuda")
+    mesh = None
+    if options.replicas > 1 and name != "ddp":
+        mesh = grid(options.ranks, options.replicas, device.type)
+    elif name.startswith("fsdp2"):
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    # Pinned memory is as large as other memory. Fake tensors do not know of it.
+    policy = CPUOffloadPolicy(pin_memory=real) if offload else None
+    # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing. On the
+    # host fused is the quick one, and makes none.
+    adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=offload or device.type == "cuda")
     if device.type == "cuda":
         warm_up(device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    held = {}
+    held, held_on_host = {}, {}
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, PartsLedger() as memory:
+    on_host = PartsLedger(device="cpu") if offload else contextlib.nullcontext()
+    with fake, PartsLedger(device=device.type if offload else None) as memory, on_host as host:
         model = make_model(config, device)
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=name == "ddp" and dtype is not None)
-        values = letters(model, options.ranks)
-        engine = build(name, model, adamw, device, dtype, mesh)
+        values = letters(model, shards, offload=offload)
+        engine = build(name, model, adamw, device, dtype, mesh, policy)
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
         batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate
@@ -252,8 +322,11 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         if name == "ddp" and real:
             micro_batches.training_step(engine, *batch)  # in its second step DDP makes its buckets anew, for once
         memory.begin(engine)
-        look = partial(_look, engine, held)
+        look = partial(_look, engine, held, device.type if offload else None)
         engine.optimizer.register_step_pre_hook(look)
+        if offload:
+            host.begin(engine)
+            engine.optimizer.register_step_pre_hook(partial(_look, engine, held_on_host, "cpu"))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with TrafficLedger() as traffic:
@@ -267,14 +340,16 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
     for collective in traffic.collectives:
         sent[collective.kind] += collective.sent_bytes
         elements[collective.kind] += collective.sent_elements
-    whole, cut = FORMULAS[options.precision].get(name) or FORMULAS[options.precision]["zero3"]
-    formula = round(values["Ψ"] * (whole + cut / options.ranks))
-    peak_formula = PEAK_FORMULAS.get(name) if dtype is None else None
+    by_dimension = Counter()
+    for collective in traffic.collectives:
+        by_dimension[dimension(collective.ranks, options)] += collective.sent_elements
+    formula, host_formula = (round(values["Ψ"] * number) for number in bytes_per_parameter(name, options))
+    peak_formula = formula_of_peak(name, options, values)
     result = {
         "held_bytes": held,
         "formula_bytes": formula,
         "difference_bytes": sum(held.values()) - formula,
-        "step_counters_bytes": 4 * pieces,  # AdamW counts its steps per tensor, in float32
+        "step_counters_bytes": 0 if offload else 4 * pieces,  # AdamW counts its steps per tensor, in float32
         "peak_bytes": peak.live if allocated is None else allocated,
         "peak_where": {"step": peak.step, "module": peak.module},
         "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
@@ -287,9 +362,23 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         "sent_by_collective": {kind: round(nbytes) for kind, nbytes in sent.items()},
         "sent_elements": traffic.sent_elements,
         "sent_elements_by_collective": {kind: round(number) for kind, number in elements.items()},
+        "sent_elements_by_dimension": {where: round(number) for where, number in by_dimension.items()},
         "collectives": dict(Counter(collective.kind for collective in traffic.collectives)),
         "curve": curve(memory),
     }
+    if offload:
+        peak, together = host.peak_moment(), sum(held_on_host.values())
+        most = host.peak_moment(of=_beside)
+        result["host"] = {
+            "held_bytes": held_on_host,
+            "formula_bytes": host_formula,
+            "difference_bytes": together - host_formula,
+            "step_counters_bytes": 4 * pieces,
+            "peak_bytes": peak.live,
+            "peak_where": {"step": peak.step, "module": peak.module},
+            "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
+            "most_beside_bytes": _beside(most),  # at any moment, of anything but what is held
+        }
     if name == "ddp" and not real:
         result["stand_in"] = True
     if allocated is not None:
@@ -297,8 +386,43 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
     return result
 
 
-def _look(engine, held: dict, *_) -> None:
-    held.update(held_bytes(engine))
+def _look(engine, held: dict, device: str | None, *_) -> None:
+    held.update(held_bytes(engine, device))
+
+
+def _beside(moment) -> int:
+    return moment.live - sum(moment.parts[part] for part in HELD)
+
+
+def bytes_per_parameter(name: str, options: argparse.Namespace) -> tuple[float, float]:
+    """What `name` holds by the formulas, in bytes per parameter: (on the device, on the host)."""
+    whole, cut = FORMULAS[options.precision].get(name) or FORMULAS[options.precision]["zero3"]
+    shards = options.ranks // options.replicas
+    if options.offload:  # everything that is cut: float32 weights, gradients and AdamW's two moments
+        return whole, 16 / shards
+    if name == "zero1" and options.replicas > 1:
+        cut += 4  # a shard of the gradients, averaged over the replicas, beside the row's whole ones
+    return whole + cut / shards, 0
+
+
+def formula_of_peak(name: str, options: argparse.Namespace, values: dict[str, float]) -> str | None:
+    """The stage's formula of the peak without activations. None for other engines, and for mixed precision."""
+    if name not in PEAK_FORMULAS or options.precision != "fp32":
+        return None
+    if options.offload:
+        formula = OFFLOAD_PEAK_FORMULAS[name]
+        return formula if options.replicas == 1 else formula.replace("4A/N", "8A/N").replace("4U/N", "8U/N")
+    if name == "zero1" and options.replicas > 1:
+        in_step_3 = "8Ψ + 12Ψ/N"  # beside the whole gradients lies the shard of them that the replicas have averaged
+        return max(PEAK_FORMULAS[name], in_step_3, key=lambda formula: evaluate(formula, **values))
+    return PEAK_FORMULAS[name]
+
+
+def dimension(ranks: tuple[int, ...], options: argparse.Namespace) -> str:
+    """Where a collective of these ranks runs in the grid: "row", "across replicas", or "all ranks"."""
+    if options.replicas == 1 or len(ranks) == options.ranks and options.replicas != options.ranks:
+        return "all ranks"
+    return "row" if ranks == tuple(range(options.ranks // options.replicas)) else "across replicas"
 
 
 def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
@@ -329,23 +453,40 @@ def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda 
     with torch.device("meta"):
         parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
     engines = {}
-    results = {"parameters": parameters, "ranks": options.ranks, **_conditions(options), "engines": engines}
+    ranks = {"ranks": options.ranks, "replicas": options.replicas}
+    results = {"parameters": parameters, **ranks, **_conditions(options), "engines": engines}
     with fake_ranks(options.ranks):
         for name in options.engines:
             started = time.perf_counter()
             engines[name] = measure(name, options)
             if options.device == "cuda":
-                dry = measure(name, argparse.Namespace(**{**vars(options), "device": "fake"}))
-                engines[name]["dry_run_peak_bytes"] = dry["peak_bytes"]
+                engines[name]["dry_run_peak_bytes"] = dry_run_of(name, options)["peak_bytes"]
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
             keep(results)
     return results
+
+
+def dry_run_of(name: str, options: argparse.Namespace) -> dict:
+    """The row that `measure` gives on fake tensors, of a run on a GPU."""
+    options = argparse.Namespace(**{**vars(options), "device": "fake"})
+    if not options.offload:
+        return measure(name, options)
+    # The fake GPU must not be in one process with a real one.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(measure_alone, name, options).result()
+
+
+def measure_alone(name: str, options: argparse.Namespace) -> dict:
+    """`measure` where there is no process group yet."""
+    with fake_ranks(options.ranks):
+        return measure(name, options)
 
 
 def _conditions(options: argparse.Namespace) -> dict:
     return {
         "preset": options.preset,
         "precision": options.precision,
+        "offload": options.offload,
         "batch": options.batch,
         "accumulate": options.accumulate,
         "seq": options.seq,
@@ -384,7 +525,11 @@ def fits_on(nbytes: int) -> list[int]:
 
 
 def formula_name(results: dict) -> str:
-    """What the column "formula" is: an article's bytes per parameter, or in bf16 this project's own count."""
+    """What the column "formula" is: an article's bytes per parameter, or this project's own count."""
+    if results.get("offload"):
+        return "our count of what it keeps whole"
+    if results.get("replicas", 1) > 1:
+        return "our count: what is cut is divided by the ranks of a row"
     own = "our count: bfloat16 weights, float32 weights to update, float32 gradients"
     return f"the formula of {ARTICLE}" if results["precision"] == "fp32" else own
 
@@ -397,21 +542,21 @@ def report(results: dict) -> str:
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     name_of = {name: name + (" (stand-in)" if row.get("stand_in") else "") for name, row in engines.items()}
 
-    lines += [
-        "",
-        f"Held by one rank with the gradients of a finished backward, {unit}, beside {formula_name(results)}:",
-    ]
-    rows = [["engine", "parameters", "gradients", "optimizer", "together", "formula", "difference, bytes"]]
-    for name, row in ran.items():
-        held = row["held_bytes"].values()
-        rest = row["difference_bytes"] - row["step_counters_bytes"]
-        difference = f"{row['difference_bytes']:+,} = {row['step_counters_bytes']:,} step counters"
-        difference += f" {rest:+,} padding" if rest else ""
-        numbers = [f"{nbytes / size:.3f}" for nbytes in (*held, sum(held), row["formula_bytes"])]
-        rows.append([name_of[name], *numbers, difference])
-    lines += _columns(rows)
+    on_device = " on the device" if results["offload"] else ""
+    held = f"Held{on_device} by one rank with the gradients of a finished backward, {unit}"
+    lines += ["", f"{held}, beside {formula_name(results)}:"]
+    lines += _held({name_of[name]: row for name, row in ran.items()}, size)
+    if results["offload"]:
+        lines += [
+            "",
+            f"Held on the host likewise, {unit}, beside 16 bytes per parameter, divided by the ranks that shard:",
+        ]
+        hosts = {name: row["host"] for name, row in ran.items()}
+        lines += _held(hosts, size)
+        peaks = ", ".join(f"{name} {row['peak_bytes'] / size:.3f}" for name, row in hosts.items())
+        lines += [f"  At the worst moment of the step: {peaks}"]
 
-    lines += ["", f"At the worst moment of the step, {unit}:"]
+    lines += ["", f"At the worst moment of the step{on_device}, {unit}:"]
     short = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}
     rows = [["engine", "peak", "step", "module", *(short.get(part, part) for part in PARTS)]]
     for name, row in ran.items():
@@ -441,12 +586,15 @@ def report(results: dict) -> str:
             "  Elements: Ψ all parameters, G the largest gradient, U the largest unit, R the root (what no unit has);",
             "  A, B, T of buckets (PEAK_FORMULAS in harness/measure/dry_run.py says which). p: units gathered ahead.",
         ]
+        if results["replicas"] > 1:
+            lines.append(f"  N here: the ranks of a row, {ranks // results['replicas']}.")
     elif results["precision"] != "fp32" and any(name.startswith("zero") for name in ran):
         lines += ["", "The stages' formulas for the peak are for fp32."]
 
-    factor = parameters * (ranks - 1) / ranks
-    times = f"times (N-1)/N = {ranks - 1}/{ranks}"
-    lines += ["", f"Sent by one rank in the step, {unit} (elements: Ψ {times}), and in how many collectives:"]
+    replicas = results["replicas"]
+    factor = parameters * (ranks - 1) / ranks if replicas == 1 else parameters
+    times = f" times (N-1)/N = {ranks - 1}/{ranks}" if replicas == 1 else ""
+    lines += ["", f"Sent by one rank in the step, {unit} (elements: Ψ{times}), and in how many collectives:"]
     kinds = [kind for kind in ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
              if any(kind in row["sent_by_collective"] for row in ran.values())]  # fmt: skip
     rows = [["engine", "together", *kinds]]
@@ -458,6 +606,10 @@ def report(results: dict) -> str:
             cells.append(f"{_sent(nbytes, elements, factor, size)} in {count}" if count else "-")
         rows.append([name_of[name], _sent(row["sent_bytes"], row["sent_elements"], factor, size), *cells])
     lines += _columns(rows)
+
+    if replicas > 1:
+        lines += ["", f"Elements sent in {replicas} rows of S = {ranks // replicas} ranks, replicas of each other:"]
+        lines += _by_dimension(ran, parameters, ranks // replicas, replicas)
 
     lines += [
         "",
@@ -476,6 +628,37 @@ def report(results: dict) -> str:
         answer = f"{first} is the first that fits" if first else f"none of {', '.join(order)}"
         lines.append(f"  {gigabytes} GB: {answer}")
     return "\n".join(lines)
+
+
+def _held(engines: dict[str, dict], size: float) -> list[str]:
+    """What is held, in columns; `engines` are rows by the name to show."""
+    rows = [["engine", "parameters", "gradients", "optimizer", "together", "formula", "difference, bytes"]]
+    for name, row in engines.items():
+        held = row["held_bytes"].values()
+        rest = row["difference_bytes"] - row["step_counters_bytes"]
+        difference = f"{row['difference_bytes']:+,} = {row['step_counters_bytes']:,} step counters"
+        difference += f" {rest:+,} padding" if rest else ""
+        numbers = [f"{nbytes / size:.3f}" for nbytes in (*held, sum(held), row["formula_bytes"])]
+        rows.append([name, *numbers, difference])
+    return _columns(rows)
+
+
+def _by_dimension(engines: dict[str, dict], parameters: int, shards: int, replicas: int) -> list[str]:
+    """Elements sent in the row and across replicas, in columns, with what they are in Ψ."""
+    all_ranks = shards * replicas
+    units = {  # what (N-1)/N of Ψ is for the N of a dimension; across replicas a rank sends only its shard
+        "row": (parameters * (shards - 1) / shards, "Ψ (S-1)/S"),
+        "across replicas": (parameters / shards * (replicas - 1) / replicas, "Ψ/S (R-1)/R"),
+        "all ranks": (parameters * (all_ranks - 1) / all_ranks, "Ψ (N-1)/N"),
+    }
+    units = {where: unit for where, unit in units.items()
+             if any(row["sent_elements_by_dimension"].get(where) for row in engines.values())}  # fmt: skip
+    rows = [["engine", *units]]
+    for name, row in engines.items():
+        sent = [row["sent_elements_by_dimension"].get(where, 0) for where in units]
+        cells = [f"{n:,} = {n / unit:.3f} {words}" if n else "-" for n, (unit, words) in zip(sent, units.values())]
+        rows.append([name, *cells])
+    return _columns(rows)
 
 
 def _sent(nbytes: float, elements: float, factor: float, size: float) -> str:
@@ -508,9 +691,11 @@ def main() -> None:
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
+    extra += ", offload to the host" if options.offload else ""
     ranks = options.ranks if options.up_to is None else f"1 to {options.up_to}"
     say = partial(print, flush=True)
-    say(f"Rank 0 of {ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
+    rows = f" in {options.replicas} rows" if options.replicas > 1 else ""
+    say(f"Rank 0 of {ranks}{rows} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
     if options.up_to is None:
         results = measure_all(options, say, partial(write, file=options.json))
         print("\n" + report(results))

@@ -16,6 +16,7 @@ from harness.measure.pictures_of_steps import lanes, losses, sweeps
 from harness.measure.style import (  # noqa: F401 (others draw with them)
     ENGINE_COLOURS,
     ENGINE_LINES,
+    ENGINE_MARKS,
     LANE_COLOURS,
     PART_COLOURS,
     THEMES,
@@ -59,6 +60,17 @@ def run(lines: list[dict], theme: dict):
     headline(figure, finding, f"{starts[0]['stage']}, GPT {starts[0]['preset']}")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
+
+
+def _of_a_plan(name: str):
+    """A figure of the planner's, which has a file of its own."""
+
+    def draw(results: dict, theme: dict):
+        from harness.measure.planner import pictures  # it draws with what stands above
+
+        return getattr(pictures, name)(results, theme)
+
+    return draw
 
 
 def step_time(results: list[tuple[str, dict]], theme: dict):
@@ -119,6 +131,8 @@ FIGURES = {
     "step-time": (step_time, ["step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"]),
     "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),
     "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"]),
+    "plan-scale": (_of_a_plan("scale"), ["plan-scale.json"]),
+    "plan-validation": (_of_a_plan("validation"), ["plan-validation.json"]),
     "run": (run, ["train-zero2-cpu.jsonl"]),
 }
 
@@ -132,6 +146,8 @@ SOURCES = {
     "step-time": "./launch.sh compare --json",
     "sweeps": "./launch.sh sweeps --json",
     "scaling": "./launch.sh memory --up-to 8 --json",
+    "plan-scale": "./launch.sh plan --scale --json",
+    "plan-validation": "./launch.sh plan --validate --json",
     "run": "./launch.sh train zero2 2 --folder",
 }
 

@@ -33,7 +33,8 @@ def peak_flops(name: str, dtype: str) -> float | None:
 def flops_per_token(config: GPTConfig, parameters: int, seq: int) -> float:
     """FLOP per token of one training step, as the PaLM paper (appendix B) counts for MFU: 6Ψ + 12 layers width seq.
 
-    Ψ here without the positions, whose rows are only looked up; the embedding counts once, as the head that shares its
-    weight. Attention counts in full, although a causal kernel may leave out half of it. Recomputation does not count.
+    Ψ here without what is only looked up: the positions, and an embedding that is not the head's weight as well.
+    Attention counts in full, although a causal kernel may leave out half of it. Recomputation does not count.
     """
-    return 6 * (parameters - config.seq * config.width) + 12 * config.layers * config.width * seq
+    looked_up = config.seq + (0 if config.tied else config.vocab)
+    return 6 * (parameters - looked_up * config.width) + 12 * config.layers * config.width * seq

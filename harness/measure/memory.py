@@ -17,11 +17,12 @@ class MemoryLedger(TorchDispatchMode):
     It sees every operation's results, so it must be open when the storages are made. Or
     `with MemoryLedger(engine) as memory: engine.training_step(...)`, which starts from what can be reached of an
     engine (anything with `model` and `optimizer`); `track` adds other tensors. Resizing a storage, which is
-    no operation, is watched as well.
+    no operation, is watched as well. With `device`, "cpu" or "cuda" for example, it counts what is on such a device.
     """
 
-    def __init__(self, engine=None):
+    def __init__(self, engine=None, device: str | None = None):
         super().__init__()
+        self._device = device
         self.live = self.peak = 0
         self._bytes: dict[int, int] = {}  # a storage's address -> its bytes
         self._references: dict[int, weakref.ref] = {}
@@ -37,6 +38,8 @@ class MemoryLedger(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own part
             if tensor.is_meta and type(tensor) is torch.Tensor or tensor.layout != torch.strided:
+                return
+            if self._device not in (None, tensor.device.type):
                 return
             storage = tensor.untyped_storage()
         key = storage._cdata
@@ -129,9 +132,13 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
     return {"parameters": params, "gradients": gradients, "optimizer": state}
 
 
-def held_bytes(engine) -> dict[str, int]:
-    """{"parameters", "gradients", "optimizer"}: bytes of `held_tensors`."""
-    return {part: storage_bytes(tensors) for part, tensors in held_tensors(engine).items()}
+def held_bytes(engine, device: str | None = None) -> dict[str, int]:
+    """{"parameters", "gradients", "optimizer"}: bytes of `held_tensors`, with `device` of those on such a device."""
+    held = held_tensors(engine)
+    if device is not None:
+        with torch._C.DisableTorchFunctionSubclass():  # a freed parameter may be asked for its device
+            held = {part: [one for one in tensors if one.device.type == device] for part, tensors in held.items()}
+    return {part: storage_bytes(tensors) for part, tensors in held.items()}
 
 
 def engine_tensors(engine) -> list[torch.Tensor]:

@@ -57,7 +57,7 @@ class PartsLedger(MemoryLedger):
         temporaries                        the rest
     """
 
-    def __init__(self, engine=None):
+    def __init__(self, engine=None, device: str | None = None):
         self._counter, self._number = 0, {}  # storage -> the number it has
         self._events: list[tuple] = []  # (number, bytes from now on, phase, step, module, seconds)
         self._part: dict[int, str] = {}  # number -> part
@@ -65,7 +65,7 @@ class PartsLedger(MemoryLedger):
         self._growing: set[int] = set()  # storages made since the forward began
         self._operation, self._handles, self._engine, self._where = "", [], engine, Where()
         self.failed: Moment | None = None  # what was alive when an operation found no memory
-        super().__init__(engine)
+        super().__init__(engine, device)
 
     def begin(self, engine=None) -> None:
         """A step begins: forget the one before. Called on entering; again for the next step."""
@@ -180,7 +180,7 @@ class PartsLedger(MemoryLedger):
         if name == "c10d._allgather_base_":
             self._put([args[0]], GATHERED)
         elif name == "c10d._reduce_scatter_base_":
-            self._put([args[1]], IN_FLIGHT)
+            self._put(args[:2], IN_FLIGHT)  # the shard too: with offload it stays only until it is copied
         elif name == "fsdp.split_with_sizes_copy":
             self._put(kwargs["out"], GATHERED)
         elif name == "fsdp.all_gather_copy_in":

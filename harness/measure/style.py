@@ -48,17 +48,25 @@ ENGINE_COLOURS = {
     "single": "#888c92",
     "ddp": "#60656c",
     "zero1": "#888c92",
+    "zero1_2psi": "#717680",
     "zero_redundancy_optimizer": "#888c92",
     "zero2": "#717680",
     "fsdp2_no_reshard": "#717680",
     "zero3": "#60656c",
     "fsdp2": "#60656c",
 }
-ENGINE_LINES = {"zero_redundancy_optimizer": "--", "fsdp2_no_reshard": "--", "fsdp2": "--", "single": ":"}
+ENGINE_LINES = {
+    "zero1_2psi": "-.",
+    "zero_redundancy_optimizer": "--",
+    "fsdp2_no_reshard": "--",
+    "fsdp2": "--",
+    "single": ":",
+}
 ENGINE_MARKS = {
     "single": "x",
     "ddp": "o",
     "zero1": "s",
+    "zero1_2psi": "v",
     "zero_redundancy_optimizer": "s",
     "zero2": "^",
     "fsdp2_no_reshard": "^",

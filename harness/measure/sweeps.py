@@ -159,7 +159,7 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
 
 
 def table(sweep: str, rows: dict[str, dict]) -> str:
-    head = ("step ms", "lowest", "highest", "x first", "peak MB", "8 tokens", "collectives", "all-gathers")
+    head = ("step ms", "lowest", "highest", "relative", "peak MB", "8 tokens MB", "collectives", "all-gathers")
     lines = [f"{sweep:<20}" + "".join(f"{word:>12}" for word in head)]
     for label, row in rows.items():
         numbers = [f"{row[key]:.1f}" for key in ("step_ms", "step_ms_lowest", "step_ms_highest")]
@@ -177,9 +177,11 @@ def main() -> None:
     me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
     me.print(f"GPT {options.preset}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
     me.print(
-        f"Step times: medians of the slowest rank over {options.rounds} rounds. x first: of the ratios in each round."
+        f"step ms      time of a step on the slowest rank, median over {options.rounds} rounds; lowest, highest\n"
+        "relative     time relative to the first row, median over rounds\n"
+        "peak MB      the most that was alive at once in a step, in 10^6 bytes\n"
+        "8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing\n"
     )
-    me.print("8 tokens: the peak of a step on 8 tokens, with hardly any activations. MB are 10^6 bytes.\n")
     sweeps = {}
     for sweep in SWEEPS:
         if options.only in sweep:

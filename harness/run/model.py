@@ -10,13 +10,33 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of a GPT: `layers` blocks of width `width` over `vocab` tokens, at most `seq` positions."""
+    """Shape of a GPT: `layers` blocks of width `width` over `vocab` tokens, at most `seq` positions.
+
+    The rest is what published models have and this one by default has not. `kv_heads` (default: `heads`): heads of keys
+    and values, each shared by heads / kv_heads heads of queries (grouped attention). `ffn` (default: 4 width): width
+    inside the MLP. `gated`: the MLP is down(silu(gate(x)) * up(x)), as in Llama. `tied=False`: the head has a weight of
+    its own. `bias=False`: linear layers and norms have none. Raises ValueError for heads that do not divide.
+    """
 
     layers: int
     width: int
     heads: int
     vocab: int = 256
     seq: int = 128
+    kv_heads: int | None = None
+    ffn: int | None = None
+    gated: bool = False
+    tied: bool = True
+    bias: bool = True
+
+    def __post_init__(self):
+        if self.width % self.heads:
+            raise ValueError(f"the width must be a multiple of the heads, got width {self.width}, heads {self.heads}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"the heads must be a multiple of the heads of keys and values, "
+                f"got heads {self.heads}, kv-heads {self.kv_heads}"
+            )
 
 
 # `tiny` is for two CPU cores. `7b` (34 blocks of width 4096, 6.986e9 parameters) and `70b` (86 blocks of width 8192,
@@ -38,25 +58,37 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.heads = config.heads
-        self.norm1 = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
-        self.norm2 = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
+        width, bias = config.width, config.bias
+        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        inner = config.ffn or 4 * width
+        self.norm1 = nn.LayerNorm(width, bias=bias)
+        self.qkv = nn.Linear(width, width + 2 * self.kv_heads * (width // self.heads), bias)
+        self.proj = nn.Linear(width, width, bias)
+        self.norm2 = nn.LayerNorm(width, bias=bias)
+        self.up = nn.Linear(width, inner, bias)
+        self.gate = nn.Linear(width, inner, bias) if config.gated else None
+        self.down = nn.Linear(inner, width, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, seq, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        query, key, value = self._query_key_value(self.qkv(self.norm1(x)), width // self.heads)
+        grouped = self.kv_heads != self.heads
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, seq, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        normed = self.norm2(x)
+        inner = F.gelu(self.up(normed)) if self.gate is None else F.silu(self.gate(normed)) * self.up(normed)
+        return x + self.down(inner)
+
+    def _query_key_value(self, qkv: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+        """(batch, seq, (heads + 2 kv_heads) size) -> three of (batch, heads or kv_heads, seq, size)."""
+        if self.kv_heads == self.heads:
+            return qkv.view(*qkv.shape[:2], 3, self.heads, size).permute(2, 0, 3, 1, 4).unbind()
+        heads = qkv.view(*qkv.shape[:2], -1, size).transpose(1, 2)
+        return heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
 
 
 class GPT(nn.Module):
-    """Tokens (batch, seq) int64 -> logits (batch, seq, vocab). Embedding and head share one weight.
+    """Tokens (batch, seq) int64 -> logits (batch, seq, vocab). Embedding and head share one weight, if `tied`.
 
     The weights follow from `seed` alone, see `initialize`; on the meta device there are none.
     """
@@ -67,9 +99,10 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.seq, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
-        self.head.weight = self.tokens.weight
+        if config.tied:
+            self.head.weight = self.tokens.weight
         for name, param in self.named_parameters():
             if not param.is_meta:
                 initialize(name, param.data, seed)
@@ -112,5 +145,6 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 def preset(name: str) -> GPTConfig:
     """The named shape. Raises ValueError naming the presets there are."""
     if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
+        meant = f" (is {name.strip().lower()!r} meant?)" * (name.strip().lower() in PRESETS)
+        raise ValueError(f"no preset {name!r}{meant}; there are: {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -182,6 +183,9 @@ def run(main) -> None:
         record(_reporting)(main)  # `record` lets torchrun name the first failure in its summary
     except SystemExit as leaving:
         status = leaving.code or 0
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        status = 128 + signal.SIGINT
     except Exception:
         status = 1
     sys.stdout.flush()

@@ -8,8 +8,11 @@ from torch.utils.checkpoint import checkpoint
 from harness.run.model import GPT
 
 
-def checkpoint_blocks(model: GPT, casts: bool) -> None:
-    """Keep of each block only its input, and run it again in backward. `casts`: weights are cast before the forward."""
+def checkpoint_blocks(model: GPT, casts: bool, **options) -> None:
+    """Keep of each block only its input, and run it again in backward. `casts`: weights are cast before the forward.
+
+    `options` go to torch's `checkpoint`; a `context_fn` keeps more than the input.
+    """
 
     def again(block, plain, x):
         # `MixedModule` lends the model its cast weights for the forward alone: the second run needs the same.
@@ -22,7 +25,7 @@ def checkpoint_blocks(model: GPT, casts: bool) -> None:
             finally:
                 block.forward = patched
 
-        return checkpoint(run if casts else plain, x, use_reentrant=False)
+        return checkpoint(run if casts else plain, x, use_reentrant=False, **options)
 
     for block in model.blocks:
         block.forward = partial(again, block, block.forward)

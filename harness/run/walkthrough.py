@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from harness.measure import step_report, step_time
-from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.out_of_memory import explained
 from harness.measure.parts import PartsLedger
 from harness.measure.timeline import Timeline, chrome_trace, save_trace
@@ -23,6 +22,7 @@ from harness.run import micro_batches, process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, PRESETS, next_token_loss, preset
 from harness.run.recompute import checkpoint_blocks
+from harness.run.story import BucketStory, UnitStory, held
 
 STEPS = ("0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters")
 WATCHED_STEPS = 3  # after the told one, for the line that says where the time goes
@@ -93,21 +93,22 @@ def _walk(engine_cls, doc: str) -> None:
         limit = f" of at most {options.bucket_mb:g} MiB" if hasattr(options, "bucket_mb") else ""
         me.print(f"\nStep {STEPS[0]}: {_partition(engine, limit)}")
         me.print(_owners(engine, me.world_size, everything=options.map))
-        me.print(f"holds {_held(engine)} (AdamW makes its state in its first step)\n")
+        # ZeRO-1's gradients have memory before the first backward.
+        buffers = "; the gradients' buffers are made with the engine" * hasattr(engine.trained[0], "flat_gradient")
+        me.print(f"holds {held(engine)} (AdamW makes its state in its first step{buffers})\n")
         for step in range(options.steps - 1):
             memory.begin(engine)
             with explained(f"training step {step + 1}", engine, memory):
                 loss = micro_batches.training_step(engine, *ready[step], next_token_loss, options.accumulate)
             me.print(f"training step {step + 1}: loss {loss.item():.4f} on this rank's batch")
         me.print(f"training step {options.steps}, event by event.\n")
-        me.print("\n".join(_how_to_read(engine)) + "\n")
-        story = _Story(engine, memory)
+        story = (UnitStory if hasattr(engine, "units") else BucketStory)(engine, memory)
         memory.begin(engine)
         with TrafficLedger(story.event) as traffic, explained(f"training step {options.steps}", engine, memory):
             loss = micro_batches.training_step(engine, *ready[-1], next_token_loss, options.accumulate)
-        story.flush()
-    me.print("\n".join(story.lines))
-    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {_held(engine)}")
+        story.close()
+    me.print("\n".join([*story.how_to_read(), "", *story.lines]))
+    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held(engine)}")
     me.print(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     factor = (me.world_size - 1) / me.world_size
     elements, megabytes = traffic.sent_elements, traffic.sent_bytes / 1e6
@@ -177,66 +178,3 @@ def _owners(engine, world_size: int, everything: bool) -> str:
     if not everything and len(lines) > 8:
         lines = lines[:6] + [f"  ... {len(lines) - 6} more (--map prints all)"]
     return "\n".join(lines)
-
-
-def _how_to_read(engine) -> list[str]:
-    """The words and columns of the story, before it is told."""
-    lines = [
-        "buffer  the whole tensor of a collective: the ranks sum it, or put it together from their shards",
-        "sent    what this rank sends for it: (N-1)/N of the buffer, in an all-reduce twice as much",
-        "live    all bytes alive on this rank when the event begins, activations included",
-        "holds   parameters, gradients and optimizer state that this rank keeps when the step ends",
-    ]
-    if hasattr(engine, "units"):
-        lines += [
-            "        (the root is gathered once: it stays from forward to the end of backward, and is held meanwhile)",
-            "5 gather parameters: all-gather      step 5 inside step 1 or 2: a unit, or the root, is gathered",
-            "3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a unit are final",
-        ]
-    elif hasattr(engine.trained[0], "flat_gradient"):  # ZeRO-1's
-        lines += ["        (the gradients' buffers stay from step to step, whatever is in them)"]
-    else:
-        lines += [
-            "        (a bucket that is still on its way when backward ends is held when step 3 ends)",
-            "3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final",
-        ]
-    return [*lines, "x 2     two equal events in a row; live is that of the second"]
-
-
-def _held(engine) -> str:
-    return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
-
-
-class _Story:
-    """Turns the ledgers' events into lines; equal neighbours become one line with a count. See `_how_to_read`."""
-
-    def __init__(self, engine, memory: MemoryLedger):
-        self.engine, self.memory = engine, memory
-        self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
-        self._last, self._count = None, 0
-
-    def event(self, what: str, depth: int, collective) -> None:
-        if what.startswith("enter step") and depth == 1:
-            self._line(f"Step {what.removeprefix('enter step ')}")
-        elif what.startswith("leave step") and depth == 1:
-            self._line(f"  holds {_held(self.engine)}")
-        elif collective is not None:
-            inside = f"{collective.step.removeprefix('step ')}: " if depth > 1 else ""
-            whole, sent = collective.whole_bytes / 1e6, collective.sent_bytes / 1e6
-            self._line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
-
-    def _line(self, text: str) -> None:
-        live = self.memory.live
-        if text == self._last:
-            self._count += 1
-            self._live = live
-            return
-        self.flush()
-        self._last, self._count, self._live = text, 1, live
-
-    def flush(self) -> None:
-        if self._last is not None:
-            times = f"  x {self._count}" if self._count > 1 else ""
-            live = "" if self._last.startswith("  holds") else f"{self._live / 1e6:>9.2f}"
-            self.lines.append(f"{self._last:<63}{live}{times}")
-        self._last, self._count = None, 0

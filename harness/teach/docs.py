@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,12 @@ REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6
 REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
 SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 MEMORY = "memory-7b-8ranks.json"
+HYBRID = "memory-7b-32ranks-4replicas.json"
+OFFLOAD = "memory-7b-8ranks-offload.json"
+HOST_UPDATE = "host-update-cpu.json"
 SWEEPS = "sweeps-cpu-2ranks.json"
+PLAN_VALIDATION = "plan-validation.json"
+PLAN_HERE = "plan-here.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
 ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
 
@@ -173,6 +179,38 @@ def memory_state() -> str:
     return table(["engine", "peak without them, GB", "by formula, GB", "sent, in Ψ (N-1)/N"], rows)
 
 
+def hybrid() -> str:
+    """What is sent along each dimension of the grid, and held."""
+    rows = []
+    for name, row in result(HYBRID)["engines"].items():
+        sent = row["sent_elements_by_dimension"]
+        numbers = [giga(sent[where]) if where in sent else "" for where in ("row", "across replicas", "all ranks")]
+        label = f"`{name}`" + (" (stand-in)" if row.get("stand_in") else "")
+        rows.append([label, *numbers, giga(sum(row["held_bytes"].values())), giga(row["peak_bytes"])])
+    where = ["sent in the row", "sent across replicas", "sent among all ranks"]
+    return table(["engine", *where, "held, GB", "peak, GB"], rows)
+
+
+def offload() -> str:
+    """Device and host apart, beside the same run without offload."""
+    without, rows = result(MEMORY)["engines"], []
+    for name, row in result(OFFLOAD)["engines"].items():
+        held, host = sum(row["held_bytes"].values()), row["host"]
+        numbers = [without[name]["peak_bytes"], row["peak_bytes"], held, host["peak_bytes"]]
+        rows.append([f"`{name}`", *map(giga, numbers), f"{fits_on(row['peak_bytes'])[0]} GB"])
+    columns = ["engine", "peak without, GB", "device, peak, GB", "device, held, GB", "host, GB", "smallest GPU"]
+    return table(columns, rows)
+
+
+def host_update() -> str:
+    """AdamW's ways on the host."""
+    found = result(HOST_UPDATE)
+    quicker = found["times_quicker"]
+    rows = [[name, f"{value:.2f}", f"{quicker[name]:.1f}"] for name, value in found["nanoseconds"].items()]
+    on = f"{found['elements']:,} float32 elements, {found['threads']} thread, {found['hardware']}"
+    return f"{table(['AdamW', 'ns per element', 'times as quick as the default'], rows)}\n\n{on}."
+
+
 # Sweeps.
 
 
@@ -187,6 +225,62 @@ def sweep(words: str) -> str:
     ]
     columns = [words, "collectives", "step ms", "lowest", "highest", "x the first", "peak MB", "on 8 tokens"]
     return table(columns, rows)
+
+
+# The planner.
+
+
+def plan_validation() -> str:
+    """Published and predicted, a row per published measurement."""
+    rows = []
+    for row in result(PLAN_VALIDATION)["rows"]:
+        batch = f"{row['micro_batch']} x {row['accumulate']}"
+        cells = [f"{row['gpus']} {row['gpu']}", f"`{row['engine']}`", batch, f"{row['published_tokens_per_s']:,.0f}"]
+        off = f"{row['error']:+.1%}" + " *" * row["fitted"]
+        cells += [f"{row['predicted_tokens_per_s']:,.0f}", off]
+        memory = ""
+        if row["published_peak_bytes"]:
+            published, predicted = (row[f"{whose}_peak_bytes"] / 1e9 for whose in ("published", "predicted"))
+            memory = f"{published:.1f} / {predicted:.1f} ({row['memory_error']:+.1%})"
+        rows.append([row["model"], *cells, memory])
+    columns = ["model", "GPUs", "engine", "batch", "published", "predicted", "error", "GB: published / predicted"]
+    return table(columns, rows)
+
+
+def plan_summary() -> str:
+    """The errors and what was fitted, in sentences."""
+    kept = result(PLAN_VALIDATION)
+    found, shares = kept["summary"], kept["efficiency"]
+    fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in shares.items())
+    said = (
+        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted: median error "
+        f"{found['median']:.1%}, largest {found['largest']:.1%}.",
+        f"Memory of {found['memory_rows']} rows: median error {found['memory_median']:.1%}, largest "
+        f"{found['memory_largest']:.1%}, {found['memory_within_10']} within 10%.",
+        "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
+        f"{found['pairs_right']} of {found['pairs']} right.",
+        f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
+        f"Fitted: the share of the peak in products of matrices, {fitted}.",
+    )
+    return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
+
+
+def plan_here() -> str:
+    """This machine: measured steps beside the replay."""
+    kept = result(PLAN_HERE)
+    rows = [
+        [f"`{row['engine']}`", f"{row['measured_ms']:.0f}", f"{row['lowest_ms']:.0f}", f"{row['highest_ms']:.0f}"]
+        + [f"{row['predicted_ms']:.0f}", f"{row['error']:+.0%}"]
+        for row in kept["rows"]
+    ]
+    rates = kept["rates"]
+    said = (
+        f"{kept['hardware']}, torch {kept['torch']}. Measured in the same run: products "
+        f"{rates['flops'] / 1e9:.0f} GFLOP/s, memory\n{rates['memory'] / 1e9:.1f} GB/s, a tiny operation "
+        f"{rates['kernel'] * 1e6:.1f} us, gloo's collectives by size (`results/{PLAN_HERE}`)."
+    )
+    columns = ["engine", "measured step, ms", "lowest", "highest", "replayed, ms", "difference"]
+    return f"{table(columns, rows)}\n\n{said}"
 
 
 # The machines that a report was sent from.
@@ -257,11 +351,17 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "claims": claims,
     "exhibits": exhibits,
     "exhibits-of": exhibits_of,
+    "host-update": host_update,
+    "hybrid": hybrid,
     "launches": launches,
     "machines": machines,
     "memory-peaks": memory_peaks,
     "memory-state": memory_state,
+    "offload": offload,
     "outline": outline,
+    "plan-here": plan_here,
+    "plan-summary": plan_summary,
+    "plan-validation": plan_validation,
     "referee": referee,
     "referee-bf16": referee_bf16,
     "referee-bytes": referee_bytes,

@@ -15,8 +15,11 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.teach.hints import IDEAS
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises"
+HINTS = 1  # of each blank's two, unless another number is asked for
 
 # Names one statement of a body, by its kind and a number or a name:
 #     ("With", 0)               the first `with` (-1: the last one)
@@ -32,9 +35,10 @@ class Blank:
     """A body to write: in the function `where` ("Class.method") the statements from `first` to `last`.
 
     Without `first` from the beginning of the body, without `last` to its end; `inside` names a statement, such as a
-    `with`, whose body is meant in place of the function's. `task` is what the error says, `hint` and `target` what
-    stands above it; {lines} in `target` is the number of lines of code in the reference. `read` says where to look
-    when a check fails. With `source` the body is that of a function in another file, and becomes a method.
+    `with`, whose body is meant in place of the function's. `task` is what the error says. Above it stand as many of its
+    `hints` as were asked for, and `target`, in which {lines} is the number of lines of code in the reference. `read`
+    says where to look when a check fails. With `source` the body is that of a function in another file, and becomes a
+    method.
     """
 
     where: str
@@ -50,6 +54,16 @@ class Blank:
     @property
     def step(self) -> str:
         return self.task.partition(":")[0]
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """First what to think of, then how to go about it."""
+        return tuple(hint for hint in (IDEAS.get(self.task), self.hint) if hint)
+
+    def hints_in(self, text: str) -> int:
+        """How many of them stand in an exercise's text, however its lines are broken."""
+        words = " ".join(line.strip().removeprefix("#").strip() for line in text.split("\n"))
+        return sum(" ".join(hint.split()) in " ".join(words.split()) for hint in self.hints)
 
 
 @dataclass(frozen=True)
@@ -222,6 +236,17 @@ EXERCISES = {
         "reduce-scatter",
         (
             Blank(
+                "make_units",
+                "Step 0: put every parameter into one unit, or into the root",
+                "`modules` are what becomes a unit each; where it is None, default_units(model) chooses them. "
+                "parameters_by_unit(model, modules) gives {module: [(name, parameter), ...]} and the root's list of "
+                "(name, parameter). Make a Unit(name, module, named parameters, *layout) of each module that has "
+                "parameters, in the order of `modules`, named as in model.named_modules(). The root is a Unit, too: "
+                "'root', the model itself, what is left.",
+                "about {lines} lines; every parameter in exactly one unit, and no unit without parameters",
+                "`units` and `root` at the top of zero3.py",
+            ),
+            Blank(
                 "ZeRO3._free",
                 "Step 5: free a unit",
                 "Nothing to do unless unit.gathered. Wait for an all-gather in flight (self._wait), then give back the "
@@ -372,8 +397,10 @@ def statements(tree: ast.Module, blank: Blank) -> list[ast.stmt]:
     return body[first : last + 1]
 
 
-def generate(name: str, open_blanks=None) -> str:
+def generate(name: str, open_blanks=None, hints: int = HINTS) -> str:
     """The text of the exercise: the chapter, with these blanks open (names of functions; default: all).
+
+    Above a blank stands its target, and so many of its hints.
 
     Raises LookupError, with the chapter, the function and the selector, for what is not in the chapter any more.
     """
@@ -391,7 +418,7 @@ def generate(name: str, open_blanks=None) -> str:
     for taken, blank in sorted(places, key=lambda place: -place[0][0].lineno):  # from the end upwards
         if open_blanks is None or blank.where in open_blanks:
             first, last = taken[0].lineno - 1, taken[-1].end_lineno
-            lines[first:last] = _instead(blank, lines[first:last], taken[0].col_offset)
+            lines[first:last] = _instead(blank, lines[first:last], taken[0].col_offset, hints)
     if open_blanks is not None:
         return "\n".join(lines)
     after = tree.body[0].end_lineno  # the chapter's docstring; it is above all blanks
@@ -503,10 +530,11 @@ def _of_the_chapter(chapter: ast.Module, source: str, name: str) -> tuple[str, s
     return textwrap.dedent(b"\n".join(lines[begin - 1 : function.end_lineno]).decode()), imports
 
 
-def _instead(blank: Blank, taken: list[str], indent: int) -> list[str]:
+def _instead(blank: Blank, taken: list[str], indent: int, hints: int) -> list[str]:
     target = blank.target.format(lines=sum(bool(line.strip()) and line.strip()[0] != "#" for line in taken))
-    hint = [f"{blank.step.upper()}. {blank.hint}", f"Target: {target}."]
-    comment = [line for part in hint for line in textwrap.wrap(part, 117 - indent, break_on_hyphens=False)]
+    said = [*blank.hints[:hints], f"Target: {target}."]
+    said[0] = f"{blank.step.upper()}. {said[0]}"
+    comment = [line for part in said for line in textwrap.wrap(part, 117 - indent, break_on_hyphens=False)]
     return [
         *(f"{' ' * indent}# {line}" for line in comment),
         f'{" " * indent}raise NotImplementedError("{blank.task}")',
@@ -534,7 +562,7 @@ def told(name: str, text: str) -> str:
             f"written: exercises/{name}.py, {exercise.source} with {len(blanks)} blank{'s' * (len(blanks) > 1)}:",
             *(f"  line {lines[task]:>3}  {task}" for task in blanks),
             f"In all it {exercise.goal}.",
-            f"Write them in this order, and ask after each: ./launch.sh check {name}",
+            f"Write them in this order, and ask after each: ./launch.sh check {name}; with --hint for a hint",
         ]
     )
 
@@ -553,11 +581,15 @@ def answer(parser: argparse.ArgumentParser):
 def main(argv=None) -> None:
     parser = answer(argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0]))
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
+    parser.add_argument("--hints", default=str(HINTS), metavar="0|1|2",
+                        help=f"hints above each blank; 0: its target alone (default {HINTS})")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="write it anew even if the file was edited")
     options = parser.parse_args(argv)
     if options.name not in EXERCISES:
         parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name))
-    file, text = FOLDER / f"{options.name}.py", generate(options.name)
+    if options.hints not in ("0", "1", "2"):
+        parser.error(f"--hints must be 0, 1 or 2, got {options.hints!r}")
+    file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=int(options.hints))
     shown = file.relative_to(ROOT)
     if file.exists() and edited(file.read_text(errors="replace")) and not options.force:
         parser.error(f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost")

@@ -4,6 +4,7 @@ A verdict is a small file per rank and step, and not a message through torch.dis
 killed, takes no part in a collective any more. `harness/teach/check/report.py` starts the ranks and reads the verdicts.
 """
 
+import ast
 import contextlib
 import faulthandler
 import functools
@@ -12,6 +13,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -27,10 +29,12 @@ from harness.engine.unit_moments import tensors_in
 from harness.run import process_group
 from harness.teach.check.sheet import Sheet, Work
 from harness.teach.check.steps import checks_of
-from harness.teach.exercise import EXERCISES, ROOT
+from harness.teach.exercise import EXERCISES, ROOT, Blank, find, generate
 
 FINDINGS = 3  # that are written down per step
 PATIENCE = 3  # seconds
+# What torch says when an operation meets a storage that was resized to 0.
+FREED = re.compile(r"setStorage|out of bounds for storage of size 0|storage of size 0")
 LOST = ("onnection reset", "onnection closed", "roken pipe")  # what gloo says when another rank has gone
 
 
@@ -49,6 +53,8 @@ class _Watch:
         self.file, self.now, self.last, self._real = file, "", "", {}
         self._note = None if note is None else os.open(note, os.O_CREAT | os.O_WRONLY)
         self.count = 0  # of collectives
+        self.issued: list[str] = []  # of this step, what and where
+        self._log = None if note is None else os.open(f"{note}.issued", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     @contextlib.contextmanager
     def inside(self, what: str):
@@ -61,6 +67,12 @@ class _Watch:
             yield
         finally:
             self.now = before
+
+    def begin(self) -> None:
+        """A step begins: nothing was issued in it yet."""
+        self.issued.clear()
+        if self._log is not None:
+            os.ftruncate(self._log, 0)
 
     def line(self, frame) -> int | None:
         """Line in the student's file of the innermost of `frame` and its callers that is there."""
@@ -80,14 +92,18 @@ class _Watch:
     def __exit__(self, *exception):
         for name, real in self._real.items():
             setattr(dist, name, real)
-        if self._note is not None:
-            os.close(self._note)
+        for file in (self._note, self._log):
+            if file is not None:
+                os.close(file)
 
     def _call(self, name, real, *args, **kwargs):
         line = self.line(sys._getframe(1))
         nbytes = max(sum(tensor.nbytes for tensor in tensors_in([arg])) for arg in [None, *args, *kwargs.values()])
         what = f"{name}{f' of {nbytes:,} bytes' if nbytes else ''}"
         what += f", issued in line {line}" if line else ""
+        self.issued.append(what)
+        if self._log is not None:
+            os.write(self._log, f"{what}\n".encode())
         with self.inside(what):
             result = real(*args, **kwargs)
         if not isinstance(result, dist.Work):
@@ -196,25 +212,51 @@ def load(name: str, file: str) -> types.ModuleType:
     return module
 
 
+def returns_values(tree: ast.Module, where: str) -> bool:
+    """Whether the function of that name gives something back anywhere: a `return` with a value, or a `yield`."""
+    nodes = ast.walk(find(tree, where))
+    return any(isinstance(n, ast.Yield | ast.YieldFrom) or (isinstance(n, ast.Return) and n.value) for n in nodes)
+
+
+def without_return(name: str, blank: Blank, text: str) -> dict | None:
+    """A verdict on a solution (`text` is its file) that gives nothing back where the reference does; else None."""
+    tree = ast.parse(text)
+    source = ast.parse(generate(name, ()))
+    with contextlib.suppress(LookupError):
+        written = find(tree, blank.where)
+        raises = [n for n in ast.walk(written) if isinstance(n, ast.Raise)]
+        if returns_values(source, blank.where) and not returns_values(tree, blank.where) and not raises:
+            end = written.end_lineno
+            found = f"none in lines {written.lineno} to {end}: is a return missing?"
+            finding = {"what": f"what {blank.where} gives back", "expected": "a return with a value", "found": found}
+            return {"status": "failed", "findings": [finding]}
+    return None
+
+
 def examine(name, file: str, folder: str, seconds: float, device="cpu", first: int = 0, exit_on_hang=False) -> None:
     """Try step after step on this rank, from number `first` to one that some rank fails; verdicts go to `folder`."""
     file, rank = os.path.realpath(file), dist.get_rank()
-    sheet = None
+    sheet, empty = None, {}
+    with contextlib.suppress(SyntaxError, ValueError):
+        text = Path(file).read_text()
+        empty = {blank.where: without_return(name, blank, text) for blank in EXERCISES[name].blanks}
     with without_reference(name, file), _Watch(file, Path(folder, f"now.{rank}")) as watch:
         for number, check in list(enumerate(checks_of(name)))[first:]:
             over = threading.Event()
+            watch.begin()
             if exit_on_hang:
                 threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
             try:
                 if sheet is None:
                     sheet = Sheet(name, load(name, file), torch.device(device))
-                verdict = sheet.verdict(check, FINDINGS)
+                found = check.blank and empty.get(check.blank.where)
+                verdict = found or sheet.verdict(check, FINDINGS)
             except BaseException as error:
                 verdict = _verdict(error, watch, sheet)
                 if verdict["status"] == "error" and sheet and sheet.findings:  # of which it may be a consequence
                     verdict = {"status": "failed", "findings": sheet.findings[:FINDINGS]}
             over.set()
-            _write(folder, number, verdict)
+            _write(folder, number, {**verdict, "issued": [*watch.issued]})
             patience = PATIENCE if verdict["status"] == "lost" else 2 * seconds + 10  # who is lost sends no verdict
             if any(other["status"] != "passed" for other in _everyone(folder, number, patience)):
                 return
@@ -235,6 +277,8 @@ def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
     said = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
     if sheet is None:
         return {"status": "error", "line": line, "error": said, "loading": True}
+    if FREED.search(str(seen)):
+        said = "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
     ours = [frame for frame in trace if frame.filename.startswith(str(ROOT))]
     if not line and ours and not isinstance(error, Broken):
         place = f"{os.path.relpath(ours[-1].filename, ROOT)}, line {ours[-1].lineno}"
@@ -259,7 +303,7 @@ def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, nu
     where = f"waits in {watch.now}" if watch.now else "is in no collective"
     # Issued at one line, waited for at another.
     at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
-    _write(folder, number, {"status": "hang", "line": line, "error": where + at})
+    _write(folder, number, {"status": "hang", "line": line, "error": where + at, "issued": [*watch.issued]})
     with contextlib.suppress(TimeoutError):
         _everyone(folder, number, 5)
     os._exit(3)

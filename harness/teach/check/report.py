@@ -6,6 +6,7 @@ and so has something to say when they hang, crash or never start.
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import textwrap
 import time
 from pathlib import Path
 
+from harness.run.ending import killed_by, one_line
 from harness.teach.exercise import EXERCISES, FOLDER, ROOT, answer
 
 SECONDS = 30  # for one step; each takes a second or two
@@ -46,12 +48,37 @@ def merge(verdicts: list[dict]) -> dict:
     for status in ("error", "failed", "open"):
         ranks = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == status]
         if ranks:
+            if status == "error" or gone:
+                others += parting([verdict.get("issued") for verdict in verdicts])
             return {**verdicts[ranks[0]], "rank": ranks[0] if len(ranks) < len(verdicts) else None, "others": others}
     if gone:
         worst = next(status for status in GONE if any(verdict["status"] == status for verdict in verdicts))
         done = [rank for rank in range(len(verdicts)) if rank not in gone]
-        return {"status": worst, "others": others + [f"rank {rank} is through with this step" for rank in done]}
+        others += [f"rank {rank} is through with this step" for rank in done]
+        return {"status": worst, "others": others + parting([verdict.get("issued") for verdict in verdicts])}
     return {"status": "passed"}
+
+
+def parting(issued: list[list[str] | None]) -> list[str]:
+    """Where the ranks' collectives of a step part: a line for each, if all have told theirs and they do part.
+
+    A rank that skips a collective goes on, and hangs or passes later, perhaps in a line that is not the student's.
+    """
+    if any(names is None for names in issued):
+        return []
+    for number, names in enumerate(itertools.zip_longest(*issued), start=1):
+        # A rank that has issued less than others may be waiting: that is no other way than theirs.
+        if len({name.partition(", issued")[0] for name in names if name is not None}) > 1:
+            return [f"The ranks part at collective {number} of this step:"] + [
+                f"rank {rank} issues {name}" for rank, name in enumerate(names) if name is not None
+            ]
+    counts = [len(names) for names in issued]
+    if len(set(counts)) == 1:
+        return []
+    short, most = min(counts), counts.index(max(counts))
+    ranks = [f"rank {rank}" for rank, count in enumerate(counts) if count == short]
+    what = f"{issued[most][short]}, collective {short + 1} of this step"
+    return [f"rank {most} issues {what}; {', '.join(ranks)} does not"]
 
 
 def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
@@ -88,8 +115,18 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
     return [text for line in lines for text in _wrapped(line)]
 
 
+def next_hints(check, text: str, many: int) -> list[str]:
+    """The next `many` hints of the blank that `check` looks at, beyond those that stand in the file's `text`."""
+    if check.blank is None:
+        return [f"hint      all blanks are written; read {check.read}"]
+    shown = check.blank.hints_in(text)
+    hints = check.blank.hints[shown : shown + many]
+    lines = [f"hint      {hint}" for hint in hints] or [f"hint      there is no other; read {check.read}"]
+    return [part for line in lines for part in _wrapped(line)]
+
+
 def _wrapped(line: str) -> list[str]:
-    indent = re.match(r" *(expected  |found     |read      )?", line).end()
+    indent = re.match(r" *(expected  |found     |read      |hint      )?", line).end()
     return textwrap.wrap(line, 118, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -113,13 +150,18 @@ class Report:
             if not all(there) and (died is None or not (died or any(there))):
                 return
             verdicts = [
-                json.loads(file.read_text()) if file.exists() else {"status": "died", "error": died.get(rank, "ended")}
+                json.loads(file.read_text()) if file.exists() else self._died(rank, died.get(rank, "ended"))
                 for rank, file in enumerate(files)
             ]
             verdict = merge(verdicts)
             lines = lines_of(self.checks[len(self.verdicts)], verdict, self.shown, self.source)
             self.verdicts.append(verdict)
             print("\n".join(lines), flush=True)
+
+    def _died(self, rank: int, how: str) -> dict:
+        """The verdict in place of a rank's own that has ended. What it had issued it has written down (`ranks.py`)."""
+        log = Path(self.folder, f"now.{rank}.issued")
+        return {"status": "died", "error": how, **({"issued": log.read_text().splitlines()} if log.exists() else {})}
 
 
 def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict[int, str]:
@@ -143,7 +185,7 @@ def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict
             freed = " (is it a tensor whose memory was freed?)" * ("Segmentation" in what)
             died[rank] = f"died: {what}{at}{freed}{last}"
         elif code < 0 and code != -signal.SIGTERM:
-            died[rank] = f"was killed by {signal.Signals(-code).name}{last}"
+            died[rank] = f"was {killed_by(-code)}{last}"
         elif code > 0:
             died[rank] = f"ended with exit status {code}{last}"
         else:
@@ -214,6 +256,8 @@ def main(argv=None) -> None:
     parser = answer(argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0]))
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
     parser.add_argument("ranks", nargs="?", help="number of ranks, 2 or more (default: one per GPU, else 2)")
+    parser.add_argument("--hint", action="count", default=0,
+                        help="the next hint for the step that is not passed; twice: the next two")  # fmt: skip
     parser.add_argument("--file", help="another file than exercises/NAME.py")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for one step (default {SECONDS})")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
@@ -256,10 +300,13 @@ def main(argv=None) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(f"{shown} on {ranks} ranks, {'CPU' if device == 'cpu' else 'GPU'}: {why}")
-    right, report = run(name, ranks, options.seconds, options.backend, options.device, file)
+    with one_line():
+        right, report = run(name, ranks, options.seconds, options.backend, options.device, file)
     checks = report.checks
     done = sum(verdict["status"] == "passed" for verdict in report.verdicts)
     print(f"\n{done} of {len(checks)} passed" + (f": {shown} is right. It {EXERCISES[name].goal}." if right else "."))
+    if options.hint and not right and report.verdicts:
+        print("\n".join(next_hints(checks[len(report.verdicts) - 1], file.read_text(), options.hint)))
     lines = {task: line for line, task in blanks}
     for check in checks[len(report.verdicts) :]:
         blank = f", not written yet: see line {lines[check.title]}" if check.title in lines else ""

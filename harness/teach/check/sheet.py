@@ -170,20 +170,30 @@ class Sheet:
             finding = {"what": what + self.at, "expected": str(expected), "found": str(found)}
             self.findings.append({**finding, "picture": list(picture)})
 
-    def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT) -> None:
-        """`found` is `expected`, as far as float64 tells."""
+    def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT, backwards: int = 1) -> None:
+        """`found` is `expected`, as far as float64 tells; `backwards` have added up in it."""
         if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            shape = "NoneType: is a return missing?" if found is None else shape
             return self.expect(False, what, f"a tensor of shape {tuple(expected.shape)}", shape)
         wrong = ~torch.isclose(found.detach().to(expected), expected, **tolerance)
         if wrong.any():
             first = wrong.flatten().nonzero()[0].item()
             place = f" at element {first}; {int(wrong.sum())} of {wrong.numel()} differ" * bool(expected.dim())
             values = expected.flatten()[first].item(), found.detach().flatten()[first].item()
-            ratio = values[1] / values[0] if values[0] else 0
-            summed = abs(ratio - len(self.ranks)) < 1e-6
-            times = f", {len(self.ranks)} times as much: summed, not averaged?" * summed
+            times = self._ratio(values[1] / values[0] if values[0] else 0, backwards)
             self.expect(False, what, f"{values[0]:.9g}", f"{values[1]:.9g}{times}{place}")
+
+    def _ratio(self, ratio: float, backwards: int) -> str:
+        """What a value that is so many times the right one may come from."""
+        for known, said in (
+            (len(self.ranks), f"{len(self.ranks)} times as much: summed, not averaged?"),
+            (1 / backwards, "half as much: has the second backward overwritten the first, and not added to it?"),
+            (1 / len(self.ranks), f"1/{len(self.ranks)} of it: divided by N twice?"),
+        ):
+            if known != 1 and abs(ratio - known) < 1e-6:
+                return f", {said}"
+        return ""
 
     def at_most(self, what: str, nbytes: int, allowed: float, means: str) -> None:
         self.expect(nbytes <= allowed, what, f"at most {allowed:,.0f} bytes ({means})", f"{nbytes:,} bytes")
@@ -280,7 +290,7 @@ class Sheet:
         for name, piece, part in self.pieces(engine):
             what = f"the gradient of this rank's piece of {name}"
             if name in gradients and piece.grad is not None:
-                self.same(what, piece.grad, gradients[name].flatten()[part] * times, tolerance)
+                self.same(what, piece.grad, gradients[name].flatten()[part] * times, tolerance, int(times))
             else:
                 self.expect(name not in gradients and piece.grad is None, what,
                             f"{piece.numel()} elements" if name in gradients else None, piece.grad)  # fmt: skip

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine import guard
 from harness.engine.unit_moments import tensors_in
+from harness.engine.units import default_units, parameters_by_unit
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import KINDS
 from harness.run.small_models import seeded
@@ -92,7 +93,10 @@ def cut(sheet: Sheet) -> None:
         found = [[] for _ in named] if rank == 0 else found
         flat = torch.arange(bucket.numel)
         shard = flat[bucket.start : bucket.start + bucket.shard_numel]
-        for index, part in bucket.cut(shard):
+        parts = bucket.cut(shard)
+        if parts is None:
+            return sheet.expect(False, "what Bucket.cut returns", "pairs (index, part)", "None: is a return missing?")
+        for index, part in parts:
             what = f"the part of p{index} on rank {rank} at {at}"
             view = part.untyped_storage()._cdata == flat.untyped_storage()._cdata
             sheet.expect(view, what, "a view of the shard", "a copy")
@@ -110,11 +114,26 @@ def cut(sheet: Sheet) -> None:
 # ZeRO-1.
 
 
+def _keeping_in_flight(sheet: Sheet):
+    """The student's class, whose `gradients_final` must return before what it has sent is received."""
+
+    def gradients_final(self, part) -> None:
+        first = len(Work.issued)
+        sheet.engine_cls.gradients_final(self, part)
+        sent = [work for work in Work.issued[first:] if work.what.startswith("reduce_scatter")]
+        late = not sent or not sent[-1].waited
+        sheet.expect(late, "the last reduce-scatter when gradients_final returns",
+                     "in flight: the next _send receives it, and backward goes on", "received already")  # fmt: skip
+
+    return sheet.probe(gradients_final=gradients_final)
+
+
 def gradients(sheet: Sheet, kind: str, times: float, before: tuple[str, ...] = ()) -> None:
     """Backward and step 3 leave the right gradients on the pieces, however many backwards there were."""
     twice, unsent = ", after two backwards", ", after a backward under no_sync() and another"
     for options in sheet.setups((twice, {}), (unsent, {}), (", with find_unused=True", {"find_unused": True})):
-        engine = sheet.build(sheet.odd(), **({} if sheet.name == "zero3" else SMALL), **options)
+        cls = _keeping_in_flight(sheet) if sheet.name in ("zero2", "zero3") else None
+        engine = sheet.build(sheet.odd(), cls, **({} if sheet.name == "zero3" else SMALL), **options)
         with Traffic(sheet.group) as traffic, sheet.received("backward and step 3"):
             if sheet.at == unsent:
                 with engine.no_sync():
@@ -165,13 +184,19 @@ def zero1_update(sheet: Sheet) -> None:
         gathered.append((list(buckets), group))
         order.append("gather")
 
-    engine = sheet.build(sheet.odd(), **SMALL)
+    def reduce(self) -> None:
+        order.append("reduce")
+        sheet.engine_cls._reduce_gradients(self)
+
+    engine = sheet.build(sheet.odd(), sheet.probe(_reduce_gradients=reduce), **SMALL)
     engine.optimizer.register_step_post_hook(lambda *_: order.append("update"))
     sheet.backward(engine)
     with mock.patch.object(sheet.student, "gather_parameters", gather):
         engine.step()
-    sheet.expect(order == ["update", "gather"], "the order of steps 4 and 5", "update, then gather",
-                 ", then ".join(order) or "neither")  # fmt: skip
+    early = order.index("update") < order.index("reduce") if {"update", "reduce"} <= {*order} else False
+    sheet.expect(order == ["reduce", "update", "gather"], "the order of steps 3, 4 and 5",
+                 "reduce, then update, then gather",
+                 (", then ".join(order) or "none of them") + ": updated before reduced" * early)  # fmt: skip
     plain, _ = sheet.oracle(1)
     values = dict(plain.named_parameters())
     for name, piece, part in sheet.pieces(engine):
@@ -234,6 +259,14 @@ def _own_gradients(sheet: Sheet, options):
     return engine, {param: param.grad.clone() for bucket in engine.trained for param in bucket.params}
 
 
+def _still_in_flight(sheet: Sheet, what: str, collectives: int, first: int = 0) -> None:
+    """Of the works issued since number `first`, one per collective, the last was not waited for yet."""
+    works = Work.issued[first:]
+    found = "waited for already" if works and works[-1].waited else "over already: is it started with async_op=True?"
+    late = collectives == 0 or (len(works) >= collectives and not works[-1].waited)
+    sheet.expect(late, what, "in flight: it travels while the rank computes, and is waited for later", found)
+
+
 def zero2_send(sheet: Sheet) -> None:
     for options in sheet.setups():
         engine, own = _own_gradients(sheet, options)
@@ -247,8 +280,10 @@ def zero2_send(sheet: Sheet) -> None:
                 if number % 2:  # as no_sync leaves it
                     bucket.kept[number] = own[param].to(bucket.reduce_dtype)
                     view.add_(bucket.kept[number])
+            Work.issued.clear()
             with Traffic(sheet.group) as traffic:
                 reduction = sheet.student.Reduction(bucket, sheet.group)
+            _still_in_flight(sheet, "the reduce-scatter when Reduction() returns", len(traffic.collectives))
             sheet.traffic(traffic, ["reduce-scatter"], 1, right.nbytes, f"for a bucket of {right.nbytes} bytes")
             sent = torch.cat(traffic.reduced) if traffic.reduced else right[:0]
             sheet.expect(sent.dtype == right.dtype, "the dtype of what is sent", right.dtype, sent.dtype)
@@ -295,7 +330,10 @@ def zero2_in_flight(sheet: Sheet) -> None:
         engine, _ = _own_gradients(sheet, options)
         with Traffic(sheet.group) as traffic, sheet.received("self._send and self._receive"):
             for bucket in engine.trained:
+                sent = len(Work.issued), len(traffic.collectives)
                 engine._send(bucket)
+                new = len(traffic.collectives) - sent[1]
+                _still_in_flight(sheet, "the reduce-scatter of a bucket when _send returns", new, sent[0])
             engine._receive()
         sheet.right_gradients(engine)
         sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained]
@@ -355,6 +393,14 @@ def _worst_moment(sheet: Sheet, allowed: int, means: str, cls=None, **options) -
     sheet.at_most("bytes of gradients alive after step 3", after, share + 64, "4Ψ/N")
 
 
+def _of_all_ranks(sheet: Sheet, number) -> list[float]:
+    """Every rank's `number`, a tensor of one element; NaN for what is none. A collective of all ranks."""
+    own = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else float("nan")
+    everyone = torch.empty(sheet.world_size, dtype=torch.float64, device=sheet.device)
+    dist.all_gather_single(everyone, torch.tensor([own], dtype=torch.float64, device=sheet.device))
+    return everyone.tolist()
+
+
 def clip(sheet: Sheet) -> None:
     for options in sheet.setups():
         for max_norm, norm_type in ((0.05, 2.0), (1e3, 2.0), (0.05, float("inf")), (0.05, 1.0)):
@@ -374,6 +420,11 @@ def clip(sheet: Sheet) -> None:
             expected = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
             at = f"with max_norm {max_norm:g}, norm_type {norm_type:g}"
             norm = torch.tensor(norm) if isinstance(norm, float) else norm
+            norms = _of_all_ranks(sheet, norm)
+            if len(sheet.ranks) > 1 and len({f"{each:.9g}" for each in norms}) > 1:
+                said = ", ".join(f"{each:.6g} on rank {rank}" for rank, each in enumerate(norms))
+                sheet.expect(False, f"the norm that is returned {at}", f"{expected.item():.6g} on every rank",
+                             f"the ranks' norms differ: {said}. Is it the norm of each rank's own shards?")  # fmt: skip
             sheet.same(f"the norm that is returned {at}", norm, expected, ROUNDED if options is MIXED else EXACT)
             sheet.right_gradients(engine, right)
             allowed = 64 * sheet.world_size
@@ -409,31 +460,78 @@ class _Pending:
         self.nbytes = self.buffer.untyped_storage().nbytes()
 
 
+def zero3_units(sheet: Sheet) -> None:
+    shared = nn.Linear(4, 4)
+    models = {
+        "a model with blocks, and weights outside of them": sheet.start(),
+        "a model whose blocks share a weight": nn.Sequential(shared, nn.ReLU(), nn.Sequential(shared, nn.Linear(4, 2))),
+    }
+    for (said, model), given in itertools.product(models.items(), (False, True)):
+        modules = [*reversed([module for module in model.modules() if not list(module.children())])] if given else None
+        held, rest = parameters_by_unit(model, default_units(model) if modules is None else modules)
+        names = {module: name for name, module in model.named_modules()}
+        expected = {names[module]: [name for name, _ in params] for module, params in held.items() if params}
+        at = f"of {said}{', with the modules given' * given}"
+        found = sheet.student.make_units(model, modules, 0, 2, (None, None))
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list)):
+            said = "None: is a return missing?" if found is None else type(found).__name__
+            return sheet.expect(False, f"what make_units returns {at}", "(list of units, root)", said)
+        units, root = found
+        inside = {unit.name: [name for bucket in unit.buckets for name in bucket.names] for unit in units}
+        sheet.expect(list(inside) == list(expected), f"names of the units {at}", list(expected), list(inside))
+        sheet.expect({name: sorted(params) for name, params in inside.items()}
+                     == {name: sorted(params) for name, params in expected.items()},
+                     f"parameters by unit {at}", expected, inside)  # fmt: skip
+        rest, others = [name for name, _ in rest], [name for bucket in root.buckets for name in bucket.names]
+        sheet.expect(sorted(others) == sorted(rest), f"parameters of the root {at}", rest, others)
+        sheet.expect(root.module is model, f"the root's module {at}", "the model itself", type(root.module).__name__)
+
+
+def _freed(self, unit) -> None:
+    """`_free`, for the construction of an engine whose own is looked at."""
+    if unit.gathered:
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(0)
+        guard.close(unit.params)
+        unit.gathered = False
+
+
 def zero3_free(sheet: Sheet) -> None:
     inputs, _ = sheet.batch(0, vectors)
+
+    def free(self, unit) -> None:
+        (sheet.engine_cls._free if self.tried else _freed)(self, unit)
+
+    cls = sheet.probe(_free=free, tried=False)
     with MemoryLedger() as memory:
         model = seeded(Stack, 0, torch.float32, sheet.device)
         model.layers[0].bias.requires_grad_(False)  # so that the unit has two buckets
-        engine = sheet.build(model, group=sheet.groups.silent)
-        unit, before = engine.units[0], memory.live
+        engine = sheet.build(model, cls, group=sheet.groups.silent)
+        engine.tried, unit, before = True, engine.units[0], memory.live
         for bucket in unit.buckets:
             bucket.flat.untyped_storage().resize_(bucket.numel * 4)
             bucket.flat.zero_()
         unit.gathered = True
         guard.open(unit.params)
-        views = [view for bucket in unit.buckets for view in bucket.views(bucket.flat)]
-        if any(
-            param.shape != view.shape or param.data_ptr() != view.data_ptr() for param, view in zip(unit.params, views)
-        ):
-            return sheet.expect(False, "the weights of a unit that was freed", "still views of bucket.flat",
-                                "tensors of their own: was param.data set?")  # fmt: skip
+        flats = [bucket.flat for bucket in unit.buckets]
         saved = F.linear(inputs, model.layers[0].weight, model.layers[0].bias)  # autograd keeps a view of the weight
         unit.works = pending = [_Pending(bucket.flat) for bucket in unit.buckets]
         pending = list(pending)
         engine._free(unit)
-        left = sum(bucket.flat.untyped_storage().nbytes() for bucket in unit.buckets)
+        kept = [bucket.flat is flat for bucket, flat in zip(unit.buckets, flats)]
+        left = sum(flat.untyped_storage().nbytes() for flat in flats)
         left = max(left, memory.live - before - saved.untyped_storage().nbytes())
         engine._free(unit)  # already freed: nothing to do
+    places = {flat.untyped_storage()._cdata for flat in flats}
+    shapes = [tuple(shape) for bucket in unit.buckets for shape in bucket.shapes]
+    with torch._C.DisableTorchFunctionSubclass():  # they may be guarded
+        here = [(param.untyped_storage()._cdata in places, tuple(param.shape)) for param in unit.params]
+    same = here == [(True, shape) for shape in shapes]
+    sheet.expect(all(kept), "bucket.flat after freeing a unit", "the tensor that it was, on a storage of 0 bytes: the "
+                 "weights and what autograd has saved are views of it", "None" if None in [bucket.flat for bucket in
+                 unit.buckets] else "another tensor")  # fmt: skip
+    sheet.expect(same, "the weights of a unit that was freed", "still views of bucket.flat",
+                 "tensors of their own: was param.data set?")  # fmt: skip
     sheet.at_most("bytes of gathered parameters alive after freeing a unit of a trained and a frozen bucket", left, 0,
                   "autograd holds a view of the weight, and must hold no memory with it")  # fmt: skip
     sheet.expect(unit.gathered is False, "unit.gathered after freeing", False, unit.gathered)
@@ -451,11 +549,14 @@ def zero3_gather(sheet: Sheet) -> None:
         engine = sheet.build(sheet.odd(), **options)
         right = dict(sheet.start().named_parameters())
         for unit in engine.units:
+            Work.issued.clear()
             with Traffic(sheet.group) as traffic, sheet.received("gathering a unit"):
                 engine._gather(unit)
                 sheet.expect(unit.gathered is True, "unit.gathered after _gather", True, unit.gathered)
                 sheet.expect(len(unit.works) == len(unit.buckets), "works in unit.works after _gather",
                              f"{len(unit.buckets)}: one per bucket, not waited for yet", len(unit.works))  # fmt: skip
+                if unit.buckets and not sheet.findings:
+                    _still_in_flight(sheet, "the all-gather of a unit when _gather returns", len(unit.buckets))
                 engine._gather(unit)  # gathered already: nothing to do
                 engine._wait(unit)
             found = [(c.kind, c.whole_bytes) for c in traffic.collectives]
@@ -725,6 +826,7 @@ def checks_of(name: str) -> list[Check]:
         "zero1_2psi": [partial(zero1_gradients, kind="reduce-scatter", times=1)],
         "zero2": [zero2_send, zero2_receive, zero2_in_flight, zero2_turns, clip],
         "zero3": [
+            zero3_units,
             zero3_free,
             zero3_gather,
             zero3_before_forward,

@@ -406,6 +406,21 @@ def known_by_outputs(engine):
     return Mutant
 
 
+def decided_alone(engine):
+    class Scaler(gradients.GradScaler):
+        def unscale_(self, engine):
+            engine._reduce_gradients()
+            torch.amp.GradScaler.unscale_(self, engine.optimizer)  # looks at this rank's pieces, and asks nobody
+            found = self._found_inf_per_device(engine.optimizer)
+            device = engine.trained[0].flat.device
+            found.setdefault(device, torch.zeros((), device=device))  # on a rank that owns only padding
+
+    class Mutant(engine):
+        scaler = Scaler  # what the loop makes its scaler of
+
+    return Mutant
+
+
 def under_one_name(engine):
     class Mutant(engine):
         def shards(self):
@@ -718,8 +733,8 @@ _IN_ORDER = (
         stage="zero3",
         title="The more overlap the better",
         mutate=all_at_once,
-        differs={"peak in forward"},
-        symptom="Losses, traffic and collectives are right; at the peak in forward all units are gathered.",
+        differs={"peak in forward", "units gathered at once in forward"},
+        symptom="Losses, traffic and collectives are right; in forward all units are gathered at once.",
         diagnosis="Forward begins with the all-gathers of all units. They hide well behind the computation, but then "
         "all units are gathered at once, which ZeRO-3 is there to avoid.",
         read="zero3.py, step 1, ZeRO3.before_forward: upcoming",
@@ -751,7 +766,7 @@ _IN_ORDER = (
         stage="zero3",
         title="A bargain",
         mutate=kept_after_forward,
-        differs={"sent", "all-gathers", "peak in forward", "peak in backward"},
+        differs={"sent", "all-gathers", "peak in forward", "peak in backward", "units gathered at once in forward"},
         symptom="Losses are right and a third less is sent; the peak in forward is higher: all units are gathered.",
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then has nothing to gather, and all units stay gathered in between.",
@@ -828,6 +843,37 @@ _IN_ORDER = (
         read="harness/engine/checkpoint.py, after all was read, _install: optimizer.state",
         caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
         training={"resume_at": 2},
+    ),
+    dict(
+        stage="zero3",
+        title="It was a view",
+        mutate=known_by_outputs,
+        differs={"error"},
+        symptom="The first forward passes, and backward stops with a message about a storage of size 0. Without the "
+        "line `x += 0.01` between the blocks all is right.",
+        diagnosis="Backward is known by hooks on the tensors that a unit returns. A linear layer on three dimensions "
+        "returns a view. When somebody writes to a view in place, autograd gives it another history, and drops the "
+        "hooks that were on it, without a word. So nobody hears that backward has come to the unit, and its weights "
+        "are read while it is freed. Backward asks for the weights that it saved, whatever became of an output.",
+        read="harness/engine/unit_moments.py, UnitMoments: _watch_saving",
+        caught_by=("tests/test_paths.py::test_backward_reaches_the_weights",),
+        options={"prefetch": 0},
+        training={"in_place": True},
+    ),
+    dict(
+        stage="zero3",
+        title="Infinity on one rank",
+        mutate=decided_alone,
+        differs={"losses", "scales", "all-reduces"},
+        symptom="All is right until a gradient is inf. From then on the ranks' loss scales differ, and the losses are "
+        "off. There is one small all-reduce less; nothing complains.",
+        diagnosis="After step 3 each rank has its own shard of the gradients, so an inf lies in one rank's shard. "
+        "torch's loss scaler looks at this rank's, and asks nobody. The rank that sees the inf skips its update and "
+        "halves its scale; the others update their shards. From then on a rank's loss is multiplied by another number "
+        "than the others' before the gradients are summed. All ranks must hear what one has found.",
+        read="harness/engine/gradients.py, GradScaler.unscale_: all_reduce",
+        caught_by=("tests/test_precision.py::test_scaling_by_a_power_of_two_changes_nothing",),
+        training={"overflow_at": 1},
     ),
 )
 

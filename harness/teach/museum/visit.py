@@ -2,6 +2,7 @@
 
 ./launch.sh bug               the exhibits, without what is wrong with them
 ./launch.sh bug 7             two ranks train with the right engine, then with number 7: losses, bytes, collectives
+./launch.sh bug 7 --hint      which lines to look at, and in which method it is
 ./launch.sh bug 7 --answer    what is wrong, where to read, the lines that do it, and the test that catches it
 """
 
@@ -30,15 +31,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.engine.gradients import GradScaler
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
 from harness.run.data import Batches, load_text
+from harness.run.ending import one_line
 from harness.run.model import GPT, GPTConfig, initialize, next_token_loss
 from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save, with_step_5
 from harness.teach.shared_folder import shared_folder
 
-RANKS = 2
+RANKS, MOST_RANKS = 2, 16
 TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
 # An odd width, so that no parameter but the embeddings is a multiple of the ranks and there is padding; short
 # sequences, so that live bytes are parameters and gradients rather than activations.
@@ -80,6 +83,33 @@ class Routed(Tempered):
         for name, param in self.named_parameters():
             if "router" in name:
                 initialize(name, param.data, seed)
+
+
+class Written(nn.Module):
+    """A block whose last layer returns a view, which the model then writes to, as `nn.ReLU(inplace=True)` would."""
+
+    def __init__(self, block: nn.Module, width: int):
+        super().__init__()
+        self.block, self.last = block, nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.last(self.block(x))
+
+
+class InPlace(Tempered):
+    def __init__(self, config: GPTConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.blocks = nn.ModuleList(Written(block, config.width) for block in self.blocks)
+        for name, param in self.named_parameters():
+            if "last" in name:
+                initialize(name, param.data, seed)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+            x += 0.01  # in place, on a view
+        return self.head(self.norm(x)) / self.temperature
 
 
 def kept_losses(model: nn.Module) -> torch.Tensor | float:
@@ -140,6 +170,8 @@ class Training:
     resume_at: int | None = None  # before that step the run stops, and goes on from a checkpoint
     frozen: str | None = None  # parameters with this in their name
     kept_losses: bool = False  # the blocks keep losses of their own, which are added
+    in_place: bool = False  # the model writes to what its blocks return
+    overflow_at: int | None = None  # in that step a gradient of rank 1 is inf; a loss scaler is there for it
 
     def __str__(self):
         return "".join(
@@ -149,6 +181,10 @@ class Training:
                 f", gradients clipped to a norm of {self.max_norm}" if self.max_norm is not None else "",
                 f", {self.frozen} frozen" if self.frozen is not None else "",
                 ", with a loss that each block keeps" * self.kept_losses,
+                ", on a model that writes to what its blocks return" * self.in_place,
+                ""
+                if self.overflow_at is None
+                else f", with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf",
                 f"; before step {self.reload_at + 1} a new engine loads the state"
                 if self.reload_at is not None
                 else "",
@@ -171,11 +207,18 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
 
     def build(seed: int):
         # every rank starts from other weights: an engine takes rank 0's
-        model = (Routed if training.kept_losses else Tempered)(SHAPE, seed=seed + rank)
+        model = (Routed if training.kept_losses else InPlace if training.in_place else Tempered)(
+            SHAPE, seed=seed + rank
+        )
+        if training.overflow_at is not None:
+            model.temperature.register_hook(lambda gradient: gradient * overflow[0])
         for name, param in model.named_parameters():
             param.requires_grad_(training.frozen is None or training.frozen not in name)
         return engine_cls(model, OPTIMIZERS[training.optimizer], **options)
 
+    overflow, scaler = [1.0], None  # what one gradient is multiplied with
+    if training.overflow_at is not None:
+        scaler = getattr(engine_cls, "scaler", GradScaler)("cpu", init_scale=1024.0)
     with MemoryLedger() as memory:
         engine = build(0)
         for step in range(training.steps):
@@ -195,7 +238,9 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
             looking = engine.optimizer.register_step_pre_hook(
                 lambda *_, engine=engine: found.update(held=held_bytes(engine))
             )
-            peaks, losses = {"forward": 0, "backward": 0}, []
+            peaks, losses, gathered = {"forward": 0, "backward": 0}, [], [0]
+            watching = [unit.module.register_forward_pre_hook(lambda *_, engine=engine, gathered=gathered:
+                        gathered.append(gathered_bytes(engine))) for unit in getattr(engine, "units", ())]  # fmt: skip
             with TrafficLedger() as traffic, Overlap() as overlap:
                 for micro in range(training.micro_batches):
                     inputs, targets = ready[step * training.micro_batches + micro]
@@ -203,7 +248,9 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                     loss = next_token_loss(engine(inputs), targets) + kept_losses(engine.model)
                     peaks["forward"] = max(peaks["forward"], memory.peak)
                     memory.reset_peak()
-                    (loss / training.micro_batches).backward()
+                    overflow[0] = float("inf") if step == training.overflow_at and rank == 1 else 1.0
+                    loss_part = loss / training.micro_batches
+                    (loss_part if scaler is None else scaler.scale(loss_part)).backward()
                     inside = sum(
                         collective.kind in ("all-reduce", "reduce-scatter") for collective in traffic.collectives
                     )
@@ -212,13 +259,26 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
                 if training.max_norm is not None:
                     found["norms"].append(engine.clip_grad_norm_(training.max_norm).item())
                 found["losses"].append(sum(losses) / len(losses))
-                engine.step()
+                if scaler is None:
+                    engine.step()
+                else:
+                    scaler.step(engine)
+                    scaler.update()
+                    found.setdefault("scales", []).append(scaler.get_scale())
                 engine.zero_grad()
-            looking.remove()
+            for handle in (looking, *watching):
+                handle.remove()
+            if watching:
+                found["gathered"] = max(gathered)
             found["peaks"], found["sent"], found["inside"] = peaks, traffic.sent_bytes, inside
             found["hidden"] = overlap.hidden
             found["collectives"] = dict(Counter(collective.kind for collective in traffic.collectives))
     found["finished"] = True
+
+
+def gathered_bytes(engine) -> int:
+    """Bytes of the units' buffers (ZeRO-3) that have memory now: of those that the engine itself has gathered."""
+    return sum(bucket.flat.untyped_storage().nbytes() for unit in engine.units for bucket in unit.buckets)
 
 
 def visit(exhibit: Exhibit, rank: int, write=lambda found: None, group=None, right: dict | None = None) -> dict:
@@ -266,6 +326,8 @@ def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
         lines.append((f"{part} held, kB", *both(lambda f, part=part: thousands(f["held"][part]))))
     for phase in ("forward", "backward"):
         lines.append((f"peak in {phase}, kB", *both(lambda f, phase=phase: thousands(f["peaks"][phase]))))
+    if any("gathered" in found for found in (right[0], wrong[0])):
+        lines.append(("units gathered at once in forward, kB", *both(lambda f: thousands(f["gathered"]))))
     lines.append(("sent per step, kB", *both(lambda f: thousands(f["sent"]))))
     for kind in ("all-reduce", "reduce-scatter", "all-gather"):
         if any(found.get("collectives", {}).get(kind) for found in (right[0], wrong[0])):
@@ -288,9 +350,10 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
     errors = "".join(ours["error"] or "" for ours in wrong)
     if errors:
         return {"timeout" if "waited in vain" in errors else "error"}
-    for key in ("losses", "norms"):
+    for key in ("losses", "norms", "scales"):
         for a, b in zip(right, wrong):
-            if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in zip(a[key], b[key])):  # NaN is not close to itself
+            pairs = zip(a.get(key, ()), b.get(key, ()))
+            if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in pairs):  # NaN is not close to itself
                 found.add(key)
     for line, a, b in rows(right, wrong):
         a, b = (float(text.replace(",", "")) for text in (a, b))
@@ -304,14 +367,14 @@ def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
     ranks = range(len(right))
     head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in ranks)
     lines = [f"{'':<22}{head}"]
-    for key, label in (("losses", "loss"), ("norms", "gradient norm")):
-        for step in range(len(right[0][key])):
-            values = [found[key][step] if step < len(found[key]) else None for found in (*right, *wrong)]
+    for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
+        for step in range(len(right[0].get(key, ()))):
+            values = [dict(enumerate(found.get(key, ()))).get(step) for found in (*right, *wrong)]
             numbers = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
             lines.append(f"{f'{label}, step {step + 1}':<22}{numbers}")
     if wrong[0]["finished"]:
-        lines += ["", f"{'rank 0, last step':<32}{'right':>12}{'this':>12}"]
-        lines += [f"{line:<32}{a:>12}{b:>12}" for line, a, b in rows(right, wrong)]
+        lines += ["", f"{'rank 0, last step':<38}{'right':>12}{'this':>12}"]
+        lines += [f"{line:<38}{a:>12}{b:>12}" for line, a, b in rows(right, wrong)]
     for rank in ranks:
         if wrong[rank]["error"]:
             lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]
@@ -323,7 +386,28 @@ def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
 def catalogue() -> str:
     lines = [f"{exhibit.number:>3}  {exhibit.stage}  {exhibit.title}" for exhibit in EXHIBITS.values()]
     return "\n".join(
-        [__doc__.splitlines()[0], "", *lines, "", "./launch.sh bug N runs one, ./launch.sh bug N --answer tells."]
+        [
+            __doc__.splitlines()[0],
+            "",
+            *lines,
+            "",
+            "./launch.sh bug N runs one (--ranks 4), ./launch.sh bug N --hint says where to look, --answer tells.",
+        ]
+    )
+
+
+def hint(exhibit: Exhibit) -> str:
+    """What to look at, and in which method to look: not what is wrong there."""
+    lines = ", ".join(sorted(exhibit.differs))
+    return "\n".join(
+        (
+            f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
+            "",
+            f"What differs from the right engine: {lines}.",
+            textwrap.fill(f"The symptom: {exhibit.symptom}", 100, break_on_hyphens=False),
+            f"Look at: {exhibit.read.partition(':')[0]}",
+            f"\nAnd if that does not help: ./launch.sh bug {exhibit.number} --answer",
+        )
     )
 
 
@@ -352,14 +436,19 @@ def answer(exhibit: Exhibit) -> str:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bug", description=__doc__.splitlines()[0])
     parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
+    parser.add_argument("--ranks", type=int, default=RANKS, help=f"how many ranks train (default {RANKS})")
+    parser.add_argument("--hint", action="store_true", help="tell where to look, and run nothing")
     parser.add_argument("--answer", action="store_true", help="tell what is wrong, and run nothing")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
     options = parser.parse_args(argv)
     if options.number is None:
-        if options.answer:
-            raise ValueError(f"--answer needs the number of a bug, 1 to {len(EXHIBITS)}")
+        if options.answer or options.hint:
+            asked = "--answer" if options.answer else "--hint"
+            raise ValueError(f"{asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
     elif not options.number.isdecimal() or int(options.number) not in EXHIBITS:
         raise ValueError(f"no bug {options.number!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
+    if not 2 <= options.ranks <= MOST_RANKS:
+        raise ValueError(f"--ranks must be 2 to {MOST_RANKS}, got {options.ranks}")
     return options
 
 
@@ -382,11 +471,11 @@ def on_ranks(exhibit: Exhibit, folder: Path) -> None:
         time.sleep(0.05)
 
 
-def show(exhibit: Exhibit) -> int:
-    """Run it on two ranks of their own, which may hang or die, and print what was seen. Returns the exit status."""
+def show(exhibit: Exhibit, ranks: int = RANKS) -> int:
+    """Run it on `ranks` of its own, which may hang or die, and print what was seen. Returns the exit status."""
     print(f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}\n", flush=True)
     module = ["-m", "harness.teach.museum", str(exhibit.number), "--on-ranks"]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *module]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, "ZERO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
@@ -402,19 +491,20 @@ def show(exhibit: Exhibit) -> int:
             except subprocess.TimeoutExpired:
                 process.terminate()  # torchrun takes its ranks along
                 output, _ = process.communicate()
-        files = [folder / f"{rank}.json" for rank in range(RANKS)]
+        files = [folder / f"{rank}.json" for rank in range(ranks)]
         if not all(file.exists() for file in files):
             print(output, file=sys.stderr)
             print("error: the right engine did not come to its end, see above", file=sys.stderr)
             return 1
         found = [json.loads(file.read_text()) for file in files]
     signal = next((line.strip() for line in output.splitlines() if "Signal" in line or "terminate" in line), "")
-    print(f"A GPT of {SHAPE.layers} layers, {RANKS} gloo ranks on the CPU; {Training(**exhibit.training)}.")
+    print(f"A GPT of {SHAPE.layers} layers, {ranks} gloo ranks on the CPU; {Training(**exhibit.training)}.")
     print(
-        "The right engine first, then the one with the bug: same weights, same batches, another batch for each rank.\n"
+        "The right engine first, then the one with the bug, from the same seeds and on the same batches. Each rank\n"
+        "has a batch and a seed of its own: the engine brings rank 0's weights to all.\n"
     )
     print(report([each["right"] for each in found], [each["wrong"] for each in found], signal))
-    print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --answer")
+    print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --hint, and --answer")
     return 0
 
 
@@ -430,7 +520,11 @@ def main(argv: list[str] | None = None) -> int:
     exhibit = EXHIBITS[int(options.number)]
     if options.on_ranks:
         process_group.run(partial(on_ranks, exhibit, Path(options.on_ranks)))
+    if options.hint:
+        print(hint(exhibit))
+        return 0
     if options.answer:
         print(answer(exhibit))
         return 0
-    return show(exhibit)
+    with one_line():
+        return show(exhibit, options.ranks)

@@ -1,0 +1,62 @@
+"""What a step would take and need: the real engine's events, replayed with a cluster's times. A prediction."""
+
+from dataclasses import dataclass
+
+import torch
+
+from harness.measure.gpus import flops_per_token
+from harness.measure.planner.engines import Setup
+from harness.measure.planner.hardware import GB, Cluster
+from harness.measure.planner.repeat import recording
+from harness.measure.planner.replay import Times, replay
+from harness.run.model import GPT, GPTConfig
+
+# Assumed beside the live storages that a GPU must hold: CUDA's context, NCCL's buffers, and the allocator's gaps.
+CONTEXT_BYTES = 2 * GB
+GAPS = 0.05
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """For one engine: seconds, bytes, tokens per second and GPU. None of it was measured.
+
+    `peak_bytes` are live storages, from the dry run's ledger; `needed_bytes` with the assumed rest. `mfu` is the share
+    of the GPU's peak by the PaLM paper's count of FLOPs, which leaves out what is computed twice.
+    """
+
+    setup: Setup
+    parameters: int
+    peak_bytes: int
+    needed_bytes: float
+    fits: bool
+    times: Times
+    tokens_per_s: float
+    mfu: float
+
+    @property
+    def step(self) -> float:
+        return self.times.step
+
+    @property
+    def exposed(self) -> float:
+        """The share of the step in which the GPU communicates and computes nothing."""
+        return self.times.exposed / self.times.step
+
+
+def predict(setup: Setup, cluster: Cluster) -> Prediction:
+    """Raises ValueError for what the engine refuses, or a GPU without the precision."""
+    cluster.gpu.flops(setup.precision)
+    events = recording(setup)
+    times = replay(events.events, cluster)
+    peak = events.peak_bytes()
+    needed = peak * (1 + GAPS) + CONTEXT_BYTES
+    seq = setup.seq or setup.config.seq
+    tokens = setup.micro_batch * setup.accumulate * seq / times.step
+    mfu = tokens * flops_per_token(setup.config, events.parameters, seq) / cluster.gpu.flops(setup.precision)
+    fits = needed <= cluster.gpu.memory_gb * GB
+    return Prediction(setup, events.parameters, peak, needed, fits, times, tokens, mfu)
+
+
+def parameters_of(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(param.numel() for param in GPT(config).parameters())

@@ -1,0 +1,177 @@
+"""A step told event by event: what the ledgers and a chapter's moments show, turned into lines."""
+
+from functools import partial
+
+from harness.measure.memory import MemoryLedger, held_bytes
+
+BAR = 24  # characters for the most that was alive
+
+
+def held(engine) -> str:
+    return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
+
+
+class BucketStory:
+    """ZeRO-1 and -2: a line per collective; equal neighbours become one line with a count."""
+
+    def __init__(self, engine, memory: MemoryLedger):
+        self.engine, self.memory = engine, memory
+        self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
+        self._last, self._count = None, 0
+
+    def how_to_read(self) -> list[str]:
+        """The words, columns and marks of the lines. Call it after the step: it explains what there is."""
+        lines = [
+            "buffer  the whole tensor of a collective: the ranks sum it, or put it together from their shards",
+            "sent    what this rank sends for it: (N-1)/N of the buffer, in an all-reduce twice as much",
+            "live    all bytes alive on this rank when the event begins, activations included",
+            "holds   parameters, gradients and optimizer state that this rank keeps when the step ends",
+        ]
+        if hasattr(self.engine.trained[0], "flat_gradient"):  # ZeRO-1's
+            lines += ["        (the gradients' buffers stay from step to step, whatever is in them)"]
+        else:
+            lines += ["3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final"]
+        if any("  x " in line for line in self.lines):
+            lines += ["x 2     two equal events in a row; live is that of the second"]
+        return lines
+
+    def event(self, what: str, depth: int, collective) -> None:
+        """What `TrafficLedger` calls."""
+        if what.startswith("enter step") and depth == 1:
+            self._line(f"Step {what.removeprefix('enter step ')}")
+        elif what.startswith("leave step") and depth == 1:
+            travelling = getattr(self.engine, "_in_flight", None)
+            own = "" if travelling is None else f"{travelling.shard.nbytes / 1e6:.2f}"
+            self._line(f"  holds {held(self.engine)}" + f" (the last bucket's {own} MB come later)" * bool(own))
+        elif collective is not None:
+            inside = f"{collective.step.removeprefix('step ')}: " if depth > 1 else ""
+            whole, sent = collective.whole_bytes / 1e6, collective.sent_bytes / 1e6
+            self._line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
+
+    def _line(self, text: str) -> None:
+        live = self.memory.live
+        if text == self._last:
+            self._count += 1
+            self._live = live
+            return
+        self.flush()
+        self._last, self._count, self._live = text, 1, live
+
+    def flush(self) -> None:
+        if self._last is not None:
+            times = f"  x {self._count}" if self._count > 1 else ""
+            live = "" if self._last.startswith("  holds") else f"{self._live / 1e6:>9.2f}"
+            self.lines.append(f"{self._last:<63}{live}{times}")
+        self._last, self._count = None, 0
+
+    def close(self) -> None:
+        self.flush()
+
+
+class UnitStory:
+    """ZeRO-3: the sequence at the top of zero3.py, a line for each unit at work, with a bar of what is alive.
+
+    The chapter's moves and moments are watched from outside: while this story is told, the engine's methods tell it
+    when they are called.
+    """
+
+    def __init__(self, engine, memory: MemoryLedger):
+        self.engine, self.memory = engine, memory
+        self._rows: list[tuple[str, float | None, int]] = []  # text, bytes sent (None: no such column), bytes alive
+        self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
+        self._sent = 0.0
+        for name in ("_gather", "_free", "before_forward", "before_backward", "gradients_final"):
+            setattr(engine, name, partial(getattr(self, name), getattr(engine, name)))
+
+    def how_to_read(self) -> list[str]:
+        return [
+            "gather   5 gather parameters: all-gather of a unit or of the root, inside step 1 or 2. Here it is started",
+            "compute  the unit's forward or backward. What stands left of it travels while it computes",
+            "free     the gathered parameters give their memory back",
+            "reduce   3 reduce gradients: reduce-scatter of the unit's gradients, inside step 2. Here it is started",
+            "sent     what this rank sends for the collectives of the line: (N-1)/N of each buffer",
+            "live     the most that was alive on this rank at once during the line, activations included; and as a bar",
+            "holds    parameters, gradients and optimizer state that this rank keeps when the step ends",
+            "         (the root is gathered once: it stays from forward to the end of backward, and is held meanwhile)",
+        ]
+
+    @property
+    def lines(self) -> list[str]:
+        most = max(live for _, _, live in self._rows)
+        width = max(len(text) for text, _, _ in self._rows if not text.startswith("  holds"))
+        lines = [f"{'event':<{width}}{'sent MB':>9}{'live MB':>9}"]
+        for text, sent, live in self._rows:
+            if text.startswith("  holds"):
+                lines.append(text)
+                continue
+            sent = "" if sent is None else f"{sent / 1e6:.2f}"
+            lines.append(f"{text:<{width}}{sent:>9}{live / 1e6:>9.2f}  {'#' * round(BAR * live / most)}")
+        return lines
+
+    def event(self, what: str, depth: int, collective) -> None:
+        """What `TrafficLedger` calls."""
+        if collective is not None:
+            self._sent += collective.sent_bytes
+        elif depth == 1 and what.startswith("enter step"):
+            self.flush()
+            self._rows.append((f"Step {what.removeprefix('enter step ')}", None, self.memory.live))
+        elif depth == 1 and what.startswith("leave step"):
+            self.flush()
+            self._rows.append((f"  holds {held(self.engine)}", None, self.memory.live))
+
+    def close(self) -> None:
+        """The engine's methods tell nobody any more."""
+        self.flush()
+        for name in ("_gather", "_free", "before_forward", "before_backward", "gradients_final"):
+            delattr(self.engine, name)
+
+    def flush(self) -> None:
+        """The line that grows is whole."""
+        if self._groups:
+            text = ""
+            for (verb, names), before in zip(self._groups, [None, *self._groups]):
+                # As the chapter writes it: a bar at what the rank computes, a comma between what follows from it.
+                text += "" if before is None else (" | " if "compute" in (verb, before[0]) else ", ")
+                text += f"{verb} {', '.join(names)}"
+            self._rows.append((f"  {text}", self._sent, self.memory.peak))
+        self._groups, self._sent = [], 0.0
+        self.memory.reset_peak()
+
+    def _tell(self, verb: str, unit) -> None:
+        if verb == "compute":
+            if self._groups and self._groups[-1] == (verb, [unit.name]):
+                return  # still at it: backward has run a part of the unit again
+            if any(other == "compute" for other, _ in self._groups):
+                self.flush()
+        elif verb != "gather" and unit is self.engine.root and self._groups[-1:] != [("free", [unit.name])]:
+            self.flush()  # the root's end is a line of its own
+        if self._groups and self._groups[-1][0] == verb:
+            self._groups[-1][1].append(unit.name)
+        else:
+            self._groups.append((verb, [unit.name]))
+
+    # In front of the engine's own.
+
+    def _gather(self, real, unit) -> None:
+        if not unit.gathered:
+            if any(verb == "compute" for verb, _ in self._groups):
+                self.flush()
+            self._tell("gather", unit)
+        real(unit)
+
+    def _free(self, real, unit) -> None:
+        if unit.gathered:
+            self._tell("free", unit)
+        real(unit)
+
+    def before_forward(self, real, unit, upcoming) -> None:
+        real(unit, upcoming)
+        self._tell("compute", unit)
+
+    def before_backward(self, real, unit, upcoming) -> None:
+        real(unit, upcoming)
+        self._tell("compute", unit)
+
+    def gradients_final(self, real, unit) -> None:
+        self._tell("reduce", unit)
+        real(unit)

@@ -1,0 +1,71 @@
+"""Run in a process of its own: dry runs on a fake GPU with offload, right ones and some that are wrong on purpose."""
+
+import contextlib
+from unittest import mock
+
+from harness.engine import gradients, precision
+from harness.engine.placement import Placement
+from harness.measure import dry_run
+
+
+def dry(name: str, argv: list[str], wrong: str | None = None) -> dict:
+    """The row of `./launch.sh memory --offload ARGV` for one engine, with one of WRONG in place of what is right."""
+    with WRONG[wrong]() if wrong else contextlib.nullcontext():
+        return dry_run.measure_alone(name, dry_run.arguments(["--offload", *argv]))
+
+
+def _all_stays_on_the_device():
+    """Shards, gradients and so the optimizer's state are where the model is."""
+    return mock.patch.multiple(
+        Placement,
+        _host_memory=lambda self, like: like.new_empty(like.shape),
+        _to_host=lambda self, bucket, shard: shard,
+    )
+
+
+def _the_shard_is_kept_twice():
+    plain = Placement.adopt
+
+    def adopt(self, bucket):
+        bucket.on_device = bucket.shard.clone()
+        plain(self, bucket)
+
+    return mock.patch.object(Placement, "adopt", adopt)
+
+
+def _whole_gradients_on_the_host():
+    """ZeRO-1 brings them all and takes its part there. The others have them there for a moment."""
+    plain = gradients.take
+
+    def take(bucket):
+        found = plain(bucket)
+        for one in found:
+            one.to("cpu")
+        return found
+
+    def brought(self, bucket, shard):
+        whole = bucket.flat_gradient
+        return bucket.own_part(self._host_memory(whole).copy_(whole))
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(gradients, "take", take))
+    stack.enter_context(mock.patch.object(Placement, "brought", brought))
+    return stack
+
+
+def _whole_parameters_on_the_host():
+    plain = precision.rounded_shard
+
+    def rounded_shard(bucket):
+        bucket.flat.to("cpu")
+        return plain(bucket)
+
+    return mock.patch.object(precision, "rounded_shard", rounded_shard)
+
+
+WRONG = {
+    "all stays on the device": _all_stays_on_the_device,
+    "the shard is kept twice": _the_shard_is_kept_twice,
+    "whole gradients on the host": _whole_gradients_on_the_host,
+    "whole parameters on the host": _whole_parameters_on_the_host,
+}
