@@ -15,6 +15,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+from matplotlib.lines import Line2D
+
 from harness.measure import dry_run, style
 from harness.measure.style import PART_STYLES, key, look, unit
 
@@ -187,8 +189,12 @@ def bars(rows: dict[str, dict[str, float]], title: str, formula: dict[str, float
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.set_xlim(0, 1.3 * longest / size)
-    axes.set_xlabel(f"{name} on one rank" + ("; a tick: the formula" if formula else ""))
+    axes.set_xlabel(f"{name} on one rank")
     axes.set_title(title, pad=14 if lines else 6)
     kinds = dict.fromkeys(kind for parts in rows.values() for kind in parts if parts[kind] > 1e-3 * longest)
-    figure.legend(handles=key({kind: PART_STYLES[kind] for kind in kinds}, THEME), loc="outside lower center", ncols=4)
+    handles = key({kind: PART_STYLES[kind] for kind in kinds}, THEME)
+    if formula:
+        tick = {"marker": "|", "markersize": 10, "markeredgewidth": 2, "linestyle": "none", "color": INK}
+        handles.append(Line2D([], [], **tick, label="formula"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
