@@ -9,6 +9,7 @@ usage() {
 Learn
 ./launch.sh zero1|zero2|zero3 [N] [options]   a chapter runs: a few steps, then one told event by event
                                          (--trace FILE: a step for chrome://tracing; --help lists all options)
+./launch.sh watch [zero3] [N] [options]  records a step of every engine, as a page to watch in a browser (--bug 19)
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's); --html [FOLDER]: executed
@@ -74,7 +75,7 @@ bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
 plan) entry=(-m harness.measure.planner) ranked= ;; # with --here it starts its ranks itself
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
-articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
+articles | changes | docs | exercise | check | watch) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks)
     entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked=
     if [ "${1:-}" = --html ]; then
@@ -84,8 +85,8 @@ notebooks)
     ;;
 test) ranked= ;;
 *)
-    fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
-        "compare, train, test, help, report, memory, plan, sweeps, bench, ratios, figures, docs"
+    fail "no command '$command'; there are: zero1, zero2, zero3, watch, changes, articles, notebooks, exercise, check," \
+        "bug, compare, train, test, help, report, memory, plan, sweeps, bench, ratios, figures, docs"
     ;;
 esac
 

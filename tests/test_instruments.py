@@ -1,5 +1,7 @@
 """The ledgers, on cases whose answer is known by hand."""
 
+from dataclasses import replace
+
 import cases_instruments as cases
 import parts
 import pytest
@@ -292,3 +294,8 @@ def test_the_trace_is_what_chrome_reads():
     assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000}
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 2.0}]
     assert trace["otherData"] == {"title": "a title"}
+    parts = {"parameters": 1_000_000, "gradients": 500_000}
+    events = chrome_trace([[replace(spans[2], unit="blocks.3")]], [[(0.1, parts)]])["traceEvents"]
+    counters = {e["name"]: e["args"] for e in events if e["ph"] == "C"}
+    assert list(counters.values()) == [{"MB": 1.5}, {"parameters": 1.0, "gradients": 0.5}]
+    assert next(e["args"]["unit"] for e in events if e["ph"] == "X") == "blocks.3"

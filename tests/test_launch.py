@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.measure.parts import PARTS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -195,12 +197,19 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     if stage == "zero1":  # with a bucket per parameter, as two articles cut, every rank owns a part of each
         assert len([line for line in result.stdout.splitlines() if "ranks 0 to 1" in line]) == 28, result.stdout
         assert "blocks.0.qkv.weight" in result.stdout
-    events = json.loads(trace.read_text())["traceEvents"]
+    written = json.loads(trace.read_text())
+    events, begins = written["traceEvents"], written["otherData"]["step_begins_ms"] * 1e3
     for rank in (0, 1):
         mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
         steps = {event["name"] for event in mine if event["cat"] == "steps"}
         assert {name[:6] for name in steps} == {f"step {number}" for number in range(6)}
-        assert any(event["ph"] == "C" and event["pid"] == rank for event in events)
+        counters = [event for event in events if event["ph"] == "C" and event["pid"] == rank]
+        alive = [event["args"]["MB"] for event in counters if event["name"] == "live"]
+        by_part = [event["args"] for event in counters if event["name"] != "live"]
+        assert len(alive) == len(by_part) > 100 and all({*each} == {*PARTS} for each in by_part)
+        assert all(abs(total - sum(each.values())) < 0.01 for total, each in zip(alive, by_part))
+        units = {event["args"].get("unit") for event in mine if event["cat"] == "collectives" and event["ts"] >= begins}
+        assert units == ({"root", "blocks.0", "blocks.1"} if stage == "zero3" else {f"bucket {b}" for b in range(28)})
         for thread in {event["tid"] for event in mine if event["cat"] == "collectives"}:  # else viewers drop them
             spans = sorted((event["ts"], event["dur"]) for event in mine if event["tid"] == thread)
             assert all(start + length <= later + 0.2 for (start, length), (later, _) in zip(spans, spans[1:]))

@@ -16,7 +16,7 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
         ahead += [_issued_ahead(trace)]
         axes.set_title(title + (f"\n{ahead[-1]}" if ahead[-1] else ""), loc="left", fontsize=10)
         for rank in _ranks(trace):
-            counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == rank]
+            counters = [e for e in trace["traceEvents"] if e["name"] == "live" and e["pid"] == rank]
             points = [(event["ts"] / 1e3 - begins, event["args"]["MB"]) for event in counters]
             style = {"linewidth": 1.0, "linestyle": ("-", ":", "--", "-.")[rank % 4]}
             strip.step(*zip(*points), where="post", color=theme["ink"], label=f"rank {rank}", **style)
@@ -26,7 +26,7 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
         for each in (axes, strip):  # each trace on a scale of its own: one step says nothing about speed
             each.set_xlim(0, 1.02 * latest)
         axes.set_xticklabels([])
-        strip.set_xlabel("ms since the step began" + ("; numbers: the unit" if labelled else ""))
+        strip.set_xlabel("ms since the step began" + ("; numbers: the unit or bucket" if labelled else ""))
     grid[-1].legend(loc="lower right", ncols=4)
     finding = _beside(results[0][1])
     if len(results) > 1 and all(ahead):
@@ -66,7 +66,7 @@ def _bars(axes, trace: dict, theme: dict) -> tuple[float, bool]:
             place = (row - 0.4, 0.8)
         axes.broken_barh([(start, length)], place, **look(LANE_STYLES[kind], theme))
         name = event["name"] if kind in ("forward", "backward") else units.get(id(event), "")
-        name = name.rpartition(".")[2]
+        name = name.rpartition(".")[2].rpartition(" ")[2]  # of "blocks.3" and of "bucket 3" the number
         if name and (name != "root" or kind in ("gather", "reduce")):
             text, wide = ("R" if name == "root" else name), length > 0.018 * latest
             if kind in ("forward", "backward") and wide:
@@ -124,10 +124,11 @@ def units_of_collectives(trace: dict) -> dict[int, str]:
 def _issued_ahead(trace: dict) -> str:
     """How many of rank 0's gathers were issued before a computation that does not need them, in words, or ""."""
     units, mine = units_of_collectives(trace), [event for event in step_of(trace) if event["pid"] == _ranks(trace)[0]]
+    computing_units = {event["name"] for event in mine if event["cat"] == "compute"} - {"root"}  # no buckets
     ahead = gathers = 0
     for number, event in enumerate(mine):
         unit = units.get(id(event))
-        if event["name"] != "all-gather" or unit in (None, "root"):
+        if event["name"] != "all-gather" or unit not in computing_units:
             continue
         gathers += 1
         computing = [one["name"] for one in mine[number:] if one["cat"] == "compute" and one["name"] != "root"]

@@ -23,7 +23,8 @@ class Span:
     On lane "steps" a labelled step; on "compute" the uninterrupted operations of one unit (or "root", or "optimizer")
     in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
     `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
-    not say when it ended, so that `end` is when somebody had waited for it: it may have ended before.
+    not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
+    unit or bucket of a collective, where somebody has found it out (`in_rows`, harness/measure/places.py).
     """
 
     lane: str
@@ -34,6 +35,7 @@ class Span:
     nbytes: int = 0
     ranks: tuple[int, ...] = ()
     told: bool = True
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ class Timeline(TorchDispatchMode):
     def mark(self) -> None:
         """Note the time, on CUDA that of the GPU: where a step begins, say."""
         self.marks.append(self._now())
+
+    def now(self):
+        """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
+        return self._now()
+
+    def seconds(self, moment) -> float:
+        return self._seconds(moment)
 
     def _now(self):
         if not self._cuda:
@@ -237,11 +246,11 @@ def unit_names(model) -> set[str]:
     return {name for name, module in model.named_modules() if id(module) in units}
 
 
-def chrome_trace(ranks: list[list[Span]], live: list[list[tuple[float, int]]] | None = None, **about) -> dict:
+def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None, **about) -> dict:
     """The JSON that chrome://tracing and ui.perfetto.dev open: a process per rank, a thread per lane.
 
-    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them; `about`
-    is kept as it is.
+    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them, or
+    (seconds, {part: bytes}) for that one and one that is stacked by part; `about` is kept as it is.
     """
     events = []
     for rank, spans in enumerate(ranks):
@@ -253,6 +262,8 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple[float, int]]] | 
             lane = _free_thread(span, threads) if span.lane == COLLECTIVES else span.lane
             threads[lane] = max(span.end, threads.get(lane, 0.0))
             arguments = {"step": span.step} if span.step else {}
+            if span.unit:
+                arguments["unit"] = span.unit
             if span.nbytes:
                 arguments["bytes"] = span.nbytes
             event = {"ph": "X", "pid": rank, "tid": list(threads).index(lane), "name": name, "cat": span.lane}
@@ -260,9 +271,14 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple[float, int]]] | 
             events.append(event | times | {"args": arguments})
         for thread, name in enumerate(threads):
             events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
-        for seconds, nbytes in live[rank] if live else ():
-            counter = {"MB": round(nbytes / 1e6, 3)}
-            events.append({"ph": "C", "pid": rank, "name": "live", "ts": round(seconds * 1e6, 1), "args": counter})
+        for seconds, alive in live[rank] if live else ():
+            when = {"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1)}
+            by_part = alive if isinstance(alive, dict) else {}
+            total = sum(by_part.values()) if by_part else alive
+            events.append({**when, "name": "live", "args": {"MB": round(total / 1e6, 3)}})
+            if by_part:
+                counters = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
+                events.append({**when, "name": "live by part, MB", "args": counters})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

@@ -35,6 +35,11 @@ class Where:
             self._labels.pop()
 
     @property
+    def labels(self) -> list[str]:
+        """All `record_function` labels that are open, from the outside in."""
+        return self._labels
+
+    @property
     def steps(self) -> list[str]:
         """The steps that run now, from the outside in: ["2 backward", "3 reduce gradients"]."""
         return [label.removeprefix("step ") for label in self._labels if label.startswith("step ")]

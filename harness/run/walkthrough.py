@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from harness.measure import step_report, step_time
 from harness.measure.out_of_memory import explained
-from harness.measure.parts import PartsLedger
+from harness.measure.parts import PARTS, PartsLedger
+from harness.measure.places import PlacesLedger, in_rows
 from harness.measure.timeline import Timeline, chrome_trace, save_trace
 from harness.measure.traffic import TrafficLedger
 from harness.run import micro_batches, process_group
@@ -127,11 +128,14 @@ def _walk(engine_cls, doc: str) -> None:
 def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own: dict) -> None:
     """One more step of all ranks, into one file; what step 0 was stands before it."""
     dist.barrier()  # the ranks' clocks start here
-    with PartsLedger(engine) as memory, Timeline(engine, me.device) as timeline:
+    with PlacesLedger(engine) as memory, Timeline(engine, me.device) as timeline:
         micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
-    moments = [(moment.seconds, moment.live) for moment in memory.moments(timeline.opened)]
+    live = [
+        (moment.seconds, {part: moment.parts[part] for part in PARTS}) for moment in memory.moments(timeline.opened)
+    ]
     everyone = [None] * me.world_size
-    dist.all_gather_object(everyone, (partition, timeline.spans, moments))
+    spans = in_rows(timeline.spans, timeline.collectives, memory)
+    dist.all_gather_object(everyone, (partition, spans, live))
     if me.rank == 0:
         own = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own.items())
         name, ranks = type(engine).__name__, f"{me.world_size} ranks over {me.backend}"
@@ -147,7 +151,7 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
         ranks, live = [], []
         for built, step, moments in everyone:
             ranks.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
-            live.append([(begins + seconds, nbytes) for seconds, nbytes in moments])
+            live.append([(begins + seconds, parts) for seconds, parts in moments])
         save_trace(options.trace, chrome_trace(ranks, live, **about))
         print(f"written: {options.trace} (open it in chrome://tracing or ui.perfetto.dev)")
 

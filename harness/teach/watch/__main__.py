@@ -1,0 +1,5 @@
+import sys
+
+from harness.teach.watch.command import main
+
+sys.exit(main())

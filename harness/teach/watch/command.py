@@ -1,0 +1,193 @@
+"""Record a training step of real ranks, and write a page in which one can watch it.
+
+./launch.sh watch zero3 2        ZeRO-3 on two ranks, and all other engines to compare it with: watch-zero3.html
+./launch.sh watch --bug 19       a bug from the museum beside the right engine: watch-bug19.html
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from harness.run import process_group
+from harness.run.model import PRESETS, preset
+from harness.teach.museum.exhibits import EXHIBITS
+from harness.teach.watch import animation, page
+from harness.teach.watch.engines import TITLES, Run, of_engine, of_exhibit
+from harness.teach.watch.record import WARM_UP, record
+from harness.teach.watch.recording import merge
+
+MOST_RANKS = 16  # more cells than these nobody can tell apart
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="watch", description=__doc__, formatter_class=form)
+    parser.add_argument("engine", nargs="?", help=f"that the page opens with: {', '.join(TITLES)} (default zero3)")
+    parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
+    parser.add_argument("--only", metavar="ENGINES", help="record these and no others, as zero3,ddp")
+    parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
+    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
+    parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that the state can be seen)")
+    parser.add_argument(
+        "--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: a sixth of all)"
+    )
+    parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
+    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
+    parser.add_argument("--json", metavar="FILE", help="write the recordings to this file, too")
+    parser.add_argument(
+        "--from", metavar="FILE", dest="source", help="record nothing: take the recordings of this file"
+    )
+    parser.add_argument("--gif", metavar="FILE", help="draw the engine as an animation, too (needs Chromium; slow)")
+    parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
+    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
+    options = parser.parse_args(argv)
+    if options.ranks is None and options.engine is not None and options.engine.isdecimal():
+        options.engine, options.ranks = None, options.engine  # ./launch.sh watch 2
+    settle(options)
+    return options
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Fill in what was not given. Raises ValueError for what cannot work."""
+    config = preset(options.preset)
+    options.seq = min(32, config.seq) if options.seq is None else options.seq
+    for name, least, most in (("batch", 1, 4096), ("tries", 1, 1000), ("seq", 1, config.seq)):
+        if not least <= getattr(options, name) <= most:
+            raise ValueError(
+                f"--{name} must be {least} to {most} (preset {options.preset}), got {getattr(options, name)}"
+            )
+    if options.bucket_mb is not None and not options.bucket_mb >= 0:
+        raise ValueError(f"--bucket-mb must be 0 or more, got {options.bucket_mb}")
+    gpus = torch.cuda.device_count()
+    if options.ranks is None:
+        options.ranks = str(process_group.default_ranks(options.backend, options.device, gpus, 1))
+    if not options.ranks.isdecimal() or not 2 <= int(options.ranks) <= MOST_RANKS:
+        raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks!r}")
+    options.ranks = int(options.ranks)
+    process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
+    if options.engine is not None and options.engine not in TITLES:
+        raise ValueError(f"no engine {options.engine!r}; there are: {', '.join(TITLES)}")
+    if options.bug is not None:
+        if options.engine is not None or options.only is not None:
+            raise ValueError("--bug brings its own engine: leave out the other one")
+        if not options.bug.isdecimal() or int(options.bug) not in EXHIBITS:
+            raise ValueError(f"no bug {options.bug!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
+        options.bug = int(options.bug)
+        of_exhibit(options.bug)
+    options.engine = options.engine or "zero3"
+    names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in TITLES]:
+        raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
+    options.names = list(dict.fromkeys([options.engine, *names]))
+    options.opens = options.engine if options.bug is None else f"bug{options.bug}"
+    if options.source is not None and options.opens not in [each["run"] for each in page.recordings_of(options.source)]:
+        raise ValueError(f"--from {options.source!r} has no recording of {options.opens!r}")
+    if options.out is None and not (options.source and options.gif):
+        options.out = f"watch-{options.opens}.html"
+    for name in ("out", "json", "gif"):
+        process_group.check_writable(f"--{name}", getattr(options, name))
+    if options.gif is not None:
+        animation.check()
+
+
+def runs_of(options: argparse.Namespace) -> list[Run]:
+    return [of_engine(name, options) for name in options.names] if options.bug is None else of_exhibit(options.bug)
+
+
+def on_ranks(options: argparse.Namespace, folder: Path) -> None:
+    """What every rank does: one recording after the other, each into a file of its own. A rank that fails leaves late:
+    one that leaves at once makes the others fail in another way than they would have."""
+    device = "cpu" if options.bug is not None else options.device  # as the museum
+    me = process_group.start("gloo" if options.bug is not None else options.backend, device)
+    for run in runs_of(options):
+        hangs = options.bug is not None and EXHIBITS[options.bug].differs & {"timeout", "error"}
+        seen = record(run, me, 0, 1) if hangs else record(run, me, WARM_UP, options.tries)
+        seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
+        (folder / f"{run.name}-{me.rank}.new").write_text(json.dumps(seen))
+        os.replace(folder / f"{run.name}-{me.rank}.new", folder / f"{run.name}-{me.rank}.json")
+        me.print(f"recorded: {run.title}")
+        if seen["error"] is not None:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline and len(list(folder.glob(f"{run.name}-*.json"))) < me.world_size:
+                time.sleep(0.05)
+            return
+    process_group.stop()
+
+
+def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
+    """Start the ranks, and put together what they have seen. Raises RuntimeError if one of them did not come so far."""
+    module = ["-m", "harness.teach.watch", *argv]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), *module]
+    with tempfile.TemporaryDirectory() as name:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with subprocess.Popen([sys.executable, *command, "--on-ranks", name], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
+            printed = []
+            try:
+                for line in process.stdout:
+                    printed.append(line)
+                    if line.startswith("recorded: "):
+                        print(line, end="", flush=True)
+                process.wait()
+            finally:
+                if process.poll() is None:
+                    process.terminate()  # torchrun takes its ranks along
+        found = []
+        for run in runs_of(options):
+            files = [Path(name) / f"{run.name}-{rank}.json" for rank in range(options.ranks)]
+            if missing := [rank for rank, file in enumerate(files) if not file.exists()]:
+                raise RuntimeError(f"{run.title}: rank {missing[0]} did not come to its end:\n{''.join(printed[-30:])}")
+            seen = [json.loads(file.read_text()) for file in files]
+            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *without_files(argv)])}
+            found.append(merge(seen, run.name, run.title, about))
+    return found
+
+
+def without_files(argv: list[str]) -> list[str]:
+    """`argv` without the options that name a file: those say nothing of what was recorded."""
+    found, skip = [], False
+    for word in argv:
+        names_a_file = word.partition("=")[0] in ("--out", "--json", "--gif")
+        if not skip and not names_a_file:
+            found.append(word)
+        skip = names_a_file and "=" not in word
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        options = arguments(argv)
+        if options.on_ranks:
+            process_group.run(partial(on_ranks, options, Path(options.on_ranks)))
+        recordings = page.recordings_of(options.source) if options.source else None
+        if recordings is None:
+            print(f"recording {len(runs_of(options))} engines on {options.ranks} ranks", flush=True)
+            recordings = record_all(options, argv)
+        if options.json:
+            Path(options.json).write_text(json.dumps(recordings, separators=(",", ":")) + "\n")
+        if options.out:
+            text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
+            Path(options.out).write_text(text, encoding="utf-8")
+            print(
+                f"written: {Path(options.out).resolve()} ({len(text.encode()) / 1e3:.0f} kB; a double click opens it)"
+            )
+        if options.gif:
+            print("drawing the animation")
+            animation.draw(page.build(recordings, options.opens), Path(options.gif), options.dark)
+            print(f"written: {options.gif} ({Path(options.gif).stat().st_size / 1e3:.0f} kB)")
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,256 @@
+"use strict";
+// The controls: which recording, which event, how fast, what is asked; and the address that keeps where one was.
+
+const BEAT = 900;                      // milliseconds of an event at speed 1
+const WHOLE_STEP = 24000;              // and of the whole step in recorded time
+const calm = window.matchMedia && matchMedia("(prefers-reduced-motion: reduce)").matches;
+const $ = (id) => document.getElementById(id);
+
+const watch = {
+  recordings: JSON.parse($("recordings").textContent),
+  rec: null, k: 0, state: null, playing: false, beside: null, time: 0, asked: null, right: 0, answered: 0, skip: -1,
+
+  start() {
+    for (const id of ["run", "beside"]) {
+      for (const rec of this.recordings) $(id).add(new Option(rec.title, rec.run));
+    }
+    $("beside").closest("label").hidden = this.recordings.length < 2;
+    const { run, event, beside } = document.body.dataset;
+    this.fromAddress(run, Number(event) - 1, beside);
+    addEventListener("hashchange", () => this.fromAddress(this.rec.run, this.k, $("beside").value));
+    requestAnimationFrame((now) => this.frame(now, now));
+  },
+
+  // The address: #event=17&run=zero3, and &beside=ddp.
+  fromAddress(run, k, beside) {
+    const at = new URLSearchParams(location.hash.slice(1));
+    const known = (name) => this.recordings.find((rec) => rec.run === name);
+    const rec = known(at.get("run")) || known(run) || this.recordings[0];
+    const event = at.has("event") ? Number(at.get("event")) - 1 : k;
+    this.setBeside(at.has("beside") ? at.get("beside") : beside);
+    this.open(rec.run, Number.isInteger(event) ? event : 0);
+  },
+
+  toAddress() {
+    clearTimeout(this.writing);
+    this.writing = setTimeout(() => {    // later, and once: a browser takes some 200 changes in half a minute
+      const beside = this.beside ? `&beside=${this.beside.rec.run}` : "";
+      const hash = `#event=${this.k + 1}&run=${this.rec.run}${beside}`;
+      // A page inside a notebook has no address of its own.
+      try { if (location.hash !== hash) history.replaceState(null, "", hash); } catch { /* then it keeps none */ }
+    }, 100);
+  },
+
+  open(run, k) {
+    const rec = this.recordings.find((each) => each.run === run);
+    if (rec !== this.rec) {
+      this.rec = rec;
+      $("run").value = run;
+      this.picture = new Picture($("picture"), rec);
+      this.lanes = new Lanes($("lanes"), rec, (time) => this.goToTime(time));
+      $("scrub").max = rec.events.length - 1;
+      $("about").textContent = [rec.about.model, `${rec.ranks} rank${rec.ranks > 1 ? "s" : ""}`, rec.about.hardware,
+        rec.about.torch && `torch ${rec.about.torch}`].filter(Boolean).join("; ");
+      $("command").textContent = rec.about.command || "";
+      for (const item of document.querySelectorAll("#parts span")) item.hidden = !rec.parts.includes(item.dataset.part);
+    }
+    this.go(k);
+  },
+
+  setBeside(run) {
+    const rec = this.recordings.find((each) => each.run === run);
+    $("beside").value = rec ? run : "";
+    $("second").hidden = !rec;
+    this.beside = rec ? { rec, picture: new Picture($("picture2"), rec) } : null;
+    $("title2").textContent = rec ? rec.title : "";
+    if (this.rec) this.go(this.k);
+  },
+
+  // To event k. Everything on the page follows from it.
+  go(k, keepTime = false) {
+    const { rec } = this;
+    this.k = Math.max(0, Math.min(rec.events.length - 1, Math.round(k)));
+    this.state = stateAt(rec, this.k);
+    if (!keepTime) this.time = this.state.time;
+    this.picture.draw(this.state);
+    this.lanes.move(this.time);
+    if (this.beside) {
+      const other = sameMoment(rec, this.k, this.beside.rec);
+      this.beside.picture.draw(stateAt(this.beside.rec, other));
+      $("said2").textContent = sentence(this.beside.rec, other);
+    }
+    $("scrub").value = this.k;
+    $("scrub").setAttribute("aria-valuetext", `event ${this.k + 1} of ${rec.events.length}`);
+    $("count").textContent = `event ${this.k + 1} of ${rec.events.length}, ${(this.state.time / 1000).toFixed(2)} ms`;
+    $("said").textContent = sentence(rec, this.k);
+    for (const item of document.querySelectorAll("#parts b")) {
+      const part = rec.parts.indexOf(item.parentElement.dataset.part);
+      item.textContent = part < 0 ? "" : this.state.ranks.map((me) => megabytes(me.live[part])).join(" | ");
+    }
+    const lost = this.state.ranks.reduce((sum, me) => sum + me.elsewhere, 0);
+    $("elsewhere").hidden = !lost;
+    $("elsewhere").textContent = lost ? `${megabytes(lost)} of state are in tensors that belong to no row.` : "";
+    this.closeQuestion();
+    this.toAddress();
+  },
+
+  // One event on, unless there is something to ask first.
+  forth() {
+    if (this.asked || this.k >= this.rec.events.length - 1) return;
+    if ($("ask").checked && this.skip !== this.k + 1) {
+      const asked = question(this.rec, this.k + 1);
+      if (asked) return void this.ask(asked);
+    }
+    this.go(this.k + 1);
+  },
+
+  back() {
+    this.go(this.k - 1);
+  },
+
+  goToTime(time) {
+    let k = 0;
+    while (k + 1 < this.rec.events.length && this.rec.events[k + 1][0] <= time) k++;
+    this.go(k);
+  },
+
+  play(on = !this.playing) {
+    if (on && this.k >= this.rec.events.length - 1) this.go(0);
+    this.playing = on;
+    this.since = performance.now();
+    $("play").textContent = on ? "❚❚ pause" : "▶ play";
+    $("play").setAttribute("aria-pressed", on);
+    // A screen reader is told of steps, and not of every moment of a film.
+    $("said").setAttribute("aria-live", on ? "off" : "polite");
+  },
+
+  ask(asked) {
+    this.asked = asked;
+    $("question").hidden = false;
+    $("asked").textContent = asked.text;
+    $("verdict").textContent = "";
+    $("answers").replaceChildren(...asked.answers.map((text, i) => {
+      const button = document.createElement("button");
+      button.textContent = `${i + 1}  ${text}`;
+      button.onclick = () => this.answer(i);
+      return button;
+    }));
+    $("answers").firstChild.focus({ preventScroll: true });
+  },
+
+  answer(i) {
+    const { asked } = this;
+    if (!asked || asked.given !== undefined) return;
+    asked.given = i;
+    const right = i === asked.right;
+    this.answered++;
+    this.right += right;
+    [...$("answers").children].forEach((button, j) => {
+      button.disabled = true;
+      button.classList.toggle("right", j === asked.right);
+      button.classList.toggle("wrong", j === i && !right);
+    });
+    $("verdict").textContent = `${right ? "Right" : "No"}: ${sentence(this.rec, asked.k)} (${this.right} of ${this.answered} right)`;
+    const on = document.createElement("button");
+    on.id = "go-on";
+    on.textContent = "go on (→)";
+    on.onclick = () => this.goOn();
+    $("verdict").append(" ", on);
+    on.focus({ preventScroll: true });
+  },
+
+  goOn() {
+    const { k } = this.asked;
+    this.closeQuestion();
+    this.go(k);
+  },
+
+  closeQuestion() {
+    if (!this.asked) return;
+    const inside = $("question").contains(document.activeElement);
+    this.asked = null;
+    $("question").hidden = true;
+    if (inside) $("forth").focus({ preventScroll: true });
+    this.since = performance.now();
+  },
+
+  frame(now, before) {
+    const speed = Number($("speed").value);
+    if (this.playing && !this.asked) {
+      if (this.k >= this.rec.events.length - 1) this.play(false);
+      else if ($("pace").value === "beat") {
+        if (now - this.since >= BEAT / speed) { this.since = now; this.forth(); }
+      } else {
+        const until = this.time + ((now - before) * speed * this.rec.events[this.rec.events.length - 1][0]) / WHOLE_STEP;
+        this.time = until;
+        while (!this.asked && this.k + 1 < this.rec.events.length && this.rec.events[this.k + 1][0] <= until) {
+          const was = this.k;
+          if ($("ask").checked) this.forth(); else this.go(this.k + 1, true);
+          if (this.k === was) break;
+        }
+        this.time = this.asked ? this.state.time : until;
+        this.lanes.move(Math.min(this.time, this.rec.events[this.rec.events.length - 1][0]));
+      }
+    }
+    if (!calm) {
+      const part = ((now / 1100) * Math.min(2, Math.max(0.5, speed))) % 1;
+      this.picture.fly(part);
+      if (this.beside) this.beside.picture.fly(part);
+    }
+    requestAnimationFrame((next) => this.frame(next, now));
+  },
+
+  key(event) {
+    const { target, key } = event;
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const choosing = target.tagName === "SELECT", pressing = target.tagName === "BUTTON" || target.type === "checkbox";
+    const actions = {
+      ArrowRight: () => (this.asked && this.asked.given !== undefined ? this.goOn() : this.forth()),
+      ArrowLeft: () => this.back(),
+      Home: () => this.go(0),
+      End: () => this.go(Infinity),
+      " ": () => this.play(),
+      a: () => { $("ask").checked = !$("ask").checked; },
+      t: () => { $("pace").value = $("pace").value === "beat" ? "time" : "beat"; },
+      n: () => this.next(1),
+      p: () => this.next(-1),
+      b: () => this.nextBeside(),
+      "+": () => this.faster(1),
+      "-": () => this.faster(-1),
+      Escape: () => { if (this.asked) this.go(this.k); },
+    };
+    for (let i = 0; i < 4; i++) if (this.asked && key === String(i + 1)) return void this.answer(i);
+    if (!(key in actions)) return;
+    // A list of choices needs its arrows and letters, a button its space.
+    if (choosing || (pressing && key === " ")) return;
+    event.preventDefault();
+    actions[key]();
+  },
+
+  next(by) {
+    const { recordings } = this, at = recordings.indexOf(this.rec);
+    const rec = recordings[(at + by + recordings.length) % recordings.length];
+    this.open(rec.run, sameMoment(this.rec, this.k, rec));
+  },
+
+  nextBeside() {
+    const options = [...$("beside").options].map((option) => option.value);
+    this.setBeside(options[(options.indexOf($("beside").value) + 1) % options.length]);
+  },
+
+  faster(by) {
+    const at = $("speed").selectedIndex + by;
+    if (at >= 0 && at < $("speed").options.length) $("speed").selectedIndex = at;
+  },
+};
+
+$("run").onchange = () => watch.open($("run").value, sameMoment(watch.rec, watch.k, watch.recordings.find((r) => r.run === $("run").value)));
+$("beside").onchange = () => watch.setBeside($("beside").value);
+$("first").onclick = () => watch.go(0);
+$("back").onclick = () => watch.back();
+$("play").onclick = () => watch.play();
+$("forth").onclick = () => watch.forth();
+$("last").onclick = () => watch.go(Infinity);
+$("scrub").oninput = () => watch.go(Number($("scrub").value));
+addEventListener("keydown", (event) => watch.key(event));
+watch.start();

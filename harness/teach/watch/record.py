@@ -1,0 +1,171 @@
+"""What one rank writes down of one step, from outside: where its bytes are, what it computes, sends and waits for."""
+
+import torch
+import torch.distributed as dist
+
+from harness.measure.places import PlacesLedger
+from harness.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
+from harness.measure.versions import Versions
+from harness.run import process_group
+from harness.run.process_group import Rank
+from harness.teach.watch.engines import Run
+
+WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
+
+
+class Recorder(PlacesLedger):
+    """A `PlacesLedger` that also looks at the weights: when a unit computes, is gathered or updated, and at the end."""
+
+    def start(self, timeline: Timeline) -> None:
+        """The step that counts begins now, with `timeline` open."""
+        self.clock, self.versions, self.updated = timeline.now, Versions(self.rank), None
+        self._names = unit_names(self._engine.model)
+        self.units = units_of(self.rows, self._names)
+        self._at_work, self._gathers, self._plain_wait = None, {}, dist.Work.wait
+        self.begun: list[tuple] = []  # (moment, unit, step) of each computation
+        self.copies: list[list] = []  # [begins, ends] of what FSDP2 does beside the model: copies, and waits
+        optimizer = getattr(self._engine.optimizer, "optim", self._engine.optimizer)
+        self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_update()))
+        self._look(range(len(self.rows)))
+        recorder = self
+
+        def wait(work, *timeout):
+            try:
+                return recorder._plain_wait(work, *timeout)
+            finally:
+                if id(work) in recorder._gathers:
+                    recorder._look([recorder._gathers.pop(id(work))[1]])
+
+        dist.Work.wait = wait
+
+    def stop(self) -> None:
+        dist.Work.wait = self._plain_wait
+        self._look(range(len(self.rows)))
+        self.clock = None
+
+    def _look(self, rows, moment=None) -> None:
+        for row in rows:
+            self.versions.look(self.rows[row], moment or self.clock())
+
+    def _after_update(self) -> None:
+        self.updated = self.clock()
+        self._look(range(len(self.rows)), self.updated)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        count = len(self.collective_rows)
+        if self.clock is not None and func.namespace == "aten" and self._where.step[:1] in ("1", "2"):
+            self._computes()
+        beside = self._beside()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.clock is None:
+            return result
+        if self._beside() and not beside:
+            self.copies.append([self.clock(), None])
+        elif beside and not self._beside() and self.copies:
+            self.copies[-1][1] = self.clock()
+        if len(self.collective_rows) > count:
+            row = self.collective_rows[-1]
+            if "allgather" in func._schema.name and row is not None and not self.rows[row].stretches[0].by_parameter:
+                for leaf in torch.utils._pytree.tree_leaves(result):
+                    if isinstance(leaf, torch.ScriptObject):
+                        work = dist.Work.unbox(leaf)
+                        self._gathers[id(work)] = (work, row)
+        return result
+
+    def _beside(self) -> bool:
+        return any(label.startswith("FSDP::") for label in self._where.labels)
+
+    def _computes(self) -> None:
+        unit, step = unit_of(self._where.module(), self._names) or "root", self._where.step
+        if (unit, step) != self._at_work and not self._beside():
+            self._at_work = (unit, step)
+            self.begun.append((self.clock(), unit, step))
+            under_way = {row for _, row in self._gathers.values()}  # there is something, but not yet everything
+            self._look(row for row in self.units.get(unit, ()) if row not in under_way)
+
+
+def units_of(rows, names: set[str]) -> dict[str, list[int]]:
+    """{unit: numbers of the rows that have parameters of it}; "root" is what lies in no unit."""
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        for stretch in row.stretches:
+            for name in stretch.names:
+                numbers = found.setdefault(unit_of(name.removeprefix("module."), names)
+                                           or unit_of(name, names) or "root", [])  # fmt: skip
+                if number not in numbers:
+                    numbers.append(number)
+    return found
+
+
+def record(run: Run, me: Rank, warm_up: int = WARM_UP, tries: int = 1) -> dict:
+    """Build `run`'s engine, train it, and record `tries` steps; what this rank saw of the fastest, as plain data.
+
+    Fastest is the one in which the slowest rank took least time: it was disturbed least. A collective. Times are
+    seconds of the host's clock (`time.perf_counter`). An exception inside the step is part of it ("error").
+    """
+    batches, seen = run.batches(me, warm_up + tries), []
+    with Recorder(None, me.rank, me.world_size) as memory:
+        engine = run.build(me)
+        for batch in batches[:warm_up]:
+            memory.begin(engine)
+            run.step(engine, batch)
+        for batch in batches[warm_up:]:
+            seen.append(_one_step(run, engine, batch, memory, me))
+    if tries == 1:
+        return seen[0]  # it may have failed, and then the ranks have nothing more to say to each other
+    taken = process_group.largest([each["ends"] - each["begins"] for each in seen], me)
+    return seen[taken.index(min(taken))]
+
+
+def _one_step(run: Run, engine, batch, memory: Recorder, me: Rank) -> dict:
+    error = None
+    memory.begin(engine)
+    dist.barrier()
+    timeline = Timeline(engine, me.device)
+    try:
+        with timeline:
+            memory.start(timeline)
+            try:
+                run.step(engine, batch)
+            finally:
+                ended = timeline.now()
+                memory.stop()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+    return _plain(memory, timeline, ended, error, me)
+
+
+def _plain(memory: Recorder, timeline: Timeline, ended, error: str | None, me: Rank) -> dict:
+    def at(moment) -> float:
+        return opened + timeline.seconds(moment)
+
+    opened = timeline.opened
+    moments = zip(memory.moments(), memory._moments)
+    live = [(0.0 if token is None else at(token), dict(moment.parts)) for moment, token in moments]
+    return {
+        "rank": me.rank,
+        "begins": opened,
+        "ends": at(ended),
+        "error": error,
+        "rows": [{"name": row.name, "nbytes": row.nbytes, "parameters": _words(row)} for row in memory.rows],
+        "shards": any(s.bucket is not None or s.by_parameter for row in memory.rows for s in row.stretches),
+        "units": memory.units,
+        "changes": [[0.0 if c.moment is None else at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes]
+                    for c in memory.changes()],
+        "live": live,
+        "steps": [[s.name, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == STEPS],
+        "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
+        "begun": [[at(moment), unit, step] for moment, unit, step in memory.begun],
+        "copies": [[at(begins), at(ends)] for begins, ends in memory.copies if ends is not None],
+        "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.told]
+                        for s, row in zip(timeline.collectives, memory.collective_rows)],
+        "waits": [[opened + w.start, opened + w.end, w.collective] for w in timeline.waits],
+        "versions": [[at(moment), row, layer, cells] for moment, row, layer, cells in memory.versions.seen()],
+        "updated": None if memory.updated is None else at(memory.updated),
+    }  # fmt: skip
+
+
+def _words(row) -> str:
+    """ "blocks.0.norm1.weight to blocks.0.down.bias": what the row's parameters are, in the model's order."""
+    names = [name for stretch in row.stretches for name in stretch.names]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -1,0 +1,503 @@
+"""The recorded step: what is in the recording on real ranks, and the page in a real browser."""
+
+import json
+import subprocess
+import sys
+import time
+from bisect import bisect_right
+from pathlib import Path
+
+import cases_watch
+import pytest
+
+from harness.measure.parts import PARTS
+from harness.measure.places import LAYERS
+from harness.teach.watch import browser, page
+from harness.teach.watch.command import arguments
+from harness.teach.watch.engines import TITLES
+from harness.teach.watch.recording import merge
+
+ROOT = Path(__file__).resolve().parent.parent
+RIGHT, LEFT, HOME, END = "\ue014", "\ue012", "\ue011", "\ue010"  # as WebDriver names these keys
+
+
+@pytest.fixture(scope="module")
+def recordings(ranks) -> dict[str, dict]:
+    """Every engine, a small model, two ranks."""
+    seen = ranks(2).run(cases_watch.recorded, names=list(TITLES))
+    found = [merge(list(of_ranks), name, TITLES[name], {}) for name, of_ranks in zip(TITLES, zip(*seen))]
+    return {recording["run"]: recording for recording in json.loads(json.dumps(found))}  # as they come out of a page
+
+
+@pytest.fixture(scope="module")
+def written(recordings, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("watch") / "page.html"
+    file.write_text(page.build(list(recordings.values()), "zero3"), encoding="utf-8")
+    return file
+
+
+# The recording.
+
+
+def ledger_at(recording: dict, rank: int, k: int) -> dict[str, int]:
+    """Live bytes by part at event `k`, as the memory ledger has them."""
+    time, now = recording["events"][k][0], dict.fromkeys(PARTS, 0)
+    for moment, *pairs in recording["live"][rank]:
+        if moment <= time:
+            now.update({PARTS[part]: nbytes for part, nbytes in zip(pairs[::2], pairs[1::2])})
+    return now
+
+
+def cells_at(recording: dict, rank: int, k: int) -> dict[tuple, list[int]]:
+    """{(row, column, layer): bytes in each cell} at event `k`, from the recording's changes."""
+    time, now, ranks = recording["events"][k][0], {}, recording["ranks"]
+    for moment, who, row, column, layer, cells in recording["changes"]:
+        if moment <= time and who == rank:
+            now[row, column, layer] = cells if isinstance(cells, list) else [cells] * ranks
+    return now
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_every_byte_of_state_is_in_a_cell(recordings, name):
+    """At every event the cells add up to what the memory ledger says, part by part, and nothing is left over."""
+    recording = recordings[name]
+    for rank in range(2):
+        for k in range(len(recording["events"])):
+            cells, ledger = cells_at(recording, rank, k), ledger_at(recording, rank, k)
+            assert not any(row < 0 and any(found) for (row, _, _), found in cells.items())
+            for part, (column, layer) in LAYERS.items():
+                found = sum(
+                    sum(v) for (row, c, where), v in cells.items() if (c, where) == (column, layer) and row >= 0
+                )
+                assert found == ledger[part], (name, rank, k, part)
+
+
+def held(recording: dict, rank: int, k: int, column: int) -> list[list[bool]]:
+    """Per row, which cells of a column are kept at event `k`, and full."""
+    cells, rows = cells_at(recording, rank, k), recording["rows"]
+    return [[nbytes >= 0.99 * row["cells"][column] for nbytes in cells.get((number, column, 0), [0, 0])]
+            for number, row in enumerate(rows)]  # fmt: skip
+
+
+def test_what_is_cut_is_what_the_stage_cuts(recordings):
+    """Kept when the optimizer has updated: all cells or the own one, of parameters, gradients and optimizer state."""
+    cut = {"ddp": (0, 0, 0), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "zero3": (1, 1, 1), "fsdp2": (1, 1, 1)}
+    for name, columns in cut.items():
+        recording = recordings[name]
+        for rank in range(2):
+            k = next(i for i, event in enumerate(recording["events"]) if event[1:3] == [rank, "updated"])
+            for column, is_cut in enumerate(columns):
+                expected = [not is_cut or cell == rank for cell in range(2)]
+                assert all(row == expected for row in held(recording, rank, k, column)), (name, rank, column)
+
+
+def events_of(recording: dict, rank: int) -> list[tuple]:
+    """(what, unit or row) of a rank's events, in order."""
+    found, rows = [], [row["name"] for row in recording["rows"]]
+    for _, who, what, *more in recording["events"]:
+        if who == rank and what in ("issue", "end"):
+            collective = recording["collectives"][more[0]]
+            found.append((f"{what} {collective['kind']}", rows[collective["row"]]))
+        elif who == rank and what == "free":
+            found.append((f"free {more[1][0]}", rows[more[0]]))
+        elif who == rank and what == "compute":
+            found.append((more[1], more[0]))
+    return found
+
+
+def test_collectives_and_frees_know_their_unit(recordings):
+    """Two blocks of one size: only who looks at the storages can tell their collectives apart."""
+    for name in ("zero3", "zero3-prefetch0", "fsdp2"):
+        for rank in range(2):
+            events = events_of(recordings[name], rank)
+            assert [unit for what, unit in events if what == "issue reduce-scatter"] == ["blocks.1", "blocks.0", "root"]
+            gathered = [unit for what, unit in events if what == "issue all-gather"]
+            assert gathered == ["root", "blocks.0", "blocks.1", "blocks.1", "blocks.0"], name
+            for unit in ("blocks.0", "blocks.1"):
+                mine = [what for what, whose in events if whose == unit]
+                first, second = mine[: mine.index("free 0") + 1], mine[mine.index("free 0") + 1 :]
+                assert first == ["issue all-gather", "end all-gather", "forward", "free 0"], (name, mine)
+                # Backward may begin with what needs no weight, and a reduction may end while the unit is freed.
+                assert sorted(second) == sorted(
+                    ["issue all-gather", "end all-gather", "backward", "free 0"]
+                    + ["issue reduce-scatter", "end reduce-scatter", "free 1"]
+                ), (name, mine)
+                assert max(second.index("issue all-gather"), second.index("backward")) < second.index("free 0")
+                order = [second.index(what) for what in ("backward", "issue reduce-scatter", "free 1")]
+                assert order == sorted(order), (name, mine)
+
+
+def test_prefetch_is_seen(recordings):
+    """With prefetch 1 block 0 is asked for while block 1 computes its backward, without it when that is through."""
+    for name, early in (("zero3", True), ("zero3-prefetch0", False)):
+        events = events_of(recordings[name], 0)
+        gathered = max(i for i, event in enumerate(events) if event == ("issue all-gather", "blocks.0"))
+        freed = max(i for i, event in enumerate(events) if event == ("free 0", "blocks.1"))
+        assert (gathered < freed) == early
+
+
+def test_the_version_of_the_weights(recordings):
+    """In DDP a rank updates all; in ZeRO-1 and -2 its own cell, and the gather brings the other; in ZeRO-3 only it."""
+    for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
+        recording = recordings[name]
+        for rank in range(2):
+            updated = next(i for i, event in enumerate(recording["events"]) if event[1:3] == [rank, "updated"])
+            time, end = recording["events"][updated][0], recording["events"][-1][0]
+            for row in range(len(recording["rows"])):
+                looks = [(t, v if isinstance(v, list) else [v, v]) for t, who, where, layer, v in recording["versions"]
+                         if (who, where, layer) == (rank, row, 0)]  # fmt: skip
+                moments = [t for t, _ in looks]
+                before = looks[bisect_right(moments, time - 1) - 1][1]
+                at, after = looks[bisect_right(moments, time) - 1][1], looks[-1][1]
+                own = [1 if cell == rank else -1 for cell in range(2)]
+                if name in ("zero3", "fsdp2"):
+                    assert before == [0 if v == 1 else -1 for v in own] and at == after == own
+                else:
+                    assert before == [0, 0] and after == [1, 1]
+                    assert at == ([1, 1] if name == "ddp" else [max(v, 0) for v in own]), (name, rank, row)
+                assert moments[-1] <= end + 1e6
+
+
+def test_what_is_gathered_has_the_weights_before_the_update(recordings):
+    for name in ("zero3", "fsdp2"):
+        seen = [v for _, _, _, layer, v in recordings[name]["versions"] if layer == 1]
+        assert seen and all(v in (0, [0, 0]) for v in seen)
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["zero4"], "no engine 'zero4'; there are: zero3, "),
+        (["zero3", "1"], "N must be 2 to 16 ranks, got '1'"),
+        (["zero3", "2", "--only", "ddp,zero9"], "no engine 'zero9'"),
+        (["--bug", "99"], "no bug '99'"),
+        (["--bug", "30"], "not in a step: ./launch.sh bug 30"),
+        (["zero3", "--bug", "19"], "leave out the other one"),
+        (["--seq", "4000"], "--seq must be 1 to 128 (preset tiny), got 4000"),
+        (["--out", "/nowhere/page.html"], "cannot write --out '/nowhere/page.html'"),
+        (["--from", "README.md"], "has no recordings"),
+    ],
+)
+def test_what_cannot_work_is_one_line_before_any_rank_starts(options, said, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError) as caught:
+        arguments(options)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_bug_beside_the_right_engine(tmp_path):
+    """The bug of the unit that nobody frees: its cells stay gathered, and the right one's do not. From one page."""
+    file = tmp_path / "bug.html"
+    command = [sys.executable, "-m", "harness.teach.watch", "--bug", "21", "2", "--tries", "1", "--out", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and str(file) in done.stdout, done.stderr[-3000:]
+    right, wrong = page.recordings_of(file)
+    assert (right["run"], wrong["run"]) == ("right", "bug21")
+
+    def most(recording: dict) -> int:
+        """Bytes of gathered units at the highest."""
+        ledgers = [ledger_at(recording, 0, k)["gathered units"] for k in range(len(recording["events"]))]
+        return max(ledgers)
+
+    assert most(wrong) > 1.2 * most(right) > 0
+
+
+# The page, in a browser.
+
+
+@pytest.fixture(scope="module")
+def chromium(written):
+    if browser.found() is None:
+        pytest.skip(browser.WITHOUT)
+    text = written.read_text()
+    # Whatever goes wrong in a script is kept, from the first line on.
+    catch = "<script>window.wrong=[];addEventListener('error',(e)=>wrong.push(String(e.message)));</script>"
+    copy = written.with_name("caught.html")
+    copy.write_text(text.replace("<head>", "<head>" + catch, 1))
+    with browser.Browser() as opened:
+        opened.open(copy)
+        yield opened
+        assert opened.run("return wrong") == []
+
+
+# What is drawn, in pixels: for each rank, row, column and cell how much of the frame the two layers fill.
+DRAWN = """
+return watch.picture.panels.map((panel) => panel.rows.map(({columns}) => columns.map(({cells}) => cells.map((cell) => {
+  const box = (shape) => { const b = shape.getBoundingClientRect(); return b.width * b.height; };
+  const shown = (shape) => getComputedStyle(shape).display !== "none" && getComputedStyle(shape).fill !== "none";
+  const inside = cell.heldWidth / cell.width * (cell.held.getAttribute("height") / cell.frame.getAttribute("height"));
+  return [cell.held, cell.whole].map((shape, layer) =>
+    shown(shape) ? box(shape) / shape.ownerSVGElement.getScreenCTM().a ** 2
+      / (cell.width * cell.frame.getAttribute("height")) / (layer ? 1 : inside) : 0);
+}))));
+"""
+
+
+def test_the_picture_is_what_the_ledger_says_at_every_event(chromium, recordings):
+    """Of every engine. Whole cells are counted in what is drawn, and compared with the ledger's bytes by part."""
+    for name, recording in recordings.items():
+        drawn = chromium.run(
+            "const draw = () => {" + DRAWN + "};"
+            "watch.open(arguments[0], 0);"
+            "return watch.rec.events.map((_, k) => {"
+            "  watch.go(k); return [watch.k, draw(), watch.state.ranks.map((me) => me.live)]; });",
+            name,
+        )
+        for k, (at, ranks, live) in enumerate(drawn):
+            assert at == k
+            for rank, rows in enumerate(ranks):
+                cells, ledger = cells_at(recording, rank, k), ledger_at(recording, rank, k)
+                assert live[rank] == list(ledger.values())
+                for part, (column, layer) in LAYERS.items():
+                    capacity = [row["cells"][column] for row in recording["rows"]]
+                    filled = [[cell[layer] for cell in row[column]] for row in rows]
+                    kept = [cells.get((number, column, layer), [0, 0]) for number in range(len(rows))]
+                    for row, size in enumerate(capacity):
+                        for cell in range(2):  # a second copy of the same is a number beside the cell, and no area
+                            expected = min(1, kept[row][cell] / size) if size else 0
+                            assert abs(filled[row][cell] - expected) < 0.02, (name, k, rank, part, row, cell)
+                    area = sum(sum(row) * size for row, size in zip(filled, capacity))
+                    twice = sum(max(0, b - size) for row, size in zip(kept, capacity) for b in row)
+                    assert abs(area + twice - ledger[part]) < 0.02 * max(1, sum(capacity)), (name, k, rank, part)
+
+
+def test_every_cell_is_where_its_labels_say(chromium, recordings):
+    """Rank by rank, row by row under its name, column by column under its heading, cells from left to right."""
+    chromium.run("watch.open('zero1', 0)")
+    panels = chromium.run("""
+        const box = (shape) => { const b = shape.getBoundingClientRect(); return [b.left, b.right, b.top, b.bottom]; };
+        return watch.picture.panels.map((panel) => ({
+          whole: box(panel.group.querySelector(".paper")),
+          name: panel.group.querySelector(".name").textContent,
+          labels: [...panel.group.querySelectorAll(".row")].map((text) => [text.textContent, ...box(text)]),
+          columns: [...panel.group.querySelectorAll(".column")].map((text) => [text.textContent, ...box(text)]),
+          frames: panel.rows.map((row) => row.columns.map(({cells}) => cells.map((cell) => box(cell.frame)))),
+        }));""")
+    rows = [row["name"] for row in recordings["zero1"]["rows"]]
+    for rank, panel in enumerate(panels):
+        assert panel["name"] == f"rank {rank}" and [label[0] for label in panel["labels"]] == rows
+        assert [name for name, *_ in panel["columns"]] == ["parameters", "gradients", "optimizer state"]
+        left, right, top, bottom = panel["whole"]
+        for label, columns in zip(panel["labels"], panel["frames"]):
+            last = label[2]  # where the row's name ends
+            for column, cells in zip(panel["columns"], columns):
+                middle = (column[1] + column[2]) / 2
+                assert cells[0][0] < middle < cells[-1][1]
+                for cell in cells:
+                    assert last <= cell[0] + 0.5 and cell[1] < right and top < cell[2] and cell[3] < bottom
+                    assert cell[2] < label[4] and label[3] < cell[3]  # as high as the name
+                    last = cell[1]
+
+
+def test_what_stands_beside_is_at_the_same_computation(chromium, recordings):
+    """The other engine has begun as many computations on rank 0, at every event."""
+    begun = {name: [0] for name in ("zero3", "ddp")}
+    for name, counts in begun.items():
+        for _, rank, what, *_ in recordings[name]["events"]:
+            counts.append(counts[-1] + (rank == 0 and what in ("compute", "updated")))
+    other = chromium.run(
+        "const [a, b] = ['zero3', 'ddp'].map((run) => watch.recordings.find((rec) => rec.run === run));"
+        "return a.events.map((_, k) => sameMoment(a, k, b));"
+    )
+    assert other == sorted(other) and other[-1] == len(recordings["ddp"]["events"]) - 1
+    assert all(begun["zero3"][k + 1] == begun["ddp"][there + 1] for k, there in enumerate(other))
+
+
+def test_a_collective_moves_from_the_last_ranks_issue_on(chromium, recordings):
+    recording = recordings["zero3"]
+    chromium.run("watch.open('zero3', 0)")
+    moved = 0
+    for k, (_, rank, what, *subject) in enumerate(recording["events"]):
+        if what != "issue":
+            continue
+        said, flying, states = chromium.run(
+            "watch.go(arguments[0]); return [document.getElementById('said').textContent,"
+            "watch.picture.paths().length, watch.state.collectives[arguments[1]].status]", k, subject[0])  # fmt: skip
+        marked = chromium.run(
+            "return [...document.querySelectorAll('#picture .moving')].map((e) => e.className.baseVal)"
+        )
+        issued = [e[1] for e in recording["events"][: k + 1] if e[2:] == ["issue", subject[0]]]
+        if len(issued) == 2:
+            assert "moving" in states and flying > 0 and "all ranks have come" in said
+            assert "moving moving" in marked
+            moved += 1
+        else:
+            assert states[rank] == "waiting" and states[1 - rank] == "" and f"rank {1 - rank} has not come" in said
+            assert "moving waiting" in marked
+    assert moved == len(recording["collectives"])
+
+
+def test_every_control(chromium, recordings):
+    count = len(recordings["zero2"]["events"])
+    where = "return [watch.rec.run, watch.k]"
+    change = (
+        "const e = document.getElementById(arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('change'))"
+    )
+    chromium.run("watch.open('zero3', 0)")
+    chromium.run(change, "run", "zero2")
+    chromium.click("#first")
+    assert chromium.run(where) == ["zero2", 0]
+    chromium.click("#forth")
+    chromium.click("#forth")
+    chromium.click("#back")
+    assert chromium.run(where) == ["zero2", 1]
+    wait_for(chromium, "return location.hash === '#event=2&run=zero2'")
+    chromium.click("#last")
+    assert chromium.run(where)[1] == count - 1
+    chromium.run("const s = document.getElementById('scrub'); s.value = 7; s.dispatchEvent(new Event('input'))")
+    assert chromium.run(where)[1] == 7
+    said = chromium.run("return document.getElementById('said').textContent")
+    chromium.run("watch.go(8)")
+    assert said != chromium.run("return document.getElementById('said').textContent")
+    for pace in ("beat", "time"):  # at the highest speed, from the start
+        chromium.run(change, "speed", "4")
+        chromium.run(change, "pace", pace)
+        chromium.click("#first")
+        chromium.click("#play")
+        assert chromium.run("return document.getElementById('said').getAttribute('aria-live')") == "off"
+        wait_for(chromium, "return watch.k >= 2")
+        chromium.click("#play")
+        stopped = chromium.run("return watch.k")
+        assert not chromium.run("return watch.playing") and 2 <= stopped < count - 1
+    chromium.run("location.hash = '#event=5&run=ddp&beside=zero1'")
+    wait_for(chromium, "return watch.rec.run === 'ddp'")
+    assert chromium.run("return [watch.k, watch.beside.rec.run, document.getElementById('second').hidden]") == [
+        4, "zero1", False
+    ]  # fmt: skip
+    chromium.run(change, "beside", "")
+    assert chromium.run("return [watch.beside, document.getElementById('second').hidden]") == [None, True]
+    lanes = chromium.run(
+        "const b = document.getElementById('lanes').getBoundingClientRect(); return [b.x, b.y, b.width]"
+    )
+    chromium.run("document.getElementById('lanes').dispatchEvent(new MouseEvent('click', {clientX: arguments[0] + "
+                 "0.9 * arguments[2], clientY: arguments[1] + 20, bubbles: true}))", *lanes)  # fmt: skip
+    times = [event[0] for event in recordings["ddp"]["events"]]
+    k = chromium.run("return watch.k")
+    assert times[k] <= 0.91 * times[-1] and times[k + 1] >= 0.88 * times[-1]
+
+
+def wait_for(chromium, script: str) -> None:
+    deadline = time.monotonic() + 10
+    while not chromium.run(script):
+        assert time.monotonic() < deadline, script
+        time.sleep(0.02)
+
+
+def test_the_keyboard_alone(chromium, recordings):
+    """From the body on, with no click and no script but to look."""
+    look = "return [watch.rec.run, watch.k, watch.playing, document.getElementById('ask').checked]"
+    chromium.run("document.activeElement.blur(); watch.setBeside(''); watch.open('zero3', 5); watch.play(false)")
+    count = len(recordings["zero3"]["events"])
+    chromium.press(RIGHT, RIGHT, LEFT)
+    assert chromium.run(look) == ["zero3", 6, False, False]
+    chromium.press(END)
+    assert chromium.run(look)[1] == count - 1
+    chromium.press(HOME, " ")
+    assert chromium.run(look)[2] is True
+    chromium.press(" ")
+    assert chromium.run(look)[2] is False
+    speed = chromium.run("return document.getElementById('speed').value")
+    chromium.press("-")
+    assert float(chromium.run("return document.getElementById('speed').value")) < float(speed)
+    pace = chromium.run("return document.getElementById('pace').value")
+    chromium.press("t")
+    assert chromium.run("return document.getElementById('pace').value") != pace
+    chromium.press("n")
+    assert chromium.run(look)[0] == list(TITLES)[1]
+    chromium.press("p", "b")
+    assert chromium.run("return [watch.rec.run, watch.beside.rec.run]") == ["zero3", "zero3"]
+    chromium.run("watch.setBeside('')")
+    # Every control can be reached by the Tab key, and shows it.
+    chromium.press(HOME)
+    reached = []
+    for _ in range(16):
+        chromium.press("\ue004")
+        reached.append(chromium.run("return document.activeElement.id"))
+    assert {"run", "beside", "first", "back", "play", "forth", "last", "speed", "pace", "ask", "scrub"} <= {*reached}
+
+
+def test_ask_me_first(chromium, recordings):
+    """Four answers, one of them what this rank does next in the recording; the picture goes on after it is given."""
+    recording = recordings["zero3"]
+    chromium.run("document.activeElement.blur(); watch.setBeside(''); watch.open('zero3', 0)")
+    chromium.press("a")
+    asked = 0
+    while asked < 4:
+        chromium.press(RIGHT)
+        question = chromium.run("return watch.asked && [watch.asked.k, watch.asked.answers, watch.asked.right]")
+        if question is None:
+            continue
+        k, answers, right = question
+        now = chromium.run("return watch.k")
+        shown = chromium.run(
+            "return [...document.querySelectorAll('#answers button')].map((b) => b.textContent.slice(3))"
+        )
+        assert k == now + 1 and shown == answers and len(set(answers)) == 4
+        rank = recording["events"][k][1]
+        assert chromium.run("return document.getElementById('asked').textContent") == f"What does rank {rank} do next?"
+        # All four are things that this rank does in this recording, and the right one is what comes.
+        acts = chromium.run("return watch.rec.events.map((e) => [e[1], action(watch.rec, e)])")
+        assert acts[k][1] == answers[right]
+        assert {*answers} <= {text for who, text in acts if who == rank}
+        given = right if asked % 2 else (right + 1) % 4
+        chromium.press(str(given + 1))
+        verdict = chromium.run("return document.getElementById('verdict').textContent")
+        assert verdict.startswith("Right" if given == right else "No")
+        assert chromium.run("return watch.k") == now
+        chromium.press(RIGHT)
+        assert chromium.run("return [watch.k, watch.asked]") == [k, None]
+        asked += 1
+    chromium.press("a")
+
+
+def test_it_needs_nothing_from_outside(written, chromium):
+    """No address of anything to load, inside a notebook's frame as well; and some tens of kilobytes."""
+    loaded = chromium.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert loaded == []
+    assert written.stat().st_size < 150_000
+    frame = page.show(written, run="ddp", event=3)._repr_html_()
+    chromium.run("document.body.insertAdjacentHTML('beforeend', arguments[0])", frame)
+    said = "document.querySelector('iframe').contentDocument?.querySelector('#said')?.textContent"
+    wait_for(chromium, f"return Boolean({said})")
+    inner = "document.querySelector('iframe').contentDocument"
+    assert chromium.run(f"return {inner}.getElementById('run').value") == "ddp"
+    assert chromium.run(f"return {inner}.getElementById('count').textContent").startswith("event 3 of ")
+    chromium.run("document.querySelector('iframe').remove()")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_what_is_kept_and_what_is_gathered_differ_in_grey(chromium, dark):
+    """In both themes: the two layers of a column, and a cell that is empty, have other luminances."""
+    chromium.theme(dark)
+    colours = chromium.run("""
+        const of = (name) => {
+          const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+          const parts = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
+            .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+          return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+        };
+        return Object.fromEntries(["--parameters", "--gathered", "--gradients", "--whole-gradients", "--optimizer",
+          "--empty", "--ink", "--soft", "--page", "--paper", "--line"].map((name) => [name, of(name)]));""")
+    assert (colours["--page"] < 0.1) == dark
+
+    def contrast(a: str, b: str) -> float:
+        high, low = sorted((colours[a], colours[b]), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    for kept, whole in (("--parameters", "--gathered"), ("--gradients", "--whole-gradients")):
+        assert contrast(kept, whole) > 2.4 and contrast(kept, "--empty") > 4.5
+    assert contrast("--optimizer", "--empty") > 4.5
+    assert (
+        contrast("--ink", "--page") > 7 and contrast("--soft", "--paper") > 4.5 and contrast("--soft", "--page") > 4.5
+    )
+
+
+def test_the_ready_page_is_what_the_templates_make():
+    """docs/watch.html needs nothing to be installed; it is made of the scripts as they are now."""
+    recordings = page.recordings_of(page.READY)
+    assert page.READY.read_text(encoding="utf-8") == page.build(recordings, "zero3")
+    assert {recording["run"] for recording in recordings} == set(TITLES)
+    assert json.dumps(recordings)
