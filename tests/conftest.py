@@ -30,6 +30,15 @@ def ranks():
         pool.close()
 
 
+@pytest.fixture(scope="session")
+def quick_python():
+    """The path of a `python` that is started without the seconds of `import torch`, and all that it starts as well."""
+    from forked_python import ForkedPython
+
+    with ForkedPython() as executable:
+        yield executable
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(config, items):
     """For `-n 2 --dist loadgroup`: what is started or run once for many tests goes to one worker; the rest by file."""

@@ -9,9 +9,23 @@ from datetime import timedelta
 
 TIMEOUT = 60  # seconds for a collective
 
+# What every rank imports. torch takes a second and a half of it; the first optimizer imports torch._dynamo, a second
+# more; and the compiler another one.
+IMPORTED_ONCE = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"]
+
 
 class CaseFailed(AssertionError):
     """A case failed on some rank; the message is that rank's traceback."""
+
+
+def forking():
+    """The context of processes that are forked from one that only imports, and has no thread.
+
+    A fork of this one would not do: gloo's threads hang after it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    return context
 
 
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
@@ -53,8 +67,8 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        # spawn: after a fork, gloo's threads hang
-        context = multiprocessing.get_context("spawn")
+        # CUDA does not outlive a fork.
+        context = multiprocessing.get_context("spawn") if self.device == "cuda" else forking()
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes, self._ranks = [], []

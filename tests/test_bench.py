@@ -1,16 +1,11 @@
 """The benchmark: what it compares, and that it runs. (No test asserts a time.)"""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import forked
 import pytest
 
 from harness.measure import bench
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_ratios_are_of_medians_of_one_run():
@@ -39,9 +34,9 @@ def test_options_that_cannot_work(wrong, said):
 def test_the_hosts_time_is_measured_for_every_engine(tmp_path):
     """On small parameters, without the other ranks; the results are those of every step."""
     file = tmp_path / "host.json"
-    command = [sys.executable, "-m", "harness.measure.bench", "--host", "--rounds", "2", "--engines", "zero1,zero3"]
-    said = subprocess.run([*command, "--json", str(file)], cwd=ROOT, env=os.environ, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
+    command = ["-m", "harness.measure.bench", "--host", "--rounds", "2", "--engines", "zero1,zero3"]
+    said = forked.alone([*command, "--json", str(file)])
+    assert said.status == 0, said.stderr
     found = json.loads(file.read_text())
     assert set(found["ms"]) == {"plain", "zero1", "zero3"} and found["ranks"] == 8
     assert all(len(values) == 2 and min(values) > 0 for values in found["ms"].values())

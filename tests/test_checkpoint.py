@@ -4,7 +4,6 @@ import itertools
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import cases_checkpoint as cases
@@ -180,10 +179,10 @@ def test_rectangles_are_the_run_in_order(shape):
     assert rectangles(shape, 1, 1) == []
 
 
-def test_killed_at_any_moment(tmp_path):
+def test_killed_at_any_moment(tmp_path, quick_python):
     """kill -9 of each rank at each of its acts on files: the last checkpoint remains whole, or the new one is."""
     script = Path(cases.__file__).with_name("killed_while_saving.py")
-    result = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([quick_python, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     kills = dict(re.findall(r"rank (\d): (\d+) kills", result.stdout))
     assert int(kills["0"]) >= 15 and int(kills["1"]) >= 3, result.stdout

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 
 import fsdp2_compare
@@ -233,6 +234,8 @@ def code(language: str, containing: str) -> str:
 def test_the_first_run_prints_what_the_readme_shows():
     result = run([str(ROOT / "launch.sh"), "zero1", "2", "--device", "cpu"])
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "torchrun --standalone --nproc-per-node 2 zero1.py --device cpu" in result.stdout
+    assert "Warning" not in result.stderr
     printed = result.stdout.splitlines()
     for line in code("", "Step 1 forward").splitlines():
         assert line in printed, line
@@ -241,13 +244,13 @@ def test_the_first_run_prints_what_the_readme_shows():
 def test_the_readmes_script_trains(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(code("python", "init_process_group"))
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     outputs = []
     for _ in range(2):
-        result = run(start, PYTHONPATH=str(ROOT))
-        assert result.returncode == 0, result.stderr[-3000:]
-        losses = dict(re.findall(r"rank (\d): loss ([\d.]+) on its own data, 4 tensors", result.stdout))
-        assert set(losses) == {"0", "1"}, result.stdout
+        ranks = forked.on_ranks([str(script)], 2)
+        assert [rank.status for rank in ranks] == [0, 0], ranks
+        printed = ranks[0].stdout + ranks[1].stdout
+        losses = dict(re.findall(r"rank (\d): loss ([\d.]+) on its own data, 4 tensors", printed))
+        assert set(losses) == {"0", "1"}, printed
         outputs.append(losses)
     assert outputs[0] == outputs[1]  # it seeds before it builds the model
     assert outputs[0]["0"] != outputs[0]["1"]  # and each rank has data of its own

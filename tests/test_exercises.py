@@ -1068,7 +1068,8 @@ def test_the_reference_is_not_taken_for_the_students_file(tmp_path):
                 sys.modules["zero2"] = before
 
 
-def test_a_deadlock_names_what_every_rank_waits_in(tmp_path, capsys):
+def test_a_deadlock_names_what_every_rank_waits_in(tmp_path, capsys, monkeypatch, quick_python):
+    monkeypatch.setattr(sys, "executable", quick_python)
     file, line = tmp_path / "zero1.py", "dist.all_reduce(torch.ones(3)) if dist.get_rank() else dist.barrier()"
     file.write_text(f"import torch\nimport torch.distributed as dist\n\n{line}\n")
     with pytest.raises(SystemExit) as leaving:
@@ -1143,7 +1144,7 @@ def test_how_ranks_ended_is_told(tmp_path, capsys):
     assert "rank 2 died: Segmentation fault in line 7" in said and "rank 3 ended with exit status 5" in said
 
 
-def test_from_the_first_line_to_passed(tmp_path):
+def test_from_the_first_line_to_passed(tmp_path, quick_python):
     """The commands as a student types them, in a copy of the folder, so that nobody's exercises are touched."""
     shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("launch.sh", "zero1.py", "zero2.py", "zero3.py"):
@@ -1152,7 +1153,7 @@ def test_from_the_first_line_to_passed(tmp_path):
     def run(*arguments):
         result = subprocess.run(
             [str(tmp_path / "launch.sh"), *arguments],
-            env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""},
+            env={**os.environ, "PYTHON": quick_python, "PYTHONPATH": ""},
             capture_output=True,
             text=True,
             timeout=120,

@@ -1,5 +1,12 @@
-"""launch.sh and the referee as a user runs them, mistakes included."""
+"""launch.sh and the referee as a user runs them, mistakes included.
 
+A start through the door takes some ten seconds of a processor, most of them for imports. So each kind of start has one
+test that starts everything anew (the referee here, a chapter in tests/test_docs.py, a run that comes back in
+tests/test_train.py, the report in tests/test_report.py). The others run in processes that have imported torch already:
+also through the door (`quick_python`, tests/forked_python.py), or without it (tests/forked.py).
+"""
+
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +16,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import pytest
 
 from harness.measure.parts import PARTS
@@ -104,9 +112,10 @@ def test_the_referee_in_bfloat16(tmp_path):
     file = tmp_path / "out.json"
     engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1,fsdp1_article"
     options = ("--preset", "toy", "--steps", "4", "--timed-steps", "0", "--batch", "2", "--engines", engines)
-    result = launch("compare", "2", "--dtype", "bf16", *options, "--json", str(file))
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "bfloat16 with float32 reduction" in result.stdout and "Warning" not in result.stderr
+    program = [str(ROOT / "fsdp2_compare.py"), "--dtype", "bf16", *options, "--json", str(file)]
+    first, second = forked.on_ranks(program, 2)
+    assert first.status == second.status == 0, first.stderr[-3000:] + second.stderr[-3000:]
+    assert "bfloat16 with float32 reduction" in first.stdout and "Warning" not in first.stderr + second.stderr
     report = json.loads(file.read_text())
     assert report["dtype"] == "bf16" and report["match"] is True
     runs = report["runs"]
@@ -184,13 +193,14 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     trace = tmp_path / "trace.json"
     # Two micro-batches change nothing in what ZeRO-1 sends.
     more = ["--bucket-mb", "0", "--map", "--accumulate", "2"] if stage == "zero1" else ["--checkpoint-activations"]
-    result = launch(stage, "2", "--preset", "toy", "--steps", "2", *more, "--trace", str(trace))
-    assert result.returncode == 0, result.stderr[-3000:]
+    program = [str(ROOT / f"{stage}.py"), "--preset", "toy", "--steps", "2", *more, "--trace", str(trace)]
+    result, other = forked.on_ranks(program, 2)
+    assert result.status == other.status == 0, result.stderr[-3000:] + other.stderr[-3000:]
     for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
         assert words in result.stdout, words
     assert ("Step 5 gather parameters" if stage != "zero3" else "5 gather parameters: all-gather") in result.stdout
-    assert f"torchrun --standalone --nproc-per-node 2 {stage}.py --preset toy --steps 2" in result.stdout
-    assert "Warning" not in result.stderr and "where a step of " in result.stdout
+    assert "Warning" not in result.stderr + other.stderr and "where a step of " in result.stdout
+    assert other.stdout == ""  # one rank tells
     assert result.stdout.count("Step 1 forward") == (2 if stage == "zero1" else 1)
     if sent:
         assert f"{sent} Ψ x (N-1)/N" in result.stdout
@@ -216,22 +226,100 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     assert min(event["ts"] for event in events if "ts" in event) >= 0
 
 
+# The door: what launch.sh starts. A Python that says what it was given stands for the real one.
+
+
+@pytest.fixture
+def door(tmp_path):
+    """A function of launch.sh's arguments: (ZERO_PREFLIGHT or "", arguments) of each start of Python that followed."""
+    fake, told = tmp_path / "python", tmp_path / "told"
+    fake.write_text(
+        '#!/bin/bash\n[ "$1" != -c ] || exit 0\n'  # whether torch is there
+        f'printf \'%s\\n\' "${{ZERO_PREFLIGHT:-}}" "$@" . >>{told}\n'
+        "[ -z \"${ZERO_PREFLIGHT:-}\" ] || printf '3\\nbecause\\n'\n"
+    )
+    fake.chmod(0o755)
+
+    def started(*arguments: str, **environment: str) -> list[tuple[str, list[str]]]:
+        told.unlink(missing_ok=True)
+        result = launch(*arguments, PYTHON=str(fake), **environment)
+        assert result.returncode == 0, result.stderr
+        calls = [call.split("\n") for call in told.read_text().removesuffix("\n.\n").split("\n.\n")]
+        return [(preflight, [*words]) for preflight, *words in calls]
+
+    return started
+
+
+@pytest.mark.parametrize("ranks", ("4", None))
+@pytest.mark.parametrize("command", ("compare", "zero1", "zero2", "zero3", "train", "sweeps", "bench"))
+def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(door, command, ranks):
+    """First one process checks the options and says how many ranks. Then torchrun starts as many of that program."""
+    from torch.distributed.run import parse_args
+
+    stage = ["zero2"] if command == "train" else []
+    own = ["--preset", "toy", "--steps", "-1"]  # the last word is none of launch.sh's options, nor of torchrun's
+    (asked, checked), (nothing, started) = door(command, *stage, *([ranks] if ranks else []), *own)
+    assert (asked, nothing) == (ranks or "auto", "")
+    assert started[:2] == ["-m", "harness.run.restarts" if command == "train" else "harness.run.torchrun"]
+    found = parse_args(started[2:])
+    assert found.nproc_per_node == "3" and found.standalone  # as the check has said
+    program = [*(["-m"] if found.module else []), found.training_script, *found.training_script_args]
+    assert program == checked and program[-len(own) :] == own
+    name = {"compare": "fsdp2_compare", "train": "harness.run.train"}.get(command, command)
+    name = name if name.startswith(("zero", "fsdp2", "harness")) else f"harness.measure.{name}"
+    assert found.training_script.removesuffix(".py") == name and importlib.util.find_spec(name)
+    assert program[: -len(own)] == [*(["-m"] if found.module else []), found.training_script, *stage]
+
+
+@pytest.mark.parametrize("command", ("compare", "zero3", "train", "sweeps"))
+def test_help_starts_no_ranks(door, command):
+    ((asked, words),) = door(command, *(["zero3"] if command == "train" else []), "--help")
+    assert (
+        asked == ""
+        and words[-1] == "--help"
+        and not {"harness.run.torchrun", "harness.run.restarts"}.intersection(words)
+    )
+
+
+@pytest.mark.parametrize("command", ("memory", "bug", "report", "articles", "changes", "docs", "exercise", "check"))
+def test_a_command_without_ranks_is_one_process(door, command):
+    ((asked, words),) = door(command, "one", "--two")
+    assert asked == "" and words[0] == "-m" and importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
+
+
+def test_help():
+    assert "./launch.sh compare [N]" in launch("help").stdout
+    said = forked.alone([str(ROOT / "fsdp2_compare.py"), "--help"])
+    assert said.status == 0
+    for option in ("--preset", "--steps", "--batch", "--seq", "--engines", "--data", "--seed", "--json"):
+        assert option in said.stdout
+
+
 @pytest.mark.parametrize(
     "arguments, words",
-    (
-        (["zero4"], ["zero4", "zero1, zero2, zero3"]),
-        (["zero1", "0"], ["'0'"]),
-        (["zero1", "two"], ["'two'"]),
-        (["zero1", "-1"], ["-1"]),
-        (["zero2", "2", "--preset", "gigantic"], ["'gigantic'", "tiny"]),
-        (["compare", "2", "--backend", "mpi"], ["mpi"]),
-        (["zero3", "2", "--data", "/nowhere/text"], ["/nowhere/text", "No such file"]),
-    ),
+    ((["zero4"], ["zero4", "zero1, zero2, zero3"]), (["zero1", "0"], ["'0'"]), (["zero1", "two"], ["'two'"])),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_are_answered_in_one_clear_line(arguments, words):
+def test_what_launch_sh_itself_refuses(arguments, words):
     result = launch(*arguments)
-    assert result.returncode != 0
+    assert result.returncode == 2 and len(result.stderr.strip().splitlines()) <= 2, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+@pytest.mark.parametrize(
+    "program, words",
+    (
+        (["zero1", "-1"], ["-1"]),
+        (["zero2", "--preset", "gigantic"], ["'gigantic'", "tiny"]),
+        (["fsdp2_compare", "--backend", "mpi"], ["mpi"]),
+        (["zero3", "--data", "/nowhere/text"], ["/nowhere/text", "No such file"]),
+    ),
+    ids=lambda value: " ".join(value),
+)
+def test_mistakes_are_answered_in_one_clear_line(program, words):
+    """What the check before the ranks says of them."""
+    result = forked.alone([str(ROOT / f"{program[0]}.py"), *program[1:]], ZERO_PREFLIGHT="2")
+    assert result.status not in (0, None) and result.stdout == ""
     assert len(result.stderr.strip().splitlines()) <= 14 and "Traceback" not in result.stderr, result.stderr
     for word in words:
         assert word in result.stderr, result.stderr
@@ -285,20 +373,11 @@ def test_mistakes_in_the_environment(environment, words):
 
 
 def test_a_stage_file_without_ranks_says_how_to_start_it():
-    clean = {key: value for key, value in os.environ.items() if key != "RANK"}
-    result = subprocess.run([sys.executable, str(ROOT / "zero2.py")], env=clean, capture_output=True, text=True)
-    assert result.returncode == 1 and "./launch.sh zero2 2" in result.stderr and "Traceback" not in result.stderr
+    result = forked.alone([str(ROOT / "zero2.py")])
+    assert result.status == 1 and "./launch.sh zero2 2" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_help_and_the_options_need_no_ranks():
-    assert "./launch.sh compare [N]" in launch("help").stdout
-    result = launch("compare", "--help")
-    assert result.returncode == 0
-    for option in ("--preset", "--steps", "--batch", "--seq", "--engines", "--data", "--seed", "--json"):
-        assert option in result.stdout
-
-
-def test_a_rank_that_dies_takes_the_others_down(tmp_path):
+def test_a_rank_that_dies_takes_the_others_down(tmp_path, quick_python):
     script = tmp_path / "dies.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -312,7 +391,7 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path):
     )
     result = subprocess.run(
         [
-            sys.executable,
+            quick_python,
             "-m",
             "torch.distributed.run",
             "--standalone",
@@ -356,26 +435,21 @@ process_group.run(main)
     ),
     ids=("killed", "hangs"),
 )
-def test_a_rank_that_dies_takes_the_job_down_and_the_others_say_where(tmp_path, stage, world_size, fate, collective):
+def test_when_a_rank_dies_or_hangs_every_other_one_leaves_and_says_where(tmp_path, stage, world_size, fate, collective):
     file = tmp_path / "dying.py"
     file.write_text(DYING.format(stage=stage, fate=fate))
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size), str(file)],
-        env={**clean, "PYTHONPATH": str(ROOT), "ZERO_TIMEOUT": "5"},
-        capture_output=True,
-        text=True,
-        timeout=60,  # far less than the rank that hangs would take
-    )
-    assert result.returncode != 0
-    # Some rank that was left: torchrun ends the others as soon as it has noticed, which may be before they speak.
-    said = rf"\[rank (\d)\] error: rank \1 waited in vain for the {re.escape(collective)}"
-    assert re.search(said, result.stderr), result.stderr[-3000:]
-    assert "another rank" in result.stderr  # where to look
-    assert "Warning" not in result.stderr
+    # In far less time than the rank that hangs would take. Nobody ends the others: they must do it themselves.
+    hangs = "sleep" in fate
+    *others, lost = forked.on_ranks([str(file)], world_size, seconds=60, left_behind=int(hangs), ZERO_TIMEOUT="5")
+    assert lost.status == (None if hangs else -9)
+    for rank, other in enumerate(others):
+        assert other.status == 1, other.stderr
+        assert f"[rank {rank}] error: rank {rank} waited in vain for the {collective}" in other.stderr, other.stderr
+        assert "another rank" in other.stderr.lower()  # where to look
+        assert "Warning" not in other.stderr
 
 
-def test_two_machines_on_loopback():
+def test_two_machines_on_loopback(quick_python):
     """The lines of docs/machines.md, an agent of torchrun each, and a port that is free here."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -389,7 +463,7 @@ def test_two_machines_on_loopback():
     def machine(line):
         environment = dict(word.split("=") for word in line[0].split())
         environment["RDZV_ENDPOINT"] += f":{port}"
-        return launch(*line[1].split(), "--preset", "toy", "--steps", "2", **environment)
+        return launch(*line[1].split(), "--preset", "toy", "--steps", "2", PYTHON=quick_python, **environment)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(machine, lines)
@@ -402,10 +476,10 @@ def test_two_machines_on_loopback():
     assert "training step" not in second.stdout
 
 
-def test_sweeps(tmp_path):
+def test_sweeps(tmp_path, quick_python):
     file = tmp_path / "sweeps.json"
     options = ("--preset", "toy", "--rounds", "1", "--only", "prefetch", "--json", str(file))
-    result = launch("sweeps", "2", *options)
+    result = launch("sweeps", "2", *options, PYTHON=quick_python)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "Warning" not in result.stderr
     (rows,) = json.loads(file.read_text())["sweeps"].values()
@@ -416,17 +490,17 @@ def test_sweeps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, status, words",
+    "module, arguments, words",
     (
-        (["memory", "--preset", "8b"], 2, ["'8b'", "70b"]),
-        (["sweeps", "2", "--only", "x"], 2, ["'x'", "bucket size"]),
-        (["bug", "99"], 2, ["'99'", "1 to"]),
+        ("harness.measure.dry_run", ["--preset", "8b"], ["'8b'", "70b"]),
+        ("harness.measure.sweeps", ["--only", "x"], ["'x'", "bucket size"]),
+        ("harness.teach.museum", ["99"], ["'99'", "1 to"]),
     ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_in_the_other_commands(arguments, status, words):
-    result = launch(*arguments)
-    assert result.returncode == status
+def test_mistakes_in_the_other_commands(module, arguments, words):
+    result = forked.alone(["-m", module, *arguments], **({"ZERO_PREFLIGHT": "2"} if "sweeps" in module else {}))
+    assert result.status in (1, 2)
     errors = [line for line in result.stderr.splitlines() if line]
     assert len(errors) == 1 and errors[0].startswith("error: "), result.stderr
     assert all(word in errors[0] for word in words), errors[0]

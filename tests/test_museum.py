@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -152,8 +153,9 @@ def test_wrong_numbers(capsys, arguments, words):
     assert words in line and f"1 to {len(EXHIBITS)}" in line
 
 
-def test_a_visit_to_one_that_hangs(capsys):
+def test_a_visit_to_one_that_hangs(capsys, monkeypatch, quick_python):
     """On ranks of its own, as `./launch.sh bug 9` runs it."""
+    monkeypatch.setattr(sys, "executable", quick_python)
     assert bug.show(EXHIBITS[9]) == 0
     shown = capsys.readouterr()
     assert "rank 0 waited in vain for the all-gather of the bucket of 'temperature'" in shown.out

@@ -59,8 +59,11 @@ def test_links_lead_somewhere(file):
 
 
 @pytest.fixture(scope="module")
-def executed():
-    """{file: what came out of executing it, or the exception}: two notebooks at a time, as most of it is waiting."""
+def executed(quick_python):
+    """{file: what came out of executing it, or the exception}: two notebooks at a time, as most of it is waiting.
+
+    Their commands are started by the kernel's Python, so all of them need not import torch.
+    """
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed here (pip install jupyter)")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed here (pip install jupyter)")
     import nbformat
@@ -75,6 +78,7 @@ def executed():
         with tempfile.TemporaryDirectory() as folder:
             # The kernel is spoken to by sockets in a folder: a port of its own may be one that a rank has taken.
             kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
+            kernel.kernel_spec.argv[0] = quick_python
             client = nbclient.NotebookClient(cells, km=kernel, timeout=CELL_SECONDS, resources=where)
             try:
                 client.execute(env=environment, cleanup_kc=True)
@@ -121,7 +125,8 @@ def test_a_command_that_fails_says_why():
         notebook.run("./launch.sh zero4 2", show=False)
 
 
-def test_a_command_runs_with_this_python_and_outside_of_any_torchrun(tmp_path, monkeypatch):
+def test_a_command_runs_with_this_python_and_outside_of_any_torchrun(tmp_path, monkeypatch, quick_python):
+    monkeypatch.setattr(sys, "executable", quick_python)
     monkeypatch.setenv("RANK", "3")
     program = tmp_path / "print_it.py"
     program.write_text("import os, sys, harness\nprint(sys.executable, os.environ.get('WORLD_SIZE'))\n")

@@ -66,8 +66,8 @@ class Run:
         )
 
     @classmethod
-    def on_two_ranks(cls, folder: Path):
-        torchrun = [sys.executable, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "2"]
+    def on_two_ranks(cls, folder: Path, python: str):
+        torchrun = [python, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "2"]
         return cls([*torchrun, SCRIPT, *OPTIONS], folder)
 
     def lines(self) -> list[dict]:
@@ -109,10 +109,10 @@ class Run:
         return Path(self.output.name).read_text()
 
 
-def disturbed(folder: Path) -> list[Run]:
+def disturbed(folder: Path, python: str) -> list[Run]:
     """Rank 0 is killed, rank 1 hangs, all are asked to leave, a checkpoint is damaged, rank 1 is killed."""
     chance = random.Random()
-    run = Run.on_two_ranks(folder)
+    run = Run.on_two_ranks(folder, python)
     run.wait_for_new_ranks([], chance.randint(1, 12))
     first = run.ranks()
     os.kill(first[0], signal.SIGKILL)
@@ -131,7 +131,7 @@ def disturbed(folder: Path) -> list[Run]:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    again = Run.on_two_ranks(folder)
+    again = Run.on_two_ranks(folder, python)
     again.left, again.damaged = left, newest
     again.wait_for_new_ranks(run.ranks(), chance.randint(1, 8))
     os.kill(again.ranks()[1], signal.SIGKILL)
@@ -139,7 +139,7 @@ def disturbed(folder: Path) -> list[Run]:
     return [run, again]
 
 
-def machines(folder: Path) -> list[Run]:
+def machines(folder: Path, _: str) -> list[Run]:
     """Two launchers with a rank each. One is killed, and comes back. Then one rank is asked to leave.
 
     `seen` of the first launcher: {(ranks, step): loss}, also of the steps that were repeated.
@@ -201,11 +201,11 @@ def _parent(process: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def stories(tmp_path_factory):
-    """{name of a story: a future of its launchers}."""
+def stories(tmp_path_factory, quick_python):
+    """{name of a story: a future of its launchers}. Only `machines` starts every rank anew, as a user's torchrun."""
     place = tmp_path_factory.mktemp("runs")
     pool = ThreadPoolExecutor(2)
-    yield {story.__name__: pool.submit(story, place / story.__name__) for story in (disturbed, machines)}
+    yield {story.__name__: pool.submit(story, place / story.__name__, quick_python) for story in (disturbed, machines)}
     pool.shutdown()
 
 
@@ -283,14 +283,14 @@ def test_a_machine_goes_and_comes_back(stories):
     assert len(restarts) >= 2 and "noticed" in restarts[0]
 
 
-def test_a_second_signal_leaves_at_once(tmp_path):
+def test_a_second_signal_leaves_at_once(tmp_path, quick_python):
     script = tmp_path / "stuck.py"  # it never looks whether it was asked
     script.write_text(
         "import os, sys, time\nfrom harness.run.leaving import Leaving\nfrom pathlib import Path\nleaving = Leaving()\n"
         f"file = Path({str(tmp_path / 'pid')!r})\nfile.with_suffix('.new').write_text(str(os.getpid()))\n"
         "file.with_suffix('.new').rename(file)\ntime.sleep(600)\n"
     )
-    torchrun = [sys.executable, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "1"]
+    torchrun = [quick_python, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "1"]
     run = Run([*torchrun, str(script)], tmp_path / "none")
     run.wait_for((tmp_path / "pid").exists)
     run.process.send_signal(signal.SIGINT)
