@@ -12,7 +12,8 @@ Learn
 ./launch.sh watch [zero3] [N] [options]  records a step of every engine, as a page to watch in a browser (--bug 19)
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
-./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's)
+./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's); --html [FOLDER]: executed
+                                         copies as HTML pages, for those who only read (minutes)
 ./launch.sh exercise NAME [--hints 1]    writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
 ./launch.sh check NAME [N] [--hint]      says of an exercise, step by step: passed, or what was expected and found
 ./launch.sh bug [NUMBER] [--hint|--answer]    the museum of bugs: run one and see the symptom; without NUMBER the list
@@ -75,7 +76,13 @@ report) entry=(-m harness.measure.report) ranked= ;; # and so does this
 plan) entry=(-m harness.measure.planner) ranked= ;; # with --here it starts its ranks itself
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check | watch) entry=(-m "harness.teach.$command") ranked= ;;
-notebooks) entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked= ;;
+notebooks)
+    entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked=
+    if [ "${1:-}" = --html ]; then
+        shift
+        entry=(-m harness.teach.html_copies)
+    fi
+    ;;
 test) ranked= ;;
 *)
     fail "no command '$command'; there are: zero1, zero2, zero3, watch, changes, articles, notebooks, exercise, check," \
@@ -130,7 +137,7 @@ if [ "$command" = test ]; then
     echo "+ $(basename "$python") -m pytest $*"
     exec "$python" -m pytest "$@"
 fi
-if [ "$command" = notebooks ]; then
+if [ "${entry[1]:-}" = jupyterlab ]; then
     "$python" -c 'import jupyterlab' 2>/dev/null || fail "this Python has no Jupyter: $python -m pip install jupyter"
     [ "$(id -u)" != 0 ] || entry+=(--allow-root) # as in most containers; Jupyter asks for it to be said
 fi

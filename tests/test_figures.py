@@ -1,6 +1,7 @@
 """The figures: drawn from the committed measurements, with units on their axes, in the docs with their commands."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.colors import to_rgba
 
-from harness.measure import figures
+from harness.measure import figures, style
+from harness.measure import pictures_of_steps as steps_pictures
 from harness.measure.parts import HELD, PARTS
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +29,7 @@ def test_every_axis_has_its_unit_and_the_docs_the_picture_with_its_command(name)
     labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label]
     assert all(re.search(r"\b(MB|GB|bytes|ms|nats|ranks?|step|fraction)\b", label) for label in labels), labels
     # The axes that have none are categories (engines, lanes, options) or share another's.
-    expected = {"stages": 5, "memory": 1, "live": 2, "lanes": 3, "losses": 3, "step-time": 3, "sweeps": 2}
+    expected = {"stages": 5, "memory": 1, "live": 5, "lanes": 4, "losses": 3, "step-time": 3, "sweeps": 2}
     expected |= {"scaling": 2, "run": 2, "plan-scale": 5, "plan-validation": 4}
     assert len(labels) == expected[name]
     plt.close(figure)
@@ -68,9 +70,77 @@ def test_the_memory_figure_draws_what_was_measured():
     for position, row in enumerate(results["engines"].values()):
         peak = sum(patch.get_width() for patch in at[round(position + 0.19, 2)])
         assert peak == pytest.approx(row["peak_bytes"] / 1e9)
-        *held, formula = (patch.get_width() for patch in at[round(position - 0.19, 2)])
+        held = (patch.get_width() for patch in at[round(position - 0.19, 2)])
         assert sum(held) == pytest.approx(sum(row["held_bytes"].values()) / 1e9)
-        assert formula == pytest.approx(row["formula_bytes"] / 1e9)
+        ticks = [segment[0][0] for lines in axes.collections for segment in lines.get_segments()
+                 if segment[0][1] < position < segment[1][1] + 0.5]  # fmt: skip
+        assert ticks == pytest.approx([row["formula_bytes"] / 1e9] * 2)  # in ink, over the paper's edge
+    marked = [line.get_xdata()[0] for line in axes.lines]
+    assert marked == [24, 40, 80, 141]  # GPUs
+    plt.close(figure)
+
+
+def test_a_peak_without_gradients_says_why():
+    results, figure = drawn("memory")
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    for row in results["engines"].values():
+        said = next(text for text in texts if text.startswith(f"{row['peak_bytes'] / 1e9:.2f} at the peak"))
+        has = row["peak_parts"].get("gradients", 0) > 0.1 * row["held_bytes"]["gradients"]
+        assert ("gradient" in said) == (not has)
+    plt.close(figure)
+
+
+def test_the_live_figure_stacks_the_parts_of_every_engine():
+    results, figure = drawn("live")
+    for axes, row in zip(figure.axes, results["engines"].values(), strict=True):
+        assert axes.get_yscale() == "linear" and axes.get_ylim()[0] == 0
+        tops = [path.vertices[:, 1].max() for area in axes.collections for path in area.get_paths()]
+        curve = row["curve"]
+        highest = max(sum(curve[part][index] for part in PARTS) for index in range(len(curve["phase"])))
+        assert max(tops) == pytest.approx(highest, rel=2e-3)  # parts too small to see are left out
+        assert highest == pytest.approx(row["peak_bytes"] / 1e6, rel=0.02)
+    plt.close(figure)
+
+
+def test_gathers_and_reductions_are_named_by_their_unit():
+    """Gathered before it computes and reduced after it, in both traces, on both ranks; where counts differ no names."""
+    results, figure = drawn("lanes")
+    plt.close(figure)
+    for _, trace in results:
+        units = steps_pictures.units_of_collectives(trace)
+        for rank in (0, 1):
+            mine = [event for event in steps_pictures.step_of(trace) if event["pid"] == rank]
+            works = {}  # unit -> [first start, last end] in forward and in backward
+            for event in mine:
+                if event["cat"] == "compute" and event["name"] != "root" and event["args"].get("step", "")[:1] in "12":
+                    span = works.setdefault((event["args"]["step"][:1], event["name"]), [event["ts"], 0])
+                    span[1] = event["ts"] + event["dur"]
+            named = [(event, units[id(event)]) for event in mine if id(event) in units and units[id(event)] != "root"]
+            gathers = [pair for pair in named if pair[0]["name"] == "all-gather"]
+            assert len(gathers) == len(works) == 12
+            for (event, unit), step in zip(gathers, "1" * 6 + "2" * 6):
+                assert event["ts"] < works[step, unit][0]
+            for event, unit in (pair for pair in named if pair[0]["name"] == "reduce-scatter"):
+                assert works["2", unit][0] < event["ts"]
+    lost = next(e for e in steps_pictures.step_of(trace) if e["name"] == "all-gather" and e["args"]["bytes"] > 1e6)
+    trace["traceEvents"].remove(lost)
+    assert steps_pictures.units_of_collectives(trace) == {}
+
+
+def test_no_bar_of_the_lanes_is_cut_off():
+    results, figure = drawn("lanes")
+    for axes in figure.axes[::2]:
+        right = axes.get_xlim()[1]
+        assert all(path.vertices[:, 0].max() < right for bar in axes.collections for path in bar.get_paths())
+    plt.close(figure)
+
+
+def test_the_losses_figure_draws_every_difference():
+    results, figure = drawn("losses")
+    runs, below = results["runs"], figure.axes[1]
+    for line, name in zip(below.lines, (name for name in runs if name != "ddp")):
+        off = [abs(a - b) for a, b in zip(runs[name]["losses"], runs["ddp"]["losses"])]
+        assert list(line.get_xdata()) == [max(value, 1e-9) for value in off]
     plt.close(figure)
 
 
@@ -103,21 +173,57 @@ def contrast(one: str, other: str) -> float:
     return (bright + 0.05) / (dark + 0.05)
 
 
-def test_the_parts_of_a_step_are_told_apart_on_both_papers_and_in_grey():
-    styles = list(figures.TIME_STYLES.values())
+def lab(colour: str) -> tuple[float, float, float]:
+    """CIE L*a*b* (D65)."""
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in to_rgba(colour)[:3])
+    x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
+    y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (x, y, z))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+GROUPS = {"parts": style.PART_STYLES, "lanes": style.LANE_STYLES, "time": style.TIME_STYLES}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_colours_are_told_from_both_papers_and_from_each_other_in_grey(group):
+    styles = list(GROUPS[group].values())
     for colour, _ in styles:
         assert all(contrast(colour, theme["paper"]) >= 3 for theme in figures.THEMES.values()), colour
     for index, (colour, hatch) in enumerate(styles):
         assert all(hatch != other or contrast(colour, tone) > 1.25 for tone, other in styles[:index]), colour
 
 
+def test_engines_are_told_apart_without_colour():
+    drawn_with = [(style.ENGINE_MARKS[name], style.ENGINE_LINES.get(name, "-")) for name in style.ENGINE_COLOURS]
+    assert len(set(drawn_with)) == len(drawn_with)
+    for colour in style.ENGINE_COLOURS.values():
+        assert all(contrast(colour, theme["paper"]) >= 3 for theme in figures.THEMES.values())
+
+
 def test_a_colour_means_one_thing():
-    colours = [*figures.PART_COLOURS.values(), *figures.ENGINE_COLOURS.values()]
-    colours += [figures.LANE_COLOURS[step] for step in ("forward", "backward")]
-    colours += [colour for colour, _ in figures.TIME_STYLES.values()]
-    assert len(set(colours)) == len(colours)
-    assert set(figures.PART_COLOURS) == set(PARTS)
-    assert figures.LANE_COLOURS["gather"] == figures.PART_COLOURS["gathered units"]
+    """The same colour only for what is the same thing, or what moves it; all others are far apart (CIE76)."""
+    meanings = {
+        **{part: {part} for part in PARTS},
+        "gathered units": {"gathered units", "gather", "all-gather"},
+        "gradients in flight": {"gradients in flight", "reduce", "all-reduce", "reduce-scatter"},
+        "optimizer": {"optimizer", "update"},
+        "computation": {"forward", "backward", "compute"},
+    }
+    meaning_of = {name: meaning for meaning, names in meanings.items() for name in names}
+    assert set(style.PART_STYLES) == set(PARTS)
+    every = [(name, colour) for group in GROUPS.values() for name, (colour, _) in group.items()]
+    for index, (name, colour) in enumerate(every):
+        for other, tone in every[:index]:
+            one, two = meaning_of.get(name, name), meaning_of.get(other, other)
+            distance = math.dist(lab(colour), lab(tone))
+            if one != two:
+                assert distance > 16, (name, other)
+            elif one != "computation":
+                assert distance == 0, (name, other)
+    for tone in style.ENGINE_COLOURS.values():  # greys
+        assert math.dist(lab(tone)[1:], (0, 0)) < 8, tone
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

@@ -139,7 +139,8 @@ def test_bars_draw_what_they_are_given():
     rows = {"a": {"parameters": 3e6, "optimizer": 1e6}, "b": {"parameters": 2e6}}
     figure = notebook.bars(rows, "a title", formula={"b": 2.5e6}, lines=[1e6, 9e9])
     axes = figure.axes[0]
-    assert [patch.get_width() for patch in axes.patches] == [3, 1, 2, 2.5]
+    assert [patch.get_width() for patch in axes.patches] == [3, 1, 2]
+    assert {line.get_segments()[0][0][0] for line in axes.collections} == {2.5}  # the tick of the formula
     assert axes.get_xlabel() == "MB (10⁶ bytes) on one rank" and len(axes.lines) == 1
     assert notebook.unit(12) == ("bytes", 1) and notebook.unit(5e9)[1] == 1e9
 

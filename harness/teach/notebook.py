@@ -1,6 +1,7 @@
-"""What the notebooks share: the project's commands, run as a reader would type them, and plots in its colours."""
+"""What the notebooks share: the project's commands, run as a reader would type them, and text that fits a screen."""
 
 import atexit
+import inspect
 import json
 import os
 import shlex
@@ -8,17 +9,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
+import time
 from collections import deque
 from pathlib import Path
 
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
 
-from harness.measure import figures
-from harness.measure.figures import PART_COLOURS
+from harness.measure import dry_run, style
+from harness.measure.style import PART_STYLES, key, look, unit
 
 ROOT = Path(__file__).resolve().parents[2]
-INK = figures.THEMES[""]["ink"]
+THEME = style.THEMES["-dark" if os.environ.get("ZERO_NOTEBOOK_THEME") == "dark" else ""]
+INK = THEME["ink"]
+COLUMNS = 99  # the widest line that a notebook shows without scrolling
 
 
 def scratch() -> Path:
@@ -32,7 +37,8 @@ def run(line: str, show: bool = True) -> str:
     """Run `line` in the project's folder, print it and, as it comes, what it prints; returns what it printed.
 
     `line` is what a reader would type: ./launch.sh or torchrun with options, no shell syntax. It runs with this
-    kernel's Python. With `show=False` only the line is printed. Raises RuntimeError with the end of stderr.
+    kernel's Python. With `show=False` only the line is printed, then a dot every five seconds, and at the end how long
+    it took. Raises RuntimeError with the end of stderr.
     """
     words = shlex.split(line)
     if words[0] == "torchrun":
@@ -42,12 +48,13 @@ def run(line: str, show: bool = True) -> str:
     environment["PYTHON"] = sys.executable
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     environment.setdefault("OMP_NUM_THREADS", "1")
-    print(f"$ {line}", flush=True)
+    say(f"$ {line}", indent="      ")
     printed, errors = [], deque(maxlen=40)
     process = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, encoding="utf-8",
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
     reader.start()
+    waiting = None if show else _Dots()
     try:
         for text in process.stdout:
             printed.append(text)
@@ -55,6 +62,8 @@ def run(line: str, show: bool = True) -> str:
                 print(text, end="", flush=True)
         process.wait()
     finally:  # also when the reader interrupts the kernel
+        if waiting:
+            waiting.stop()
         if process.poll() is None:
             process.terminate()  # torchrun passes it on to the ranks
             process.wait()
@@ -63,6 +72,62 @@ def run(line: str, show: bool = True) -> str:
         end = "".join([*printed[-10:], *errors])
         raise RuntimeError(f"{line}\nended with exit status {process.returncode}:\n{end}")
     return "".join(printed)
+
+
+class _Dots:
+    """A dot every five seconds, so that one sees that something is going on, and how long it took."""
+
+    SECONDS = 5
+
+    def __init__(self):
+        self._stopped, self._began, self._dots = threading.Event(), time.monotonic(), 0
+        self._thread = threading.Thread(target=self._print, daemon=True)
+        self._thread.start()
+
+    def _print(self) -> None:
+        while not self._stopped.wait(self.SECONDS):
+            print(".", end="", flush=True)
+            self._dots += 1
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        if self._dots:
+            print(f" {time.monotonic() - self._began:.0f} s", flush=True)
+
+
+def memory(arguments: str, columns: int = COLUMNS) -> dict:
+    """The dry run in this process: `./launch.sh memory` with these arguments; its JSON. Prints what it measures."""
+    options = dry_run.arguments(shlex.split(arguments))
+    say(f"the same as: ./launch.sh memory {arguments}", columns)
+    return dry_run.measure_all(options, lambda line: print(line, flush=True))
+
+
+def say(text: str, columns: int = COLUMNS, indent: str = "    ") -> None:
+    """Print `text`; lines that are longer than `columns` are broken, and go on with `indent` more."""
+    for line in text.splitlines():
+        deeper = " " * (len(line) - len(line.lstrip())) + indent
+        broken = textwrap.wrap(line, columns, subsequent_indent=deeper, break_long_words=False,
+                               break_on_hyphens=False, drop_whitespace=len(line) > columns)  # fmt: skip
+        print("\n".join(broken) if len(line) > columns else line, flush=True)
+
+
+def table(columns: list[str], rows: list[list]) -> None:
+    """Print a table, the first column to the left and the others to the right."""
+    cells = [columns, *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
+    for row in cells:
+        texts = [
+            cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(zip(row, widths))
+        ]
+        print("  ".join(texts).rstrip())
+
+
+def source(*things) -> None:
+    """Print the code of functions or classes of the project, as it stands in its files."""
+    for thing in things:
+        print(f"# {Path(inspect.getsourcefile(thing)).relative_to(ROOT)}, line {inspect.getsourcelines(thing)[1]}")
+        print(textwrap.dedent(inspect.getsource(thing)))
 
 
 def part(text: str, first: str, last: str) -> str:
@@ -90,21 +155,13 @@ def read(path: Path) -> dict:
 
 def new(rows: int = 1, columns: int = 1, height: float = 3.5, **options):
     """(figure, axes) in the style of the README's figures; `options` go to `plt.subplots`."""
-    return figures.new(figures.THEMES[""], rows, columns, height, **options)
-
-
-def unit(nbytes: float) -> tuple[str, float]:
-    """The unit in which `nbytes` reads well, and its bytes: ("MB (10⁶ bytes)", 1e6)."""
-    for name, size in (("GB (10⁹ bytes)", 1e9), ("MB (10⁶ bytes)", 1e6), ("kB (10³ bytes)", 1e3)):
-        if nbytes >= size:
-            return name, size
-    return "bytes", 1
+    return style.new(THEME, rows, columns, height, **options)
 
 
 def bars(rows: dict[str, dict[str, float]], title: str, formula: dict[str, float] | None = None, lines=()):
-    """Horizontal bars, stacked by part: {label: {part: bytes}}, parts and colours as in `harness.measure.figures`.
+    """Horizontal bars, stacked by part: {label: {part: bytes}}, parts and colours as in `harness.measure.style`.
 
-    `formula` ({label: bytes}) is drawn hatched over the bar; `lines` are bytes to mark, GPUs' sizes say.
+    `formula` ({label: bytes}) is drawn as a tick across the bar; `lines` are bytes to mark, GPUs' sizes say.
     """
     formula = formula or {}
     totals = {label: sum(parts.values()) for label, parts in rows.items()}
@@ -114,15 +171,17 @@ def bars(rows: dict[str, dict[str, float]], title: str, formula: dict[str, float
     for position, (label, parts) in enumerate(rows.items()):
         start = 0.0
         for kind, nbytes in parts.items():
-            axes.barh(position, nbytes / size, 0.7, left=start, color=PART_COLOURS[kind])
+            axes.barh(position, nbytes / size, 0.7, left=start, **look(PART_STYLES[kind], THEME))
             start += nbytes / size
         text = f"{start:.4g}"
         if label in formula:
-            axes.barh(position, formula[label] / size, 0.7, color="none", edgecolor=INK, hatch="///", linewidth=0.8)
-            text += f", formula {formula[label] / size:.4g}"
+            at = formula[label] / size
+            axes.vlines(at, position - 0.42, position + 0.42, color=THEME["paper"], linewidth=4.5)
+            axes.vlines(at, position - 0.42, position + 0.42, color=INK, linewidth=2)
+            text += f", formula {at:.4g}"
         end = max(start, formula.get(label, 0) / size)
-        paper = {"facecolor": figures.THEMES[""]["paper"], "edgecolor": "none", "pad": 0.5}  # over the dotted lines
-        axes.annotate(text, (end, position), (4, 0), textcoords="offset points", va="center", bbox=paper)
+        paper = {"facecolor": THEME["paper"], "edgecolor": "none", "pad": 0.5}  # over the dotted lines
+        axes.annotate(text, (end, position), (5, 0), textcoords="offset points", va="center", bbox=paper)
     for nbytes in lines:
         if nbytes <= 1.2 * longest:
             axes.axvline(nbytes / size, color=INK, linewidth=0.8, linestyle=":")
@@ -133,8 +192,9 @@ def bars(rows: dict[str, dict[str, float]], title: str, formula: dict[str, float
     axes.set_xlabel(f"{name} on one rank")
     axes.set_title(title, pad=14 if lines else 6)
     kinds = dict.fromkeys(kind for parts in rows.values() for kind in parts if parts[kind] > 1e-3 * longest)
-    handles = [Patch(color=PART_COLOURS[kind], label=kind) for kind in kinds]
+    handles = key({kind: PART_STYLES[kind] for kind in kinds}, THEME)
     if formula:
-        handles.append(Patch(facecolor="none", edgecolor=INK, hatch="///", label="formula"))
+        tick = {"marker": "|", "markersize": 10, "markeredgewidth": 2, "linestyle": "none", "color": INK}
+        handles.append(Line2D([], [], **tick, label="formula"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure

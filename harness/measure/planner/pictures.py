@@ -18,14 +18,20 @@ def save(name: str, draw, results: dict, out: str) -> list[str]:
     return written
 
 
+def _style(engine: str) -> dict:
+    """An engine's own mark and line."""
+    line = shared.ENGINE_LINES.get(engine, "-")
+    return {"color": shared.ENGINE_COLOURS[engine], "marker": shared.ENGINE_MARKS[engine], "linestyle": line}
+
+
 def sweep(results: dict, theme: dict):
     """Step time above, exposed share below, a line per engine along one option."""
     figure, (above, below) = shared.new(theme, 2, height=5.6, sharex=True)
     for engine, rows in results["engines"].items():
-        style = {"color": shared.ENGINE_COLOURS[engine], "linestyle": shared.ENGINE_LINES.get(engine, "-")}
+        style = _style(engine)
         xs = [row["at"] for row in rows]
-        above.plot(xs, [row["step_s"] * 1e3 for row in rows], marker="o", markersize=4, label=engine, **style)
-        below.plot(xs, [row["exposed"] for row in rows], marker="o", markersize=4, **style)
+        above.plot(xs, [row["step_s"] * 1e3 for row in rows], markersize=4, label=engine, **style)
+        below.plot(xs, [row["exposed"] for row in rows], markersize=4, **style)
     if results["sweep"] != "prefetch":
         above.set_xscale("log", base=2)
         ticks = sorted({row["at"] for rows in results["engines"].values() for row in rows})
@@ -57,13 +63,13 @@ def scale(results: dict, theme: dict):
             mine = [point for point in results["points"] if (point["preset"], point["engine"]) == (preset, engine)]
             for row, (_, key, factor) in enumerate(rows):
                 ys = [point[key] * factor for point in mine]
-                axes, colour = grid[row][column], shared.ENGINE_COLOURS[engine]
-                axes.plot(
-                    [point["ranks"] for point in mine], ys, color=colour, label=engine if not (row or column) else None
-                )
+                axes, style = grid[row][column], _style(engine)
+                label = engine if not (row or column) else None
+                axes.plot([point["ranks"] for point in mine], ys, markersize=0, **style)
+                axes.plot([], [], label=label, **style)
                 for point, y in zip(mine, ys):
-                    face = colour if point["fits"] else theme["paper"]
-                    axes.plot(point["ranks"], y, "o", markersize=5, color=colour, markerfacecolor=face)
+                    face = style["color"] if point["fits"] else theme["paper"]
+                    axes.plot(point["ranks"], y, markersize=5, markerfacecolor=face, **style)
         grid[0][column].set_title(preset)
         grid[2][column].axhline(results["memory_gb"], color=theme["ink"], linewidth=0.8, linestyle="--")
         ticks = sorted({point["ranks"] for point in results["points"]})
@@ -102,8 +108,8 @@ def validation(results: dict, theme: dict):
         for row in rows:
             used = row["fitted"] and axes is left
             face = theme["paper"] if used else shared.ENGINE_COLOURS[row["engine"]]
-            style = {"color": shared.ENGINE_COLOURS[row["engine"]], "markerfacecolor": face}
-            axes.plot(row[published] * factor, row[predicted] * factor, "o", markersize=6, **style)
+            style = _style(row["engine"]) | {"markerfacecolor": face}
+            axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
         axes.set_xscale("log")
         axes.set_yscale("log")
         ticks = [tick for tick in (1e3, 2e3, 5e3, 1e4, 2e4, 4e4) if line[0] < tick < line[1]]
@@ -115,7 +121,7 @@ def validation(results: dict, theme: dict):
         axes.set_ylabel(f"predicted {title}")
         axes.grid(linewidth=0.5)
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
-        left.plot([], [], "o", color=shared.ENGINE_COLOURS[engine], label=engine)
+        left.plot([], [], label=engine, **(_style(engine) | {"linestyle": "none"}))
     left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in the fit")
     figure.legend(loc="outside lower center", ncols=5)
     return figure

@@ -1,0 +1,244 @@
+"""Pictures of bytes: what each rank keeps, what is alive at the peak and through a step, and on more ranks."""
+
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from harness.measure.dry_run import GPUS, formula_name
+from harness.measure.parts import HELD, PARTS, STATE
+from harness.measure.style import ENGINE_LINES, ENGINE_MARKS, PART_COLOURS, PART_STYLES, headline, key, look, new
+
+NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+
+
+def _unit(results: dict) -> tuple[str, float, str]:
+    """GB for large models, else MB: (name, bytes, the name with its power of ten)."""
+    large = results["parameters"] > 2.5e8
+    return ("GB", 1e9, "GB (10⁹ bytes)") if large else ("MB", 1e6, "MB (10⁶ bytes)")
+
+
+def _shape(results: dict) -> str:
+    """What was measured, in one line."""
+    ranks = f"{results['ranks']} ranks, " if isinstance(results["ranks"], int) else ""
+    recomputed = ", activations recomputed" if results["checkpoint_activations"] else ""
+    tokens = f"{results['batch']} x {results['seq']} tokens per rank"
+    return f"GPT {results['preset']}, {ranks}{results['precision']}, {tokens}{recomputed}"
+
+
+def _short(number: float) -> str:
+    """Two digits at least: 1,419 and 0.49."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _both(results: dict) -> bool:
+    """Whether there are rows of DDP and of ZeRO-3, which the titles compare."""
+    return all("out_of_memory" not in results["engines"].get(name, {"out_of_memory": 1}) for name in ("ddp", "zero3"))
+
+
+def stages(results: dict, theme: dict):
+    """What each rank keeps between steps under DDP and the stages: filled what it keeps, empty what the others keep."""
+    shown = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+    figure, grid = new(theme, 1, len(shown), height=3.9, sharey=True)
+    unit, size, _ = _unit(results)
+    whole, ranks, each = results["engines"]["ddp"]["held_bytes"], results["ranks"], results["parameters"]
+    for axes, (name, title) in zip(grid, shown.items()):
+        held = results["engines"][name]["held_bytes"]
+        for rank in range(ranks):
+            bottom = 0.0
+            for part in HELD:
+                height, kept = whole[part] / each, held[part] / each
+                start = bottom + (rank * height / ranks if kept < 0.99 * height else 0)  # a shard lies at its place
+                axes.bar(rank, height, 0.72, bottom, color=theme["shade"])
+                axes.bar(rank, kept, 0.72, start, color=PART_COLOURS[part])
+                axes.bar(rank, height, 0.72, bottom, color="none", edgecolor=theme["grid"], linewidth=0.8)
+                bottom += height
+        axes.set_title(f"{title}\n{sum(held.values()) / size:,.0f} {unit} on each rank")
+        axes.set_xticks(range(ranks), range(ranks))
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel("rank")
+    grid[0].set_yticks(range(0, 17, 4))
+    grid[0].set_ylabel("bytes per parameter")
+    handles = [Patch(color=PART_COLOURS[part], label=part) for part in HELD]
+    handles[-1].set_label("optimizer state (AdamW)")
+    handles.append(Patch(facecolor=theme["shade"], edgecolor=theme["grid"], label="not kept: another rank has it"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    precision = {"fp32": "float32", "bf16": "bfloat16 over float32"}[results["precision"]]
+    times = sum(whole.values()) / sum(results["engines"]["zero3"]["held_bytes"].values())
+    finding = f"Each stage stops keeping {ranks} copies of one thing more; ZeRO-3 keeps 1/{times:.3g} of DDP's bytes"
+    headline(figure, finding, f"What each of {ranks} ranks keeps: {each / 1e6:,.0f} million parameters, {precision}")
+    return figure
+
+
+def no_gradients(row: dict) -> str:
+    """Why a peak has no gradients although the rank holds some later, in a few words; "" where it has them."""
+    if row["peak_parts"].get("gradients", 0) > 0.1 * row["held_bytes"]["gradients"]:
+        return ""
+    begun = row["peak_where"]["step"].startswith("1")
+    return "late in forward, before any gradient" if begun else "early in backward, before most gradients"
+
+
+def memory(results: dict, theme: dict):
+    """Bars per engine, stacked by part: held between steps with the formula as a tick, and the peak; GPUs as lines."""
+    unit, size, label = _unit(results)
+    ran = {name: row for name, row in results["engines"].items() if "out_of_memory" not in row}
+    figure, axes = new(theme, 1, height=0.62 * len(results["engines"]) + 2.2)
+    paper = {"facecolor": theme["paper"], "edgecolor": "none", "pad": 0.6}  # texts stand over the GPUs' lines
+    names, longest = [], max((row["peak_bytes"] for row in ran.values()), default=size) / size
+    for gigabytes in GPUS:
+        if gigabytes * 1e9 / size < 1.25 * longest and results["parameters"] > 2.5e8:
+            axes.axvline(gigabytes, color=theme["ink"], linewidth=0.8, linestyle=":")
+            axes.annotate(f"{gigabytes} GB", (gigabytes, 1), (0, 2), xycoords=("data", "axes fraction"),
+                          textcoords="offset points", ha="center", va="bottom", fontsize=8)  # fmt: skip
+    for position, (name, row) in enumerate(results["engines"].items()):
+        names.append(name + (" (stand-in)" if row.get("stand_in") else ""))
+        if "out_of_memory" in row:
+            axes.text(0, position, "  out of memory", va="center")
+            continue
+        end = {}
+        for at, parts in ((-0.19, row["held_bytes"]), (0.19, row["peak_parts"])):
+            start = 0.0
+            for part in PARTS:
+                nbytes = parts.get(part, 0) / size
+                if nbytes:
+                    axes.barh(position + at, nbytes, 0.36, left=start, **look(PART_STYLES[part], theme))
+                start += nbytes
+            end[at] = start
+        formula = row["formula_bytes"] / size
+        # A tick: in the ink where it stands free, and with the paper's edge where it stands in the bar.
+        axes.vlines(formula, position - 0.4, position + 0.02, color=theme["paper"], linewidth=4.5)
+        axes.vlines(formula, position - 0.4, position + 0.02, color=theme["ink"], linewidth=2)
+        why = no_gradients(row)
+        texts = (f"{end[-0.19]:.2f} held, formula {formula:.2f}",
+                 f"{end[0.19]:.2f} at the peak" + (f", {why}" if why else ""))  # fmt: skip
+        for at, text in zip(end, texts):
+            x = max(end[at], formula if at < 0 else 0)
+            axes.annotate(text, (x, position + at), (5, 0), textcoords="offset points", va="center", bbox=paper,
+                          fontsize=9)  # fmt: skip
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{label} on one rank")
+    axes.set_xlim(0, 1.32 * longest)
+    finding = "What a rank holds between steps, and the most that is alive at once"
+    if _both(results):
+        held, peak = (
+            {name: total(ran[name]) / size for name in ("ddp", "zero3")}
+            for total in (lambda row: sum(row["held_bytes"].values()), lambda row: row["peak_bytes"])
+        )
+        finding = (
+            f"ZeRO-3 holds {held['zero3']:.0f} {unit} where DDP holds {held['ddp']:.0f}, "
+            f"but needs {peak['zero3']:.0f}: activations stay whole"
+        )
+    headline(figure, finding, _shape(results))
+    handles = key({part: PART_STYLES[part] for part in PARTS[:-1]}, theme)
+    tick = {"marker": "|", "markersize": 10, "markeredgewidth": 2, "linestyle": "none", "color": theme["ink"]}
+    handles.append(Line2D([], [], **tick, label=formula_name(results)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return figure
+
+
+def live(results: dict, theme: dict, parts=PARTS):
+    """Live bytes along one step, stacked by part, a panel per engine; phases of equal width. Linear.
+
+    With fewer `parts` only these are drawn: those that change, say.
+    """
+    rows = {name: row for name, row in results["engines"].items() if "curve" in row}
+    columns = min(3, len(rows))
+    lines = -(-len(rows) // columns)
+    unit, size, label = _unit(results)
+    figure, grid = new(theme, lines, columns, height=2.5 * lines + 1.6, sharex=True, sharey=True, squeeze=False)
+    seen = dict.fromkeys(PARTS, False)
+    for axes, (name, row) in zip(grid.flat, rows.items()):
+        xs, stacks = _along(row["curve"])
+        bottom = [0.0] * len(xs)
+        for part in parts:
+            top = [low + nbytes * 1e6 / size for low, nbytes in zip(bottom, stacks[part])]
+            if max(stacks[part]) > 1e-3 * max(top):
+                style = look(PART_STYLES[part], theme) | {"linewidth": 0}  # an edge would hide the teeth
+                axes.fill_between(xs, bottom, top, step="post", **style)
+                seen[part] = True
+            bottom = top
+        for phase in (1, 2):
+            axes.axvline(phase, color=theme["ink"], linewidth=0.8, linestyle=":")
+        stand_in = " (stand-in)" if row.get("stand_in") else ""
+        axes.set_title(f"{NAMES.get(name, name)}{stand_in}: peak {_short(row['peak_bytes'] / size)} {unit}", loc="left")
+        axes.grid(axis="y", linewidth=0.5)
+        axes.set_axisbelow(True)
+    for axes in list(grid.flat)[len(rows) :]:
+        axes.set_visible(False)
+    grid[0][0].set_xlim(0, 3)
+    grid[0][0].set_ylim(0, None)
+    for axes in grid[-1]:
+        axes.set_xticks([0.5, 1.5, 2.5], ["forward", "backward", "update"])
+        axes.set_xlabel("fraction of each phase's events", fontsize=8)
+        axes.tick_params(axis="x", length=0)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(f"live {label}")
+    peaks = {name: row["peak_bytes"] / size for name, row in rows.items()}
+    most, least = max(peaks, key=peaks.get), min(peaks, key=peaks.get)
+    finding = f"{NAMES.get(least, least)} peaks at {_short(peaks[least])} {unit}"
+    if len(rows) > 1:
+        finding += f", {NAMES.get(most, most)} at {_short(peaks[most])}"
+    if "zero2" in rows and "zero3" in rows:
+        finding += ": ZeRO-2 climbs in stairs, ZeRO-3 goes up and down like a saw"
+    absent = [part for part in HELD if part not in parts]
+    headline(figure, finding, _shape(results) + (f"; not drawn: {', '.join(absent)}" if absent else ""))
+    figure.legend(handles=key({part: PART_STYLES[part] for part in PARTS if seen[part]}, theme),
+                  loc="outside lower center", ncols=4)  # fmt: skip
+    return figure
+
+
+def _along(curve: dict) -> tuple[list[float], dict[str, list[float]]]:
+    """(x of every moment, {part: MB}): forward lies from 0 to 1, backward to 2, what follows to 3."""
+    phases = ("1 forward", "2 backward")
+    last = [phase for phase in dict.fromkeys(curve["phase"]) if phase not in phases]
+    xs = []
+    for phase, progress in zip(curve["phase"], curve["progress"]):
+        first = phases.index(phase) if phase in phases else 2
+        xs.append(first + (progress if phase in phases else (last.index(phase) + progress) / max(1, len(last))))
+    return [*xs, 3], {part: [*curve[part], curve[part][-1]] for part in PARTS}
+
+
+def scaling(results: dict, theme: dict):
+    """Peak of one rank against the number of ranks, from two on, and what ZeRO-3's is for."""
+    unit, size, label = _unit(results)
+    figure, axes = new(theme, 1, height=5.6)
+    shown = [index for index, number in enumerate(results["ranks"]) if number >= 2] or range(len(results["ranks"]))
+    ranks = [results["ranks"][index] for index in shown]
+    bottom, floor, seen = [0.0] * len(ranks), None, []
+    if "zero3" in results["engines"]:
+        # What sharding divides last, so that the floor lies at the bottom.
+        order = [part for part in PARTS if part not in STATE] + ["gathered units", "gradients in flight"]
+        order += [part for part in STATE if part not in order]
+        for part in order:
+            sizes = [results["engines"]["zero3"][index]["peak_parts"].get(part, 0) / size for index in shown]
+            top = [low + size for low, size in zip(bottom, sizes)]
+            if max(sizes) > 1e-3:
+                axes.fill_between(ranks, bottom, top, **look(PART_STYLES[part], theme))
+                seen.append(part)
+            bottom = top
+            if part == "gradients in flight":
+                floor = top[-1]
+    paper = {"facecolor": theme["paper"], "edgecolor": "none", "pad": 0.8}
+    for name, rows in results["engines"].items():
+        peaks = [rows[index]["peak_bytes"] / size for index in shown]
+        style = {"linestyle": ENGINE_LINES.get(name, "-"), "marker": ENGINE_MARKS.get(name, "o")}
+        axes.plot(ranks, peaks, color=theme["ink"], markersize=4, linewidth=1.6, **style)
+        text = f"{NAMES.get(name, name)}, {peaks[-1]:.0f} {unit}"
+        axes.annotate(text, (ranks[-1], peaks[-1]), (8, 0), textcoords="offset points", va="center", bbox=paper,
+                      annotation_clip=False)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(number) for number in ranks])
+    axes.set_xlim(ranks[0], ranks[-1])
+    axes.set_ylim(0, None)
+    axes.minorticks_off()
+    axes.grid(axis="y", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("ranks N")
+    axes.set_ylabel(f"{label} on one rank at the peak")
+    finding = "More ranks divide the state, and nothing else"
+    if floor is not None:
+        finding += f": of ZeRO-3's peak {floor:.0f} {unit} stay on any number of ranks"
+    headline(figure, finding, _shape(results))
+    handles = key({f"ZeRO-3: {part}": PART_STYLES[part] for part in seen}, theme)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return figure

@@ -1,0 +1,116 @@
+"""What all pictures share: one colour for one meaning, the two papers, and how a title is set.
+
+Every colour has a contrast of 3:1 or more on white and on the dark paper (WCAG 2.1, 1.4.11). In grey the hatch or the
+tone tells two neighbours apart. tests/test_figures.py measures both.
+"""
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+# (colour, hatch) of what bytes are for. What is there for a moment only is hatched.
+PART_STYLES = {
+    "parameters": ("#1b60bb", ""),
+    "gradients": ("#ec6e1a", ""),
+    "optimizer": ("#37925d", ""),
+    "gathered units": ("#4198e4", "////"),
+    "gradients in flight": ("#c34b10", "\\\\\\\\"),
+    "activations": ("#8e5cb1", ""),
+    "temporaries": ("#93822b", "...."),
+    "batch and buffers": ("#727272", "xxxx"),
+}
+PART_COLOURS = {part: colour for part, (colour, _) in PART_STYLES.items()}
+# What a rank does: a collective has the colour of the bytes that it moves.
+LANE_STYLES = {
+    "forward": ("#37a1a5", ""),
+    "backward": ("#226b77", ""),
+    "gather": PART_STYLES["gathered units"],
+    "reduce": PART_STYLES["gradients in flight"],
+    "update": PART_STYLES["optimizer"],
+}
+LANE_COLOURS = {lane: colour for lane, (colour, _) in LANE_STYLES.items()}
+# What a rank's step is spent on.
+TIME_STYLES = {
+    "compute": ("#2c7c84", ""),
+    "host": ("#b28b70", ""),
+    "optimizer": PART_STYLES["optimizer"],
+    "all-reduce": (PART_COLOURS["gradients in flight"], "xxxx"),
+    "reduce-scatter": PART_STYLES["gradients in flight"],
+    "all-gather": PART_STYLES["gathered units"],
+    "broadcast": ("#c5398b", "...."),
+    "waiting": ("#d5586d", "----"),
+}
+ALARM = TIME_STYLES["waiting"][0]  # what goes wrong, or is lost
+# An engine is no part and no activity: it has a line of its own, a mark and a tone of grey, and its name beside it.
+ENGINE_COLOURS = {
+    "single": "#888c92",
+    "ddp": "#60656c",
+    "zero1": "#888c92",
+    "zero1_2psi": "#717680",
+    "zero_redundancy_optimizer": "#888c92",
+    "zero2": "#717680",
+    "fsdp2_no_reshard": "#717680",
+    "zero3": "#60656c",
+    "fsdp2": "#60656c",
+}
+ENGINE_LINES = {
+    "zero1_2psi": "-.",
+    "zero_redundancy_optimizer": "--",
+    "fsdp2_no_reshard": "--",
+    "fsdp2": "--",
+    "single": ":",
+}
+ENGINE_MARKS = {
+    "single": "x",
+    "ddp": "o",
+    "zero1": "s",
+    "zero1_2psi": "v",
+    "zero_redundancy_optimizer": "s",
+    "zero2": "^",
+    "fsdp2_no_reshard": "^",
+    "zero3": "D",
+    "fsdp2": "D",
+}
+
+THEMES = {
+    "": {"paper": "#ffffff", "ink": "#24292f", "grid": "#d8dee4", "shade": "#eef1f4"},
+    "-dark": {"paper": "#0d1117", "ink": "#e6edf3", "grid": "#30363d", "shade": "#1b212a"},
+}
+WIDTH = 9.0  # inches at 110 dots: what a README shows without scaling
+
+
+def new(theme: dict, rows: int, columns: int = 1, height: float = 4.5, **options):
+    """(figure, axes) of `rows` x `columns` in a theme's colours, `height` in inches; `options` go to `plt.subplots`."""
+    plt.rcParams.update({
+        "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
+        "text.color": theme["ink"], "axes.labelcolor": theme["ink"], "axes.edgecolor": theme["ink"],
+        "xtick.color": theme["ink"], "ytick.color": theme["ink"], "axes.facecolor": theme["paper"],
+        "figure.facecolor": theme["paper"], "legend.frameon": False, "legend.fontsize": 9,
+        "grid.color": theme["grid"], "hatch.color": theme["ink"], "hatch.linewidth": 0.7,
+    })  # fmt: skip
+    return plt.subplots(rows, columns, figsize=(WIDTH, height), layout="constrained", **options)
+
+
+def look(style: tuple[str, str], theme: dict) -> dict:
+    """What matplotlib draws a patch of this (colour, hatch) with: the hatch is cut out of it in the paper's colour."""
+    return {"facecolor": style[0], "hatch": style[1], "edgecolor": theme["paper"], "linewidth": 0.5}
+
+
+def key(styles: dict[str, tuple[str, str]], theme: dict) -> list[Patch]:
+    """The legend's entries: {label: (colour, hatch)}."""
+    return [Patch(**look(style, theme), label=label) for label, style in styles.items()]
+
+
+def headline(figure, finding: str, shape: str) -> None:
+    """The title: what the picture shows, and below what was measured."""
+    figure.suptitle(f"{finding}\n{shape}", fontsize=11, linespacing=1.35)
+
+
+def unit(nbytes: float) -> tuple[str, float]:
+    """The unit in which `nbytes` reads well, and its bytes: ("MB (10⁶ bytes)", 1e6)."""
+    for name, size in (("GB (10⁹ bytes)", 1e9), ("MB (10⁶ bytes)", 1e6), ("kB (10³ bytes)", 1e3)):
+        if nbytes >= size:
+            return name, size
+    return "bytes", 1

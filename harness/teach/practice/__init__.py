@@ -1,0 +1,37 @@
+"""Steps to write in a notebook: each has a check that answers at once, and hints on request.
+
+tasks: what is asked and how it is checked; ranks: ranks as threads of this process, for steps that need a collective.
+"""
+
+from harness.teach.practice.tasks import TASKS, NotYet
+
+_shown: dict[str, int] = {}  # hints that were given, by task
+
+
+def check(name: str, solution) -> bool:
+    """Try `solution`, the reader's function or class, at the task `name`, and print what came out; True if it is right.
+
+    A mistake is a sentence, never a traceback: this runs in a cell of a notebook that must go on.
+    """
+    task = TASKS[name]
+    try:
+        answer = task.check(solution)
+    except NotYet as blank:
+        print(f"not yet: {blank}. A hint: practice.hint({name!r})")
+        return False
+    except AssertionError as wrong:
+        print(f"not right yet: {wrong}")
+        return False
+    except Exception as error:  # the reader's own mistake
+        print(f"not right yet: {type(error).__name__}: {error}")
+        return False
+    print(f"right: {answer}")
+    print(f"Next: {task.onward}")
+    return True
+
+
+def hint(name: str) -> None:
+    """Print the next hint for the task `name`; after the last one the first again."""
+    hints, number = TASKS[name].hints, _shown.get(name, 0)
+    print(f"hint {number + 1} of {len(hints)}: {hints[number]}")
+    _shown[name] = (number + 1) % len(hints)

@@ -1,0 +1,245 @@
+"""The tasks of the notebooks: what a solution must do, in which words a mistake is told, hints and where to go on."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from harness.teach.practice.ranks import run
+
+
+class NotYet(Exception):
+    """The blank is still blank."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """`check(solution)` returns what is right about it, and raises NotYet or AssertionError with a sentence."""
+
+    check: Callable
+    hints: tuple[str, ...]
+    onward: str
+
+
+def _filled(result, what: str):
+    if result is None or result is Ellipsis:
+        raise NotYet(f"{what} returns nothing")
+    return result
+
+
+def held(solution) -> str:
+    """Notebook 1: `my_held(stage, parameters, ranks)` -> bytes (float32, AdamW)."""
+    names = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    for parameters, ranks in ((1000, 1), (1000, 4), (7 * 10**9, 8)):
+        for stage, name in enumerate(names):
+            cut = {"parameters": (4, 3), "gradients": (4, 2), "optimizer state": (8, 1)}
+            expected = sum(nbytes * parameters / (ranks if stage >= first else 1) for nbytes, first in cut.values())
+            found = _filled(solution(stage, parameters, ranks), "my_held")
+            assert abs(found - expected) <= 1e-6 * expected, (
+                f"{name}, {parameters:,} parameters, {ranks} ranks: expected {expected:,.0f} bytes, found {found:,.0f}"
+            )
+    return "all four stages, on 1, 4 and 8 ranks"
+
+
+def cut(solution) -> str:
+    """Notebook 1: `my_cut(values, ranks)` -> a shard per rank, all of one length, padded with zeros."""
+    for length, ranks in ((10, 4), (12, 4), (3, 5), (1, 1), (9, 2)):
+        values = [float(number) for number in range(1, length + 1)]
+        shards = _filled(solution(list(values), ranks), "my_cut")
+        case = f"{length} values for {ranks} ranks"
+        assert len(shards) == ranks, f"{case}: {len(shards)} shards"
+        lengths = {len(shard) for shard in shards}
+        assert len(lengths) == 1, f"{case}: shards of {sorted(lengths)} elements; a collective needs one length"
+        together = [number for shard in shards for number in shard]
+        assert together[:length] == values, f"{case}: put together they are {together}"
+        assert not any(together[length:]), f"{case}: the padding must be zeros, it is {together[length:]}"
+        size = -(-length // ranks)
+        assert lengths == {size}, f"{case}: {size} elements per shard are enough, you have {lengths.pop()}"
+    return "every length, every number of ranks, also where a rank owns only padding"
+
+
+def ring(solution) -> str:
+    """Notebook 2: `my_round(buffers, turn)` does one round of the ring's reduce-scatter, in place."""
+    for ranks in (2, 4, 5):
+        buffers = [[number * 10**rank for number in range(1, ranks + 1)] for rank in range(ranks)]
+        before, sent = [list(buffer) for buffer in buffers], []
+        total = [sum(column) for column in zip(*buffers)]
+        for turn in range(ranks - 1):
+            last = [list(buffer) for buffer in buffers]
+            solution(buffers, turn)
+            changed = [sum(a != b for a, b in zip(one, other)) for one, other in zip(last, buffers)]
+            sent.append(changed)
+        if buffers == before:
+            raise NotYet("my_round changes nothing")
+        case = f"{ranks} ranks"
+        for turn, changed in enumerate(sent):
+            assert set(changed) == {1}, (
+                f"{case}, round {turn}: each rank must receive one number, but {changed} numbers changed"
+            )
+        for rank in range(ranks):
+            assert buffers[rank][rank] == total[rank], (
+                f"{case}: after {ranks - 1} rounds rank {rank} must have {total[rank]} in place {rank}, "
+                f"it has {buffers[rank][rank]}"
+            )
+    return "2, 4 and 5 ranks: shard r of the sum is on rank r after N - 1 rounds, one number sent in each"
+
+
+def zero1(solution) -> str:
+    """Notebook 3: `my_step(rank, ranks, dist, weights, gradients, momentum)`: steps 3 to 5 of ZeRO-1 on one rank."""
+    ranks, length, steps = 4, 12, 2
+    gradients = [
+        [torch.arange(length).mul(rank + 1).add(step).float() for rank in range(ranks)] for step in range(steps)
+    ]
+    weights, momentum = torch.arange(length).float(), torch.zeros(length)
+    for step in range(steps):
+        momentum = momentum / 2 + sum(gradients[step]) / ranks
+        weights = weights - momentum / 4
+
+    def one(rank, dist):
+        mine, own = torch.arange(length).float(), torch.zeros(length // ranks)
+        for step in range(steps):
+            solution(rank, ranks, dist, mine, gradients[step][rank].clone(), own)
+        return mine, [kind for kind, _ in dist.calls]
+
+    found = run(ranks, one)
+    kinds = found[0][1]
+    if not kinds:
+        raise NotYet("no rank has called a collective: steps 3 and 5 are blank")
+    for rank, (mine, _) in enumerate(found):
+        own = slice(rank * 3, rank * 3 + 3)
+        if not torch.equal(mine[own], weights[own]):
+            summed = "; are the gradients summed, and not averaged?" if "all_reduce" in kinds else ""
+            raise AssertionError(f"rank {rank}'s own weights are {mine[own].tolist()}, expected "
+                                 f"{weights[own].tolist()}{summed}")  # fmt: skip
+    for rank, (mine, _) in enumerate(found):
+        assert torch.equal(mine, weights), (
+            f"rank {rank} has the right shard, and not the others' updated weights: {mine.tolist()}"
+        )
+    expected = ["all_reduce", "all_gather_single"] * steps
+    if kinds == ["reduce_scatter_single", "all_gather_single"] * steps:
+        return "and by a reduce-scatter: that is the paper's ZeRO-1, which sends 2Ψ and not 3Ψ"
+    assert kinds == expected, f"the weights are right, by {', '.join(kinds)}; {', '.join(expected)} are enough"
+    return "4 ranks, 2 steps, the weights of one process to the bit, by one all-reduce and one all-gather per step"
+
+
+def reduction(solution) -> str:
+    """Notebook 4: a class; `__init__(dist, gradients)` sends a bucket's gradients, `finish(ranks)` receives."""
+    ranks = 4
+
+    def one(rank, dist):
+        gradients = [torch.full((2, 3), float(rank + 1)), torch.arange(6.0) * 4 * rank]
+        bucket = solution(dist, gradients)
+        unwaited = [work for work in dist.works if not work.waited]
+        if not dist.calls:
+            raise NotYet("nothing was sent: `work` is blank")
+        assert dist.calls == [("reduce_scatter_single", 12)], f"expected one reduce-scatter of 12, found {dist.calls}"
+        assert unwaited, "the collective was waited for at once: backward cannot go on meanwhile. Use async_op=True"
+        whole = weakref.ref(bucket.flat)
+        bucket.finish(ranks)
+        assert all(work.waited for work in dist.works), "finish() must wait for the collective"
+        left = whole()
+        freed = left is None or left.untyped_storage().nbytes() == 0
+        return bucket.shard.clone(), freed
+
+    found = run(ranks, one)
+    whole = torch.cat([torch.full((6,), 2.5), torch.arange(6.0) * 6])
+    for rank, (shard, _) in enumerate(found):
+        expected = whole[3 * rank : 3 * rank + 3]
+        assert torch.equal(shard, expected), f"rank {rank} has {shard.tolist()}, expected {expected.tolist()}" + (
+            "; that is the sum: divide by the number of ranks" if torch.equal(shard, ranks * expected) else ""
+        )
+    assert all(freed for _, freed in found), "the whole gradients (`self.flat`) are still alive after finish()"
+    return "sent and not waited for, the mean is right, and the whole gradients are gone: that is ZeRO-2"
+
+
+def gather(solution) -> str:
+    """Notebook 5: (my_gather, my_free). `my_gather(whole, shard, dist)` and `my_free(whole)`, again and again."""
+    my_gather, my_free = solution
+    ranks = 4
+
+    def one(rank, dist):
+        values = torch.arange(16.0).view(4, 4)
+        whole, shard = values.clone(), values.flatten()[4 * rank : 4 * rank + 4].clone()
+        storage, saved = whole.untyped_storage(), whole.t()  # autograd keeps such a view for backward
+        for turn in range(2):
+            my_free(whole)
+            if storage.nbytes() == 64 and not turn and whole.untyped_storage().data_ptr() == storage.data_ptr():
+                raise NotYet("my_free has freed nothing")
+            assert storage.nbytes() == 0, (
+                "64 bytes are still alive: the name stands for another tensor now, and the view that autograd has "
+                "saved keeps the old storage. Free the storage itself"
+            )
+            assert whole.shape == (4, 4), f"the freed tensor must keep its shape, it has {tuple(whole.shape)}"
+            my_gather(whole, shard, dist)
+            if len(dist.calls) == turn:
+                raise NotYet("my_gather has called no collective")
+            assert storage.nbytes() == 64, f"the storage has {storage.nbytes()} bytes after the gather, expected 64"
+            assert torch.equal(whole, values), f"gathered {whole.tolist()}, expected {values.tolist()}"
+            assert torch.equal(saved, values.t()), "the saved view must see the gathered values too"
+        return dist.calls
+
+    calls = run(ranks, one)[0]
+    assert calls == [("all_gather_single", 4)] * 2, f"expected one all-gather of the shard per gather, found {calls}"
+    return "freed to 0 bytes and gathered again, twice, and the view that autograd saved sees the weights"
+
+
+def wrap(solution) -> str:
+    """Notebook 6: `my_wrap(model)` puts `fully_shard` where ZeRO-3 has its units and its root."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    from harness.measure.dry_run import fake_ranks
+    from harness.run.model import GPT, preset
+
+    with fake_ranks(4):
+        model = GPT(preset("toy"))
+        solution(model)
+        parameters = dict(model.named_parameters())
+        whole = [name for name, param in parameters.items() if not isinstance(param, DTensor)]
+        units = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        if not units:
+            raise NotYet("nothing is sharded")
+        assert not whole, f"{len(whole)} parameters are in no unit, {whole[0]} among them: wrap the model too, last"
+        missing = [f"blocks.{number}" for number in range(len(model.blocks)) if f"blocks.{number}" not in units]
+        assert not missing, f"units: {', '.join(units)}; {missing[0]} is none, so it is gathered with all the rest"
+        local = sum(param.to_local().numel() for param in parameters.values())
+        total = sum(param.numel() for param in parameters.values())
+    return f"units: {', '.join(units)}; rank 0 of 4 holds {local:,} of {total:,} elements"
+
+
+TASKS = {
+    "held": Task(held, (
+        "three terms: 4 bytes for parameters, 4 for gradients, 8 for the optimizer state; which are divided by N?",
+        "ZeRO-1 divides the third, ZeRO-2 the second and third, ZeRO-3 all three",
+    ), "question 1 below asks where this leads at N = 1,000"),
+    "cut": Task(cut, (
+        "first the length of a shard: 10 / 4, rounded up. -(-a // b) rounds up",
+        "then add zeros until there are ranks * size values",
+        "shard r is values[r * size : (r + 1) * size]",
+    ), "the chapter does this in step 0: ./launch.sh exercise zero1"),
+    "ring": Task(ring, (
+        "in round t rank r sends the sum of shard (r - 1 - t) % N, so that the sum of shard s ends on rank s",
+        "it goes to rank (r + 1) % N, which adds it to what it has there",
+        "buffers[(rank + 1) % N][shard] += buffers[rank][shard], for every rank, with the shard of hint 1",
+    ), "the next cells do all rounds, and then the all-gather"),
+    "zero1": Task(zero1, (
+        "step 3: all_reduce gives the sum on every rank, in place; a mean is wanted",
+        "step 5: all_gather_single(output, input) wants the whole as output, this rank's shard as input",
+        "this rank's shard, updated in step 4, is weights[own]",
+    ), "the whole class: ./launch.sh exercise zero1, then ./launch.sh check zero1. Bugs: ./launch.sh bug"),
+    "reduction": Task(reduction, (
+        "reduce_scatter_single(output, input, async_op=True) returns at once; its result has wait()",
+        "after wait() nobody needs the whole buffer: drop the only name it has",
+        "the collective sums; training wants the mean",
+    ), "the whole class: ./launch.sh exercise zero2, then ./launch.sh check zero2. Bugs: ./launch.sh bug"),
+    "gather": Task(gather, (
+        "a tensor's memory is tensor.untyped_storage(); it has resize_(bytes)",
+        "free: resize to 0. Gather: resize to numel() * element_size(), then all_gather_single into the tensor",
+        "the output may have any shape: all_gather_single(whole, shard)",
+    ), "the whole class: ./launch.sh exercise zero3, then ./launch.sh check zero3. Bugs: ./launch.sh bug"),
+    "wrap": Task(wrap, (
+        "a unit of ZeRO-3 is a block; what is the module that holds everything else?",
+        "fully_shard(module) changes the module in place; the blocks come first",
+    ), "fsdp2_compare.py does the same in `_fully_shard`"),
+}  # fmt: skip

@@ -1,0 +1,185 @@
+"""The steps to write in the notebooks: a blank is told so, a right one passes, a wrong one is told what is wrong."""
+
+import pytest
+import torch
+
+from harness.teach import practice
+from harness.teach.practice import ranks, tasks
+
+
+def held(stage, parameters, ranks):
+    return 4 * parameters / (ranks if stage == 3 else 1) + 4 * parameters / (ranks if stage >= 2 else 1) \
+        + 8 * parameters / (ranks if stage >= 1 else 1)  # fmt: skip
+
+
+def cut(values, ranks):
+    size = -(-len(values) // ranks)
+    padded = values + [0.0] * (size * ranks - len(values))
+    return [padded[rank * size : (rank + 1) * size] for rank in range(ranks)]
+
+
+def one_round(buffers, turn):
+    ranks = len(buffers)
+    moving = [(rank, (rank - 1 - turn) % ranks) for rank in range(ranks)]
+    values = [buffers[rank][shard] for rank, shard in moving]
+    for (rank, shard), value in zip(moving, values):
+        buffers[(rank + 1) % ranks][shard] += value
+
+
+def all_at_once(buffers, turn):
+    for shard in range(len(buffers) if turn == 0 else 0):
+        total = sum(buffer[shard] for buffer in buffers)
+        for buffer in buffers:
+            buffer[shard] = total
+
+
+def step(rank, ranks, dist, weights, gradients, momentum, mean=True, gather=True, skip=None, scatter=False):
+    own = slice(rank * len(momentum), (rank + 1) * len(momentum))
+    if scatter:
+        shard = torch.empty_like(momentum)
+        dist.reduce_scatter_single(shard, gradients)
+    else:
+        if rank != skip:
+            dist.all_reduce(gradients)
+        shard = gradients[own]
+    if mean:
+        shard = shard / ranks
+    momentum.mul_(0.5).add_(shard)
+    weights[own] -= momentum / 4
+    if gather:
+        dist.all_gather_single(weights, weights[own])
+
+
+class Reduction:
+    waits, keeps, sums = False, False, False
+
+    def __init__(self, dist, gradients):
+        self.flat = torch.cat([gradient.flatten() for gradient in gradients])
+        self.shard = torch.empty(len(self.flat) // 4)
+        self.work = dist.reduce_scatter_single(self.shard, self.flat, async_op=True)
+        if self.waits:
+            self.work.wait()
+
+    def finish(self, ranks):
+        self.work.wait()
+        if not self.keeps:
+            self.flat = None
+        if not self.sums:
+            self.shard /= ranks
+
+
+def free(whole):
+    whole.untyped_storage().resize_(0)
+
+
+def swap(whole):
+    whole.data = torch.empty(4, 4)
+
+
+def gather(whole, shard, dist):
+    whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+    dist.all_gather_single(whole, shard)
+
+
+def wrap(model, blocks=True, root=True):
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks if blocks else ():
+        fully_shard(block)
+    if root:
+        fully_shard(model)
+
+
+def with_(**options):
+    return type("Wrong", (Reduction,), options)
+
+
+def nothing(*_):
+    return None
+
+
+RIGHT = {"held": held, "cut": cut, "ring": one_round, "zero1": step, "reduction": Reduction,
+         "gather": (gather, free), "wrap": wrap}  # fmt: skip
+
+
+class Blank:
+    def __init__(self, dist, gradients):
+        self.flat, self.work = torch.zeros(12), None
+
+
+BLANK = {"held": nothing, "cut": nothing, "ring": nothing, "zero1": nothing, "reduction": Blank,
+         "gather": (nothing, nothing), "wrap": nothing}  # fmt: skip
+WRONG = [
+    ("held", lambda stage, parameters, ranks: 16 * parameters / ranks, "DDP, 1,000 parameters, 4 ranks"),
+    ("cut", lambda values, ranks: [values[rank::ranks] for rank in range(ranks)], "a collective needs one length"),
+    ("cut", lambda values, ranks: cut(values + [0.0] * ranks, ranks), "elements per shard are enough"),
+    ("ring", all_at_once, "each rank must receive one number"),
+    ("ring", lambda buffers, turn: one_round(buffers, turn + 1), "must have 11 in place 0, it has 1"),
+    ("zero1", lambda *a: step(*a, mean=False), "and not averaged"),
+    ("zero1", lambda *a: step(*a, gather=False), "not the others' updated weights"),
+    ("zero1", lambda *a: step(*a, skip=2), "while rank"),
+    ("reduction", with_(waits=True), "waited for at once"),
+    ("reduction", with_(keeps=True), "still alive after finish"),
+    ("reduction", with_(sums=True), "that is the sum"),
+    ("gather", (gather, swap), "keeps the old storage"),
+    ("gather", (lambda whole, shard, dist: dist.all_gather_single(whole, shard), free), "has no memory"),
+    ("wrap", lambda model: wrap(model, root=False), "wrap the model too"),
+    ("wrap", lambda model: wrap(model, blocks=False), "gathered with all the rest"),
+    ("cut", lambda values, ranks: values[0.5], "TypeError"),
+]
+
+
+def test_every_task_is_tried_here():
+    assert set(RIGHT) == set(BLANK) == set(tasks.TASKS) == {name for name, _, _ in WRONG}
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_a_blank_is_not_yet_and_a_solution_is_right(name, capsys):
+    assert practice.check(name, BLANK[name]) is False
+    assert capsys.readouterr().out.startswith("not yet: ")
+    assert practice.check(name, RIGHT[name]) is True
+    right, onward = capsys.readouterr().out.splitlines()
+    assert right.startswith("right: ") and onward.startswith("Next: ")
+
+
+def test_the_papers_zero1_is_right_too(capsys):
+    assert practice.check("zero1", lambda *a: step(*a, scatter=True))
+    assert "2Ψ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, solution, said", WRONG)
+def test_a_mistake_is_told(name, solution, said, capsys):
+    assert practice.check(name, solution) is False
+    out = capsys.readouterr().out
+    assert out.startswith("not right yet: ") and said in out, out
+
+
+def test_hints_come_one_after_the_other(capsys):
+    hints = tasks.TASKS["cut"].hints
+    practice._shown.clear()
+    for hint in (*hints, hints[0]):
+        practice.hint("cut")
+        assert hint in capsys.readouterr().out
+
+
+def test_a_rank_that_skips_a_collective_is_named():
+    def alone(rank, dist):
+        if rank != 1:
+            dist.all_reduce(torch.ones(2))
+
+    with pytest.raises(RuntimeError, match="rank 0 waits in all_reduce, and rank 1 never calls it"):
+        ranks.run(3, alone)
+
+
+def test_the_threads_collectives_are_torchs():
+    def one(rank, dist):
+        whole, shard, gathered = torch.arange(4.0) * 10**rank, torch.empty(2), torch.empty(4)
+        work = dist.reduce_scatter_single(shard, whole, async_op=True)
+        before = work.waited
+        work.wait()
+        dist.all_gather_single(gathered, shard)
+        dist.all_reduce(whole)
+        return before, shard.tolist(), gathered.tolist(), whole.tolist()
+
+    total = [0.0, 11.0, 22.0, 33.0]
+    assert ranks.run(2, one) == [(False, total[2 * rank : 2 * rank + 2], total, total) for rank in (0, 1)]
