@@ -354,7 +354,7 @@ def test_bad_input_gets_one_line(argv, named):
 
 
 def test_a_sweep_without_effect_is_refused():
-    with pytest.raises(ValueError, match="prefetch is for zero3"):
+    with pytest.raises(ValueError, match="prefetch is for hybrid, zero3"):
         sweep.swept(options.arguments(["--sweep", "prefetch", "--engine", "ddp"]))
 
 
