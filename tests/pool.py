@@ -1,5 +1,6 @@
 """Ranks that are started once per world size and then sent many cases: starting them is what costs time."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ def forking():
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
+    gc.freeze()  # what was imported is no garbage: a collection, of which the tests make many, need not look at it
     import torch
     import torch.distributed as dist
 

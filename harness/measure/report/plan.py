@@ -186,7 +186,7 @@ def sweep_jobs(machine: dict, quick: bool) -> list[Job]:
 
 def host_jobs(machine: dict, quick: bool) -> list[Job]:
     def job(device: str, profile: str) -> Job:
-        options = ["--host", "--rounds", "10" if quick else "25", "--profile", profile, "--device", device]
+        options = ["--host", "--rounds", "4" if quick else "25", "--profile", profile, "--device", device]
         where = "the GPU's kernels not waited for" if device == "cuda" else "tensors on the CPU"
         return Job(f"host time, {where}, profile of {profile}",
                    ["-m", "harness.measure.bench", *options, "--json", "{file}"],
