@@ -40,8 +40,8 @@ def quick_python():
         yield executable
 
 
-# Further sizes and options of what the tests beside them hold at one size already: only with --thorough, so that the
-# suite takes less than eight minutes on two cores.
+# Further sizes and options of what the tests beside them hold at one size already: only with --thorough, as the
+# suite takes eleven minutes on two cores without them.
 FURTHER = (
     r"test_paths.*-(zero2|reshard_after_forward|\('reshard_after_forward', False\))-[23]\]",
     r"test_paths.*-zero2-[23]\]",
