@@ -132,7 +132,7 @@ class ZeRO3(Interface):
                 bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
                 # Straight into the weights: the model's parameters are views of `flat`, and so is what autograd saved.
                 whole = precision.sendable(bucket.flat)  # `bucket.flat` itself, or its bytes
-                with self.placement.copies_beside(bucket):  # offload only: a stream of its own for the copy up
+                with self.placement.copies_beside():  # offload only: a stream of its own for the copy up
                     shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
                     unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
         unit.gathered = True

@@ -1,6 +1,8 @@
 """Run on every rank: shards, their gradients and the optimizer state in the host's memory."""
 
+import contextlib
 from functools import partial
+from unittest import mock
 
 import parts
 import torch
@@ -95,3 +97,62 @@ def another_policy_is_refused() -> None:
             assert "[1]" in str(error), error
         else:
             raise AssertionError("ranks with different policies were accepted")
+
+
+def the_host_waits_for_copies(stage: str) -> None:
+    """Before the update, and before it adds to a gradient: a device that only notes who waits for it stands in."""
+    noted = []
+    with mock.patch.object(torch.Tensor, "record_stream", lambda *_: noted.append("its memory is kept")):
+        _noting(stage, noted)
+    assert noted.count("its memory is kept") == noted.count("on down") > 0
+    dist.barrier()
+
+
+def _noting(stage: str, noted: list[str]) -> None:
+
+    class Stream:
+        def __init__(self):
+            self.name = ("up", "down")[len(Device.made)]
+            Device.made.append(self)
+
+        def wait_stream(self, stream) -> None:
+            noted.append(f"{self.name} waits for the computation")
+
+        def synchronize(self) -> None:
+            noted.append(f"the host waits for {self.name}")
+
+    class Device:
+        made = []
+
+        @staticmethod
+        def synchronize() -> None:
+            noted.append("the host waits for all")
+
+        @staticmethod
+        def current_stream() -> None:
+            return None
+
+        @staticmethod
+        @contextlib.contextmanager
+        def stream(stream):
+            noted.append(f"on {stream.name}")
+            yield
+            noted.append("back")
+
+    engine = parts.STAGES[stage](parts.seeded(lambda: GPT(CONFIG)), ADAMW, offload_policy=CPUOffloadPolicy())
+    place = engine.placement
+    place._device, place._up, place._down = Device, Stream(), Stream()
+    engine.optimizer.register_step_pre_hook(lambda *_: noted.append("update"))
+    loss = next_token_loss(engine(batch(0, "cpu")[0]), batch(0, "cpu")[1])
+    loss.backward()
+    assert "the host waits for down" not in noted  # nothing is added to yet
+    next_token_loss(engine(batch(1, "cpu")[0]), batch(1, "cpu")[1]).backward()
+    engine.step()
+    assert ("the host waits for down" in noted) == (stage != "zero1")  # ZeRO-1 adds on the device
+    update = noted.index("update")
+    assert "the host waits for all" in noted[:update]
+    copies = [place for place, what in enumerate(noted) if what == "on down"]
+    assert copies and copies[-1] < noted.index("the host waits for all")
+    for what, first in zip(noted[1:], noted):  # what is copied was computed, and what is written over is not in use
+        assert not what.startswith("on ") or first == f"{what[3:]} waits for the computation", noted
+    assert ("on up" in noted) == (stage == "zero3")

@@ -44,7 +44,6 @@ def quick_python():
 # suite takes eleven minutes on two cores without them.
 FURTHER = (
     r"test_paths.*-(zero2|reshard_after_forward|\('reshard_after_forward', False\))-[23]\]",
-    r"test_paths.*-zero2-[23]\]",
     r"test_equals_one_process_on_the_whole_batch\[.*\{'.*-[124]\]",
     r"test_elementwise_optimizers\[.*-2\]",
     r"test_every_layout_in_a_loop_of_ones_own\[.*\{'",

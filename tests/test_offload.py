@@ -23,3 +23,8 @@ def test_the_same_run_to_the_bit(ranks, stage, kind, tmp_path):
 
 def test_another_policy_is_refused(ranks):
     ranks(2).run(cases.another_policy_is_refused)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_host_waits_for_copies(ranks, stage):
+    ranks(2).run(cases.the_host_waits_for_copies, stage=stage)

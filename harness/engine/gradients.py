@@ -19,7 +19,7 @@ from harness.engine.waiting import name_some, waiting_for
 
 def forget(engine) -> None:
     """Drop all gradients, and what is known of their way: `zero_grad()` of every stage."""
-    engine.placement.settle()  # a buffer must not go while a collective uses it
+    engine.placement.finish()  # a buffer must not go while a collective uses it
     for bucket in engine.trained:
         guard.drop_gradients(bucket.params)
         for _, piece in bucket.pieces:
@@ -147,11 +147,8 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     engine._reduce_gradients()
     buckets = engine.trained
     found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.pieces if piece.grad is not None]
-    gradients, dtype, cut = (
-        [gradient for gradient, _ in found],
-        common_dtype(buckets),
-        tensor_parallel.dimension(buckets),
-    )
+    gradients, dtype = [gradient for gradient, _ in found], common_dtype(buckets)
+    cut = tensor_parallel.dimension(buckets)
     counted = [gradient for gradient, param in found if tensor_parallel.counts(param, cut)]
     norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in counted]
     none, device = buckets[0].shard.new_zeros((), dtype=dtype), buckets[0].flat.device

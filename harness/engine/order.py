@@ -8,10 +8,9 @@ wrong. So whoever comes to something else than in the step before compares notes
 import torch
 import torch.distributed as dist
 
+from harness.engine import groups
 from harness.engine.refusals import digest
 from harness.engine.waiting import waiting_for
-
-_control_groups: dict[tuple, dist.ProcessGroup] = {}  # (name, ranks) of a group -> a gloo group of the same ranks
 
 
 class Sequence:
@@ -69,22 +68,7 @@ def _told(event: tuple[str, str]) -> str:
 
 
 def _control_group(group):
-    """A gloo group of the ranks of `group`, made once; None where there is nobody to compare with."""
-    group = dist.group.WORLD if group is None else group
+    """A gloo group of the ranks of `group`; None where there is nobody to compare with."""
     if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return None
-    ranks = dist.get_process_group_ranks(group)
-    key = (group.group_name, *ranks)
-    if key not in _control_groups or not _alive(_control_groups[key]):
-        timeout = group._get_backend(
-            torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-        ).options._timeout
-        _control_groups[key] = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    return _control_groups[key]
-
-
-def _alive(group) -> bool:
-    try:
-        return dist.get_rank(group) >= 0
-    except ValueError:  # of a process group that was destroyed since
-        return False
+    return groups.beside(group, "gloo")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from harness.engine import precision
+from harness.engine import groups, precision
 from harness.engine.waiting import wait
 
 
@@ -39,13 +39,17 @@ class Placement:
         self.rank, self.world_size = dist.get_rank(self.everyone), dist.get_world_size(self.everyone)
         self.offload = _policy(offload_policy)
         self._in_flight = None  # (bucket, shard, work): the all-reduce that was started and not waited for
-        self._up, self._down = None, None  # streams of the device for copies, once there was one
+        self._device = None  # torch's module of the device, `torch.cuda` say, if shards are offloaded from one
+        self._up, self._down = None, None  # its streams for copies
 
     def adopt(self, bucket) -> None:
         """Step 0: the bucket's shard gets memory of its own where mixed precision or offload want it."""
         bucket.placement = self
         precision.round_weights(bucket)
         if self.offload is not None:
+            if bucket.flat.device.type != "cpu" and self._device is None:
+                self._device = torch.get_device_module(bucket.flat.device)
+                self._up, self._down = self._device.Stream(), self._device.Stream()
             bucket.shard = self._host_memory(bucket.shard).copy_(bucket.shard)
 
     # Gradients: from a shard of one row's mean to the optimizer.
@@ -70,10 +74,9 @@ class Placement:
             self._give(bucket, precision.mean_of_sum(shard, self.copies))
 
     def _give(self, bucket, shard: torch.Tensor) -> None:
-        more = any(piece.grad is not None for _, piece in bucket.pieces)
         shard = self._to_host(bucket, shard)
-        if more:
-            self._synchronize(self._down)  # the host adds, so it must wait for the copy
+        if self._device is not None and any(piece.grad is not None for _, piece in bucket.pieces):
+            self._down.synchronize()  # the host adds, so it must wait for the copy
         for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
             gradient = gradient.to(piece.dtype)
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
@@ -94,32 +97,28 @@ class Placement:
     def settle(self) -> None:
         """From here on the host may read the pieces' gradients and write into the shards."""
         self.finish()
-        self._synchronize(self._down)
-        self._synchronize(self._up)
+        if self._device is not None:
+            self._device.synchronize()  # copies down must be over, and copies up of what is now written over
 
     # Copies between device and host. On a GPU each direction has a stream, a queue of its own: copies then run beside
     # computation. That takes pinned memory, which the system never moves.
 
-    def copies_beside(self, bucket):
-        """A context: what is started in it runs beside computation, if `bucket` has its shard on the host."""
-        if self.offload is None or bucket.flat.device.type == "cpu":
+    def copies_beside(self):
+        """A context: what is started in it runs beside computation, if shards come from the host."""
+        if self._device is None:
             return contextlib.nullcontext()
-        device = torch.get_device_module(bucket.flat.device)
-        self._up = self._up or device.Stream()
-        self._up.wait_stream(device.current_stream())  # the memory to write into may be in use until here
-        return device.stream(self._up)
+        self._up.wait_stream(self._device.current_stream())  # the memory to write into may be in use until here
+        return self._device.stream(self._up)
 
     def _to_host(self, bucket, shard: torch.Tensor) -> torch.Tensor:
         if self.offload is None:
             return shard
         shard = shard.to(bucket.shard.dtype)
         host = self._host_memory(shard)
-        if shard.device.type == "cpu":
+        if self._device is None:
             return host.copy_(shard)
-        device = torch.get_device_module(shard.device)
-        self._down = self._down or device.Stream()
-        self._down.wait_stream(device.current_stream())
-        with device.stream(self._down):
+        self._down.wait_stream(self._device.current_stream())
+        with self._device.stream(self._down):
             host.copy_(shard, non_blocking=self.offload.pin_memory)
         shard.record_stream(self._down)  # its memory must not be used anew before it is copied
         return host
@@ -127,11 +126,6 @@ class Placement:
     def _host_memory(self, like: torch.Tensor) -> torch.Tensor:
         pinned = self.offload.pin_memory and like.device.type != "cpu"  # without a device nothing can pin
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
-
-    @staticmethod
-    def _synchronize(stream) -> None:
-        if stream is not None:
-            stream.synchronize()
 
 
 def _policy(policy) -> CPUOffloadPolicy | None:
@@ -173,24 +167,9 @@ def _groups(group) -> tuple:
     return group, None, group
 
 
-_whole_groups: dict[tuple, dist.ProcessGroup] = {}  # ranks of a mesh -> a group of all of them
-
-
 def _everyone(mesh: DeviceMesh):
-    """A group of all ranks of `mesh`, made once. None, the default group, if these are all there are."""
+    """A group of all ranks of `mesh`. None, the default group, if these are all there are."""
     if mesh.size() == dist.get_world_size():
         return None
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    key = (mesh.get_group(1).group_name, *ranks)
-    if key not in _whole_groups or not _alive(_whole_groups[key]):
-        _whole_groups[key] = dist.new_group(
-            ranks, backend=dist.get_backend(mesh.get_group(1)), use_local_synchronization=True
-        )
-    return _whole_groups[key]
-
-
-def _alive(group) -> bool:
-    try:
-        return dist.get_rank(group) >= 0
-    except ValueError:  # of a process group that was destroyed since
-        return False
+    row = mesh.get_group(1)
+    return groups.beside(row, dist.get_backend(row), sorted(mesh.mesh.flatten().tolist()))

@@ -61,6 +61,9 @@ class FakeGPU(backend_registration._DummyBackendModule):
 
     Stream, Event = Stream, Event
 
+    def synchronize(self, device=None) -> None:
+        pass
+
     def current_stream(self, device=None) -> Stream:
         return Stream()
 

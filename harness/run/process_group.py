@@ -74,9 +74,7 @@ def planned_world_size(backend: str, device: str) -> int | None:
         return int(os.environ["WORLD_SIZE"])
     if "ZERO_PREFLIGHT" not in os.environ:
         return None
-    ranks, machines = os.environ["ZERO_PREFLIGHT"], int(os.environ.get("NNODES", 1))
-    here = default_ranks(backend, device, torch.cuda.device_count(), machines) if ranks == "auto" else int(ranks)
-    return here * machines
+    return ranks_here(os.environ["ZERO_PREFLIGHT"], backend, device) * machines()
 
 
 def preflight(ranks: str, backend: str, device: str) -> None:

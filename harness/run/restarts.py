@@ -22,6 +22,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from harness.run.torchrun import Stopped
+
 DEFAULTS = [
     "--max-restarts=3",
     # By its own defaults torchrun waits 30 s for machines that may still come, and misses one after 15 s.
@@ -33,10 +35,10 @@ ONE = 1.0  # second: signals that are nearer to each other are one, as Slurm may
 
 
 class Asked:
-    """The handler of `ASKING`: the first signal makes the file `stop`, a second one raises SignalException."""
+    """The handler of `ASKING`: the first signal makes the file `stop`, a second one raises `Stopped`."""
 
     def __init__(self, stop: Path):
-        self.stop, self.first, self.second = stop, None, None
+        self.stop, self.first = stop, None
 
     def __call__(self, number: int, frame) -> None:
         name = signal.Signals(number).name
@@ -45,9 +47,8 @@ class Asked:
             self.stop.touch()
             _say(f"{name}: the ranks save after this step and leave. Once more: they leave at once")
         elif time.monotonic() - self.first > ONE:
-            self.second = number
             self.stop.unlink(missing_ok=True)  # so that SIGTERM, which torchrun now sends to the ranks, ends them
-            raise SignalException(name, signal.SIGTERM)
+            raise Stopped(number)
 
 
 def main(arguments: list[str]) -> None:
@@ -62,9 +63,10 @@ def main(arguments: list[str]) -> None:
             signal.signal(number, asked)
         try:
             torchrun.main([*DEFAULTS, *arguments])
-        except SignalException as error:
-            _say(f"{error}: left at once. What was saved before remains")
-            sys.exit(128 + (asked.second or error.sigval))
+        except (Stopped, SignalException) as error:
+            number = error.args[0] if isinstance(error, Stopped) else error.sigval
+            _say(f"{signal.Signals(number).name}: left at once. What was saved before remains")
+            sys.exit(128 + number)
         except ChildFailedError as error:
             _say(f"gave up after the restarts that were allowed: {len(error.failures)} rank(s) failed, see above")
             sys.exit(1)
