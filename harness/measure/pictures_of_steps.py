@@ -59,7 +59,8 @@ def _bars(axes, trace: dict, theme: dict) -> tuple[float, bool]:
         half = threads[event["pid"], event["tid"]].endswith(" 2")
         bars.append((event, kind, row, start, length, half))
         latest = max(latest, start + length)
-    for event, kind, row, start, length, half in bars:
+    free_from = dict.fromkeys(range(len(rows)), 0.0)  # where in each row the next number may begin
+    for event, kind, row, start, length, half in sorted(bars, key=lambda bar: bar[3]):
         if kind in ("gather", "reduce"):  # lower, with room for the unit's number above
             place = (row + 0.12, 0.28) if half else (row - 0.16, 0.56)
         else:
@@ -73,7 +74,9 @@ def _bars(axes, trace: dict, theme: dict) -> tuple[float, bool]:
                 axes.text(start + length / 2, row, text, ha="center", va="center", fontsize=8, color="#ffffff",
                           fontweight="bold")  # fmt: skip
             elif kind in ("gather", "reduce"):  # beside the hatch, where it can be read
-                axes.text(start + length / 2, row - 0.19, text, ha="center", va="bottom", fontsize=7)
+                middle = max(start + length / 2, free_from[row])
+                axes.text(middle, row - 0.19, text, ha="center", va="bottom", fontsize=7)
+                free_from[row] = middle + 0.011 * latest
     axes.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane in rows])
     axes.set_ylim(len(rows) - 0.4, -0.8)
     return latest, bool(units)
