@@ -182,8 +182,11 @@ def losses(results: dict, theme: dict):
         exact = sum(value == 0 for value in off)
         equal += exact == len(off)
         farthest = max(farthest, *off)
-        text = f"all {len(off)} steps equal" if exact == len(off) else f"{exact} of {len(off)} equal, {max(off):.0e}"
-        below.annotate(text, (max(*off, floor), place), (9, 0), textcoords="offset points", va="center", fontsize=8,
+        if exact == len(off):
+            text, place_of_text = f"all {exact} steps equal", {"xytext": (9, 0), "va": "center"}
+        else:  # above its marks, clear of the line of what is allowed
+            text, place_of_text = f"{exact} of {len(off)} equal, {max(off):.0e}", {"xytext": (8, 7), "ha": "right"}
+        below.annotate(text, (max(*off, floor), place), textcoords="offset points", fontsize=8, **place_of_text,
                        bbox={"facecolor": theme["paper"], "edgecolor": "none", "pad": 0.5})  # fmt: skip
     if tolerance:
         below.axvline(tolerance, color=theme["ink"], linewidth=0.8, linestyle="--")
