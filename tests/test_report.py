@@ -63,6 +63,8 @@ def test_a_failure_and_a_hang_cost_no_other_part(broken):
     (host,) = known["parts"]["host"]["jobs"]
     assert {"plain", "ddp", "zero1", "zero2", "zero3", "fsdp2"} == set(host["results"]["ms"])
     assert len(host["results"]["profile"]) == 10
+    assert "./launch.sh bench --" in host["results"]["command"]  # to repeat: without a file that is gone
+    assert "--json" not in host["results"]["command"]
     assert known["parts"]["memory"]["seconds"] < 10
 
 

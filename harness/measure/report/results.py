@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 import xml.etree.ElementTree as xml
 from collections import Counter
@@ -13,13 +14,16 @@ REASONS = 12  # lines of failing and skipped tests that are kept
 
 
 def read(kind: str, file: Path, keep_as: Path | None = None) -> dict | None:
-    """The results in `file`, None where the job did not come to write it. Traces are kept besides, as `keep_as`."""
+    """The results in `file`, None where the job did not come to write it. Traces are kept besides, as `keep_as`.
+
+    The command in it is one to repeat: without the file that this machine wrote, which is gone by then.
+    """
     if not file.exists() or not file.stat().st_size:
         return None
     if kind == "tests":
         return tests(file)
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(re.sub(rf" --\w+ {re.escape(str(file))}(?= |\")", "", file.read_text()))
     except ValueError:
         return None  # the process was ended while it wrote
     if kind == "memory":
