@@ -29,6 +29,18 @@ def forking():
     return context
 
 
+def _destroy_what_the_last_case_made() -> None:
+    """Every group of gloo has threads that wake up a hundred times a second: hundreds of them are a core's work."""
+    import torch.distributed as dist
+
+    from harness.engine import groups
+
+    world = dist.group.WORLD
+    keep = {world, *(made for (name, *_), made in groups._made.items() if name == world.group_name)}
+    for group in [one for one in dist.distributed_c10d._world.pg_map if one not in keep]:
+        dist.destroy_process_group(group)
+
+
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
@@ -47,6 +59,7 @@ def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: s
         device_id=own if backend == "nccl" else None,
     )  # fmt: skip
     while (order := pipe.recv()) is not None:
+        _destroy_what_the_last_case_made()  # by now it has ended on all ranks
         module, name, arguments = order
         try:
             torch.manual_seed(1000 + rank)  # every rank seeded otherwise, on purpose
