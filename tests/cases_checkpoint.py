@@ -164,7 +164,7 @@ def leg(kind: str, source: str | None, copied: str, folder: str, steps: list, od
         return
     model = parts.seeded(partial(Zoo, odd), 0 if source is None else 5)
     if kind == "fsdp2":
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = parts.mesh(dist.get_world_size())
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -6,7 +6,6 @@ import parts
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from harness.engine.gradients import GradScaler
@@ -97,7 +96,7 @@ def a_group_keeps_to_itself(stage: str) -> None:
 def one_dimension_of_a_mesh(stage: str) -> None:
     """Four ranks as 2 x 2: sharded over one dimension, each pair trains on its own data and alone."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))
+    mesh = parts.mesh(2, 2, names=("tensor", "data"))
     row, column = mesh.get_local_rank("tensor"), mesh.get_local_rank("data")
     assert rank == 2 * row + column
     build = parts.OddModel

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from cases_overlap import late_collectives
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,7 @@ CONFIG = preset("toy")
 
 
 def grid(replicas: int = 2, shards: int = 2):
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "shards"))
+    return parts.mesh(replicas, shards, names=("replicas", "shards"))
 
 
 def batch(step: int, who: int):
@@ -263,7 +262,7 @@ def checkpoints_across_layouts(folder: str, stage: str) -> None:
 
 
 def refusals(stage: str) -> None:
-    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    cube = parts.mesh(2, 2, 1, names=("a", "b", "c"))
     try:
         parts.STAGES[stage](gpt(), ADAMW, group=cube)
     except ValueError as error:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from cases_errors import message
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 MOMENTUM = parts.OPTIMIZERS["momentum"]
@@ -588,9 +587,9 @@ def an_engine_is_like_its_model(stage: str) -> list[str]:
 def a_mesh_for_a_group(stage: str) -> str:
     """A DeviceMesh of one dimension is a group, of two it has replicas; of three it is refused."""
     world_size = dist.get_world_size()
-    beside = Beside(stage, group=init_device_mesh("cpu", (world_size,)))
+    beside = Beside(stage, group=parts.mesh(world_size))
     beside.train()
-    mesh = init_device_mesh("cpu", (1, 1, world_size), mesh_dim_names=("pipeline", "replicas", "shards"))
+    mesh = parts.mesh(1, 1, world_size, names=("pipeline", "replicas", "shards"))
     found = message(lambda: Beside(stage, group=mesh), ValueError)
     Beside(stage, group=mesh["shards"]).train()
     return found

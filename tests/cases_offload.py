@@ -8,7 +8,6 @@ import parts
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.engine import checkpoint
@@ -32,7 +31,7 @@ def the_same_run(stage: str, options: dict, folder: str, device: str = "cpu") ->
     """
     world_size = dist.get_world_size()
     if options.pop("hybrid", False):
-        options["group"] = init_device_mesh(device, (world_size // 2, 2))
+        options["group"] = parts.mesh(world_size // 2, 2, device=device)
     runs = []
     for policy in (None, CPUOffloadPolicy(pin_memory=True)):
         model = parts.seeded(lambda: GPT(CONFIG), dtype=torch.float32, device=device)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from cases_errors import message
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
@@ -36,7 +35,7 @@ def equals_fsdp2(stage: str, param_dtype, reduce_dtype, micro_batches: int = 1, 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reference = gpt()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = parts.mesh(world_size)
     for block in reference.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(reference, mesh=mesh, mp_policy=policy)

@@ -6,7 +6,6 @@ import parts
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -92,7 +91,7 @@ def loss_of(model, tokens, targets):
 
 def like_one_process(stage: str, sequence: bool) -> None:
     """Losses, norms and weights of one process on both halves of the data, in float64."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = parts.mesh(2, 2, names=("data", "tensor"))
     who = mesh.get_local_rank("data")
     adamw = partial(torch.optim.AdamW, lr=1e-2)
     plain = parts.seeded(Small)
@@ -158,7 +157,7 @@ def like_one_process(stage: str, sequence: bool) -> None:
 
 
 def refusals(stage: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = parts.mesh(2, 2, names=("data", "tensor"))
     adamw = partial(torch.optim.AdamW, lr=1e-2)
     for options, word in (
         ({}, "another* dimension"),

@@ -1,12 +1,14 @@
 """What the cases share: the stages, optimizers, small models (harness/run/small_models.py), and an impostor."""
 
 import copy
+import functools
 import importlib
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.run.small_models import (  # noqa: F401  the cases use them as parts.Stack and so on
@@ -103,6 +105,12 @@ def silent_group():
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     return dist.new_group(backend="fake")
+
+
+@functools.cache
+def mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = "cpu"):
+    """A mesh over all ranks: made once, as its groups stay (see `pool`)."""
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

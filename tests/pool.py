@@ -30,15 +30,18 @@ def forking():
 
 
 def _destroy_what_the_last_case_made() -> None:
-    """Every group of gloo has threads that wake up a hundred times a second: hundreds of them are a core's work."""
+    """Every group of gloo has threads that wake up a hundred times a second: hundreds of them are a core's work.
+
+    The groups of meshes stay, as torch keeps their names for other meshes of the same shape: `parts.mesh` makes each
+    shape once. So do those that their ranks made among themselves (`use_local_synchronization`): torch would give the
+    next one the same name, and it would look for its ranks where the old one's were. Torch numbers the others.
+    """
     import torch.distributed as dist
 
-    from harness.engine import groups
-
-    world = dist.group.WORLD
-    keep = {world, *(made for (name, *_), made in groups._made.items() if name == world.group_name)}
-    for group in [one for one in dist.distributed_c10d._world.pg_map if one not in keep]:
-        dist.destroy_process_group(group)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        mesh = group.group_desc.startswith("mesh")
+        if group is not dist.group.WORLD and group.group_name.isdigit() and not mesh:
+            dist.destroy_process_group(group)
 
 
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
