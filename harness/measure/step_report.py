@@ -114,14 +114,17 @@ def _rates(result: dict, runs: dict[str, dict]) -> list[str]:
 
 
 def sentence(found: dict, rank: int) -> str:
-    """Two lines for a chapter's run: where `rank`'s time went, and whether others waited for someone."""
+    """Lines for a chapter's run: where `rank`'s time went, and whether others waited for someone."""
     own = next(row for row in found["ranks"] if row["rank"] == rank)
     exposed, overlapped = sum(own["exposed_ms"].values()), sum(own["overlapped_ms"].values())
     least = "at most " if own["told_late"] else ""
     lines = [
-        f"where a step of {own['step_ms']:.1f} ms goes (mean of {found['steps']}, watched): own work "
-        f"{own['own_ms']:.1f}, waiting for another rank {own['waiting_ms']:.1f},",
-        f"for bytes {exposed:.1f}; beside own work {least}{overlapped:.1f} ms of bytes. {slowest_words(found)}",
+        f"where the time of a step goes (mean of {found['steps']} steps, which the instruments slow down): of "
+        f"{own['step_ms']:.1f} ms",
+        f"{own['own_ms']:.1f} are this rank's own work, {own['waiting_ms']:.1f} waiting for another rank, {exposed:.1f} "
+        f"waiting for bytes; more bytes travelled for",
+        f"{least}{overlapped:.1f} ms while this rank worked, which cost no time.",
+        slowest_words(found),
     ]
     return "\n".join(lines).rstrip()
 

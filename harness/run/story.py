@@ -25,7 +25,7 @@ class BucketStory:
             "buffer  the whole tensor of a collective: the ranks sum it, or put it together from their shards",
             "sent    what this rank sends for it: (N-1)/N of the buffer, in an all-reduce twice as much",
             "live    all bytes alive on this rank when the event begins, activations included",
-            "holds   parameters, gradients and optimizer state that this rank keeps when the step ends",
+            "holds   parameters, gradients and optimizer state that this rank keeps when this numbered step ends",
         ]
         if hasattr(self.engine.trained[0], "flat_gradient"):  # ZeRO-1's
             lines += ["        (the gradients' buffers stay from step to step, whatever is in them)"]
@@ -77,7 +77,7 @@ class UnitStory:
 
     def __init__(self, engine, memory: MemoryLedger):
         self.engine, self.memory = engine, memory
-        self._rows: list[tuple[str, float | None, int]] = []  # text, bytes sent (None: no such column), bytes alive
+        self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive; text alone has no bytes alive
         self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
         self._sent = 0.0
         for name in ("_gather", "_free", "before_forward", "before_backward", "gradients_final"):
@@ -86,26 +86,23 @@ class UnitStory:
     def how_to_read(self) -> list[str]:
         return [
             "gather   5 gather parameters: all-gather of a unit or of the root, inside step 1 or 2. Here it is started",
-            "compute  the unit's forward or backward. What stands left of it travels while it computes",
+            "compute  the unit's forward or backward. What stands left of it travels while it computes. The root has two",
+            "         turns each way: what the model computes before its units, and behind them (the head, the loss)",
             "free     the gathered parameters give their memory back",
             "reduce   3 reduce gradients: reduce-scatter of the unit's gradients, inside step 2. Here it is started",
             "sent     what this rank sends for the collectives of the line: (N-1)/N of each buffer",
-            "live     the most that was alive on this rank at once during the line, activations included; and as a bar",
-            "holds    parameters, gradients and optimizer state that this rank keeps when the step ends",
-            "         (the root is gathered once: it stays from forward to the end of backward, and is held meanwhile)",
+            "peak     the most that was alive on this rank at once during the line, activations included; and as a bar",
+            "holds    parameters, gradients and optimizer state that this rank keeps when this numbered step ends",
         ]
 
     @property
     def lines(self) -> list[str]:
         most = max(live for _, _, live in self._rows)
-        width = max(len(text) for text, _, _ in self._rows if not text.startswith("  holds"))
-        lines = [f"{'event':<{width}}{'sent MB':>9}{'live MB':>9}"]
+        width = max(len(text) for text, _, live in self._rows if live)
+        lines = [f"{'event':<{width}}{'sent MB':>9}{'peak MB':>9}"]
         for text, sent, live in self._rows:
-            if text.startswith("  holds"):
-                lines.append(text)
-                continue
-            sent = "" if sent is None else f"{sent / 1e6:.2f}"
-            lines.append(f"{text:<{width}}{sent:>9}{live / 1e6:>9.2f}  {'#' * round(BAR * live / most)}")
+            bar = f"{sent / 1e6:>9.2f}{live / 1e6:>9.2f}  {'#' * round(BAR * live / most)}"
+            lines.append(f"{text:<{width}}{bar}" if live else text)
         return lines
 
     def event(self, what: str, depth: int, collective) -> None:
@@ -114,10 +111,15 @@ class UnitStory:
             self._sent += collective.sent_bytes
         elif depth == 1 and what.startswith("enter step"):
             self.flush()
-            self._rows.append((f"Step {what.removeprefix('enter step ')}", None, self.memory.live))
+            self._rows.append((f"Step {what.removeprefix('enter step ')}", 0.0, 0))
         elif depth == 1 and what.startswith("leave step"):
+            root = self.engine.root
+            if what.startswith("leave step 1"):
+                self._tell("compute", root)  # what follows the last unit
             self.flush()
-            self._rows.append((f"  holds {held(self.engine)}", None, self.memory.live))
+            nbytes = sum(bucket.flat.nbytes for bucket in root.buckets)
+            more = f" ({nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
+            self._rows.append((f"  holds {held(self.engine)}{more * root.gathered}", 0.0, 0))
 
     def close(self) -> None:
         """The engine's methods tell nobody any more."""
@@ -143,8 +145,6 @@ class UnitStory:
                 return  # still at it: backward has run a part of the unit again
             if any(other == "compute" for other, _ in self._groups):
                 self.flush()
-        elif verb != "gather" and unit is self.engine.root and self._groups[-1:] != [("free", [unit.name])]:
-            self.flush()  # the root's end is a line of its own
         if self._groups and self._groups[-1][0] == verb:
             self._groups[-1][1].append(unit.name)
         else:
@@ -161,6 +161,8 @@ class UnitStory:
 
     def _free(self, real, unit) -> None:
         if unit.gathered:
+            if unit is self.engine.root:  # backward has come to its end, in front of the first unit
+                self._tell("compute", unit)
             self._tell("free", unit)
         real(unit)
 
