@@ -119,11 +119,10 @@ def sentence(found: dict, rank: int) -> str:
     exposed, overlapped = sum(own["exposed_ms"].values()), sum(own["overlapped_ms"].values())
     least = "at most " if own["told_late"] else ""
     lines = [
-        f"where the time of a step goes (mean of {found['steps']} steps, which the instruments slow down): of "
-        f"{own['step_ms']:.1f} ms",
-        f"{own['own_ms']:.1f} are this rank's own work, {own['waiting_ms']:.1f} waiting for another rank, {exposed:.1f} "
-        f"waiting for bytes; more bytes travelled for",
-        f"{least}{overlapped:.1f} ms while this rank worked, which cost no time.",
+        f"where the time of a step goes (mean of {found['steps']} steps, which the instruments slow down):",
+        f"of {own['step_ms']:.1f} ms {own['own_ms']:.1f} are this rank's own work, {own['waiting_ms']:.1f} waiting for "
+        f"another rank, {exposed:.1f} waiting for bytes;",
+        f"more bytes travelled for {least}{overlapped:.1f} ms while this rank worked, which cost no time.",
         slowest_words(found),
     ]
     return "\n".join(lines).rstrip()

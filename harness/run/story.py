@@ -86,8 +86,8 @@ class UnitStory:
     def how_to_read(self) -> list[str]:
         return [
             "gather   5 gather parameters: all-gather of a unit or of the root, inside step 1 or 2. Here it is started",
-            "compute  the unit's forward or backward. What stands left of it travels while it computes. The root has two",
-            "         turns each way: what the model computes before its units, and behind them (the head, the loss)",
+            "compute  the unit's forward or backward. What stands left of it travels while it computes. The root has",
+            "         two turns each way: what the model computes before its units, and behind them (head, loss)",
             "free     the gathered parameters give their memory back",
             "reduce   3 reduce gradients: reduce-scatter of the unit's gradients, inside step 2. Here it is started",
             "sent     what this rank sends for the collectives of the line: (N-1)/N of each buffer",

@@ -173,7 +173,9 @@ def main(argv: list[str] | None = None) -> int:
             process_group.run(partial(on_ranks, options, Path(options.on_ranks)))
         recordings = page.recordings_of(options.source) if options.source else None
         if recordings is None:
-            print(f"recording {len(runs_of(options))} engines on {options.ranks} ranks", flush=True)
+            several = len(runs_of(options))
+            hint = f" (about a minute; --only {options.opens} records one)" if several > 2 else ""
+            print(f"recording {several} engines on {options.ranks} ranks{hint}", flush=True)
             recordings = record_all(options, argv)
         if options.json:
             Path(options.json).write_text(json.dumps(recordings, separators=(",", ":")) + "\n")

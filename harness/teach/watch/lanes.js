@@ -51,12 +51,18 @@ class Lanes {
     return this.left + (this.right - this.left) * Math.min(1, time / this.end);
   }
 
-  bar(begins, ends, y, height, kind, text, title) {
+  // `room` is the moment at which the next bar of the line begins: up to there a number may stand beside a narrow bar.
+  bar(begins, ends, y, height, kind, text, title, room = 0) {
     const x = this.x(begins), width = Math.max(1.5, this.x(ends) - x);
     const made = shape(this.svg, "rect", { class: `bar ${kind}`, x, y, width, height });
     shape(made, "title", {}, title);
     if (text && width > 6.5 * text.length + 4 && height > 10) {
       shape(this.svg, "text", { class: `inside ${kind}`, x: x + width / 2, y: y + height / 2 + 4, "text-anchor": "middle" }, text);
+    } else if (text && room && height >= 6) {
+      const small = Math.min(11, height + 2), wide = 0.62 * small * text.length, inside = width > wide + 2;
+      if (!inside && this.x(room) < x + width + wide + 3) return;
+      shape(this.svg, "text", { class: `inside ${kind}`, style: `font-size: ${small}px`, y: y + height / 2 + 0.36 * small,
+        x: inside ? x + width / 2 : x + width + 2, "text-anchor": inside ? "middle" : "start" }, text);
     }
   }
 
@@ -89,13 +95,14 @@ class Lanes {
       return [...entry, line];
     });
     const part = height / Math.min(3, Math.max(1, free.length));
-    for (const [issued, ended, collective, line] of placed) {
+    placed.forEach(([issued, ended, collective, line], i) => {
+      const room = (placed.slice(i + 1).find((other) => other[3] === line) || [this.end])[0];
       const { kind, row } = collective, top = y + Math.min(line, 2) * part, name = rowName(rec, row);
       const last = collective.issued.includes(null) ? ended : Math.max(...collective.issued);
       const title = `${kind} of ${name}, ${megabytes(collective.nbytes)}: ${((ended - last) / 1000).toFixed(2)} ms from the last rank's issue on`;
       if (last > issued) this.bar(issued, Math.min(last, ended), top, part, "early", "", `${title}; first this rank waited for the last one`);
-      if (ended > last) this.bar(last, ended, top, part, lane, short(name), title);
-    }
+      if (ended > last) this.bar(last, ended, top, part, lane, short(name), title, room);
+    });
   }
 
   stack(points) {

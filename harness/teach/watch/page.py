@@ -56,11 +56,13 @@ class Frame:
 
 
 def show(
-    source: Path | str | list[dict] | None = None, run: str = "", event: int = 1, beside: str = "", height: int = 900
+    source: Path | str | list[dict] | None = None, run: str = "", event: int = 1, beside: str = "", height: int = 0
 ) -> Frame:
     """The page for a notebook's cell, opened at `event` (from 1 on) of `run`, with another recording `beside` it.
 
     `source` is a page or a JSON file that `./launch.sh watch` has written, or recordings; by default those of docs/.
+    `height` is in pixels; 0: what the page needs on a wide screen.
     """
+    height = height or (1700 if beside else 950)
     recordings = source if isinstance(source, list) else recordings_of(READY if source is None else source)
     return Frame(build(recordings, run, event, beside), height)

@@ -60,9 +60,10 @@ const watch = {
   setBeside(run) {
     const rec = this.recordings.find((each) => each.run === run);
     $("beside").value = rec ? run : "";
-    $("second").hidden = !rec;
-    this.beside = rec ? { rec, picture: new Picture($("picture2"), rec) } : null;
-    $("title2").textContent = rec ? rec.title : "";
+    for (const id of ["second", "below"]) $(id).hidden = !rec;
+    const lanes = rec && new Lanes($("lanes2"), rec, () => {});
+    this.beside = rec ? { rec, lanes, picture: new Picture($("picture2"), rec) } : null;
+    $("title2").textContent = $("title3").textContent = rec ? rec.title : "";
     if (this.rec) this.go(this.k);
   },
 
@@ -76,7 +77,9 @@ const watch = {
     this.lanes.move(this.time);
     if (this.beside) {
       const other = sameMoment(rec, this.k, this.beside.rec);
-      this.beside.picture.draw(stateAt(this.beside.rec, other));
+      const state = stateAt(this.beside.rec, other);
+      this.beside.picture.draw(state);
+      this.beside.lanes.move(state.time);
       $("said2").textContent = sentence(this.beside.rec, other);
     }
     $("scrub").value = this.k;
@@ -92,6 +95,14 @@ const watch = {
     $("elsewhere").textContent = lost ? `${megabytes(lost)} of state are in tensors that belong to no row.` : "";
     this.closeQuestion();
     this.toAddress();
+  },
+
+  // From now on every event is asked for before it comes, or none.
+  askFirst(on) {
+    $("ask").checked = on;
+    const asked = on && !this.playing && this.k + 1 < this.rec.events.length ? question(this.rec, this.k + 1) : null;
+    if (asked) this.ask(asked);
+    else if (!on) this.closeQuestion();
   },
 
   // One event on, unless there is something to ask first.
@@ -210,7 +221,7 @@ const watch = {
       Home: () => this.go(0),
       End: () => this.go(Infinity),
       " ": () => this.play(),
-      a: () => { $("ask").checked = !$("ask").checked; },
+      a: () => this.askFirst(!$("ask").checked),
       t: () => { $("pace").value = $("pace").value === "beat" ? "time" : "beat"; },
       n: () => this.next(1),
       p: () => this.next(-1),
@@ -234,7 +245,7 @@ const watch = {
   },
 
   nextBeside() {
-    const options = [...$("beside").options].map((option) => option.value);
+    const options = [...$("beside").options].map((option) => option.value).filter((run) => run !== this.rec.run);
     this.setBeside(options[(options.indexOf($("beside").value) + 1) % options.length]);
   },
 
@@ -246,6 +257,7 @@ const watch = {
 
 $("run").onchange = () => watch.open($("run").value, sameMoment(watch.rec, watch.k, watch.recordings.find((r) => r.run === $("run").value)));
 $("beside").onchange = () => watch.setBeside($("beside").value);
+$("ask").onchange = () => watch.askFirst($("ask").checked);
 $("first").onclick = () => watch.go(0);
 $("back").onclick = () => watch.back();
 $("play").onclick = () => watch.play();

@@ -64,8 +64,8 @@ function sentence(rec, k) {
     const { kind, row } = rec.collectives[subject], name = rowName(rec, row);
     const result = {
       "all-gather": `now it has the whole parameters of ${name}`,
-      "reduce-scatter": `now it has the sum of all ranks' gradients of ${name}, for its own shard`,
-      "all-reduce": `now it has the sum of all ranks' gradients of ${name}`,
+      "reduce-scatter": `now it has the sum of all ranks' gradients of ${name}, for its own shard; divided by ${rec.ranks} it is their mean`,
+      "all-reduce": `now it has the sum of all ranks' gradients of ${name}; divided by ${rec.ranks} it is their mean`,
     }[kind] || "it has what was sent";
     return `The ${kind} of ${name} has ended on rank ${rank}: ${result}.`;
   }
