@@ -32,15 +32,15 @@ def forking():
 def _destroy_what_the_last_case_made() -> None:
     """Every group of gloo has threads that wake up a hundred times a second: hundreds of them are a core's work.
 
-    The groups of meshes stay, as torch keeps their names for other meshes of the same shape: `parts.mesh` makes each
-    shape once. So do those that their ranks made among themselves (`use_local_synchronization`): torch would give the
-    next one the same name, and it would look for its ranks where the old one's were. Torch numbers the others.
+    Groups with a description stay: those of meshes, whose names torch keeps for other meshes of the same shape
+    (`parts.mesh` makes each shape once), and what `check` makes for all exercises. So do those that their ranks made
+    among themselves (`use_local_synchronization`): torch would give the next one the same name, and it would look for
+    its ranks where the old one's were. Torch numbers the others.
     """
     import torch.distributed as dist
 
     for group in list(dist.distributed_c10d._world.pg_map):
-        mesh = group.group_desc.startswith("mesh")
-        if group is not dist.group.WORLD and group.group_name.isdigit() and not mesh:
+        if group.group_desc == "undefined" and group.group_name.isdigit():
             dist.destroy_process_group(group)
 
 

@@ -136,10 +136,10 @@ def memory(results: dict, theme: dict):
     return figure
 
 
-def live(results: dict, theme: dict, parts=PARTS):
+def live(results: dict, theme: dict, parts=PARTS, levels: dict[str, float] | None = None):
     """Live bytes along one step, stacked by part, a panel per engine; phases of equal width. Linear.
 
-    With fewer `parts` only these are drawn: those that change, say.
+    With fewer `parts` only these are drawn: those that change, say. `levels` are lines across, {label: bytes}.
     """
     rows = {name: row for name, row in results["engines"].items() if "curve" in row}
     columns = min(3, len(rows))
@@ -159,8 +159,14 @@ def live(results: dict, theme: dict, parts=PARTS):
             bottom = top
         for phase in (1, 2):
             axes.axvline(phase, color=theme["ink"], linewidth=0.8, linestyle=":")
+        for text, nbytes in (levels or {}).items():
+            axes.axhline(nbytes / size, color=theme["ink"], linewidth=0.8, linestyle="--")
+            text = f"{text}, {_short(nbytes / size)} {unit}"
+            axes.annotate(text, (3, nbytes / size), (-3, 2), textcoords="offset points", ha="right", fontsize=8)
         stand_in = " (stand-in)" if row.get("stand_in") else ""
-        axes.set_title(f"{NAMES.get(name, name)}{stand_in}: peak {_short(row['peak_bytes'] / size)} {unit}", loc="left")
+        if len(rows) > 1:
+            peak = f"peak {_short(row['peak_bytes'] / size)} {unit}"
+            axes.set_title(f"{NAMES.get(name, name)}{stand_in}: {peak}", loc="left")
         axes.grid(axis="y", linewidth=0.5)
         axes.set_axisbelow(True)
     for axes in list(grid.flat)[len(rows) :]:
@@ -181,6 +187,9 @@ def live(results: dict, theme: dict, parts=PARTS):
     if "zero2" in rows and "zero3" in rows:
         finding += ": ZeRO-2 climbs in stairs, ZeRO-3 goes up and down like a saw"
     absent = [part for part in HELD if part not in parts]
+    if absent and len(rows) == 1:
+        left_out = sum(rows[least]["peak_parts"].get(part, 0) for part in absent) / size
+        finding += f", of which {_short(left_out)} are not drawn"
     headline(figure, finding, _shape(results) + (f"; not drawn: {', '.join(absent)}" if absent else ""))
     figure.legend(handles=key({part: PART_STYLES[part] for part in PARTS if seen[part]}, theme),
                   loc="outside lower center", ncols=4)  # fmt: skip

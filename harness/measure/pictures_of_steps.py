@@ -31,7 +31,7 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
     finding = _beside(results[0][1])
     if len(results) > 1 and all(ahead):
         finding = "Prefetching changes the order: the next unit's gather is issued before this unit computes"
-    shape = "one step each, with instruments: compare the order, not the lengths"
+    shape = "compare the order, not the lengths; a gather or reduce lasts from its issue on, waiting included"
     headline(figure, finding, shape if len(results) > 1 else "one step, with instruments")
     figure.legend(handles=key(LANE_STYLES, theme), loc="outside lower center", ncols=5)
     return figure
@@ -136,7 +136,7 @@ def _issued_ahead(trace: dict) -> str:
         gathers += 1
         computing = [one["name"] for one in mine[number:] if one["cat"] == "compute" and one["name"] != "root"]
         ahead += bool(computing) and computing[0] != unit
-    return f"{ahead} of {gathers} units gathered before another unit computes" if gathers else ""
+    return f"{ahead} of {gathers} gathers of blocks were issued before another block computes" if gathers else ""
 
 
 def _beside(trace: dict) -> str:

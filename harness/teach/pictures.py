@@ -187,12 +187,13 @@ def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, floa
     """When a gather hides: ms that a block computes, against a rank's tokens, and ms of its gather, {label: ms}."""
     figure, axes = new(height=4.0)
     axes.plot(tokens, compute_ms, color=LANE_COLOURS["backward"], linewidth=2.5)
-    axes.annotate("the block computes", (tokens[-2], compute_ms[-2]), (10, -10), textcoords="offset points", va="top")
+    axes.annotate("the block computes", (tokens[-2], compute_ms[-2]), (-8, 0), textcoords="offset points", ha="right")
     for number, (label, milliseconds) in enumerate(gathers.items()):
         line = ("-", "--", "-.", ":")[number % 4]
         axes.axhline(milliseconds, color=LANE_COLOURS["gather"], linewidth=1.6, linestyle=line)
-        at, side = ((tokens[0], "left"), (tokens[-1], "right"))[number % 2]  # neighbours would write over each other
-        axes.annotate(label, (at, milliseconds), (0, 3), textcoords="offset points", fontsize=8, ha=side)
+        above = number % 2  # neighbours would write over each other
+        axes.annotate(label, (tokens[0], milliseconds), (0, 3 if above else -3), textcoords="offset points", fontsize=8,
+                      va="bottom" if above else "top")  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(tokens, [f"{number:,}" for number in tokens], fontsize=8)

@@ -130,8 +130,9 @@ def _groups(world) -> types.SimpleNamespace:
     bytes that an engine itself keeps.
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return types.SimpleNamespace(all=dist.new_group(), alone=alone, silent=dist.new_group(backend="fake"))
+    new = functools.partial(dist.new_group, group_desc="for all checks")
+    alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return types.SimpleNamespace(all=new(), alone=alone, silent=new(backend="fake"))
 
 
 @dataclass
