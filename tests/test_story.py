@@ -72,3 +72,19 @@ def test_without_prefetching_nothing_stands_left_of_another_units_work(ranks):
         lines = [re.split(r"   +\d", line)[0].strip().replace("blocks.", "") for line in found["lines"]]
         assert [line for line in lines if line in NOTHING_AHEAD] == NOTHING_AHEAD, lines
         assert "gather root | compute root" in lines and "gather 0 | compute 0 | free 0" in lines
+
+
+def test_micro_batches_are_numbered():
+    """Each forward and the backward behind it; with one of each there is nothing to number."""
+    from harness.run.story import MicroBatches
+
+    several, one = MicroBatches(2), MicroBatches(1)
+    steps = ["1 forward", "2 backward", "1 forward", "2 backward", "3 reduce gradients"]
+    assert [several.step(f"enter step {step}") for step in steps] == [
+        "Step 1 forward, micro-batch 1 of 2",
+        "Step 2 backward, micro-batch 1 of 2",
+        "Step 1 forward, micro-batch 2 of 2",
+        "Step 2 backward, micro-batch 2 of 2",
+        "Step 3 reduce gradients",
+    ]
+    assert one.step("enter step 1 forward") == "Step 1 forward"

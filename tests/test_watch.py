@@ -12,9 +12,10 @@ import pytest
 
 from harness.measure.parts import PARTS
 from harness.measure.places import LAYERS
+from harness.teach.museum.exhibits import EXHIBITS
 from harness.teach.watch import browser, page
 from harness.teach.watch.command import arguments
-from harness.teach.watch.engines import TITLES
+from harness.teach.watch.engines import TITLES, of_exhibit
 from harness.teach.watch.recording import merge
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,6 +183,7 @@ def test_what_is_gathered_has_the_weights_before_the_update(recordings):
         (["--seq", "4000"], "--seq must be 1 to 128 (preset tiny), got 4000"),
         (["--out", "/nowhere/page.html"], "cannot write --out '/nowhere/page.html'"),
         (["--from", "README.md"], "has no recordings"),
+        (["--gif", "page.webm"], "--gif must name a file that ends with .gif, got 'page.webm'"),
     ],
 )
 def test_what_cannot_work_is_one_line_before_any_rank_starts(options, said, monkeypatch):
@@ -206,6 +208,17 @@ def test_a_bug_beside_the_right_engine(tmp_path):
         return max(ledgers)
 
     assert most(wrong) > 1.2 * most(right) > 0
+    assert EXHIBITS[21].symptom in wrong["about"]["note"] and "note" not in right["about"]
+
+
+def test_a_bug_of_numbers_says_that_there_is_nothing_to_see():
+    notes = {number: of_exhibit(number)[1].about["note"] for number in (3, 19, 21)}
+    assert ["./launch.sh bug" in note for note in notes.values()] == [True, False, False]
+
+
+def test_only_what_was_asked_for_is_recorded():
+    assert arguments(["--only", "zero1"]).names == ["zero1"] and arguments(["--only", "ddp,zero1"]).opens == "ddp"
+    assert arguments(["zero2", "--only", "ddp"]).names == ["zero2", "ddp"] and arguments([]).opens == "zero3"
 
 
 # The page, in a browser.

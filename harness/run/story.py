@@ -11,11 +11,24 @@ def held(engine) -> str:
     return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
 
 
+class MicroBatches:
+    """Numbers the forwards and backwards of a step that has several: "Step 1 forward, micro-batch 2 of 4"."""
+
+    def __init__(self, count: int):
+        self.count, self._begun = count, 0
+
+    def step(self, what: str) -> str:
+        name = f"Step {what.removeprefix('enter step ')}"
+        self._begun += name.startswith("Step 1")
+        several = self.count > 1 and name[5] in "12"
+        return f"{name}, micro-batch {self._begun} of {self.count}" if several else name
+
+
 class BucketStory:
     """ZeRO-1 and -2: a line per collective; equal neighbours become one line with a count."""
 
-    def __init__(self, engine, memory: MemoryLedger):
-        self.engine, self.memory = engine, memory
+    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
+        self.engine, self.memory, self._name = engine, memory, MicroBatches(micro_batches)
         self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
         self._last, self._count = None, 0
 
@@ -38,7 +51,7 @@ class BucketStory:
     def event(self, what: str, depth: int, collective) -> None:
         """What `TrafficLedger` calls."""
         if what.startswith("enter step") and depth == 1:
-            self._line(f"Step {what.removeprefix('enter step ')}")
+            self._line(self._name.step(what))
         elif what.startswith("leave step") and depth == 1:
             travelling = getattr(self.engine, "_in_flight", None)
             own = "" if travelling is None else f"{travelling.shard.nbytes / 1e6:.2f}"
@@ -75,8 +88,8 @@ class UnitStory:
     when they are called.
     """
 
-    def __init__(self, engine, memory: MemoryLedger):
-        self.engine, self.memory = engine, memory
+    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
+        self.engine, self.memory, self._name = engine, memory, MicroBatches(micro_batches)
         self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive; text alone has no bytes alive
         self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
         self._sent = 0.0
@@ -111,7 +124,7 @@ class UnitStory:
             self._sent += collective.sent_bytes
         elif depth == 1 and what.startswith("enter step"):
             self.flush()
-            self._rows.append((f"Step {what.removeprefix('enter step ')}", 0.0, 0))
+            self._rows.append((self._name.step(what), 0.0, 0))
         elif depth == 1 and what.startswith("leave step"):
             root = self.engine.root
             if what.startswith("leave step 1"):

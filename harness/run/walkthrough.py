@@ -102,8 +102,9 @@ def _walk(engine_cls, doc: str) -> None:
             with explained(f"training step {step + 1}", engine, memory):
                 loss = micro_batches.training_step(engine, *ready[step], next_token_loss, options.accumulate)
             me.print(f"training step {step + 1}: loss {loss.item():.4f} on this rank's batch")
-        me.print(f"training step {options.steps}, event by event.\n")
-        story = (UnitStory if hasattr(engine, "units") else BucketStory)(engine, memory)
+        again = "; backward computes each block's forward again" * options.checkpoint_activations
+        me.print(f"training step {options.steps}, event by event{again}.\n")
+        story = (UnitStory if hasattr(engine, "units") else BucketStory)(engine, memory, options.accumulate)
         memory.begin(engine)
         with TrafficLedger(story.event) as traffic, explained(f"training step {options.steps}", engine, memory):
             loss = micro_batches.training_step(engine, *ready[-1], next_token_loss, options.accumulate)

@@ -85,10 +85,10 @@ def settle(options: argparse.Namespace) -> None:
             raise ValueError(f"no bug {options.bug!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
         options.bug = int(options.bug)
         of_exhibit(options.bug)
-    options.engine = options.engine or "zero3"
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in TITLES]:
         raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
+    options.engine = options.engine or [*names, "zero3"][0]
     options.names = list(dict.fromkeys([options.engine, *names]))
     options.opens = options.engine if options.bug is None else f"bug{options.bug}"
     if options.source is not None and options.opens not in [each["run"] for each in page.recordings_of(options.source)]:
@@ -98,6 +98,8 @@ def settle(options: argparse.Namespace) -> None:
     for name in ("out", "json", "gif"):
         process_group.check_writable(f"--{name}", getattr(options, name))
     if options.gif is not None:
+        if not options.gif.lower().endswith(".gif"):
+            raise ValueError(f"--gif must name a file that ends with .gif, got {options.gif!r}")
         animation.check()
 
 
@@ -181,10 +183,10 @@ def main(argv: list[str] | None = None) -> int:
             Path(options.json).write_text(json.dumps(recordings, separators=(",", ":")) + "\n")
         if options.out:
             text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
+            done = "replaced" if Path(options.out).exists() else "written"
             Path(options.out).write_text(text, encoding="utf-8")
-            print(
-                f"written: {Path(options.out).resolve()} ({len(text.encode()) / 1e3:.0f} kB; a double click opens it)"
-            )
+            size = f"{len(text.encode()) / 1e3:.0f} kB"
+            print(f"{done}: {Path(options.out).resolve()} ({size}; a double click opens it)")
         if options.gif:
             print("drawing the animation")
             animation.draw(page.build(recordings, options.opens), Path(options.gif), options.dark)

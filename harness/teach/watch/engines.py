@@ -29,6 +29,9 @@ TITLES = {
 }
 
 
+NUMBERS = {"losses", "norms", "scales"}  # what a page of memory and messages does not show
+
+
 @dataclass(frozen=True)
 class Run:
     """Something to record.
@@ -89,9 +92,12 @@ def of_exhibit(number: int) -> list[Run]:
     right = _of_training(exhibit, exhibit.right, training)
     wrong = _of_training(exhibit, exhibit.wrong, training)
     stage = exhibit.right.__name__.replace("ZeRO", "ZeRO-")
+    note = f"{exhibit.title}. {exhibit.symptom}"
+    if exhibit.differs <= NUMBERS:
+        note += f" It changes numbers, and not who holds or sends what: ./launch.sh bug {number} shows them."
     return [
         replace(right, name="right", title=f"{stage}, the right one"),
-        replace(wrong, name=f"bug{number}", title=f"{stage} with bug {number}: {exhibit.title}"),
+        replace(wrong, name=f"bug{number}", title=f"{stage} with bug {number}", about={**wrong.about, "note": note}),
     ]
 
 

@@ -52,6 +52,8 @@ const watch = {
       $("about").textContent = [rec.about.model, `${rec.ranks} rank${rec.ranks > 1 ? "s" : ""}`, rec.about.hardware,
         rec.about.torch && `torch ${rec.about.torch}`].filter(Boolean).join("; ");
       $("command").textContent = rec.about.command || "";
+      $("note").textContent = rec.about.note || "";
+      $("note").hidden = !rec.about.note;
       for (const item of document.querySelectorAll("#parts span")) item.hidden = !rec.parts.includes(item.dataset.part);
     }
     this.go(k);

@@ -67,6 +67,8 @@ function stateAt(rec, k) {
       if (!/^[12]/.test(subject)) me.unit = me.phase = "";
     }
     if (what === "compute") [me.unit, me.phase] = [subject, more];
+    const through = what === "free" && more[0] === 0 && me.unit && (rec.units[me.unit] || []).includes(subject);
+    if (through) me.unit = me.phase = "";   // what it has freed it does not compute
     if (what === "over" || what === "error") [me.unit, me.phase, me.over, me.failed] = ["", "", true, what === "error"];
   }
   for (const collective of collectives) {
