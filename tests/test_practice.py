@@ -161,7 +161,7 @@ WRONG = [
     (
         "gather",
         (gather_elements, free),
-        "its output needs 64 bytes, its storage has 16. Does resize_() get bytes (numel",
+        "needs 64 bytes, its storage has 16. Does resize_() get bytes (numel() *",
     ),
     ("gather", (gather_twice, free), "at twice the memory"),
     ("gather", (gather, resize_tensor), "`Tensor.resize_` changes the tensor and not its memory"),

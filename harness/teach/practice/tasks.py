@@ -194,7 +194,7 @@ def gather(solution) -> str:
             assert torch.equal(whole, values), f"gathered {whole.tolist()}, expected {values.tolist()}"
             assert torch.equal(saved, values.t()), "the saved view must see the gathered values too"
             assert dist.filled[turn] == storage._cdata, (
-                "the values are right, at twice the memory: they are gathered into a second buffer of 64 bytes and then "
+                "the values are right, at twice the memory: they are gathered into a second buffer of 64 bytes and "
                 "copied. Give all_gather_single `whole` itself as its output"
             )
         return dist.calls
