@@ -715,7 +715,8 @@ _IN_ORDER = (
         "even a little lower. But no reduction is in flight while the rank computes.",
         diagnosis="Each reduce-scatter is waited for right after it was sent. All is right but the order of events: "
         "backward stands still while a bucket travels. With a fast network that is hardly seen, and with a slow one "
-        "this is the time that ZeRO-2 means to save. The peak is lower because only one bucket is whole at a time: the "
+        "this is the time that ZeRO-2 means to save. (The right engine has 17 of 20 in flight: behind the last "
+        "three no matrix product follows.) The peak is lower because only one bucket is whole at a time: the "
         "one before has arrived, and is freed, when backward goes on.",
         read="zero2.py, step 3, `ZeRO2._send`",
         caught_by=("tests/test_overlap.py::test_collectives_run_while_the_rank_computes",),
