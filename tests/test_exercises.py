@@ -987,7 +987,8 @@ WRONG = {
         "zero3",
         {"_gather": PLAIN_GATHER},
         "Step 5: start",
-        "in mixed precision the shard is float64 and `flat` float32: `precision.rounded_shard(bucket)` rounds it",
+        "in mixed precision: ProcessGroupGloo::allgather: invalid tensor type: the shard is float64, `flat` float32: "
+        "`precision.rounded_shard(bucket)` rounds it in line",
     ),
 }
 

@@ -281,7 +281,7 @@ def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
     said = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
     if sheet is None:
         return {"status": "error", "line": line, "error": said, "loading": True}
-    explained = _in_a_students_words(str(seen), sheet)
+    explained = _in_a_students_words(str(seen), sheet, watch.last)
     said = explained or said
     ours = [frame for frame in trace if frame.filename.startswith(str(ROOT))]
     if not line and ours and not explained and not isinstance(error, Broken):
@@ -290,8 +290,11 @@ def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
     return {"status": "error", "line": line, "error": f"{sheet.at}: ".removeprefix(", ") * bool(sheet.at) + said}
 
 
-def _in_a_students_words(said: str, sheet: Sheet) -> str:
-    """What an error of torch or the engine means in an exercise; "" for one that says it itself."""
+def _in_a_students_words(said: str, sheet: Sheet, last: str) -> str:
+    """What an error of torch or the engine means in an exercise; "" for one that says it itself.
+
+    `last` is the last collective that this rank was in.
+    """
     if small := TOO_SMALL.search(said):
         needed, there = small.groups()
         return (
@@ -305,12 +308,10 @@ def _in_a_students_words(said: str, sheet: Sheet) -> str:
         why = "still in flight: `_wait(unit)` is missing"
         why = "not gathered: never gathered, or freed again?" if how == "not gathered" else why
         return f"{moment}({unit}) has returned, and {unit} is {why}"
-    if TWO_DTYPES.search(said) and sheet.at == MIXED_AT:
-        own, there = ("float64", str(MIXED["param_dtype"])[6:])
-        return (
-            f"{said.splitlines()[0]}: in mixed precision the shard is {own} and `flat` {there}: "
-            "`precision.rounded_shard(bucket)` rounds it"
-        )
+    if TWO_DTYPES.search(said) and sheet.at == MIXED_AT and last.startswith("all_gather"):
+        own, there = str(sheet.odd().head.weight.dtype)[6:], str(MIXED["param_dtype"])[6:]
+        short = re.split(r" at index | \(|\n", said)[0]
+        return f"{short}: the shard is {own}, `flat` {there}: `precision.rounded_shard(bucket)` rounds it"
     if sheet.name == "zero3" and "were not reduced" in said:
         return f"{said.partition(':')[0]}. A unit may have several buckets: is each of `unit.trained` sent?"
     return ""
