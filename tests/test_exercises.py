@@ -130,6 +130,31 @@ def test_hints_come_in_levels(name):
     assert max(len(line) for text in texts for line in text.split("\n")) <= 125
 
 
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_target_names_the_engines_helpers(name):
+    """Nobody can guess them, and with `--hints 0` there is nothing else."""
+    tree = ast.parse(generate(name, ()))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("harness.")]
+    known = {alias.asname or alias.name for node in imports for alias in node.names}
+    for blank in EXERCISES[name].blanks:
+        calls = [n for each in exercise.statements(tree, blank) for n in ast.walk(each) if isinstance(n, ast.Call)]
+        for first, *rest in (ast.unparse(call.func).split(".") for call in calls):
+            if first in known or "placement" in rest:
+                words = {"`" + first + "`", (rest or [first])[-1]}
+                assert any(word in blank.target for word in words), (blank.where, first, rest)
+
+
+def test_what_is_to_be_read_is_the_students_file():
+    """Where a blank sends to the head of a chapter, the exercise has it too; the chapter itself is the solution."""
+    for name, each in EXERCISES.items():
+        for blank in each.blanks:
+            tops = re.findall(r"at the top of (?!the file)([\w/.]+\.py)", blank.read)
+            assert set(tops) <= {f"exercises/{name}.py"} and each.source not in blank.read.split(), blank.read
+    head = ast.get_docstring(ast.parse(generate("zero3")))
+    assert head.partition("Check it")[0] == ast.get_docstring(ast.parse(generate("zero3", ()))).partition("Run it")[0]
+    assert "**Prefetch** means" in head
+
+
 def test_with_no_blank_open_it_is_the_chapter():
     for name in ("zero1", "zero3", "checkpoint"):
         assert generate(name, ()) == (ROOT / EXERCISES[name].source).read_text()
@@ -705,6 +730,29 @@ DATA = """\
 NEVER_FREED = """\
         pass
 """
+REDUCED_BEFORE = """\
+        for each in [unit, *upcoming]:
+            self._gather(each)
+        self._wait(unit)
+        for bucket in unit.trained:
+            self._send(bucket)
+"""
+OTHERS_FREED = """\
+        for each in [unit, *self.units]:
+            self._free(each)
+"""
+FREED_AGAIN = """\
+        for each in [unit, *upcoming]:
+            self._gather(each)
+        self._wait(unit)
+        self._free(unit)
+"""
+PLAIN_GATHER = """\
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
+            unit.works.append(dist.all_gather_single(bucket.flat, bucket.shard, group=self.group, async_op=True))
+        unit.gathered = True
+"""
 AS_IN_FORWARD = """\
         if self.reshard_after_forward:
             self._free(unit)
@@ -849,7 +897,12 @@ WRONG = {
     # The commonest mistakes of beginners, each with words of its own.
     "received at once": ("zero2", {"_send": AT_ONCE}, "Step 3: at most", "when _send returns"),
     "sent synchronously": ("zero2", {"Reduction_of___init__": SYNCHRONOUS}, "Step 3: send", "async_op=True?"),
-    "received inside its moment": ("zero3", {"gradients_final": RECEIVED_INSIDE}, "Step 3", "gradients_final returns"),
+    "received inside its moment": (
+        "zero3",
+        {"gradients_final": RECEIVED_INSIDE},
+        "Step 3",
+        "gradients_final of unit 'blocks.2' returns",
+    ),
     "a gather waited for at once": ("zero3", {"_gather": WAITED}, "Step 5: start", "when _gather returns"),
     "flat = None": ("zero3", {"_free": FLAT_NONE}, "Step 5: free", "bucket.flat after freeing a unit"),
     "param.data = empty": ("zero3", {"_free": EMPTY_DATA}, "Step 5: free", "was param.data set?"),
@@ -905,6 +958,37 @@ WRONG = {
         {"after_backward": REDUCED_HERE, "gradients_final": NEVER_FREED},
         "Step 3",
         "under no_sync()",
+    ),
+    "reduced when the weights are freed, and the step before is asked": (
+        "zero3",
+        {"after_backward": REDUCED_HERE, "gradients_final": NEVER_FREED},
+        "Step 2: free",
+        "backward 3, free 3, reduce 3, gather 1, wait 2, backward 2, free 2, reduce 2; to reduce a unit is for `gradi",
+    ),
+    "reduced before backward": (
+        "zero3",
+        {"before_backward": REDUCED_BEFORE, "gradients_final": NEVER_FREED},
+        "Step 2: gather",
+        "found None: it was sent away already. Was a unit reduced before backward had finished its gradients?",
+    ),
+    "freed before its backward": (
+        "zero3",
+        {"after_backward": OTHERS_FREED},
+        "Step 2: free",
+        "; unit 2 is gathered twice: was it freed before its backward?",
+    ),
+    "freed again in before_backward": (
+        "zero3",
+        {"before_backward": FREED_AGAIN},
+        "Step 2: gather",
+        "before_backward(root) has returned, and root is not gathered: never gathered, or freed again? read",
+    ),
+    "the shard sent as it is": (
+        "zero3",
+        {"_gather": PLAIN_GATHER},
+        "Step 5: start",
+        "in mixed precision: ProcessGroupGloo::allgather: invalid tensor type: the shard is float64, `flat` float32: "
+        "`precision.rounded_shard(bucket)` rounds it in line",
     ),
 }
 
@@ -975,22 +1059,28 @@ SLIPS = {
     "zero3": [
         ("Step 5: free", "_free", "self._wait(unit)", "unit.works.clear()", "not waited for, or too late"),
         ("Step 5: free", "_free", "guard.close(unit.params)", "pass", "guard.close(unit.params)"),
-        ("Step 5: start", "_gather", "unit.works.append(work)", "work.wait()", "works in unit.works"),
+        ("Step 5: start", "_gather", "unit.works.append(work)", "work.wait()",
+         "works in unit.works after _gather of unit 'blocks.0'"),
+        ("Step 5: start", "_gather", "unit.works.append(work)", "work.wait()", "read the sentence on **Prefetch**"),
+        ("Step 5: start", "_gather", "bucket.flat.nbytes)", "bucket.numel)",
+         "bytes, its storage has 84. Does resize_() get bytes (numel() * element_size())?"),
         ("Step 5: start", "_gather", "resize_(", "resize_(2 * ", "bytes of the buffer"),
         ("Step 1", "before_forward", "*upcoming",
          "*self.units[self.units.index(unit) + 1 :][: self.prefetch]] if unit in self.units else [unit, *upcoming",
          "runs the units [2, 0, 1, 3]"),
         ("Step 1", "before_forward", "self._gather(each)", "self._gather(each); self._wait(each)", "order of events"),
         ("Step 1", "before_forward", "[unit, *upcoming]", "[*upcoming, unit]", "the root first"),
-        ("Step 1", "before_forward", "self._wait(unit)", "pass", "before_forward() must gather it, and wait for it"),
+        ("Step 1", "before_forward", "self._wait(unit)", "pass",
+         "before_forward(root) has returned, and root is still in flight: `_wait(unit)` is missing read"),
         ("Step 2: gather", "before_backward", "self._gather(each)", "self._gather(each); self._wait(each)",
          "order of events"),
         ("Step 2: gather", "before_backward", "self._wait(unit)", "pass",
-         "before_backward() must gather it, and wait for it"),
+         "before_backward(blocks.2) has returned, and blocks.2 is still in flight: `_wait(unit)` is missing read"),
+        ("Step 2: free", "after_backward", "self._free(unit)", "pass", "root (blocks.1 is freed later, as"),
         ("Step 3", "gradients_final", "bucket in unit.trained:",
          "bucket in unit.trained and not self.find_unused:", "with find_unused=True"),
         ("Step 3", "gradients_final", "if bucket in unit.trained:", "if bucket is unit.buckets[0]:",
-         "gradients of 'blocks.0.pair' were not reduced"),
+         "'blocks.0.pair' were not reduced. A unit may have several buckets: is each of `unit.trained` sent?"),
     ],
 }  # fmt: skip
 
@@ -1167,6 +1257,73 @@ def test_from_the_first_line_to_passed(tmp_path, quick_python):
     file.write_text(solution("zero1_2psi"))
     status, said, mistake = run("check", "zero1_2psi", "2", "--device", "cpu")
     assert status == 0 and "3 of 3 passed: exercises/zero1_2psi.py is right." in said and not mistake, said + mistake
+
+
+class Started(Exception):
+    """Ranks were started."""
+
+
+@pytest.fixture
+def check_at_once(tmp_path, monkeypatch, capsys):
+    """Runs `check zero3` on a file of a text, with some `verdicts` in the place of ranks, and says what was printed.
+
+    Without verdicts no ranks may be started.
+    """
+    file = tmp_path / "zero3.py"
+
+    def run(text: str, *arguments, verdicts=None) -> str:
+        def ranks(name, *rest):
+            if verdicts is None:
+                capsys.readouterr()
+                raise Started
+            report = check.Report(check_steps.checks_of(name), "", 2, "zero3.py", text)
+            report.verdicts = [{"status": status} for status in verdicts]
+            return all(status == "passed" for status in verdicts), report
+
+        monkeypatch.setattr(check, "run", ranks)
+        file.write_text(text)
+        with pytest.raises(SystemExit) as leaving:
+            check.main(["zero3", *arguments, "--file", str(file), "--device", "cpu"])
+        said, mistake = capsys.readouterr()
+        assert not mistake and leaving.value.code == (0 if "is right" in said else 1)
+        return " ".join(said.split())
+
+    return run
+
+
+def test_what_is_not_begun_is_told_without_a_rank(check_at_once):
+    first, *_, last = EXERCISES["zero3"].blanks
+    for text in (generate("zero3", hints=0), generate("zero3", [first.where])):
+        said = check_at_once(text)
+        assert said.startswith(f"to write {first.task} not written yet") and "0 of 9 passed." in said
+        assert first.hint not in said and " ".join(first.hint.split()) in check_at_once(text, "--hint", "--hint")
+    # What was begun, or what stands behind written steps, only ranks can tell.
+    begun = generate("zero3").replace(f'    raise NotImplementedError("{first.task}")', "    return [], None\n")
+    blank_too = generate("zero3").replace(
+        "    raise NotImplementedError(", "    units = 1; raise NotImplementedError(", 1
+    )
+    for text in (begun, blank_too, generate("zero3", [last.where])):
+        with pytest.raises(Started):
+            check_at_once(text)
+
+
+def test_a_hint_after_a_check_takes_no_other_one(check_at_once):
+    text, blanks = solution("zero3"), EXERCISES["zero3"].blanks
+    with pytest.raises(Started):
+        check_at_once(text, "--hint")
+    said = check_at_once(text, verdicts=["passed", "passed", "failed"])
+    assert "about half a minute" in said.partition("passed")[0] and "2 of 9 passed" in said and " hint " not in said
+    assert check_at_once(text, "--hint", verdicts=["passed", "failed"]).count(" hint ") == 1  # the record of before
+    for same in (text, text + "\n# a comment\n"):
+        said = check_at_once(same, "--hint")
+        assert " ".join(blanks[2].hints[0].split()) in said and f"ended at: {blanks[2].task} 2 of 9 passed." in said
+        assert f"then {blanks[3].task}" in said and f"then {blanks[2].task}" not in said
+    for other, more in ((text + "\nmore = 1\n", ()), (text, ("3",))):  # other code, or other ranks
+        with pytest.raises(Started):
+            check_at_once(other, *more, "--hint")
+    with pytest.raises(Started):
+        check_at_once(text)  # a check is made whenever it is asked for
+    assert "is right" in check_at_once(text + "\nright = 1\n", verdicts=["passed"] * 9)
 
 
 def test_an_edited_file_is_not_overwritten(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Every exhibit of the museum of bugs: stopped by the test it names, and with the symptom it tells of."""
 
+import ast
 import inspect
 import re
 import sys
@@ -10,6 +11,7 @@ import cases_museum as cases
 import pytest
 from pool import CaseFailed
 
+from harness.teach import exercise
 from harness.teach.museum import visit as bug
 from harness.teach.museum.exhibits import EXHIBITS, STAGES
 
@@ -119,9 +121,25 @@ def test_the_answer_tells_all(capsys, number):
     for text in (exhibit.title, exhibit.symptom, exhibit.diagnosis, exhibit.read, "class Mutant(engine):"):
         assert text in words
     assert all(f"./launch.sh test {name}" in shown for name in exhibit.caught_by)
-    # the file to read is there, and what is to be found in it
-    file, place = exhibit.read.split(",")[0], exhibit.read.split(":")[0].split()[-1].split(".")[-1]
-    assert place in (ROOT / file).read_text(), (file, place)
+
+
+@pytest.mark.parametrize("number", EXHIBITS)
+def test_what_is_to_be_read_is_there(number):
+    """Each part between two `;`: a file (or the one before), functions or classes in it, and behind ":" their code."""
+    file, quoted = None, r"`([^`]+)`"
+    read = EXHIBITS[number].read
+    prose = re.sub(rf"{quoted}|[\w/]+\.py", "", read)
+    assert not re.search(r"_|=|\w\.\w|\w\(|\(\)", prose), f"code without backticks: {prose}"
+    for clause in read.split(";"):
+        named = re.findall(r"[\w/]+\.py", clause)
+        file = ROOT / (named[0] if named else file)
+        places, _, code = clause.partition(":")
+        tree, text = ast.parse(file.read_text()), file.read_text()
+        found = [exercise.find(tree, place) for place in re.findall(quoted, places)]
+        assert found, clause
+        inside = "\n".join(ast.get_source_segment(text, node) for node in found)
+        for each in re.findall(quoted, code):
+            assert each in inside, f"{each} is not in {places} any more"
 
 
 @pytest.mark.parametrize("number", EXHIBITS)

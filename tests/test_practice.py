@@ -90,6 +90,41 @@ def wrap(model, blocks=True, root=True):
         fully_shard(model)
 
 
+def gather_elements(whole, shard, dist):
+    whole.untyped_storage().resize_(whole.numel())
+    dist.all_gather_single(whole, shard)
+
+
+def gather_twice(whole, shard, dist):
+    second = torch.empty(4, 4)
+    dist.all_gather_single(second, shard)
+    whole.untyped_storage().resize_(64)
+    whole.copy_(second)
+
+
+def gather_reshaped(whole, shard, dist):
+    whole.untyped_storage().resize_(64)
+    dist.all_gather_single(whole.view(-1), shard)
+
+
+def delete(whole):
+    del whole
+
+
+def resize_tensor(whole):
+    whole.resize_(0)
+
+
+def dots(whole):
+    """Give back the memory of `whole`."""
+    ...
+
+
+def dots_gather(whole, shard, dist):
+    """Get the memory back."""
+    ...
+
+
 def with_(**options):
     return type("Wrong", (Reduction,), options)
 
@@ -122,7 +157,15 @@ WRONG = [
     ("reduction", with_(keeps=True), "still alive after finish"),
     ("reduction", with_(sums=True), "that is the sum"),
     ("gather", (gather, swap), "keeps the old storage"),
-    ("gather", (lambda whole, shard, dist: dist.all_gather_single(whole, shard), free), "has no memory"),
+    ("gather", (lambda whole, shard, dist: dist.all_gather_single(whole, shard), free), "storage has 0 bytes"),
+    (
+        "gather",
+        (gather_elements, free),
+        "needs 64 bytes, its storage has 16. Does resize_() get bytes (numel() *",
+    ),
+    ("gather", (gather_twice, free), "at twice the memory"),
+    ("gather", (gather, resize_tensor), "`Tensor.resize_` changes the tensor and not its memory"),
+    ("gather", (gather, delete), "to delete a name"),
     ("wrap", lambda model: wrap(model, root=False), "wrap the model too"),
     ("wrap", lambda model: wrap(model, blocks=False), "gathered with all the rest"),
     ("cut", lambda values, ranks: values[0.5], "TypeError"),
@@ -152,6 +195,18 @@ def test_a_mistake_is_told(name, solution, said, capsys):
     assert practice.check(name, solution) is False
     out = capsys.readouterr().out
     assert out.startswith("not right yet: ") and said in out, out
+
+
+def test_a_blank_is_known_by_its_body(capsys):
+    """And not by what it has not done: `del` does nothing that can be seen from outside either."""
+    assert practice.check("gather", (gather, dots)) is False
+    assert capsys.readouterr().out.startswith("not yet: my_free has freed nothing")
+    assert practice.check("gather", (dots_gather, free)) is False
+    assert capsys.readouterr().out.startswith("not yet: my_gather has called no collective")
+
+
+def test_what_is_gathered_into_a_view_is_gathered_in_place(capsys):
+    assert practice.check("gather", (gather_reshaped, free)) is True, capsys.readouterr().out
 
 
 def test_hints_come_one_after_the_other(capsys):

@@ -104,8 +104,9 @@ _REDUCE_1 = Blank(
     "bucket.own_part(bucket.flat_gradient): bucket.pieces and bucket.cut(shard) have the same order. Started with "
     'async_op=True, all buckets travel at once; wait(work, "all-reduce", bucket) receives one.',
     "about {lines} lines; sends 2Ψ elements (times (N-1)/N, as all that is sent); no second copy of the gradients: sum "
-    "and mean in place, pieces with views",
-    "the arithmetic at the top of the file, `all-reduce` and `piece` in its words; ZeRO paper, section 5.1",
+    'and mean in place, pieces with views. `wait(work, "all-reduce", bucket)` receives. (`precision.before_sum`, '
+    "`precision.mean_of_sum` and `self.placement.brought`, for float16, replicas and offload, are not needed here)",
+    "the arithmetic at the top of exercises/zero1.py, `all-reduce` and `piece` in its words; ZeRO paper, section 5.1",
     first=("Assign", "works"),
     last=("For", 1),
 )
@@ -118,7 +119,8 @@ _CLIP = Blank(
     "ranks may lose a NaN; all values do not. dist.all_gather_single(output, input, group=self.group) gathers N "
     "numbers.",
     "about {lines} lines with those that only ZeRO-1 needs; sends a number per rank, never gradients; the same norm as "
-    "torch.nn.utils.clip_grad_norm_ on the whole model",
+    "torch.nn.utils.clip_grad_norm_ on the whole model. (The engine's helpers `common_dtype`, `waiting_for` and "
+    "`tensor_parallel` are not needed here)",
     "torch.nn.utils.clip_grad_norm_'s documentation; a norm over shards is the norm of the shards' norms",
     source="harness/engine/gradients.py",
 )
@@ -149,7 +151,8 @@ EXERCISES = {
                 "precision.rounded_shard(bucket) is what this rank brings (bucket.shard, in mixed precision rounded). "
                 'Start all of `buckets` in `group`, then wait(work, "all-gather", bucket) for each.',
                 "about {lines} lines; sends Ψ elements; not a byte more alive afterwards than before, and meanwhile "
-                "4Ψ/N at most",
+                "4Ψ/N at most. Output `precision.sendable(bucket.flat)`, input `precision.rounded_shard(bucket)`; "
+                '`wait(work, "all-gather", bucket)` receives',
                 "Bucket.flatten, which makes the weights views; `all-gather` in the words at the top",
             ),
         ),
@@ -168,8 +171,11 @@ EXERCISES = {
                 "group=self.group, async_op=True), shard of bucket.shard_numel elements. The whole must stay alive and "
                 "unchanged until the work was waited for. Divide by N, and set piece.grad from bucket.cut(shard).",
                 "about as many lines as the all-reduce takes ({lines}); sends Ψ elements here and 2Ψ in all; gradients "
-                "held at most 4Ψ + 4Ψ/N bytes",
-                "the arithmetic at the top of zero1.py, `reduce-scatter` in its words; ZeRO paper, section 7.1",
+                'held at most 4Ψ + 4Ψ/N bytes. `wait(work, "reduce-scatter", bucket)` receives. '
+                "(`precision.before_sum`, `precision.mean_of_sum` and `self.placement.brought`, for float16, replicas "
+                "and offload, are not needed here)",
+                "the arithmetic at the top of exercises/zero1_2psi.py, `reduce-scatter` in its words; ZeRO paper, "
+                "section 7.1",
                 first=("Assign", "works"),
                 last=("For", 1),
             ),
@@ -190,7 +196,9 @@ EXERCISES = {
                 "elements, in bucket.reduce_dtype, with zeros in the padding. Then start the reduce-scatter, in "
                 "`group`, into a shard of bucket.shard_numel elements. Keep the buffer, the shard and the work for "
                 "`finish`.",
-                "about {lines} lines; one reduce-scatter of the bucket; no param.grad is left",
+                "about {lines} lines; one reduce-scatter of the bucket; no param.grad is left. "
+                "`gradients.take(bucket)` gives the gradients, and takes them. (`precision.before_sum`, for float16, "
+                "is not needed here)",
                 "Reduction's docstring; Bucket in zero1.py",
                 first=("Assign", "self.flat"),
             ),
@@ -200,8 +208,10 @@ EXERCISES = {
                 'wait(work, "reduce-scatter", self.bucket), let go of the whole buffer, divide by N (world_size), and '
                 "add each part of self.bucket.cut(shard) to its piece's gradient (None at first), in the piece's "
                 "dtype.",
-                "about {lines} lines; of the whole gradients not a byte is left, gradients held 4Ψ/N bytes",
-                "the first paragraph at the top of zero2.py",
+                "about {lines} lines; of the whole gradients not a byte is left, gradients held 4Ψ/N bytes. "
+                '`wait(self.work, "reduce-scatter", self.bucket)` receives, `precision.mean_of_sum(shard, world_size)` '
+                "divides by N, `self.bucket.placement.hand_over(self.bucket, shard)` adds to the pieces' gradients",
+                "the first paragraph at the top of exercises/zero2.py",
             ),
             Blank(
                 "ZeRO2._send",
@@ -209,7 +219,7 @@ EXERCISES = {
                 "Receive the bucket before (self._receive()), then send this one: self._in_flight is the Reduction "
                 "that was sent and not received.",
                 "about {lines} lines; two buckets of whole gradients at most: this one, and that which backward fills",
-                "the comment above the blank, and the drawing of backward at the top of zero2.py",
+                "the comment above the blank, and the drawing of backward at the top of exercises/zero2.py",
                 inside=("With", 0),
             ),
             Blank(
@@ -223,7 +233,7 @@ EXERCISES = {
                 "collectives match by order.",
                 "about {lines} lines; gradients in backward at most 4Ψ/N bytes + 2 buckets; each bucket sent once, "
                 "inside backward, last parameters first",
-                "ZeRO2's docstring (one fixed order), and the drawing of backward at the top of zero2.py",
+                "ZeRO2's docstring (one fixed order), and the drawing of backward at the top of exercises/zero2.py",
             ),
             _CLIP,
         ),
@@ -243,8 +253,10 @@ EXERCISES = {
                 "(name, parameter). Make a Unit(name, module, named parameters, *layout) of each module that has "
                 "parameters, in the order of `modules`, named as in model.named_modules(). The root is a Unit, too: "
                 "'root', the model itself, what is left.",
-                "about {lines} lines; every parameter in exactly one unit, and no unit without parameters",
-                "`units` and `root` at the top of zero3.py",
+                "about {lines} lines; every parameter in exactly one unit, and no unit without parameters. "
+                "`default_units(model)` and `parameters_by_unit(model, modules)` help: see their docstrings in "
+                "harness/engine/units.py. A unit is named as its module in `model.named_modules()`, the root `root`",
+                "`units` and `root` at the top of exercises/zero3.py",
             ),
             Blank(
                 "ZeRO3._free",
@@ -253,18 +265,21 @@ EXERCISES = {
                 "memory under bucket.flat of each of unit.buckets: the storage's, as autograd and the model keep views "
                 "of it. guard.close(unit.params) turns a use of the freed weights into an error. unit.gathered says "
                 "how it is afterwards.",
-                "about {lines} lines; not a byte of the gathered parameters is left, whoever holds views of them",
-                "`Why freeing means resizing the storage` at the top of zero3.py",
+                "about {lines} lines; not a byte of the gathered parameters is left, whoever holds views of them; "
+                "`guard.close(unit.params)` makes their use an error",
+                "`Why freeing means resizing the storage` at the top of exercises/zero3.py",
             ),
             Blank(
                 "ZeRO3._gather",
                 "Step 5: start to gather a unit",
-                "For each of unit.buckets give the storage under bucket.flat its bytes back (numel elements); start "
-                "an all-gather of precision.rounded_shard(bucket) into it, in self.group; the work goes to unit.works, "
-                "which self._wait waits for. unit.gathered is True from here on. The label is "
+                "For each of unit.buckets give the storage under bucket.flat its bytes back (for numel elements); "
+                "start an all-gather of precision.rounded_shard(bucket) into it, in self.group; the work goes to "
+                "unit.works, which self._wait waits for. unit.gathered is True from here on. The label is "
                 'record_function("step 5 gather parameters").',
-                "about {lines} lines; one all-gather per bucket, into the weights: no copy",
-                "`Why freeing means resizing the storage` and `gathered` at the top of zero3.py",
+                "about {lines} lines; one all-gather per bucket, into the weights: no copy. Output "
+                "`precision.sendable(bucket.flat)`, input `precision.rounded_shard(bucket)`; inside `with "
+                "self.placement.copies_beside():`",
+                "`Why freeing means resizing the storage` and `gathered` at the top of exercises/zero3.py",
                 first=("With", 0),
                 last=("Assign", "unit.gathered"),
             ),
@@ -275,7 +290,7 @@ EXERCISES = {
                 "`prefetch` says. Start to gather them all (self._gather), the one that is needed first, and wait for "
                 "`unit` only (self._wait): the others travel while it computes.",
                 "about {lines} lines; gathered in forward: the root, the unit at work and `prefetch` more; each once",
-                "the drawing of forward at the top of zero3.py: a gather stands left of what it hides behind",
+                "the drawing of forward at the top of exercises/zero3.py: a gather stands left of what it hides behind",
             ),
             Blank(
                 "ZeRO3.before_backward",
@@ -283,7 +298,7 @@ EXERCISES = {
                 "Backward has come to `unit` and needs its weights, and after it those of `upcoming`. Start them all, "
                 "the one that is needed first, and wait for that one only.",
                 "about {lines} lines; every unit gathered once more; each before its backward, `prefetch` ahead",
-                "the drawing of backward at the top of zero3.py",
+                "the drawing of backward at the top of exercises/zero3.py",
             ),
             Blank(
                 "ZeRO3.after_backward",
@@ -292,7 +307,7 @@ EXERCISES = {
                 "self.reshard_after_forward says: self._free it. Its gradients stay where they are until "
                 "`gradients_final`.",
                 "about {lines} line; in backward the root, the unit at work and `prefetch` more are gathered",
-                "the drawing of backward at the top of zero3.py",
+                "the drawing of backward at the top of exercises/zero3.py",
             ),
             Blank(
                 "ZeRO3.gradients_final",
@@ -300,8 +315,8 @@ EXERCISES = {
                 "self._send each bucket of the unit that has gradients: unit.trained. Do no more than that: a frozen "
                 "weight of the unit may still be needed, and `after_backward` is called when it is not.",
                 "about {lines} lines; in backward two buckets of whole gradients at most; a reduce-scatter per bucket, "
-                "right after its unit's backward",
-                "the drawing of backward at the top of zero3.py; `_send` and `_receive` in it",
+                "right after its unit's backward. `Reduction` divides by N",
+                "the drawing of backward at the top of exercises/zero3.py; `_send` and `_receive` in it",
                 first=("For", "unit.trained"),
             ),
         ),
@@ -544,7 +559,8 @@ def _instead(blank: Blank, taken: list[str], indent: int, hints: int) -> list[st
 def _head(name: str, exercise: Exercise) -> list[str]:
     said = [
         f"An exercise, made from {exercise.source}. In all it {exercise.goal}.",
-        f"Write what raises NotImplementedError, in this order, and ask after each: ./launch.sh check {name}",
+        f"Write what raises NotImplementedError, in this order, which is that of work and not of lines, and ask after "
+        f"each: ./launch.sh check {name}",
     ]
     lines = [line for part in said for line in textwrap.wrap(part, 117, break_on_hyphens=False)]
     lines += [f"  {blank.where:<24} {blank.task}" for blank in exercise.blanks]
@@ -562,7 +578,8 @@ def told(name: str, text: str) -> str:
             f"written: exercises/{name}.py, {exercise.source} with {len(blanks)} blank{'s' * (len(blanks) > 1)}:",
             *(f"  line {lines[task]:>3}  {task}" for task in blanks),
             f"In all it {exercise.goal}.",
-            f"Write them in this order, and ask after each: ./launch.sh check {name}; with --hint for a hint",
+            f"Write them in this order, the order of work and not of lines. Ask after each: ./launch.sh check {name}",
+            f"It takes about half a minute. A hint comes at once: ./launch.sh check {name} --hint",
         ]
     )
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from harness.engine.unit_moments import tensors_in
 from harness.run import process_group
-from harness.teach.check.sheet import Sheet, Work
+from harness.teach.check.sheet import MIXED, MIXED_AT, Sheet, Work
 from harness.teach.check.steps import checks_of
 from harness.teach.exercise import EXERCISES, ROOT, Blank, find, generate
 
@@ -35,6 +35,10 @@ FINDINGS = 3  # that are written down per step
 PATIENCE = 3  # seconds
 # What torch says when an operation meets a storage that was resized to 0.
 FREED = re.compile(r"setStorage|out of bounds for storage of size 0|storage of size 0")
+TOO_SMALL = re.compile(r"requiring a storage size of (\d+) are out of bounds for storage of size ([1-9]\d*)")
+# What the engine says when a unit is to compute that is not there; what gloo and NCCL say of two dtypes.
+NOT_READY = re.compile(r"unit '(.+?)' is to compute, but it is (not gathered|on its way): (\w+)\(\) must")
+TWO_DTYPES = re.compile(r"invalid tensor type|same (data ?)?type|consistent dtype|tensors? of different d?types?")
 LOST = ("onnection reset", "onnection closed", "roken pipe")  # what gloo says when another rank has gone
 
 
@@ -277,13 +281,40 @@ def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
     said = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
     if sheet is None:
         return {"status": "error", "line": line, "error": said, "loading": True}
-    if FREED.search(str(seen)):
-        said = "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
+    explained = _in_a_students_words(str(seen), sheet, watch.last)
+    said = explained or said
     ours = [frame for frame in trace if frame.filename.startswith(str(ROOT))]
-    if not line and ours and not isinstance(error, Broken):
+    if not line and ours and not explained and not isinstance(error, Broken):
         place = f"{os.path.relpath(ours[-1].filename, ROOT)}, line {ours[-1].lineno}"
-        said += f" (in {place}, and in no line of this file: what it has left behind is not as it should be)"
+        said += f" (raised in {place}, because of something that this file has left behind)"
     return {"status": "error", "line": line, "error": f"{sheet.at}: ".removeprefix(", ") * bool(sheet.at) + said}
+
+
+def _in_a_students_words(said: str, sheet: Sheet, last: str) -> str:
+    """What an error of torch or the engine means in an exercise; "" for one that says it itself.
+
+    `last` is the last collective that this rank was in.
+    """
+    if small := TOO_SMALL.search(said):
+        needed, there = small.groups()
+        return (
+            f"a tensor needs {needed} bytes, its storage has {there}. Does resize_() get bytes (numel() * "
+            "element_size())?"
+        )
+    if FREED.search(said):
+        return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
+    if found := NOT_READY.search(said):
+        unit, how, moment = found.groups()
+        why = "still in flight: `_wait(unit)` is missing"
+        why = "not gathered: never gathered, or freed again?" if how == "not gathered" else why
+        return f"{moment}({unit}) has returned, and {unit} is {why}"
+    if TWO_DTYPES.search(said) and sheet.at == MIXED_AT and last.startswith("all_gather"):
+        own, there = str(sheet.odd().head.weight.dtype)[6:], str(MIXED["param_dtype"])[6:]
+        short = re.split(r" at index | \(|\n", said)[0]
+        return f"{short}: the shard is {own}, `flat` {there}: `precision.rounded_shard(bucket)` rounds it"
+    if sheet.name == "zero3" and "were not reduced" in said:
+        return f"{said.partition(':')[0]}. A unit may have several buckets: is each of `unit.trained` sent?"
+    return ""
 
 
 def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, number: int) -> None:

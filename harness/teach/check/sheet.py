@@ -25,6 +25,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 EXACT = {"rtol": 0, "atol": 1e-9}  # in float64, where the order of a sum makes 1e-15
 ROUNDED = {"rtol": 0.03, "atol": 1e-3}  # gradients that were bfloat16 on their way
 MIXED = {"param_dtype": torch.float32, "reduce_dtype": torch.bfloat16}  # of a model in float64: three dtypes
+MIXED_AT = ", in mixed precision"  # what is said of engines that are built with it
 SMALL = {"bucket_mb": 320 / 2**20}  # several buckets, with three parameters and more in some
 
 LAYERS, WIDTH = 8, 64
@@ -161,21 +162,22 @@ class Sheet:
         check.look(self)
         return {"status": "failed" if self.findings else "passed", "findings": self.findings[:most]}
 
-    def expect(self, right: bool, what: str, expected, found, picture=()) -> None:
-        """Write down what is not `right`, with the lines of a `picture`.
+    def expect(self, right: bool, what: str, expected, found, picture=(), read: str = "") -> None:
+        """Write down what is not `right`, with the lines of a `picture`; and what to `read`, if not what its step says.
 
         No rank leaves a check early: the others may wait for it in a collective.
         """
         if not right and self._wrong_at in (None, self.at):  # the first way of building engines that goes wrong
             self._wrong_at = self.at
             finding = {"what": what + self.at, "expected": str(expected), "found": str(found)}
-            self.findings.append({**finding, "picture": list(picture)})
+            self.findings.append({**finding, "picture": list(picture), "read": read})
 
-    def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT, backwards: int = 1) -> None:
-        """`found` is `expected`, as far as float64 tells; `backwards` have added up in it."""
+    def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT, backwards: int = 1,
+             none: str = "NoneType: is a return missing?") -> None:  # fmt: skip
+        """`found` is `expected`, as far as float64 tells; `backwards` have added up in it. `none` is said of None."""
         if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            shape = "NoneType: is a return missing?" if found is None else shape
+            shape = none if found is None else shape
             return self.expect(False, what, f"a tensor of shape {tuple(expected.shape)}", shape)
         wrong = ~torch.isclose(found.detach().to(expected), expected, **tolerance)
         if wrong.any():
@@ -216,7 +218,7 @@ class Sheet:
     def setups(self, *more):
         """Options to build an engine with, one set after the other; `at` and `group` are those of the current one."""
         one = ", in a group of one rank (self.world_size is 1)", {"group": self.groups.alone}
-        for self.at, options in (("", {}), one, (", in mixed precision", MIXED), *more):
+        for self.at, options in (("", {}), one, (MIXED_AT, MIXED), *more):
             self.group = options.get("group", self.groups.all)
             yield options
         self.at, self.group = "", self.groups.all  # not after an exception: its message says where it was

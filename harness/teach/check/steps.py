@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.engine import guard
 from harness.engine.unit_moments import tensors_in
 from harness.engine.units import default_units, parameters_by_unit
+from harness.engine.waiting import label
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import KINDS
 from harness.run.small_models import seeded
@@ -122,7 +123,8 @@ def _keeping_in_flight(sheet: Sheet):
         sheet.engine_cls.gradients_final(self, part)
         sent = [work for work in Work.issued[first:] if work.what.startswith("reduce_scatter")]
         late = not sent or not sent[-1].waited
-        sheet.expect(late, "the last reduce-scatter when gradients_final returns",
+        whose = f"unit {part.name!r}" if hasattr(part, "name") else label(part)
+        sheet.expect(late, f"the last reduce-scatter when gradients_final of {whose} returns",
                      "in flight: the next _send receives it, and backward goes on", "received already")  # fmt: skip
 
     return sheet.probe(gradients_final=gradients_final)
@@ -259,12 +261,12 @@ def _own_gradients(sheet: Sheet, options):
     return engine, {param: param.grad.clone() for bucket in engine.trained for param in bucket.params}
 
 
-def _still_in_flight(sheet: Sheet, what: str, collectives: int, first: int = 0) -> None:
+def _still_in_flight(sheet: Sheet, what: str, collectives: int, first: int = 0, read: str = "") -> None:
     """Of the works issued since number `first`, one per collective, the last was not waited for yet."""
     works = Work.issued[first:]
     found = "waited for already" if works and works[-1].waited else "over already: is it started with async_op=True?"
     late = collectives == 0 or (len(works) >= collectives and not works[-1].waited)
-    sheet.expect(late, what, "in flight: it travels while the rank computes, and is waited for later", found)
+    sheet.expect(late, what, "in flight: it travels while the rank computes, and is waited for later", found, read=read)
 
 
 def zero2_send(sheet: Sheet) -> None:
@@ -544,6 +546,9 @@ def zero3_free(sheet: Sheet) -> None:
     sheet.expect(there, "this rank's shard", "still there", "freed as well")
 
 
+PREFETCH = "the sentence on **Prefetch** at the top of exercises/zero3.py"  # where somebody waits too early
+
+
 def zero3_gather(sheet: Sheet) -> None:
     for options in sheet.setups():
         engine = sheet.build(sheet.odd(), **options)
@@ -552,16 +557,19 @@ def zero3_gather(sheet: Sheet) -> None:
             Work.issued.clear()
             with Traffic(sheet.group) as traffic, sheet.received("gathering a unit"):
                 engine._gather(unit)
-                sheet.expect(unit.gathered is True, "unit.gathered after _gather", True, unit.gathered)
-                sheet.expect(len(unit.works) == len(unit.buckets), "works in unit.works after _gather",
-                             f"{len(unit.buckets)}: one per bucket, not waited for yet", len(unit.works))  # fmt: skip
+                name = f"unit {unit.name!r}"
+                sheet.expect(unit.gathered is True, f"unit.gathered after _gather of {name}", True, unit.gathered)
+                sheet.expect(len(unit.works) == len(unit.buckets), f"works in unit.works after _gather of {name}",
+                             f"{len(unit.buckets)}: one per bucket, not waited for yet", len(unit.works),
+                             read=PREFETCH)  # fmt: skip
                 if unit.buckets and not sheet.findings:
-                    _still_in_flight(sheet, "the all-gather of a unit when _gather returns", len(unit.buckets))
+                    what = f"the all-gather of {name} when _gather returns"
+                    _still_in_flight(sheet, what, len(unit.buckets), read=PREFETCH)
                 engine._gather(unit)  # gathered already: nothing to do
                 engine._wait(unit)
             found = [(c.kind, c.whole_bytes) for c in traffic.collectives]
             expected = [("all-gather", bucket.flat.nbytes) for bucket in unit.buckets]
-            sheet.expect(found == expected, "collectives of gathering a unit, twice",
+            sheet.expect(found == expected, f"collectives of gathering {name}, and of _gather once more",
                          f"{expected}: one per bucket, in bytes", found)  # fmt: skip
             for bucket in unit.buckets:
                 nbytes = bucket.flat.untyped_storage().nbytes()
@@ -584,21 +592,33 @@ def zero3_gather(sheet: Sheet) -> None:
 
 
 class _Events(TorchDispatchMode):
-    """Gathers and waits for them, reductions, and the matrix products of forward and backward, by layer, in order."""
+    """Gathers, waits for them, frees, reductions, and the matrix products of forward and backward, by layer, in order.
+
+    A unit is freed by whoever takes the last byte from a storage of its size.
+    """
 
     def __init__(self, engine):
         super().__init__()
         self.events = []
         self._units = {unit.buckets[0].numel: number for number, unit in enumerate(engine.units)}
         self._weights = {unit.buckets[0].params[0].numel(): number for number, unit in enumerate(engine.units)}
+        self._resize = torch.UntypedStorage.resize_
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", lambda *args: self._resized(*args))
 
     def __enter__(self):
         Work.on_wait = self._waited
+        self._patch.start()
         return super().__enter__()
 
     def __exit__(self, *exception):
         Work.on_wait = None
+        self._patch.stop()
         return super().__exit__(*exception)
+
+    def _resized(self, storage, nbytes: int):
+        if storage.nbytes() and nbytes == 0:
+            self.events.append(f"free {self._units.get(storage.nbytes() // 4, '?')}")
+        return self._resize(storage, nbytes)
 
     def _waited(self, issued: Issued) -> None:
         if issued.what.startswith("all_gather"):
@@ -619,8 +639,11 @@ class _Events(TorchDispatchMode):
         return result
 
 
-def _expected_events(way, known, prefetch: int, backward: bool, reduce: bool) -> list[str]:
-    """Of a forward that runs the units `way`, when the one before ran them as `known`."""
+def _expected_events(way, known, prefetch: int, backward: bool, free: bool, reduce: bool) -> list[str]:
+    """Of a forward that runs the units `way`, when the one before ran them as `known`.
+
+    Without `free` no unit is freed in backward: the engine does that at its end.
+    """
     gathered, events = {}, []
 
     def gather(indices):
@@ -633,7 +656,9 @@ def _expected_events(way, known, prefetch: int, backward: bool, reduce: bool) ->
         if gathered[index] == "on its way":
             events.append(f"wait {index}")
         events.append(f"{verb} {index}")
-        del gathered[index]  # freed
+        if free or verb == "forward":
+            events.append(f"free {index}")
+            del gathered[index]
 
     gather(known[:prefetch])
     for position, index in enumerate(way):
@@ -646,10 +671,28 @@ def _expected_events(way, known, prefetch: int, backward: bool, reduce: bool) ->
         gather(back[position : position + prefetch + 1])
         use(index, "backward")
         events += [f"reduce {index}"] * reduce
-    return events
+    return events + [f"free {index}" for index in sorted(gathered)]
 
 
-def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: bool = False) -> None:
+def _why(found: list[str], expected: list[str]) -> str:
+    """What a wrong order of events may come from, if that can be told."""
+
+    def passes(events) -> dict[str, list[str]]:
+        computed = [number for number, event in enumerate(events) if event.startswith("forward")]
+        end = computed[-1] + 1 if computed else len(events)
+        return {"forward": events[:end], "backward": events[end:]}
+
+    for name, events in passes(found).items():
+        for event in dict.fromkeys(events):
+            times = events.count(event), passes(expected)[name].count(event)
+            if event.startswith("gather") and times[0] > max(times[1], 1):
+                return f"; unit {event.split()[1]} is gathered twice: was it freed before its {name}?"
+    if any(event.startswith("reduce") for event in found) and not any(e.startswith("reduce") for e in expected):
+        return "; to reduce a unit is for `gradients_final` to do"
+    return ""
+
+
+def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool = True, reduce: bool = False) -> None:
     # As declared, again, another way, that again, and a longer way.
     ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
     for prefetch in (1, 0, 2):
@@ -662,13 +705,16 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, reduce: boo
                 loss = engine(inputs).square().mean()
                 if backward:
                     loss.backward()
-            expected = _expected_events(way, known, prefetch, backward, reduce)
+            expected = _expected_events(way, known, prefetch, backward, free, reduce)
             if mode.events != expected and not sheet.findings:
                 pairs = itertools.zip_longest(mode.events, expected)
                 at = max(0, next(i for i, (found, right) in enumerate(pairs) if found != right) - 2)
-                show = [", ".join(events[at : at + 6]) or "nothing" for events in (expected, mode.events)]
-                what = f"order of events with prefetch {prefetch}, forward number {step}, which runs the units {way}"
-                sheet.expect(False, f"{what} (known: {known}), from event {at + 1} on", *show)
+                before = "..., " * bool(at)
+                show = [before + (", ".join(events[at : at + 8]) or "nothing") for events in (expected, mode.events)]
+                as_what = "as in the step before" if known == way else f"and in the step before ran {known}"
+                what = f"order of events with prefetch {prefetch}, in step {step}: forward runs the units {way}, "
+                what += "as the model declares them" if step == 1 else as_what
+                sheet.expect(False, what, show[0], show[1] + _why(mode.events, expected))
             engine.zero_grad()
 
 
@@ -703,12 +749,15 @@ def zero3_before_backward(sheet: Sheet) -> None:
     engine, plain = sheet.build(sheet.odd(), cls), sheet.start()
     inputs, targets = sheet.batch(0)
     F.cross_entropy(plain(inputs), targets).backward()
-    sheet.backward(engine)
+    with Traffic(sheet.group) as traffic:
+        sheet.backward(engine)
+    sent = any("reduce" in collective.kind for collective in traffic.collectives)
+    none = "None" + ": it was sent away already. Was a unit reduced before backward had finished its gradients?" * sent
     expected = {name: param.grad for name, param in plain.named_parameters()}
     for bucket in engine.trained:
         for name, param in zip(bucket.names, bucket.params):
-            sheet.same(f"this rank's own gradient of {name} after backward", param.grad, expected[name])
-    _order_of_events(sheet, cls, backward=True)
+            sheet.same(f"this rank's own gradient of {name} after backward", param.grad, expected[name], none=none)
+    _order_of_events(sheet, cls, backward=True, free=False)
 
 
 def zero3_after_backward(sheet: Sheet) -> None:
@@ -724,9 +773,12 @@ def zero3_after_backward(sheet: Sheet) -> None:
 
     cls = sheet.probe(gradients_final=drop)
     for reshard in (True, False):
-        sheet.backward(sheet.build(sheet.odd(), cls, reshard_after_forward=reshard))
-        sheet.expect(not left, f"units still gathered when backward is done, with reshard_after_forward={reshard}",
-                     "none", ", ".join(left))  # fmt: skip
+        engine = sheet.build(sheet.odd(), cls, reshard_after_forward=reshard)
+        sheet.backward(engine)
+        frozen = ", ".join(unit.name for unit in engine.units if len(unit.trained) < len(unit.buckets))
+        what = f"units still gathered when their gradients are final, with reshard_after_forward={reshard}"
+        found = f"{', '.join(left)} ({frozen} is freed later, as it has frozen weights: it is not looked at here)"
+        sheet.expect(not left, what, "none", found)
         left.clear()
     _order_of_events(sheet, cls, backward=True)
     for prefetch in (0, 1):

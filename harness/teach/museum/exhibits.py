@@ -456,11 +456,12 @@ _IN_ORDER = (
         title="The learning rate that was tuned on one GPU",
         mutate=never_averaged,
         differs={"losses", "norms"},
-        symptom="The first losses are right, and the gradient norms are twice what they should be from the start. "
+        symptom="The losses of step 1 are right, and the gradient norms are twice what they should be from the start. "
         "Every step goes twice as far; with a small learning rate that even looks better.",
         diagnosis="The all-reduced gradients are summed and never divided by N, so the learning rate grows with "
         "the number of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
-        read="zero1.py, step 3, ZeRO1._reduce_gradients: div_(self.world_size)",
+        read="zero1.py, step 3, `ZeRO1._reduce_gradients`: "
+        "`precision.mean_of_sum(bucket.flat_gradient, self.world_size)`",
         caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 100.0},
@@ -475,7 +476,7 @@ _IN_ORDER = (
         "while the length is a multiple of N (here of 4N elements, as shards start at multiples of 16 bytes). The "
         "WordPress developer's piece cuts every parameter like this. The printed ZeRO-1 of 'AI in Multiple GPUs' pads "
         "the parameter and not its gradient: there, too, N must divide.",
-        read="zero1.py, step 0, Bucket.__init__: shard_numel and numel",
+        read="zero1.py, step 0, `Bucket.__init__`: `self.numel` and `self.shard_numel`",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -488,7 +489,7 @@ _IN_ORDER = (
         "learn, hold and send what they should.",
         diagnosis="Nobody broadcasts rank 0's weights at the start. After the first all-gather all ranks agree, on a "
         "patchwork: each shard comes from its owner's own initialisation.",
-        read="zero1.py, step 0, ZeRO1.__init__: dist.broadcast",
+        read="zero1.py, step 0, `ZeRO1.__init__`: `dist.broadcast`",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -500,7 +501,7 @@ _IN_ORDER = (
         symptom="A third less is sent than should be, nothing complains, and it learns worse.",
         diagnosis="Every rank all-reduces its own shard of the gradients: rank 0's shard 0 is added to rank 1's "
         "shard 1. The sizes match, so nothing complains. A sum of one's own shard over the ranks is a reduce-scatter.",
-        read="zero1.py, step 3, ZeRO1._reduce_gradients: the whole buffer goes into the all-reduce",
+        read="zero1.py, step 3, `ZeRO1._reduce_gradients`: the whole buffer goes into the all-reduce",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -512,7 +513,7 @@ _IN_ORDER = (
         symptom="The losses do not fall, and the optimizer holds no state, also at the peaks. The traffic is right.",
         diagnosis="The optimizer steps before the gradients are reduced. Its pieces have no gradient yet, so it does "
         "nothing; when they get one, zero_grad() follows.",
-        read="zero1.py, steps 3 and 4, ZeRO1.step",
+        read="zero1.py, steps 3 and 4, `ZeRO1.step`",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -524,7 +525,7 @@ _IN_ORDER = (
         symptom="The first loss is right, later ones are not. There is no all-gather, and a third less is sent.",
         diagnosis="Step 5 is left out. Every rank updates its shard of the weights and never gets the others' shards. "
         "Its own half of the model is new, and the other half never changes.",
-        read="zero1.py, step 5, gather_parameters",
+        read="zero1.py, step 5, `gather_parameters`",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -537,7 +538,7 @@ _IN_ORDER = (
         "collectives are all right.",
         diagnosis="Step 5 contributes the shard of rank + 1, which this rank has not updated. The all-gather puts "
         "every shard in another's place, without its update; the next one puts them back where they were.",
-        read="zero1.py, step 5, gather_parameters; Bucket.start",
+        read="zero1.py, step 5, `gather_parameters`; `Bucket.own_part`: `self.start`",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -549,7 +550,7 @@ _IN_ORDER = (
         symptom="Losses and traffic are right to the last digit; the optimizer holds twice what it should.",
         diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
         "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
-        read="zero1.py, step 0, Bucket.make_pieces and self.optimizer",
+        read="zero1.py, step 0, `Bucket.make_pieces`; `ZeRO1.__init__`: `self.optimizer`",
         caught_by=("tests/test_memory_held.py::test_bytes_held_equal_the_theory_to_the_byte",),
         options=SMALL,
     ),
@@ -563,7 +564,7 @@ _IN_ORDER = (
         diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, "
         "and it waits for them in the next step's all-reduce. A collective needs all ranks, also those that have "
         "nothing to give.",
-        read="zero1.py, step 5, gather_parameters",
+        read="zero1.py, step 5, `gather_parameters`",
         caught_by=("tests/test_layout.py::test_a_rank_that_owns_only_padding",),
         options={"bucket_mb": 0},
     ),
@@ -576,7 +577,7 @@ _IN_ORDER = (
         "losses are off from the second step on.",
         diagnosis="Every rank clips by the norm of its own shard. The right norm is that of all shards together: the "
         "squares must be summed over the ranks. Otherwise every shard is scaled by another factor.",
-        read="harness/engine/gradients.py, clip_grad_norm_",
+        read="harness/engine/gradients.py, `clip_grad_norm_`",
         caught_by=("tests/test_loop.py::test_clipping_equals_torch_on_the_whole_model",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 0.5},
@@ -590,7 +591,7 @@ _IN_ORDER = (
         "direction of the one before.",
         diagnosis="The gradients' buffer stays from step to step. The hook adds to it, and does not ask whether what "
         "is in it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
-        read="harness/engine/moments.py, CollectGradients._on_gradient: bucket.used",
+        read="harness/engine/moments.py, `CollectGradients._on_gradient`: `bucket.used`",
         caught_by=(ORACLE,),
         options=SMALL,
         training={"optimizer": "SGD"},
@@ -603,7 +604,8 @@ _IN_ORDER = (
         symptom="With one backward per step all is right; with two the losses are off from the second step on.",
         diagnosis="What arrives from a reduction replaces what an earlier backward of the same step has brought. It "
         "should be added: as it is, only the last micro-batch counts.",
-        read="zero2.py, step 3, Reduction.finish: piece.grad.add_",
+        read="zero2.py, step 3, `Reduction.finish`: `hand_over`; harness/engine/placement.py, "
+        "`Placement._give`: `piece.grad.add_(gradient)`",
         caught_by=(EQUIVALENCE + "test_backwards_add_up",),
         options=SMALL,
         training={"optimizer": "SGD", "micro_batches": 2},
@@ -612,11 +614,15 @@ _IN_ORDER = (
         stage="zero2",
         title="What the log said",
         mutate=reduced_at_the_end,
-        differs={"peak in backward", "of the reductions inside backward", "in flight while it computes"},
+        differs={
+            "peak in backward",
+            "of the reductions inside backward",
+            "reductions still in flight when the rank computes",
+        },
         symptom="Losses, held bytes and traffic are right; the peak in backward is not, and nothing is reduced there.",
         diagnosis="The hook reduces nothing, and step() reduces everything: all gradients, unsharded, are alive when "
         "backward ends. Between steps 1/N of them is held, and that is what the log says. The peak tells the truth.",
-        read="zero2.py, step 3 inside step 2, ZeRO2.gradients_final",
+        read="zero2.py, step 3 inside step 2, `ZeRO2.gradients_final`",
         caught_by=("tests/test_peaks.py::test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
         options=SMALL,
     ),
@@ -628,7 +634,7 @@ _IN_ORDER = (
         symptom="Losses and traffic are right; the gradients held are twice what they should be on two ranks.",
         diagnosis="The reduced shard is received into its place in the buffer that was sent. It is a view, and a view "
         "keeps the whole storage alive: nothing is freed, although no variable names the buffer any more.",
-        read="zero2.py, step 3, Reduction: self.shard, and self.flat = None",
+        read="zero2.py, step 3, `Reduction`: `self.shard`, and `self.flat = None`",
         caught_by=("tests/test_memory_held.py::test_bytes_held_equal_the_theory_to_the_byte",),
         options=SMALL,
     ),
@@ -640,7 +646,7 @@ _IN_ORDER = (
         symptom="The first loss is right. Later ones are wrong, in every run in another way, and perhaps NaN.",
         diagnosis="Nobody waits for the asynchronous reduce-scatter. The optimizer is handed memory that nothing has "
         "been written to yet.",
-        read="zero2.py, step 3, Reduction.finish: wait",
+        read="zero2.py, step 3, `Reduction.finish`: `wait`",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -653,7 +659,7 @@ _IN_ORDER = (
         "training without clipping.",
         diagnosis="torch.nn.utils.clip_grad_norm_(model.parameters()) finds no gradient. They were reduced and freed "
         "in backward, and the pieces have what is left. It returns 0 and clips nothing.",
-        read="harness/engine/gradients.py, take and clip_grad_norm_",
+        read="harness/engine/gradients.py, `take` and `clip_grad_norm_`",
         caught_by=("tests/test_loop.py::test_clipping_equals_torch_on_the_whole_model",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 0.5},
@@ -667,7 +673,7 @@ _IN_ORDER = (
         "collectives are right.",
         diagnosis="The last bucket is on its way when backward ends, and nobody receives it before the update. Its "
         "parameters, here the token embedding, never change: each step's gradient arrives too late and is dropped.",
-        read="zero2.py, the end of step 3, ZeRO2._reduce_gradients",
+        read="zero2.py, the end of step 3, `ZeRO2._reduce_gradients`",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -680,7 +686,7 @@ _IN_ORDER = (
         "Without frozen parameters all is right.",
         diagnosis="Only the trained parameters are broadcast at the start. Each rank keeps the frozen parameters that "
         "it was initialised with. Nothing ever makes them equal, so the ranks train different models.",
-        read="zero2.py, step 0, ZeRO2.__init__: self.buckets",
+        read="zero2.py, step 0, `ZeRO2.__init__`: `self.buckets`",
         caught_by=(ORACLE,),
         options=SMALL,
         training={"frozen": "positions"},
@@ -696,7 +702,7 @@ _IN_ORDER = (
         "alone. It updates this rank's shard, with the gradients that have arrived so far: the last bucket is still on "
         "its way. And nobody gathers the shards, so every rank trains another half of the model, and the ranks drift "
         "apart. The loss falls all the same, which is why the right engine refuses this.",
-        read="harness/engine/optimizer.py, over_pieces: before_step",
+        read="harness/engine/optimizer.py, `over_pieces`: `before_step`",
         caught_by=(ORACLE,),
         options=SMALL,
     ),
@@ -704,13 +710,15 @@ _IN_ORDER = (
         stage="zero2",
         title="Safe is safe",
         mutate=received_at_once,
-        differs={"in flight while it computes"},
+        differs={"reductions still in flight when the rank computes"},
         symptom="Losses, bytes and collectives are right, all reductions are inside backward, and the peak there is "
         "even a little lower. But no reduction is in flight while the rank computes.",
         diagnosis="Each reduce-scatter is waited for right after it was sent. All is right but the order of events: "
         "backward stands still while a bucket travels. With a fast network that is hardly seen, and with a slow one "
-        "it is the time that ZeRO-2 sends during backward for.",
-        read="zero2.py, step 3, ZeRO2._send",
+        "this is the time that ZeRO-2 means to save. (The right engine has 17 of 20 in flight: behind the last "
+        "three no matrix product follows.) The peak is lower because only one bucket is whole at a time: the "
+        "one before has arrived, and is freed, when backward goes on.",
+        read="zero2.py, step 3, `ZeRO2._send`",
         caught_by=("tests/test_overlap.py::test_collectives_run_while_the_rank_computes",),
         options=SMALL,
     ),
@@ -723,7 +731,7 @@ _IN_ORDER = (
         diagnosis="Freeing by assigning param.data frees nothing: autograd has saved views of the gathered weights for "
         "backward, and each keeps its whole storage alive. Then backward gathers the weights once more beside them. "
         'The printed ZeRO-3 of "AI in Multiple GPUs" frees like this.',
-        read="zero3.py, its head (why freeing means resizing the storage), ZeRO3._free",
+        read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
         caught_by=(
             "tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",
             "tests/test_errors.py::test_freeing_gives_the_storage_back",
@@ -737,7 +745,7 @@ _IN_ORDER = (
         symptom="Losses, traffic and collectives are right; in forward all units are gathered at once.",
         diagnosis="Forward begins with the all-gathers of all units. They hide well behind the computation, but then "
         "all units are gathered at once, which ZeRO-3 is there to avoid.",
-        read="zero3.py, step 1, ZeRO3.before_forward: upcoming",
+        read="zero3.py, step 1, `ZeRO3.before_forward`: `upcoming`",
         caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
     ),
     dict(
@@ -748,7 +756,7 @@ _IN_ORDER = (
         symptom="Losses and memory are right; there are more all-gathers than there should be, and more is sent.",
         diagnosis="After each unit's forward all units are freed, also the one that was prefetched. It is gathered "
         "once more when it runs.",
-        read="zero3.py, step 1, ZeRO3.after_forward: which unit is freed",
+        read="zero3.py, step 1, `ZeRO3.after_forward`: which unit is freed",
         caught_by=("tests/test_traffic.py::test_sequence_and_bytes_of_collectives",),
     ),
     dict(
@@ -759,7 +767,7 @@ _IN_ORDER = (
         symptom="The first loss is right, later ones are not. One all-gather fewer, and more parameters held.",
         diagnosis="The root stays gathered from step to step. Its shards are updated, but it is never gathered again: "
         "forward goes on with the weights of the first step.",
-        read="zero3.py, after step 4, ZeRO3.step: what is still gathered has the old values",
+        read="zero3.py, after step 4, `ZeRO3.step`: what is still gathered has the old values",
         caught_by=(ORACLE,),
     ),
     dict(
@@ -770,7 +778,7 @@ _IN_ORDER = (
         symptom="Losses are right and a third less is sent; the peak in forward is higher: all units are gathered.",
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then has nothing to gather, and all units stay gathered in between.",
-        read="zero3.py, step 1, ZeRO3.after_forward: self.reshard_after_forward",
+        read="zero3.py, step 1, `ZeRO3.after_forward`: `self.reshard_after_forward`",
         caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
     ),
     dict(
@@ -778,9 +786,13 @@ _IN_ORDER = (
         title="The more ranks, the slower",
         mutate=divided_twice,
         differs={"losses", "norms"},
-        symptom="The first losses are right, and the gradient norms are half of what they should be from the start.",
-        diagnosis="Gradients are divided by N before the reduce-scatter and after it.",
-        read="zero2.py, step 3, Reduction.finish: div_(world_size), which ZeRO-3 uses",
+        symptom="The losses of step 1 are right and no others, and the gradient norms are half of what they should be "
+        "from the start.",
+        diagnosis="Gradients are divided by N before the reduce-scatter, and once more after it. With SGD, as here, "
+        "every update is N times too small as well. AdamW divides a gradient by its own size, so the factor drops out: "
+        "the losses look right, and only the norms and clipping are wrong. That is why such a bug lives long.",
+        read="zero3.py, step 3, `ZeRO3._send`; zero2.py, `Reduction.finish`, which ZeRO-3 uses: "
+        "`precision.mean_of_sum(self.shard, world_size)`",
         caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
         training={"optimizer": "SGD", "max_norm": 100.0},
     ),
@@ -792,7 +804,7 @@ _IN_ORDER = (
         symptom="All is right until the checkpoint is loaded; from then on the losses are off, with no complaint.",
         diagnosis="Every rank loads each parameter from its beginning, as if it owned the first part. The ranks after "
         "the first hold a copy of the wrong part.",
-        read="harness/engine/state.py, load_full_state_dict: `first`",
+        read="harness/engine/state.py, `load_full_state_dict`: `first`",
         caught_by=(EQUIVALENCE + "test_models_and_loops_of_ones_own",),
         training={"reload_at": 2},
     ),
@@ -808,7 +820,7 @@ _IN_ORDER = (
         "and backward comes to that loss first. So the router's weights are read while their unit is freed. With "
         "prefetching its gather is on the way, and nobody has waited for it: what is read is whatever the memory had "
         "in it before. Backward asks for the weights that it saved, and a look at these misses no path.",
-        read="harness/engine/moments.py, UnitMoments: _watch_saving",
+        read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
         caught_by=("tests/test_paths.py::test_backward_reaches_the_weights_however_late_they_come",),
         options={"prefetch": 0},
         training={"kept_losses": True},
@@ -825,7 +837,7 @@ _IN_ORDER = (
         "the copies, now rank 0's, now rank 1's, and every rank loads that one. The other ranks' shards are nowhere on "
         "disk. A shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between "
         "steps, so that the weights are all that there is to save.)",
-        read="harness/engine/rectangles.py, what a rank says of its part, Cut: __create_write_items__",
+        read="harness/engine/rectangles.py, what a rank says of its part, `Cut.__create_write_items__`",
         caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
         training={"optimizer": "SGD", "resume_at": 2},
     ),
@@ -840,7 +852,7 @@ _IN_ORDER = (
         "begins at step 1 again, with moments of zero: its first step has the full length of the learning rate in "
         "every element, however small the gradient is. The first loss comes from the weights alone, so a look at it "
         "tells nothing. In a long run the jump is easily taken for a bad batch.",
-        read="harness/engine/checkpoint.py, after all was read, _install: optimizer.state",
+        read="harness/engine/checkpoint.py, after all was read, `_install`: `engine.optimizer.state`",
         caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
         training={"resume_at": 2},
     ),
@@ -855,7 +867,7 @@ _IN_ORDER = (
         "returns a view. When somebody writes to a view in place, autograd gives it another history, and drops the "
         "hooks that were on it, without a word. So nobody hears that backward has come to the unit, and its weights "
         "are read while it is freed. Backward asks for the weights that it saved, whatever became of an output.",
-        read="harness/engine/unit_moments.py, UnitMoments: _watch_saving",
+        read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
         caught_by=("tests/test_paths.py::test_backward_reaches_the_weights",),
         options={"prefetch": 0},
         training={"in_place": True},
@@ -871,7 +883,7 @@ _IN_ORDER = (
         "torch's loss scaler looks at this rank's, and asks nobody. The rank that sees the inf skips its update and "
         "halves its scale; the others update their shards. From then on a rank's loss is multiplied by another number "
         "than the others' before the gradients are summed. All ranks must hear what one has found.",
-        read="harness/engine/gradients.py, GradScaler.unscale_: all_reduce",
+        read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
         caught_by=("tests/test_precision.py::test_scaling_by_a_power_of_two_changes_nothing",),
         training={"overflow_at": 1},
     ),

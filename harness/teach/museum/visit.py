@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -117,11 +118,11 @@ def kept_losses(model: nn.Module) -> torch.Tensor | float:
 
 
 class Overlap(TorchDispatchMode):
-    """`hidden`: of the reductions inside, how many were in flight while this rank computed a matrix product."""
+    """Of the `issued` reductions inside, `hidden` were in flight while this rank computed a matrix product."""
 
     def __init__(self):
         super().__init__()
-        self.hidden = 0
+        self.hidden = self.issued = 0
         self._in_flight: list[list] = []  # [whether something was computed meanwhile] of each
         self._patches = contextlib.ExitStack()
 
@@ -140,6 +141,7 @@ class Overlap(TorchDispatchMode):
             if work is None:  # it has ended already
                 return None
             entry = [False]
+            self.issued += 1
             self._in_flight.append(entry)
 
             def wait():
@@ -271,7 +273,7 @@ def train(engine_cls, options: dict, training: Training, batches, rank: int, fou
             if watching:
                 found["gathered"] = max(gathered)
             found["peaks"], found["sent"], found["inside"] = peaks, traffic.sent_bytes, inside
-            found["hidden"] = overlap.hidden
+            found["hidden"], found["issued"] = overlap.hidden, overlap.issued
             found["collectives"] = dict(Counter(collective.kind for collective in traffic.collectives))
     found["finished"] = True
 
@@ -331,10 +333,13 @@ def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
     lines.append(("sent per step, kB", *both(lambda f: thousands(f["sent"]))))
     for kind in ("all-reduce", "reduce-scatter", "all-gather"):
         if any(found.get("collectives", {}).get(kind) for found in (right[0], wrong[0])):
-            lines.append((f"{kind}s per step", *both(lambda f, kind=kind: str(f["collectives"].get(kind, 0)))))
+            clipping = ", clipping's one among them" * (kind == "all-gather" and bool(right[0]["norms"]))
+            line = f"{kind}s per step{clipping}"
+            lines.append((line, *both(lambda f, kind=kind: str(f["collectives"].get(kind, 0)))))
     if any(found.get("inside") for found in (right[0], wrong[0])):
         lines.append(("of the reductions inside backward", *both(lambda f: str(f["inside"]))))
-        lines.append(("in flight while it computes", *both(lambda f: str(f["hidden"]))))
+        line = f"reductions still in flight when the rank computes (of {right[0].get('issued', '-')})"
+        lines.append((line, *both(lambda f: str(f["hidden"]))))
     if any("checkpoint" in found for found in (right[0], wrong[0])):
         lines.append(("checkpoint, kB", *both(lambda f: thousands(f["checkpoint"]))))
         lines.append(("optimizer after resuming, kB", *both(lambda f: thousands(f["resumed"]["optimizer"]))))
@@ -358,7 +363,7 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
     for line, a, b in rows(right, wrong):
         a, b = (float(text.replace(",", "")) for text in (a, b))
         if abs(a - b) > (0.1 * a if line.startswith("peak") else 0):
-            found.add(line.split(",")[0].removesuffix(" per step").removesuffix(" held"))
+            found.add(re.split(r",| \(", line)[0].removesuffix(" per step").removesuffix(" held"))
     return found
 
 
@@ -373,8 +378,10 @@ def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
             numbers = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
             lines.append(f"{f'{label}, step {step + 1}':<22}{numbers}")
     if wrong[0]["finished"]:
-        lines += ["", f"{'rank 0, last step':<38}{'right':>12}{'this':>12}"]
-        lines += [f"{line:<38}{a:>12}{b:>12}" for line, a, b in rows(right, wrong)]
+        counted = rows(right, wrong)
+        width = max(len(line) for line, _, _ in counted) + 1
+        lines += ["", f"{'rank 0, last step':<{width}}{'right':>12}{'this':>12}"]
+        lines += [f"{line:<{width}}{a:>12}{b:>12}" for line, a, b in counted]
     for rank in ranks:
         if wrong[rank]["error"]:
             lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]

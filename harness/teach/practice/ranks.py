@@ -67,6 +67,7 @@ class Collectives:
 
     def __init__(self, meeting: _Meeting, rank: int):
         self._meeting, self.rank, self.calls, self.works = meeting, rank, [], []
+        self.filled: list[int] = []  # addresses of the storages that collectives were to write to
 
     def get_rank(self) -> int:
         return self.rank
@@ -96,10 +97,17 @@ class Collectives:
     def _start(self, kind: str, output, input, result, async_op: bool) -> Work | None:
         for name, tensor in (("input", input), ("output", output)):
             # torch would end the process here.
-            if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-                raise RuntimeError(f"{kind}: its {name} has no memory (its storage has 0 bytes)")
+            there, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+            if there < needed:
+                raise RuntimeError(
+                    f"{kind}: its {name} has no memory (its storage has 0 bytes)"
+                    if there == 0
+                    else f"{kind}: its {name} needs {needed} bytes, its storage has {there}. Does resize_() get bytes "
+                    "(numel() * element_size())?"
+                )
         number = len(self.calls)
         self.calls.append((kind, input.numel()))
+        self.filled.append(output.untyped_storage()._cdata)
         self._meeting.post(number, self.rank, kind, input.reshape(-1))
 
         def finish() -> None:

@@ -1,5 +1,6 @@
 """The tasks of the notebooks: what a solution must do, in which words a mistake is told, hints and where to go on."""
 
+import dis
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ class Task:
     check: Callable
     hints: tuple[str, ...]
     onward: str
+
+
+def _is_blank(function) -> bool:
+    """Whether the body of `function` does nothing at all: `...`, `pass` or a docstring."""
+    idle = ("RESUME", "NOP", "CACHE", "LOAD_CONST", "LOAD_SMALL_INT", "POP_TOP", "RETURN_VALUE", "RETURN_CONST")
+    return all(step.opname in idle for step in dis.get_instructions(function))
 
 
 def _filled(result, what: str):
@@ -165,7 +172,16 @@ def gather(solution) -> str:
         for turn in range(2):
             my_free(whole)
             if storage.nbytes() == 64 and not turn and whole.untyped_storage().data_ptr() == storage.data_ptr():
-                raise NotYet("my_free has freed nothing")
+                if _is_blank(my_free):
+                    raise NotYet("my_free has freed nothing")
+                assert whole.shape == (4, 4), (
+                    "all 64 bytes are still there: `Tensor.resize_` changes the tensor and not its memory. The memory "
+                    "is its storage, which has a resize_() of its own"
+                )
+                raise AssertionError(
+                    "all 64 bytes are still there: to delete a name, or to give it another value, frees nothing while "
+                    "autograd has a view. Free the storage itself"
+                )
             assert storage.nbytes() == 0, (
                 "64 bytes are still alive: the name stands for another tensor now, and the view that autograd has "
                 "saved keeps the old storage. Free the storage itself"
@@ -177,6 +193,10 @@ def gather(solution) -> str:
             assert storage.nbytes() == 64, f"the storage has {storage.nbytes()} bytes after the gather, expected 64"
             assert torch.equal(whole, values), f"gathered {whole.tolist()}, expected {values.tolist()}"
             assert torch.equal(saved, values.t()), "the saved view must see the gathered values too"
+            assert dist.filled[turn] == storage._cdata, (
+                "the values are right, at twice the memory: they are gathered into a second buffer of 64 bytes and "
+                "copied. Give all_gather_single `whole` itself as its output"
+            )
         return dist.calls
 
     calls = run(ranks, one)[0]
