@@ -22,6 +22,7 @@ import pytest
 import torch
 from pool import Pool
 
+from harness.run import folder as folders
 from harness.run import train, train_options
 from harness.run.data import Sequences, hold_out, load_text
 from harness.run.journal import Journal, note_lost, read
@@ -381,6 +382,7 @@ def test_the_learning_rate_warms_up_and_falls():
         (["zero1", "--preset", "large"], ["'large'", "tiny"]),
         (["zero1", "--batch", "3", "--accumulate", "2"], ["--batch 3", "2 rank(s)", "--accumulate 2", "4"]),
         (["zero1", "--folder", "/proc/runs"], ["/proc/runs"]),
+        (["zero1", "--folder", str(ROOT / "docs")], ["docs'", "and no run", "new or an empty folder"]),
     ),
     ids=str,
 )
@@ -399,6 +401,88 @@ def test_a_folder_with_another_model_is_refused_before_ranks_start(quiet, monkey
     assert train_options.arguments(["zero1", "--preset", "toy", "--folder", str(quiet)]).steps == 200
 
 
+# Another process that takes the lock of a folder, says so, and waits. It needs no torch.
+HOLDS = """\
+import runpy, sys, time
+from pathlib import Path
+held = runpy.run_path("harness/run/folder.py")["lock"](Path(sys.argv[1]), *sys.argv[2:])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("meeting", ((), ("localhost:29400 train",)), ids=("one machine", "several"))
+def test_a_folder_in_use_is_refused_until_its_launcher_is_gone(tmp_path, meeting):
+    folder = tmp_path / "two"
+    command = [sys.executable, "-S", "-c", HOLDS, str(folder), *meeting]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            for other in (None, "localhost:29401 train", "localhost:29400 train"):
+                if (other,) == meeting:  # another machine of the same run
+                    folders.lock(folder, other).close()
+                    continue
+                with pytest.raises(ValueError, match=f"in use by a run on .*process {holder.pid}: stop it first"):
+                    folders.lock(folder, other)
+        finally:
+            holder.kill()
+    with folders.lock(folder), pytest.raises(ValueError, match=str(os.getpid())):  # at once, whoever asks
+        folders.lock(folder, *meeting)
+
+
+def test_the_launcher_refuses_a_folder_in_use_before_it_starts_ranks(tmp_path, quick_python):
+    script = tmp_path / "rank.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    command = [
+        quick_python,
+        "-m",
+        "harness.run.restarts",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        str(script),
+        "zero3",
+    ]
+    with folders.lock(tmp_path / "two"):
+        refused = subprocess.run(
+            [*command, "--folder", str(tmp_path / "two")], capture_output=True, text=True, cwd=ROOT, timeout=60
+        )
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
+    assert "in use" in refused.stderr and not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    (
+        (["zero3", "--folder", "a"], "a"),
+        (["zero3", "--steps", "3", "--folder=a/b"], "a/b"),
+        (["zero3", "--preset", "toy"], None),
+        (["--steps", "3", "zero1"], None),
+    ),
+    ids=str,
+)
+def test_the_launcher_and_the_ranks_mean_the_same_folder(arguments, expected):
+    found = folders.folder_of(arguments, train_options.STAGES)
+    assert found == train_options.arguments(arguments).folder and expected in (None, str(found))
+    assert folders.folder_of(["--steps", "3"], train_options.STAGES) is None
+
+
+def test_a_folder_that_holds_other_things_is_refused(tmp_path):
+    folders.refuse_others(tmp_path / "new")
+    (tmp_path / folders.LOCK).touch()
+    folders.refuse_others(tmp_path)
+    (tmp_path / "notes.md").touch()
+    (tmp_path / "more.md").touch()
+    with pytest.raises(ValueError, match=r"holds other things \(more.md, \.\.\.\) and no run"):
+        folders.refuse_others(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folders.LOCK, "more.md", "notes.md"]
+    (tmp_path / "losses.jsonl").touch()
+    folders.refuse_others(tmp_path)
+    (tmp_path / "losses.jsonl").unlink()
+    (tmp_path / "000002").mkdir()
+    folders.refuse_others(tmp_path)
+
+
 @pytest.mark.parametrize(
     "arguments, environment, words",
     (
@@ -407,6 +491,7 @@ def test_a_folder_with_another_model_is_refused_before_ranks_start(quiet, monkey
         (["zero3", "two"], {}, "'two'"),
         (["zero3"], {"NNODES": "2:1"}, "'2:1'"),
         (["zero3"], {"NNODES": "1:2"}, "RDZV_ENDPOINT"),
+        (["zero3"], {"NNODES": "2", "RDZV_ENDPOINT": "localhost"}, "host:port, got 'localhost'"),
     ),
     ids=str,
 )

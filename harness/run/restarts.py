@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from harness.run import folder
 from harness.run.torchrun import Stopped
 
 DEFAULTS = [
@@ -55,8 +56,9 @@ def main(arguments: list[str]) -> None:
     """Run torchrun with `arguments`. After a second signal the exit status is 128 + its number."""
     # Without it the new ranks meet at the store of the old ones, and find what these have left (pytorch#135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        stop = Path(folder, "stop")
+    held = _hold(torchrun.parse_args(arguments))  # noqa: F841  until this process ends
+    with tempfile.TemporaryDirectory() as place:
+        stop = Path(place, "stop")
         os.environ["ZERO_STOP_FILE"] = str(stop)
         asked = Asked(stop)
         for number in ASKING:
@@ -73,6 +75,20 @@ def main(arguments: list[str]) -> None:
         except RendezvousError as error:
             _say(f"the machines cannot agree on who takes part ({error}). Is the one at --rdzv-endpoint gone?")
             sys.exit(1)
+
+
+def _hold(options):
+    """The lock on the folder of the run, or None if it has none. A folder that is in use ends this process."""
+    path = folder.folder_of(options.training_script_args, ("zero1", "zero2", "zero3"))
+    several = not options.standalone and options.nnodes not in ("1", "1:1")
+    try:
+        return path and folder.lock(path, f"{options.rdzv_endpoint} {options.rdzv_id}" if several else None)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except OSError as error:  # not every network's file system has locks
+        _say(f"--folder {str(path)!r} cannot be locked ({error.strerror}): nothing keeps a second start out of it")
+        return None
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from harness.engine import checkpoint
 from harness.engine.safe_reader import Folder
 from harness.run import process_group
+from harness.run.folder import refuse_others
 from harness.run.model import GPT, PRESETS, preset
 
 STAGES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
@@ -65,6 +66,7 @@ def check_batch(options: argparse.Namespace, ranks: int) -> None:
 
 
 def _check_folder(options: argparse.Namespace) -> None:
+    refuse_others(options.folder)
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
         (options.folder / "losses.jsonl").touch()
