@@ -10,6 +10,7 @@ end without an error. A second signal ends the ranks at once.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -84,9 +85,12 @@ def main(arguments: list[str]) -> None:
     os.environ["ZERO_LAUNCHED"] = str(time.time())
     options = torchrun.parse_args(arguments)
     held = _hold(options)  # noqa: F841  until this process ends
-    agent.use(_say)
+    agent.use(_say)  # it says of a rank that failed what torch would say in some lines of its log
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     if _several(options):
-        print(f"waiting for the other machine(s) at {options.rdzv_endpoint} (the same line there)", flush=True)
+        others = "the other machine(s)" if not options.nnodes.startswith("1:") else "other machines, if there are any,"
+        print(f"waiting for {others} at {options.rdzv_endpoint} (the same line there)", flush=True)
     with tempfile.TemporaryDirectory() as place:
         stop = Path(place, "stop")
         os.environ["ZERO_STOP_FILE"] = str(stop)
