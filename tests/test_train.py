@@ -454,7 +454,11 @@ def test_how_a_run_goes_on_and_ends_is_said(own_pool, quiet, tmp_path):
     (printed, _), _ = own_pool.run(ended, folder=str(folder), options=[*options, str(STEPS)])
     step = STEPS - STEPS % 7  # it saves every 7 steps
     assert f"going on after step {step}, from {older[0]}: {STEPS - step} steps are made again\n" in printed
-    assert f"done: {STEPS} steps. A larger --steps goes on from here" in printed
+    saved, last = printed.splitlines()[-2:]
+    assert (
+        saved.startswith(f"saved step {STEPS} to")
+        and last == f"done: {STEPS} steps. A larger --steps goes on from here"
+    )
 
     for path in folder.glob("[0-9]*/*.distcp"):
         path.write_bytes(b"")

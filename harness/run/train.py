@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import socket
+import threading
 import time
 from functools import partial
 from importlib import import_module
@@ -106,15 +107,19 @@ class Training:
         about["options"] = kept(self.options)
         about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
-        self.saving.add_done_callback(partial(self.saved, self.step))
+        self.told = threading.Event()
+        self.saving.add_done_callback(partial(self.saved, self.step, self.told))
 
-    def saved(self, step: int, save) -> None:
+    def saved(self, step: int, told: threading.Event, save) -> None:
         """Rank 0 says what all ranks have written: the files are there, so nobody has to be asked."""
-        if self.me.rank == 0 and not save.exception():
-            one = save.result()
-            nbytes = sum(file.stat().st_size for file in one.path.iterdir())
-            took = f"{nbytes:,} bytes in {one.seconds:.1f} s; training stood still for {one.stood_still:.2f} s"
-            print(f"saved step {step} to {one.path}: {took}\n", end="", flush=True)
+        try:
+            if self.me.rank == 0 and not save.exception():
+                one = save.result()
+                nbytes = sum(file.stat().st_size for file in one.path.iterdir())
+                took = f"{nbytes:,} bytes in {one.seconds:.1f} s; training stood still for {one.stood_still:.2f} s"
+                print(f"saved step {step} to {one.path}: {took}\n", end="", flush=True)
+        finally:
+            told.set()
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
@@ -162,6 +167,7 @@ class Training:
             self.watchdog.progress("saving", watched=False)
             if self.saving:
                 self.saving.result()
+                self.told.wait(10)  # so that the run's last line is printed after the save's
         except Exception as error:
             self.lost(str(error))
             raise
