@@ -106,6 +106,9 @@ elif [ "${NNODES:-1}" != 1 ]; then
     [[ ${NODE_RANK:-} =~ ^[0-9]+$ ]] || fail "NNODES=$NNODES needs NODE_RANK=0..$((NNODES - 1)), another on each machine"
     [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK, but with NNODES=$NNODES the last one is $((NNODES - 1))"
 fi
+if [ "${NNODES:-1}" != 1 ]; then
+    [[ $RDZV_ENDPOINT =~ ^(\[.+\]|[^:]+):[0-9]{1,5}$ ]] || fail "RDZV_ENDPOINT must be host:port, got '$RDZV_ENDPOINT'"
+fi
 
 # The environment: yours, or .venv with what requirements.txt pins, made once.
 if [ -n "${PYTHON:-}" ]; then

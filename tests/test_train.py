@@ -4,10 +4,13 @@ Two stories run side by side, as most of their time is Python's start: `disturbe
 The tests look at what they have left, and compare the first with the same steps on ranks that nobody disturbs.
 """
 
+import contextlib
+import io
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +25,7 @@ import pytest
 import torch
 from pool import Pool
 
+from harness.run import folder as folders
 from harness.run import train, train_options
 from harness.run.data import Sequences, hold_out, load_text
 from harness.run.journal import Journal, note_lost, read
@@ -144,9 +148,7 @@ def machines(folder: Path, _: str) -> list[Run]:
 
     `seen` of the first launcher: {(ranks, step): loss}, also of the steps that were repeated.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
+    endpoint = f"localhost:{free_port()}"
     options = [
         "--preset",
         "toy",
@@ -190,6 +192,12 @@ def machines(folder: Path, _: str) -> list[Run]:
     return [run, second]
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 def _answers(endpoint: str) -> bool:
     with socket.socket() as probe:
         host, _, port = endpoint.partition(":")
@@ -210,12 +218,19 @@ def stories(tmp_path_factory, quick_python):
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory) -> Path:
-    """The folder of a run without a break. On a pool of its own, so that `stories` belong to one worker of pytest."""
-    folder, pool = tmp_path_factory.mktemp("quiet"), Pool(2)
-    pool.run(undisturbed, options=OPTIONS, folder=str(folder))
+def own_pool():
+    """Two ranks of this file's own, so that `stories` belong to one worker of pytest."""
+    pool = Pool(2)
+    yield pool
     pool.let_go()
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory, own_pool) -> Path:
+    """The folder of a run without a break."""
+    folder = tmp_path_factory.mktemp("quiet")
+    own_pool.run(undisturbed, options=OPTIONS, folder=str(folder))
     return folder
 
 
@@ -283,6 +298,49 @@ def test_a_machine_goes_and_comes_back(stories):
     assert len(restarts) >= 2 and "noticed" in restarts[0]
 
 
+def test_who_failed_is_said_in_plain_words(stories):
+    run, again = stories["disturbed"].result()
+    killed = "was killed by signal 9 (out of memory? kill -9?). Starting all ranks again, 1 of 3"
+    assert f"rank 0 {killed}" in run.printed() and f"rank 1 {killed}" in again.printed()
+    assert "failed with exit code 1, see above. Starting all ranks again, 2 of 3" in run.printed()  # the hang
+    # What is made again is said, and is what the journal has.
+    for one in (run, again):
+        said = [line for line in one.printed().splitlines() if line.startswith("going on after step")]
+        repeated = [int(line.split()[-5]) if "again" in line else 0 for line in said]
+        assert repeated and all(number >= 0 for number in repeated), said
+    restarts = [line for line in again.lines() if line.get("event") == "restart"]
+    assert repeated[-1] == restarts[-1]["repeated"], said
+    assert f"done: {STEPS} steps. A larger --steps goes on from here" in again.printed()
+    saved = [line for line in again.printed().splitlines() if "bytes in" in line]
+    newest = max(path for path in again.folder.iterdir() if path.name.isdigit())
+    nbytes = sum(file.stat().st_size for file in newest.iterdir())
+    assert f"saved step {STEPS} to {newest}: {nbytes:,} bytes in" in saved[-1], saved
+    assert len(saved) == len({line.split(":")[0] for line in saved})  # one line, and not one per rank
+
+
+def test_an_error_that_no_restart_mends_ends_the_run_at_once(tmp_path, quick_python):
+    script = tmp_path / "bad.py"
+    script.write_text(
+        "import os\nfrom harness.run import process_group\nfrom harness.run.ending import NotAgain\n"
+        f"def main():\n    open({str(tmp_path / 'starts')!r}, 'a').write('x')\n    raise NotAgain('nothing: is good')\n"
+        "process_group.run(main)\n"
+    )
+    torchrun = [quick_python, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "1"]
+    run = Run([*torchrun, str(script)], tmp_path / "none")
+    assert run.end() == 3 and (tmp_path / "starts").read_text() == "x", run.printed()
+    assert run.printed().splitlines()[-1] == "restarts do not mend this: nothing: is good"
+
+
+def test_the_first_signal_is_enough_while_no_rank_runs(tmp_path, quick_python):
+    torchrun = [quick_python, "-m", "harness.run.restarts", "--nnodes", "2", "--rdzv-backend", "c10d"]
+    run = Run([*torchrun, "--rdzv-endpoint", f"localhost:{free_port()}", "--nproc-per-node", "1", "none.py"], tmp_path)
+    run.wait_for(lambda: "waiting for the other machine(s) at localhost:" in run.printed())
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.printed()
+    assert run.printed().splitlines()[-1] == "SIGTERM: no rank had started; nothing to save"
+
+
 def test_a_second_signal_leaves_at_once(tmp_path, quick_python):
     script = tmp_path / "stuck.py"  # it never looks whether it was asked
     script.write_text(
@@ -323,6 +381,8 @@ def test_the_journal_has_every_step_once(tmp_path):
     assert [(line["step"], line.get("loss")) for line in lines if "event" not in line] == [(1, 1.0), (2, 2.0), (3, 3.5)]
     assert [line["event"] for line in lines if "event" in line] == ["start", "restart"]
     assert lines[-1]["repeated"] == 2 and "noticed" in seconds
+    assert again.back(now, now, launched=again._before[-1]["time"] - 1) is not None
+    assert again.back(now, now, launched=now + 1) is None  # typed again by hand
     again.write(event="left", step=3)
     assert Journal(tmp_path, 3).back(now, now) is None  # that run had come to its end
     assert Journal(tmp_path / "new", 0).back(now, now) is None
@@ -362,6 +422,52 @@ def test_all_ranks_together_have_the_whole_batch(ranks):
     assert numbers == list(range(32, 48)) and shares == pytest.approx(1)
 
 
+def test_what_is_new_of_the_options_is_named():
+    before = train_options.kept(train_options.arguments(["zero1"]))
+    now = train_options.arguments(["zero3", "--batch", "16", "--seed", "0", "--lr", "0.002", "--print-every", "1"])
+    assert train_options.changed(before, now) == ["--batch 8 -> 16", "--lr 0.001 -> 0.002"]
+    assert train_options.changed({}, now) == [] == train_options.changed(train_options.kept(now), now)
+
+
+def ended(folder: str, options: list[str]) -> tuple[str, str]:
+    """On ranks of the pool: what a start in `folder` prints, and the error that it ends with."""
+    printed, mistake = io.StringIO(), ""
+    with contextlib.redirect_stdout(printed):
+        try:
+            undisturbed(options, folder)
+        except RuntimeError as error:
+            mistake = f"{type(error).__name__}: {error}"
+    return printed.getvalue(), mistake
+
+
+def test_how_a_run_goes_on_and_ends_is_said(own_pool, quiet, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(quiet, folder)
+    options = ["zero1", "--preset", "toy", "--batch", "7", "--steps"]
+    (printed, _), (other, _) = own_pool.run(ended, folder=str(folder), options=[*options, "30"])
+    assert f"already at step {STEPS}, --steps is 30: nothing to do" in printed and other == ""
+    assert f"changed since step {STEPS}: --steps {STEPS} -> 30, --batch 6 -> 7, --accumulate 2 -> 1" in printed
+    assert "made again" not in printed
+
+    newest, *older = sorted((path for path in folder.iterdir() if path.name.isdigit()), reverse=True)
+    shutil.rmtree(newest)
+    (printed, _), _ = own_pool.run(ended, folder=str(folder), options=[*options, str(STEPS)])
+    step = STEPS - STEPS % 7  # it saves every 7 steps
+    assert f"going on after step {step}, from {older[0]}: {STEPS - step} steps are made again\n" in printed
+    saved, last = printed.splitlines()[-2:]
+    assert (
+        saved.startswith(f"saved step {STEPS} to")
+        and last == f"done: {STEPS} steps. A larger --steps goes on from here"
+    )
+
+    for path in folder.glob("[0-9]*/*.distcp"):
+        path.write_bytes(b"")
+    both = own_pool.run(ended, folder=str(folder), options=[*options, str(STEPS)])
+    for _, mistake in both:  # every rank, so that every launcher learns of it
+        assert mistake.startswith("NotAgain: no checkpoint in") and f"steps up to {STEPS}." in mistake, both
+    assert [line["step"] for line in read(folder / "losses.jsonl") if "event" not in line] == list(range(1, STEPS + 1))
+
+
 def test_the_learning_rate_warms_up_and_falls():
     options = train_options.arguments(["zero1", "--steps", "110", "--warmup", "10", "--lr", "0.5"])
     rates = [train_options.learning_rate(step, options) for step in range(110)]
@@ -381,6 +487,7 @@ def test_the_learning_rate_warms_up_and_falls():
         (["zero1", "--preset", "large"], ["'large'", "tiny"]),
         (["zero1", "--batch", "3", "--accumulate", "2"], ["--batch 3", "2 rank(s)", "--accumulate 2", "4"]),
         (["zero1", "--folder", "/proc/runs"], ["/proc/runs"]),
+        (["zero1", "--folder", str(ROOT / "docs")], ["docs'", "and no run", "new or an empty folder"]),
     ),
     ids=str,
 )
@@ -394,9 +501,93 @@ def test_mistakes_in_the_options(argv, words, monkeypatch, tmp_path):
 
 def test_a_folder_with_another_model_is_refused_before_ranks_start(quiet, monkeypatch):
     monkeypatch.setenv("ZERO_PREFLIGHT", "2")
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(
+        ValueError, match=r"another model than 'tiny' \(preset toy\): take --preset toy or another --fold"
+    ):
         train_options.arguments(["zero1", "--preset", "tiny", "--folder", str(quiet)])
     assert train_options.arguments(["zero1", "--preset", "toy", "--folder", str(quiet)]).steps == 200
+
+
+# Another process that takes the lock of a folder, says so, and waits. It needs no torch.
+HOLDS = """\
+import runpy, sys, time
+from pathlib import Path
+held = runpy.run_path("harness/run/folder.py")["lock"](Path(sys.argv[1]), *sys.argv[2:])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("meeting", ((), ("localhost:29400 train",)), ids=("one machine", "several"))
+def test_a_folder_in_use_is_refused_until_its_launcher_is_gone(tmp_path, meeting):
+    folder = tmp_path / "two"
+    command = [sys.executable, "-S", "-c", HOLDS, str(folder), *meeting]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            for other in (None, "localhost:29401 train", "localhost:29400 train"):
+                if (other,) == meeting:  # another machine of the same run
+                    folders.lock(folder, other).close()
+                    continue
+                with pytest.raises(ValueError, match=f"in use by a run on .*process {holder.pid}: stop it first"):
+                    folders.lock(folder, other)
+        finally:
+            holder.kill()
+    with folders.lock(folder), pytest.raises(ValueError, match=str(os.getpid())):  # at once, whoever asks
+        folders.lock(folder, *meeting)
+
+
+def test_the_launcher_refuses_a_folder_in_use_before_it_starts_ranks(tmp_path, quick_python):
+    script = tmp_path / "rank.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    command = [
+        quick_python,
+        "-m",
+        "harness.run.restarts",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        str(script),
+        "zero3",
+    ]
+    with folders.lock(tmp_path / "two"):
+        refused = subprocess.run(
+            [*command, "--folder", str(tmp_path / "two")], capture_output=True, text=True, cwd=ROOT, timeout=60
+        )
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
+    assert "in use" in refused.stderr and not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    (
+        (["zero3", "--folder", "a"], "a"),
+        (["zero3", "--steps", "3", "--folder=a/b"], "a/b"),
+        (["zero3", "--preset", "toy"], None),
+        (["--steps", "3", "zero1"], None),
+    ),
+    ids=str,
+)
+def test_the_launcher_and_the_ranks_mean_the_same_folder(arguments, expected):
+    found = folders.folder_of(arguments, train_options.STAGES)
+    assert found == train_options.arguments(arguments).folder and expected in (None, str(found))
+    assert folders.folder_of(["--steps", "3"], train_options.STAGES) is None
+
+
+def test_a_folder_that_holds_other_things_is_refused(tmp_path):
+    folders.refuse_others(tmp_path / "new")
+    (tmp_path / folders.LOCK).touch()
+    folders.refuse_others(tmp_path)
+    (tmp_path / "notes.md").touch()
+    (tmp_path / "more.md").touch()
+    with pytest.raises(ValueError, match=r"holds other things \(more.md, \.\.\.\) and no run"):
+        folders.refuse_others(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folders.LOCK, "more.md", "notes.md"]
+    (tmp_path / "losses.jsonl").touch()
+    folders.refuse_others(tmp_path)
+    (tmp_path / "losses.jsonl").unlink()
+    (tmp_path / "000002").mkdir()
+    folders.refuse_others(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +598,7 @@ def test_a_folder_with_another_model_is_refused_before_ranks_start(quiet, monkey
         (["zero3", "two"], {}, "'two'"),
         (["zero3"], {"NNODES": "2:1"}, "'2:1'"),
         (["zero3"], {"NNODES": "1:2"}, "RDZV_ENDPOINT"),
+        (["zero3"], {"NNODES": "2", "RDZV_ENDPOINT": "localhost"}, "host:port, got 'localhost'"),
     ),
     ids=str,
 )

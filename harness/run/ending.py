@@ -1,8 +1,14 @@
-"""How a run ends, in one line: stopped by Ctrl-C, or because a process was killed."""
+"""How a run ends, in one line: stopped by Ctrl-C, because a process was killed, or by what no restart mends."""
 
 import contextlib
 import signal
 import sys
+
+NOT_AGAIN = 3  # exit status of a rank that would fail again: the launcher does not start it again
+
+
+class NotAgain(RuntimeError):
+    """An error that a restart does not mend. It ends a rank with the status `NOT_AGAIN`."""
 
 
 def killed_by(number: int) -> str:

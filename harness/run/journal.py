@@ -36,8 +36,11 @@ class Journal:
         """What was written survives the machine as well."""
         os.fsync(self._file.fileno())
 
-    def back(self, joined: float, loaded: float) -> dict | None:
+    def back(self, joined: float, loaded: float, launched: float = 0.0) -> dict | None:
         """After the first step: {phase: seconds} since the last step before, if that run was broken off.
+
+        None also if every launcher has begun later than that step: `launched` is when the first of them did. Then
+        somebody has typed the line again, and the time until then says nothing of the restart.
 
         `joined` and `loaded` are times (seconds since 1970) of this process. A phase is everything from the end of the
         one before it:
@@ -52,6 +55,8 @@ class Journal:
         if not steps:
             return None
         last = steps[-1]["time"]
+        if launched > last:
+            return None
         lost = [line["time"] for line in self._before if line.get("event") == "lost" and line["time"] >= last]
         moments = {"noticed": min(lost, default=None), "restarted": process_began(), "joined": joined}
         moments |= {"loaded": loaded, "first step": time.time()}
@@ -72,6 +77,12 @@ def read(path) -> list[dict]:
         except json.JSONDecodeError:
             continue
     return lines
+
+
+def last_step(folder) -> int:
+    """The last step that the journal in `folder` has; 0 if there is none."""
+    path = Path(folder, NAME)
+    return max((line["step"] for line in read(path) if "event" not in line), default=0) if path.exists() else 0
 
 
 def note_lost(folder, rank: int, step: int, why: str) -> None:

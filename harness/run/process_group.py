@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from harness.run.ending import NOT_AGAIN, NotAgain
+
 TIMEOUT_SECONDS = 120
 
 
@@ -172,7 +174,8 @@ def stop() -> None:
 
 
 def run(main) -> None:
-    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1.
+    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1
+    (`NotAgain`: one message, and status 3).
 
     The other ranks do not wait for this one in vain: torchrun stops them when it exits.
     """
@@ -184,6 +187,8 @@ def run(main) -> None:
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         status = 128 + signal.SIGINT
+    except NotAgain:
+        status = NOT_AGAIN
     except Exception:
         status = 1
     sys.stdout.flush()
@@ -196,6 +201,10 @@ def _reporting(main) -> None:
         main()
     except (ValueError, TypeError, OSError) as error:
         _say(error)
+        raise
+    except NotAgain as error:
+        if os.environ.get("RANK", "0") == "0":  # all ranks have the same one, and the launcher ends with it
+            _say(error)
         raise
     except RuntimeError as error:
         text = str(error)

@@ -10,10 +10,13 @@ end without an error. A second signal ends the ranks at once.
 """
 
 import contextlib
+import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +25,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from harness.run import agent, folder
+from harness.run.ending import NOT_AGAIN
 from harness.run.torchrun import Stopped
 
 DEFAULTS = [
@@ -35,13 +40,35 @@ ONE = 1.0  # second: signals that are nearer to each other are one, as Slurm may
 
 
 class Asked:
-    """The handler of `ASKING`: the first signal makes the file `stop`, a second one raises `Stopped`."""
+    """The handler of `ASKING`: the first signal makes the file `stop`, a second one raises `Stopped`.
+
+    While no rank runs, the first one ends this process. A thread does that: the main one may be in C++, where torch
+    tries for a minute to reach the other machine, and Python calls no handler.
+    """
 
     def __init__(self, stop: Path):
         self.stop, self.first = stop, None
 
+    def listen(self) -> None:
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # Python writes each signal's number there, at once
+        threading.Thread(target=self._leave_if_no_rank_runs, args=(reading,), daemon=True).start()
+
+    def _leave_if_no_rank_runs(self, pipe: int) -> None:
+        while True:
+            number = os.read(pipe, 1)[0]
+            if number in ASKING and not agent.Agent.running:
+                before = "no rank runs now; what was saved before remains"
+                before = before if agent.Agent.started else "no rank had started; nothing to save"
+                _say(f"{signal.Signals(number).name}: {before}")
+                shutil.rmtree(self.stop.parent, ignore_errors=True)
+                os._exit(128 + number)  # an exception would close the meeting of the machines also for the others
+
     def __call__(self, number: int, frame) -> None:
         name = signal.Signals(number).name
+        if not agent.Agent.running:
+            return  # `_leave_if_no_rank_runs` sees it too
         if self.first is None:
             self.first = time.monotonic()
             self.stop.touch()
@@ -55,10 +82,20 @@ def main(arguments: list[str]) -> None:
     """Run torchrun with `arguments`. After a second signal the exit status is 128 + its number."""
     # Without it the new ranks meet at the store of the old ones, and find what these have left (pytorch#135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        stop = Path(folder, "stop")
+    os.environ["ZERO_LAUNCHED"] = str(time.time())
+    options = torchrun.parse_args(arguments)
+    held = _hold(options)  # noqa: F841  until this process ends
+    agent.use(_say)  # it says of a rank that failed what torch would say in some lines of its log
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    if _several(options):
+        others = "the other machine(s)" if not options.nnodes.startswith("1:") else "other machines, if there are any,"
+        print(f"waiting for {others} at {options.rdzv_endpoint} (the same line there)", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        stop = Path(place, "stop")
         os.environ["ZERO_STOP_FILE"] = str(stop)
         asked = Asked(stop)
+        asked.listen()
         for number in ASKING:
             signal.signal(number, asked)
         try:
@@ -68,11 +105,40 @@ def main(arguments: list[str]) -> None:
             _say(f"{signal.Signals(number).name}: left at once. What was saved before remains")
             sys.exit(128 + number)
         except ChildFailedError as error:
+            if any(failure.exitcode == NOT_AGAIN for failure in error.failures.values()):
+                _say(f"restarts do not mend this: {_reason(error.failures)}")
+                sys.exit(NOT_AGAIN)
             _say(f"gave up after the restarts that were allowed: {len(error.failures)} rank(s) failed, see above")
             sys.exit(1)
         except RendezvousError as error:
             _say(f"the machines cannot agree on who takes part ({error}). Is the one at --rdzv-endpoint gone?")
             sys.exit(1)
+
+
+def _reason(failures: dict) -> str:
+    """What the first of the ranks that are not to be started again has raised."""
+    _, failure = min(
+        ((rank, failure) for rank, failure in failures.items() if failure.exitcode == NOT_AGAIN), key=lambda one: one[0]
+    )
+    said = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
+    return said.partition(": ")[2] or said  # without the exception's name
+
+
+def _several(options) -> bool:
+    return not options.standalone and options.nnodes not in ("1", "1:1")
+
+
+def _hold(options):
+    """The lock on the folder of the run, or None if it has none. A folder that is in use ends this process."""
+    path = folder.folder_of(options.training_script_args, ("zero1", "zero2", "zero3"))
+    try:
+        return path and folder.lock(path, f"{options.rdzv_endpoint} {options.rdzv_id}" if _several(options) else None)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except OSError as error:  # not every network's file system has locks
+        _say(f"--folder {str(path)!r} cannot be locked ({error.strerror}): nothing keeps a second start out of it")
+        return None
 
 
 def _say(text: str) -> None:

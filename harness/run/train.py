@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import socket
+import threading
 import time
 from functools import partial
 from importlib import import_module
@@ -20,10 +21,11 @@ from harness.engine import checkpoint
 from harness.engine.together import together
 from harness.run import process_group
 from harness.run.data import Sequences, hold_out, load_text
-from harness.run.journal import Journal, note_lost
+from harness.run.ending import NotAgain
+from harness.run.journal import Journal, last_step, note_lost
 from harness.run.leaving import Leaving
 from harness.run.model import GPT, next_token_loss, preset
-from harness.run.train_options import DTYPES, STAGES, arguments, check_batch, learning_rate
+from harness.run.train_options import DTYPES, STAGES, arguments, changed, check_batch, kept, learning_rate
 from harness.run.watchdog import Watchdog
 
 HELD_OUT_BATCHES = 4  # of an evaluation
@@ -102,13 +104,27 @@ class Training:
             self.journal.to_disk()
         self.watchdog.progress("saving", watched=False)  # it waits for the save before it
         about = {"step": self.step, "next": self.next, "rank": self.me.rank, "ranks": self.me.world_size}
+        about["options"] = kept(self.options)
         about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
-        self.saving.add_done_callback(lambda save: save.exception() or print(f"{save.result()}\n", end="", flush=True))
+        self.told = threading.Event()
+        self.saving.add_done_callback(partial(self.saved, self.step, self.told))
+
+    def saved(self, step: int, told: threading.Event, save) -> None:
+        """Rank 0 says what all ranks have written: the files are there, so nobody has to be asked."""
+        try:
+            if self.me.rank == 0 and not save.exception():
+                one = save.result()
+                nbytes = sum(file.stat().st_size for file in one.path.iterdir())
+                took = f"{nbytes:,} bytes in {one.seconds:.1f} s; training stood still for {one.stood_still:.2f} s"
+                print(f"saved step {step} to {one.path}: {took}\n", end="", flush=True)
+        finally:
+            told.set()
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
         folder, rank = self.options.folder, self.me.rank
+        made = last_step(folder) if rank == 0 else 0
         found = together(lambda: checkpoint.complete(folder) if rank == 0 else None, None)[0]
         for path in reversed(found):
             try:
@@ -121,30 +137,49 @@ class Training:
                 torch.set_rng_state(about["random"][0])
                 if torch.cuda.is_available() and len(about["random"]) > 1:
                     torch.cuda.set_rng_state(about["random"][1])
-            self.me.print(f"going on after step {self.step}, from {path}")
+            again = f": {made - self.step} steps are made again" if self.step < min(made, self.options.steps) else ""
+            self.me.print(f"going on after step {self.step}, from {path}{again}")
+            if news := changed(about.get("options", {}), self.options):
+                self.me.print(f"changed since step {self.step}: {', '.join(news)}")
             return
         if found:
-            raise RuntimeError(f"no checkpoint in {str(folder)!r} is good. To begin anew take another --folder")
+            raise NotAgain(
+                f"no checkpoint in {str(folder)!r} is good; losses.jsonl has steps up to {last_step(folder)}. To begin "
+                "anew take another --folder"
+            )
+        if made:
+            self.me.print(f"no checkpoint was saved yet: all {made} steps are made again")
 
     def run(self, leaving: Leaving, joined: float) -> None:
         """Go on where the run has stopped, until its end or until somebody asks a rank to leave."""
         self.watchdog.progress("loading", watched=False)
         self.load()
         times = {"joined": joined, "loaded": time.time()}
-        processes = together(lambda: f"{socket.gethostname()}:{os.getpid()}", None)
+        launched = float(os.environ.get("ZERO_LAUNCHED", 0))
+        processes = together(lambda: (f"{socket.gethostname()}:{os.getpid()}", launched), None)
+        processes, times["launched"] = [name for name, _ in processes], min(began for _, began in processes)
         self.journal = Journal(self.options.folder, self.step) if self.me.rank == 0 else None
         about = {"stage": self.options.stage, "preset": self.options.preset, "ranks": self.me.world_size}
+        first, wanted = self.step, self.options.steps
         self.log(event="start", step=self.step, **about, processes=processes)
         try:
             why = self.steps(leaving, times)
             self.watchdog.progress("saving", watched=False)
             if self.saving:
                 self.saving.result()
+                self.told.wait(10)  # so that the run's last line is printed after the save's
         except Exception as error:
             self.lost(str(error))
             raise
         self.log(event="left", step=self.step, why=why)
-        self.me.print(f"{why}, after step {self.step} of {self.options.steps}. The same line goes on from here")
+        if why != "done":
+            self.me.print(f"{why}, after step {self.step} of {wanted}. The same line goes on from here")
+        elif first >= wanted:
+            self.me.print(
+                f"already at step {first}, --steps is {wanted}: nothing to do. A larger --steps goes on from here"
+            )
+        else:
+            self.me.print(f"done: {wanted} steps. A larger --steps goes on from here")
 
     def steps(self, leaving: Leaving, times: dict) -> str:
         options, me, first = self.options, self.me, True

@@ -11,14 +11,26 @@ import torch
 from harness.engine import checkpoint
 from harness.engine.safe_reader import Folder
 from harness.run import process_group
+from harness.run.folder import refuse_others
+from harness.run.journal import read
 from harness.run.model import GPT, PRESETS, preset
 
 STAGES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; shards and gradients' sums are float32
 
+# What a run may change when it goes on, and what then is another run than the one without a break.
+KEPT = ("data", "steps", "batch", "accumulate", "dtype", "lr", "warmup", "clip", "seed")
+RATE = (
+    "AdamW's, after the warm-up; then a cosine down to a tenth at --steps (another --steps is another curve) "
+    "(default 1e-3)"
+)
+
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="train", description="A training run that comes back: the same line goes on.")
+    usage = "./launch.sh train STAGE [N] [options]"
+    parser = argparse.ArgumentParser(
+        prog="train", usage=usage, description="A training run that comes back: the same line goes on."
+    )
     parser.add_argument("stage", help=", ".join(STAGES))
     parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
     parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
@@ -26,7 +38,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences per step, of all ranks together (default 8)")
     parser.add_argument("--accumulate", type=int, default=1, help="backwards per step, each on a part (default 1)")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="to compute in (default fp32)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's, after the warm-up (default 1e-3)")
+    parser.add_argument("--lr", type=float, default=1e-3, help=RATE)
     parser.add_argument("--warmup", type=int, default=10, help="steps in which it grows to that (default 10)")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: any (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
@@ -65,6 +77,7 @@ def check_batch(options: argparse.Namespace, ranks: int) -> None:
 
 
 def _check_folder(options: argparse.Namespace) -> None:
+    refuse_others(options.folder)
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
         (options.folder / "losses.jsonl").touch()
@@ -76,7 +89,27 @@ def _check_folder(options: argparse.Namespace) -> None:
         with contextlib.suppress(checkpoint.Damaged):  # the ranks will take the one before it
             there = {name: value.shape for name, value in Folder(path, check=False).model_on_meta().items()}
             if there != wanted:
-                raise ValueError(f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r}")
+                starts = [line for line in read(options.folder / "losses.jsonl") if line.get("event") == "start"]
+                own = (
+                    f"(preset {starts[-1]['preset']}): take --preset {starts[-1]['preset']}"
+                    if starts
+                    else "(see there): take its --preset"
+                )
+                raise ValueError(
+                    f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r} {own} or "
+                    "another --folder"
+                )
+
+
+def kept(options: argparse.Namespace) -> dict:
+    """What a checkpoint keeps of the options, so that the next start can say what is new."""
+    return {name: getattr(options, name) for name in KEPT}
+
+
+def changed(before: dict, options: argparse.Namespace) -> list[str]:
+    """Which options are others than those `before`, as in "--batch 8 -> 16". An older checkpoint may have none."""
+    now = kept(options)
+    return [f"--{name} {before[name]} -> {now[name]}" for name in KEPT if name in before and before[name] != now[name]]
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:

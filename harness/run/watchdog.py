@@ -39,17 +39,18 @@ class Watchdog:
         while True:
             time.sleep(min(1.0, self._limit / 10))
             if os.getppid() != self._launcher:  # somebody has killed torchrun, and torchrun cannot stop this rank
-                self._leave(f"its launcher is gone, in {self._doing}")
+                # At once: the same line may start again now, and two runs in one folder would damage each other.
+                self._leave(f"its launcher is gone, in {self._doing}", grace=0)
             if time.monotonic() - self._since > self._limit:
                 self._leave(f"no progress for {self._limit:g} s in {self._doing}")
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, grace: float = GRACE) -> None:
         lines = [f"[rank {self._rank}] {why}", f"at {place(self._main)}", *position()]
         print("\n    ".join(lines), file=sys.stderr, flush=True)
         try:
             self._lost(why)
         finally:
-            time.sleep(GRACE)
+            time.sleep(grace)
             os._exit(1)
 
 

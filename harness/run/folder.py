@@ -1,0 +1,97 @@
+"""A run's folder belongs to one run: what the folder may hold, and the lock that keeps a second start out.
+
+The lock is the system's (`flock` on the file `.lock`). It is gone with the process that holds it, however that ends.
+Only the launcher holds it. So after `kill -9` of the launcher the same line can start again at once. The old ranks
+notice it within a second and leave, before new ones have imported torch.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+LOCK = ".lock"
+
+
+def folder_of(arguments: list[str], stages) -> Path | None:
+    """The folder that a training program with these arguments takes; None if they name neither folder nor stage."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--folder")
+    parser.add_argument("--preset", default="tiny")
+    given, _ = parser.parse_known_args(arguments)
+    stage = next((word for word in arguments if word in stages), None)
+    if given.folder:
+        return Path(given.folder)
+    return Path(f"runs/{stage}-{given.preset}") if stage else None
+
+
+def refuse_others(folder: Path) -> None:
+    """Raises ValueError if `folder` holds files, and no run. A new or an empty folder is right; so is a run's."""
+    if not folder.is_dir():
+        return
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if names and "losses.jsonl" not in names and not any(name.isdigit() for name in names):
+        shown = ", ".join(names[:1]) + (", ..." if len(names) > 1 else "")
+        raise ValueError(
+            f"--folder {str(folder)!r} holds other things ({shown}) and no run: take a new or an empty folder"
+        )
+
+
+def lock(folder: Path, meeting: str | None = None):
+    """Hold `folder` as long as the returned file is open. Raises ValueError, which names the holder, if it is in use.
+
+    `meeting` is where the machines of a run of several meet. Launchers that name the same one share the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / LOCK, "a+")  # noqa: SIM115  until the process ends
+    for wait in (0.1, 0.2, 0.4, None):  # between `_first` and `_shared` of another launcher there is a moment
+        if _first(file, meeting) or (meeting and _shared(file, meeting)):
+            return file
+        if wait:
+            time.sleep(wait)
+    holder = _holder(file)
+    file.close()
+    host, process = holder.get("host", "?"), holder.get("process", "?")
+    stop = f"kill -INT {process}" if host == socket.gethostname() else f"there: kill -INT {process}"
+    raise ValueError(
+        f"--folder {str(folder)!r} is in use by a run on {host}, process {process}: stop it first ({stop}), or take "
+        "another --folder"
+    )
+
+
+def _first(file, meeting: str | None) -> bool:
+    """Nobody else holds it: write down who does now, and let the other machines of this run in."""
+    if not _take(file, fcntl.LOCK_EX):
+        return False
+    file.truncate(0)
+    file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "meeting": meeting}) + "\n")
+    file.flush()
+    return meeting is None or _take(file, fcntl.LOCK_SH)
+
+
+def _shared(file, meeting: str) -> bool:
+    if not _take(file, fcntl.LOCK_SH):
+        return False
+    if _holder(file).get("meeting") == meeting:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
+def _take(file, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(file) -> dict:
+    file.seek(0)
+    with contextlib.suppress(json.JSONDecodeError):
+        return json.loads(file.read())
+    return {}
