@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from harness.engine import checkpoint
 from harness.engine.together import together
-from harness.run import process_group
+from harness.run import process_group, said
 from harness.run.data import Sequences, hold_out, load_text
 from harness.run.ending import NotAgain
 from harness.run.journal import Journal, last_step, note_lost
 from harness.run.leaving import Leaving
 from harness.run.model import GPT, next_token_loss, preset
-from harness.run.train_options import DTYPES, STAGES, arguments, changed, check_batch, kept, learning_rate
+from harness.run.train_options import DTYPES, STAGES, arguments, check_batch, kept, learning_rate
 from harness.run.watchdog import Watchdog
 
 HELD_OUT_BATCHES = 4  # of an evaluation
@@ -108,18 +108,7 @@ class Training:
         about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
         self.told = threading.Event()
-        self.saving.add_done_callback(partial(self.saved, self.step, self.told))
-
-    def saved(self, step: int, told: threading.Event, save) -> None:
-        """Rank 0 says what all ranks have written: the files are there, so nobody has to be asked."""
-        try:
-            if self.me.rank == 0 and not save.exception():
-                one = save.result()
-                nbytes = sum(file.stat().st_size for file in one.path.iterdir())
-                took = f"{nbytes:,} bytes in {one.seconds:.1f} s; training stood still for {one.stood_still:.2f} s"
-                print(f"saved step {step} to {one.path}: {took}\n", end="", flush=True)
-        finally:
-            told.set()
+        self.saving.add_done_callback(partial(said.saved, self.step, self.me.rank == 0, self.told))
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
@@ -137,10 +126,7 @@ class Training:
                 torch.set_rng_state(about["random"][0])
                 if torch.cuda.is_available() and len(about["random"]) > 1:
                     torch.cuda.set_rng_state(about["random"][1])
-            again = f": {made - self.step} steps are made again" if self.step < min(made, self.options.steps) else ""
-            self.me.print(f"going on after step {self.step}, from {path}{again}")
-            if news := changed(about.get("options", {}), self.options):
-                self.me.print(f"changed since step {self.step}: {', '.join(news)}")
+            self.me.print(said.going_on(self.step, path, made, about, self.options))
             return
         if found:
             raise NotAgain(
@@ -172,14 +158,7 @@ class Training:
             self.lost(str(error))
             raise
         self.log(event="left", step=self.step, why=why)
-        if why != "done":
-            self.me.print(f"{why}, after step {self.step} of {wanted}. The same line goes on from here")
-        elif first >= wanted:
-            self.me.print(
-                f"already at step {first}, --steps is {wanted}: nothing to do. A larger --steps goes on from here"
-            )
-        else:
-            self.me.print(f"done: {wanted} steps. A larger --steps goes on from here")
+        self.me.print(said.over(why, first, self.step, wanted))
 
     def steps(self, leaving: Leaving, times: dict) -> str:
         options, me, first = self.options, self.me, True
