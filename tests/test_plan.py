@@ -304,10 +304,25 @@ def test_the_recommendation_follows_from_the_numbers():
     assert words.choose([replace(ddp, fits=True), zero2]).setup.engine == "ddp"
     assert words.choose([made("zero2", 1.01, 1), made("zero3", 1.0, 1)]).setup.engine == "zero2"  # the same, to 2%
     assert words.choose([made("zero2", 1.1, 1), made("zero3", 1.0, 1)]).setup.engine == "zero3"
+    equal = words.recommendation([made("zero2", 1.01, 1), made("zero3", 1.0, 1)], cluster)
+    assert "within 2% of the fastest, ZeRO-3" in equal and "the fastest that fits" not in equal
     none = words.recommendation([ddp, replace(zero3, fits=False)], cluster)
     assert none.startswith("Nothing fits: ZeRO-3 needs least, 30 GB of 80") and "--checkpoint-activations" in none
     assert words.changed(ddp, None, "x") == "With x nothing fits."
     assert "it would be ZeRO-3" in words.changed(zero2, zero3, "half the ranks")
+
+
+def test_hybrid_on_one_node_is_zero3_and_left_out():
+    def planned(argv):
+        return options.arguments(argv.split())
+
+    for ranks in (1, 7, 8):
+        one_node = planned(f"--ranks {ranks}")
+        assert "hybrid" not in one_node.engines and "zero3" in one_node.engines and "hybrid" in one_node.left_out
+        with pytest.raises(ValueError, match="would be zero3"):
+            planned(f"--ranks {ranks} --engine hybrid")
+    for argv in ("--ranks 16", "--ranks 8 --ranks-per-node 4", "--ranks 8 --sweep ranks"):
+        assert "hybrid" in planned(argv).engines and planned(argv).left_out is None
 
 
 def test_break_evens_are_named():

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 
 from harness.measure.planner import words
-from harness.measure.planner.options import arguments, check_ranks, cluster_of, setup_of
+from harness.measure.planner.options import arguments, check_ranks, cluster_of, different, setup_of
 from harness.measure.planner.predict import Prediction, predict
 from harness.run import process_group
 
@@ -34,6 +34,8 @@ def plan(options) -> dict:
     config = options.config
     shape = f"{config.layers} blocks of width {config.width}, {config.seq} tokens per sequence"
     print(f"{shape}; {options.ranks} x {options.gpu}, {options.precision}. Recording the engines' events:", flush=True)
+    if options.left_out:
+        print(f"  {options.left_out}", flush=True)
     for engine in options.engines:
         started = time.perf_counter()
         found.append(predict(setup_of(options, engine), cluster))
@@ -48,7 +50,8 @@ def plan(options) -> dict:
         half = options.ranks // 2
         try:
             check_ranks(half, options.ranks_per_node)
-            fewer = [predict(setup_of(options, engine, ranks=half), cluster) for engine in options.engines]
+            engines = different(options.engines, half, options.ranks_per_node) or ["zero3"]  # hybrid's other name
+            fewer = [predict(setup_of(options, engine, ranks=half), cluster) for engine in engines]
             lines.append(words.changed(chosen, words.choose(fewer), f"half the ranks, {half},"))
         except ValueError:
             pass  # half of them are no whole nodes

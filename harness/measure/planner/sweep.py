@@ -87,6 +87,8 @@ def run(options: argparse.Namespace) -> dict:
     from harness.measure.planner import pictures  # matplotlib is needed here alone
 
     engines, rows, words = swept(options), {}, {}
+    if options.left_out:
+        print(options.left_out, flush=True)
     for engine in engines:
         found = points(options, engine)
         words[engine] = break_even(options.sweep, found)

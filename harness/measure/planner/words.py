@@ -16,7 +16,7 @@ TITLES = {
     "fsdp2": "FSDP2",
     "fsdp2_no_reshard": "FSDP2 without resharding",
 }
-SAME = 0.02  # step times that differ by less are called equal: the model is no finer
+SAME = 0.02  # step times that differ by no more are called equal: the model is no finer
 
 
 def table(predictions: Sequence[Prediction]) -> str:
@@ -58,7 +58,12 @@ def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     name, others = TITLES[chosen.setup.engine], [found for found in predictions if found is not chosen]
     rank = ENGINES.index
     simpler = [found for found in others if rank(found.setup.engine) < rank(chosen.setup.engine)]
-    why = ["the first that fits" if not any(found.fits for found in simpler) else "the fastest that fits"]
+    fastest = min((found for found in predictions if found.fits), key=lambda found: found.step)
+    if fastest is not chosen:
+        why = [f"within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}: that counts as equal, and of equals "
+               f"the first in the order {', '.join(ENGINES)} is taken"]  # fmt: skip
+    else:
+        why = ["the first that fits" if not any(found.fits for found in simpler) else "the fastest that fits"]
     quicker = [found for found in others if not found.fits and found.step < chosen.step * (1 - SAME)]
     if quicker:
         one = min(quicker, key=lambda found: found.step)
