@@ -9,6 +9,7 @@ import pytest
 
 from harness.measure import dry_run
 from harness.measure.planner import engines, here, options, record, repeat, sweep, validate, words
+from harness.measure.planner import predict as predict_module
 from harness.measure.planner.engines import ENGINES, Setup
 from harness.measure.planner.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
 from harness.measure.planner.hardware import BUS, GPUS, NODES, Cluster
@@ -323,6 +324,16 @@ def test_hybrid_on_one_node_is_zero3_and_left_out():
             planned(f"--ranks {ranks} --engine hybrid")
     for argv in ("--ranks 16", "--ranks 8 --ranks-per-node 4", "--ranks 8 --sweep ranks"):
         assert "hybrid" in planned(argv).engines and planned(argv).left_out is None
+
+
+def test_memory_and_plan_agree_on_what_fits(monkeypatch):
+    cluster = Cluster(replace(GPUS["h100"], memory_gb=24))
+    fits = []
+    for live in range(20_900_000_000, 21_000_000_000, 10_000_000):
+        monkeypatch.setattr(predict_module, "recording", lambda setup, live=live: Recording((compute(1),), live, 1))
+        fits.append(predict(Setup(SMALL, "zero3", 8), cluster).fits)
+        assert fits[-1] == (24 in dry_run.fits_on(live))
+    assert set(fits) == {True, False}
 
 
 def test_break_evens_are_named():

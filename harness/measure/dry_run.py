@@ -35,6 +35,7 @@ import zero1
 from harness.measure import fake_gpu
 from harness.measure.memory import held_bytes, warm_up
 from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
+from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import micro_batches, process_group
 from harness.run.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
@@ -519,9 +520,9 @@ def _peak(row: dict, size: float) -> str:
     return "OUT OF MEMORY" if "out_of_memory" in row else f"{row['peak_bytes'] / size:.2f}"
 
 
-def fits_on(nbytes: int) -> list[int]:
-    """The GPUs, in GB, that have so many bytes."""
-    return [gigabytes for gigabytes in GPUS if nbytes <= gigabytes * 1e9]
+def fits_on(peak: float) -> list[int]:
+    """The GPUs, in GB, on which a peak of so many live bytes fits, by the planner's rule."""
+    return [gigabytes for gigabytes in GPUS if needed_bytes(peak) <= gigabytes * 1e9]
 
 
 def formula_name(results: dict) -> str:
@@ -613,15 +614,17 @@ def report(results: dict) -> str:
 
     lines += [
         "",
-        "On which GPUs it fits (GB of 10^9 bytes; what a GPU has beyond that is for CUDA and fragments):",
+        f"On which GPUs it fits (GB of 10^9 bytes; needed: the peak, {GAPS:.0%} more for the allocator's gaps, and "
+        f"{CONTEXT_BYTES / 1e9:.0f} GB",
+        "for CUDA and NCCL, all assumed as in ./launch.sh plan):",
     ]
     for name, row in engines.items():
         if "out_of_memory" in row:
             lines.append(f"  {name_of[name]}: OUT OF MEMORY here. {row['out_of_memory']}")
             continue
         fits = fits_on(row["peak_bytes"])
-        answer = f"from {fits[0]} GB on" if fits else f"on none of them: {row['peak_bytes'] / 1e9:.1f} GB are needed"
-        lines.append(f"  {name_of[name]}: {answer}")
+        answer = f"from {fits[0]} GB on" if fits else "on none of them"
+        lines.append(f"  {name_of[name]}: {answer}, {needed_bytes(row['peak_bytes']) / 1e9:.1f} GB are needed")
     order = [name for name in ("ddp", "zero1", "zero2", "zero3") if name in ran]
     for gigabytes in GPUS if order else ():
         first = next((name for name in order if gigabytes in fits_on(ran[name]["peak_bytes"])), None)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from harness.measure.planner.engines import ENGINES
-from harness.measure.planner.hardware import GB, Cluster
-from harness.measure.planner.predict import CONTEXT_BYTES, GAPS, Prediction
+from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, GB, Cluster
+from harness.measure.planner.predict import Prediction
 
 TITLES = {
     "ddp": "DDP",
