@@ -160,6 +160,23 @@ def test_products_of_matrices_are_counted_as_the_shapes_say():
     assert flops == 6 * with_weights * SMALL.seq + causal
 
 
+def test_the_update_and_the_copies_move_what_a_rank_has_and_no_more():
+    """A DTensor counts with the rank's own part, and what an operation only writes is not read."""
+
+    def moved(found, name):
+        return sum(event.nbytes for event in found.events if isinstance(event, Operation) and event.name == name)
+
+    for engine in ("zero3", "fsdp2"):  # AdamW reads weights, gradients, two moments, and writes all but the gradients
+        shard = recorded(engine).parameters / 4
+        assert moved(recorded(engine), "_fused_adamw_") == pytest.approx(28 * shard, rel=0.01)
+    found, sent = recorded("fsdp2"), {"all-gather": 0, "reduce-scatter": 0}
+    for one in found.collectives():
+        sent[one.kind] += one.nbytes
+    assert moved(found, "split_with_sizes_copy") == pytest.approx(2 * sent["all-gather"], rel=0.01)
+    # bfloat16 gradients into the float32 buffer of the reduce-scatter
+    assert moved(found, "chunk_cat") == pytest.approx(1.5 * sent["reduce-scatter"], rel=0.01)
+
+
 @pytest.mark.parametrize("engine", ("zero2", "zero3", "fsdp2", "hybrid"))
 def test_the_events_send_and_hold_what_the_dry_run_measures(engine):
     name, more, row = ("zero3", ["--replicas", "2"], 2) if engine == "hybrid" else (engine, [], None)
@@ -336,6 +353,17 @@ def test_memory_and_plan_agree_on_what_fits(monkeypatch):
     assert set(fits) == {True, False}
 
 
+def test_the_table_says_what_nothing_holds_to_account():
+    published = {row.setup.engine for row in ROWS}
+    for engine in ENGINES:
+        said = words.table([made(engine, 1.0, 1)]).splitlines()
+        assert (len(said) == 3) == ("†" in said[1]) == (engine not in published), engine
+    for gpu in GPUS.values():
+        said = words.assumptions(Cluster(gpu))
+        assert ("not fitted" in said) == (gpu.name not in {row.gpu for row in ROWS if row.one_node})
+    assert "(24 GB)" in words.gpus(2, Cluster(GPUS["rtx4090"]))
+
+
 def test_break_evens_are_named():
     def at(exposed, step=1.0):
         return replace(made("zero3", step, 1), times=Times(step=step, exposed=exposed * step))
@@ -355,7 +383,7 @@ def test_break_evens_are_named():
         ("--ranks 0", "--ranks"),
         ("--layers 2 --width 65 --heads 4 --vocab 8 --seq 8", "65"),
         ("--layers 2 --width 64 --heads 4 --kv-heads 3 --vocab 8 --seq 8", "kv-heads 3"),
-        ("--layers 2 --width 64", "--heads"),
+        ("--layers 2 --width 64", "--heads, --vocab, --seq"),
         ("--preset 7b --width 64", "--width"),
         ("--preset 8x", "8x"),
         ("--intra-GBps 0", "--intra-GBps"),
@@ -434,6 +462,13 @@ def test_measured_rates_are_read_between_their_sizes():
     assert 2 < rates.collective_seconds(gather(2**18)) < 4
     assert rates.collective_seconds(gather(2**26)) == pytest.approx(64)
     assert rates.seconds(compute(10**9)) == pytest.approx(1)
+
+
+def test_the_replay_of_this_machine_is_summed_up_without_signs():
+    rows = [{"error": error, "lowest_ms": 100, "highest_ms": 100 + more} for error, more in
+            ((-0.3, 20), (0.1, 60), (0.2, 40))]  # fmt: skip
+    said = here.summary(rows)
+    assert "median difference 20%, largest 30%" in said and "spread by 40%" in said
 
 
 def test_every_engine_has_a_name_in_words():

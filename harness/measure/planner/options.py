@@ -124,9 +124,8 @@ def _config(options: argparse.Namespace) -> GPTConfig:
                 "--vocab and --seq"
             )
         return replace(preset(name), **given)
-    for name in ("layers", "width", "heads", "vocab", "seq"):
-        if name not in given:
-            raise ValueError(f"a shape of your own needs --{name} as well")
+    if missing := [f"--{name}" for name in ("layers", "width", "heads", "vocab", "seq") if name not in given]:
+        raise ValueError(f"a shape of your own needs {', '.join(missing)} as well")
     return GPTConfig(**given, gated=options.gated, tied=options.tied, bias=False)
 
 
