@@ -182,7 +182,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.engines = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in options.engines:
         if name not in known:
-            offload = " with --offload" if name in ENGINES else ""
+            offload = " with --offload (DDP has no offload: it cuts nothing)" if name in ENGINES else ""
             raise ValueError(f"no engine {name!r}{offload}; there are: {', '.join(known)}")
     if not options.engines:
         raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
@@ -512,7 +512,7 @@ def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
             row.pop("curve", None)
             engines[name].append(row)
         peaks = [f"{name} {_peak(row, size)}" for name, row in results["engines"].items()]
-        say(f"  {options.ranks:>5} ranks, peak in {unit}: " + ", ".join(peaks))
+        say(f"  {options.ranks:>5} rank{'s' if options.ranks > 1 else ' '}, peak in {unit}: " + ", ".join(peaks))
     return {"parameters": parameters, "ranks": numbers, **_conditions(options), "engines": engines}
 
 
@@ -639,7 +639,7 @@ def _held(engines: dict[str, dict], size: float) -> list[str]:
     for name, row in engines.items():
         held = row["held_bytes"].values()
         rest = row["difference_bytes"] - row["step_counters_bytes"]
-        difference = f"{row['difference_bytes']:+,} = {row['step_counters_bytes']:,} step counters"
+        difference = f"{row['difference_bytes']:+,} = {row['step_counters_bytes'] // 4:,} step counters of 4 bytes"
         difference += f" {rest:+,} padding" if rest else ""
         numbers = [f"{nbytes / size:.3f}" for nbytes in (*held, sum(held), row["formula_bytes"])]
         rows.append([name, *numbers, difference])
