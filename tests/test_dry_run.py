@@ -86,6 +86,12 @@ def test_the_peak_is_what_its_formula_says(stage, own, ranks):
     assert memory.peak == pytest.approx(state, rel=0.03)
 
 
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
+    row = dry(stage, "--preset", "tiny", "--ranks", "4", "--seq", "2", "--micro-batch", "1", "--accumulate", "3")
+    assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.005)
+
+
 @pytest.mark.parametrize(
     "ranks, more",
     ((1, []), (3, ["--precision", "bf16"]), (8, ["--checkpoint-activations", "--batch", "3"])),

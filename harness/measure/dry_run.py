@@ -75,6 +75,14 @@ OFFLOAD_PEAK_FORMULAS = {
     "zero2": "4Ψ + 4A + 4B + 4A/N",
     "zero3": "4R + 4(p + 3)U + 4U/N",
 }
+# With several backwards per step, from the second on: the shards of the gradients are all there, of the earlier ones,
+# and a new shard is beside them until it is added.
+ACCUMULATED_PEAK_FORMULAS = {
+    "zero1": PEAK_FORMULAS["zero1"],
+    "zero2": "4Ψ + 12Ψ/N + 4A + 4B + 4A/N",
+    "zero3": "16Ψ/N + 4R + 4(p + 3)U + 4U/N",
+}
+NOT_EXACT = "the formula is for one backward per step; gradients of earlier ones are held besides: up to 4Ψ/N"
 
 
 def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
@@ -314,7 +322,7 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         model = make_model(config, device)
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=name == "ddp" and dtype is not None)
-        values = letters(model, shards, offload=offload)
+        values = letters(model, shards, offload=offload or options.accumulate > 1)  # then T does not count
         engine = build(name, model, adamw, device, dtype, mesh, policy)
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
@@ -413,6 +421,8 @@ def formula_of_peak(name: str, options: argparse.Namespace, values: dict[str, fl
     if options.offload:
         formula = OFFLOAD_PEAK_FORMULAS[name]
         return formula if options.replicas == 1 else formula.replace("4A/N", "8A/N").replace("4U/N", "8U/N")
+    if options.accumulate > 1 and options.replicas == 1:
+        return ACCUMULATED_PEAK_FORMULAS[name]
     if name == "zero1" and options.replicas > 1:
         in_step_3 = "8Ψ + 12Ψ/N"  # beside the whole gradients lies the shard of them that the replicas have averaged
         return max(PEAK_FORMULAS[name], in_step_3, key=lambda formula: evaluate(formula, **values))
@@ -583,6 +593,8 @@ def report(results: dict) -> str:
             off = f"{measured / formula - 1:+.3%}"
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
         lines += _columns(rows, left=(0, 4))
+        if results.get("accumulate", 1) > 1 and (results["offload"] or results["replicas"] > 1):
+            lines.append(f"  ({NOT_EXACT})")
         lines += [
             "  Elements: Ψ all parameters, G the largest gradient, U the largest unit, R the root (what no unit has);",
             "  A, B, T of buckets (PEAK_FORMULAS in harness/measure/dry_run.py says which). p: units gathered ahead.",
