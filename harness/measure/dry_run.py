@@ -82,7 +82,9 @@ ACCUMULATED_PEAK_FORMULAS = {
     "zero2": "4Ψ + 12Ψ/N + 4A + 4B + 4A/N",
     "zero3": "16Ψ/N + 4R + 4(p + 3)U + 4U/N",
 }
-NOT_EXACT = "the formula is for one backward per step; gradients of earlier ones are held besides: up to 4Ψ/N"
+NOT_EXACT = (
+    "the formula is for one backward per step; gradients of earlier ones are held besides: up to 4Ψ/N and a shard"
+)
 
 
 def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
@@ -593,7 +595,7 @@ def report(results: dict) -> str:
             off = f"{measured / formula - 1:+.3%}"
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
         lines += _columns(rows, left=(0, 4))
-        if results.get("accumulate", 1) > 1 and (results["offload"] or results["replicas"] > 1):
+        if results.get("accumulate", 1) > 1 and results["replicas"] > 1 and not results["offload"]:
             lines.append(f"  ({NOT_EXACT})")
         lines += [
             "  Elements: Ψ all parameters, G the largest gradient, U the largest unit, R the root (what no unit has);",
