@@ -9,6 +9,7 @@ import pytest
 
 from harness.measure import dry_run
 from harness.measure.planner import engines, here, options, record, repeat, sweep, validate, words
+from harness.measure.planner import predict as predict_module
 from harness.measure.planner.engines import ENGINES, Setup
 from harness.measure.planner.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
 from harness.measure.planner.hardware import BUS, GPUS, NODES, Cluster
@@ -159,6 +160,23 @@ def test_products_of_matrices_are_counted_as_the_shapes_say():
     assert flops == 6 * with_weights * SMALL.seq + causal
 
 
+def test_the_update_and_the_copies_move_what_a_rank_has_and_no_more():
+    """A DTensor counts with the rank's own part, and what an operation only writes is not read."""
+
+    def moved(found, name):
+        return sum(event.nbytes for event in found.events if isinstance(event, Operation) and event.name == name)
+
+    for engine in ("zero3", "fsdp2"):  # AdamW reads weights, gradients, two moments, and writes all but the gradients
+        shard = recorded(engine).parameters / 4
+        assert moved(recorded(engine), "_fused_adamw_") == pytest.approx(28 * shard, rel=0.01)
+    found, sent = recorded("fsdp2"), {"all-gather": 0, "reduce-scatter": 0}
+    for one in found.collectives():
+        sent[one.kind] += one.nbytes
+    assert moved(found, "split_with_sizes_copy") == pytest.approx(2 * sent["all-gather"], rel=0.01)
+    # bfloat16 gradients into the float32 buffer of the reduce-scatter
+    assert moved(found, "chunk_cat") == pytest.approx(1.5 * sent["reduce-scatter"], rel=0.01)
+
+
 @pytest.mark.parametrize("engine", ("zero2", "zero3", "fsdp2", "hybrid"))
 def test_the_events_send_and_hold_what_the_dry_run_measures(engine):
     name, more, row = ("zero3", ["--replicas", "2"], 2) if engine == "hybrid" else (engine, [], None)
@@ -304,10 +322,46 @@ def test_the_recommendation_follows_from_the_numbers():
     assert words.choose([replace(ddp, fits=True), zero2]).setup.engine == "ddp"
     assert words.choose([made("zero2", 1.01, 1), made("zero3", 1.0, 1)]).setup.engine == "zero2"  # the same, to 2%
     assert words.choose([made("zero2", 1.1, 1), made("zero3", 1.0, 1)]).setup.engine == "zero3"
+    equal = words.recommendation([made("zero2", 1.01, 1), made("zero3", 1.0, 1)], cluster)
+    assert "within 2% of the fastest, ZeRO-3" in equal and "the fastest that fits" not in equal
     none = words.recommendation([ddp, replace(zero3, fits=False)], cluster)
     assert none.startswith("Nothing fits: ZeRO-3 needs least, 30 GB of 80") and "--checkpoint-activations" in none
     assert words.changed(ddp, None, "x") == "With x nothing fits."
     assert "it would be ZeRO-3" in words.changed(zero2, zero3, "half the ranks")
+
+
+def test_hybrid_on_one_node_is_zero3_and_left_out():
+    def planned(argv):
+        return options.arguments(argv.split())
+
+    for ranks in (1, 7, 8):
+        one_node = planned(f"--ranks {ranks}")
+        assert "hybrid" not in one_node.engines and "zero3" in one_node.engines and "hybrid" in one_node.left_out
+        with pytest.raises(ValueError, match="would be zero3"):
+            planned(f"--ranks {ranks} --engine hybrid")
+    for argv in ("--ranks 16", "--ranks 8 --ranks-per-node 4", "--ranks 8 --sweep ranks"):
+        assert "hybrid" in planned(argv).engines and planned(argv).left_out is None
+
+
+def test_memory_and_plan_agree_on_what_fits(monkeypatch):
+    cluster = Cluster(replace(GPUS["h100"], memory_gb=24))
+    fits = []
+    for live in range(20_900_000_000, 21_000_000_000, 10_000_000):
+        monkeypatch.setattr(predict_module, "recording", lambda setup, live=live: Recording((compute(1),), live, 1))
+        fits.append(predict(Setup(SMALL, "zero3", 8), cluster).fits)
+        assert fits[-1] == (24 in dry_run.fits_on(live))
+    assert set(fits) == {True, False}
+
+
+def test_the_table_says_what_nothing_holds_to_account():
+    published = {row.setup.engine for row in ROWS}
+    for engine in ENGINES:
+        said = words.table([made(engine, 1.0, 1)]).splitlines()
+        assert (len(said) == 3) == ("†" in said[1]) == (engine not in published), engine
+    for gpu in GPUS.values():
+        said = words.assumptions(Cluster(gpu))
+        assert ("not fitted" in said) == (gpu.name not in {row.gpu for row in ROWS if row.one_node})
+    assert "(24 GB)" in words.gpus(2, Cluster(GPUS["rtx4090"]))
 
 
 def test_break_evens_are_named():
@@ -329,7 +383,7 @@ def test_break_evens_are_named():
         ("--ranks 0", "--ranks"),
         ("--layers 2 --width 65 --heads 4 --vocab 8 --seq 8", "65"),
         ("--layers 2 --width 64 --heads 4 --kv-heads 3 --vocab 8 --seq 8", "kv-heads 3"),
-        ("--layers 2 --width 64", "--heads"),
+        ("--layers 2 --width 64", "--heads, --vocab, --seq"),
         ("--preset 7b --width 64", "--width"),
         ("--preset 8x", "8x"),
         ("--intra-GBps 0", "--intra-GBps"),
@@ -408,6 +462,13 @@ def test_measured_rates_are_read_between_their_sizes():
     assert 2 < rates.collective_seconds(gather(2**18)) < 4
     assert rates.collective_seconds(gather(2**26)) == pytest.approx(64)
     assert rates.seconds(compute(10**9)) == pytest.approx(1)
+
+
+def test_the_replay_of_this_machine_is_summed_up_without_signs():
+    rows = [{"error": error, "lowest_ms": 100, "highest_ms": 100 + more} for error, more in
+            ((-0.3, 20), (0.1, 60), (0.2, 40))]  # fmt: skip
+    said = here.summary(rows)
+    assert "median difference 20%, largest 30%" in said and "spread by 40%" in said
 
 
 def test_every_engine_has_a_name_in_words():

@@ -35,6 +35,7 @@ import zero1
 from harness.measure import fake_gpu
 from harness.measure.memory import held_bytes, warm_up
 from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
+from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import micro_batches, process_group
 from harness.run.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
@@ -74,6 +75,16 @@ OFFLOAD_PEAK_FORMULAS = {
     "zero2": "4Ψ + 4A + 4B + 4A/N",
     "zero3": "4R + 4(p + 3)U + 4U/N",
 }
+# With several backwards per step, from the second on: the shards of the gradients are all there, of the earlier ones,
+# and a new shard is beside them until it is added.
+ACCUMULATED_PEAK_FORMULAS = {
+    "zero1": PEAK_FORMULAS["zero1"],
+    "zero2": "4Ψ + 12Ψ/N + 4A + 4B + 4A/N",
+    "zero3": "16Ψ/N + 4R + 4(p + 3)U + 4U/N",
+}
+NOT_EXACT = (
+    "the formula is for one backward per step; gradients of earlier ones are held besides: up to 4Ψ/N and a shard"
+)
 
 
 def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
@@ -181,7 +192,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.engines = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in options.engines:
         if name not in known:
-            offload = " with --offload" if name in ENGINES else ""
+            offload = " with --offload (DDP has no offload: it cuts nothing)" if name in ENGINES else ""
             raise ValueError(f"no engine {name!r}{offload}; there are: {', '.join(known)}")
     if not options.engines:
         raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
@@ -313,7 +324,7 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         model = make_model(config, device)
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=name == "ddp" and dtype is not None)
-        values = letters(model, shards, offload=offload)
+        values = letters(model, shards, offload=offload or options.accumulate > 1)  # then T does not count
         engine = build(name, model, adamw, device, dtype, mesh, policy)
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
@@ -412,6 +423,8 @@ def formula_of_peak(name: str, options: argparse.Namespace, values: dict[str, fl
     if options.offload:
         formula = OFFLOAD_PEAK_FORMULAS[name]
         return formula if options.replicas == 1 else formula.replace("4A/N", "8A/N").replace("4U/N", "8U/N")
+    if options.accumulate > 1 and options.replicas == 1:
+        return ACCUMULATED_PEAK_FORMULAS[name]
     if name == "zero1" and options.replicas > 1:
         in_step_3 = "8Ψ + 12Ψ/N"  # beside the whole gradients lies the shard of them that the replicas have averaged
         return max(PEAK_FORMULAS[name], in_step_3, key=lambda formula: evaluate(formula, **values))
@@ -511,7 +524,7 @@ def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
             row.pop("curve", None)
             engines[name].append(row)
         peaks = [f"{name} {_peak(row, size)}" for name, row in results["engines"].items()]
-        say(f"  {options.ranks:>5} ranks, peak in {unit}: " + ", ".join(peaks))
+        say(f"  {options.ranks:>5} rank{'s' if options.ranks > 1 else ' '}, peak in {unit}: " + ", ".join(peaks))
     return {"parameters": parameters, "ranks": numbers, **_conditions(options), "engines": engines}
 
 
@@ -519,9 +532,9 @@ def _peak(row: dict, size: float) -> str:
     return "OUT OF MEMORY" if "out_of_memory" in row else f"{row['peak_bytes'] / size:.2f}"
 
 
-def fits_on(nbytes: int) -> list[int]:
-    """The GPUs, in GB, that have so many bytes."""
-    return [gigabytes for gigabytes in GPUS if nbytes <= gigabytes * 1e9]
+def fits_on(peak: float) -> list[int]:
+    """The GPUs, in GB, on which a peak of so many live bytes fits, by the planner's rule."""
+    return [gigabytes for gigabytes in GPUS if needed_bytes(peak) <= gigabytes * 1e9]
 
 
 def formula_name(results: dict) -> str:
@@ -582,6 +595,8 @@ def report(results: dict) -> str:
             off = f"{measured / formula - 1:+.3%}"
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
         lines += _columns(rows, left=(0, 4))
+        if results.get("accumulate", 1) > 1 and results["replicas"] > 1 and not results["offload"]:
+            lines.append(f"  ({NOT_EXACT})")
         lines += [
             "  Elements: Ψ all parameters, G the largest gradient, U the largest unit, R the root (what no unit has);",
             "  A, B, T of buckets (PEAK_FORMULAS in harness/measure/dry_run.py says which). p: units gathered ahead.",
@@ -613,15 +628,17 @@ def report(results: dict) -> str:
 
     lines += [
         "",
-        "On which GPUs it fits (GB of 10^9 bytes; what a GPU has beyond that is for CUDA and fragments):",
+        f"On which GPUs it fits (GB of 10^9 bytes; needed: the peak, {GAPS:.0%} more for the allocator's gaps, and "
+        f"{CONTEXT_BYTES / 1e9:.0f} GB",
+        "for CUDA and NCCL, all assumed as in ./launch.sh plan):",
     ]
     for name, row in engines.items():
         if "out_of_memory" in row:
             lines.append(f"  {name_of[name]}: OUT OF MEMORY here. {row['out_of_memory']}")
             continue
         fits = fits_on(row["peak_bytes"])
-        answer = f"from {fits[0]} GB on" if fits else f"on none of them: {row['peak_bytes'] / 1e9:.1f} GB are needed"
-        lines.append(f"  {name_of[name]}: {answer}")
+        answer = f"from {fits[0]} GB on" if fits else "on none of them"
+        lines.append(f"  {name_of[name]}: {answer}, {needed_bytes(row['peak_bytes']) / 1e9:.1f} GB are needed")
     order = [name for name in ("ddp", "zero1", "zero2", "zero3") if name in ran]
     for gigabytes in GPUS if order else ():
         first = next((name for name in order if gigabytes in fits_on(ran[name]["peak_bytes"])), None)
@@ -636,7 +653,7 @@ def _held(engines: dict[str, dict], size: float) -> list[str]:
     for name, row in engines.items():
         held = row["held_bytes"].values()
         rest = row["difference_bytes"] - row["step_counters_bytes"]
-        difference = f"{row['difference_bytes']:+,} = {row['step_counters_bytes']:,} step counters"
+        difference = f"{row['difference_bytes']:+,} = {row['step_counters_bytes'] // 4:,} step counters of 4 bytes"
         difference += f" {rest:+,} padding" if rest else ""
         numbers = [f"{nbytes / size:.3f}" for nbytes in (*held, sum(held), row["formula_bytes"])]
         rows.append([name, *numbers, difference])

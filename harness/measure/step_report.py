@@ -24,6 +24,8 @@ def report(result: dict) -> str:
         lines.append(f"No rank stands out: {', '.join(nobody)}.")
     if delay:
         lines.append(f"--slow-rank: rank {delay[0]} was delayed by {delay[1] * 1e3:g} ms in every timed step.")
+        if "single" in runs:
+            lines.append("single was not delayed: it is one process.")
     if unsure := max(run["step_time"]["clocks_unsure_by_ms"] for run in runs.values()):
         lines.append(f"The ranks' clocks are of several machines: waiting and exposed are right to {unsure:.3f} ms.")
     kinds = [kind for kind in KINDS if any(_of_kind(run["step_time"], kind) for run in runs.values())]

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 
 from harness.measure.planner import words
-from harness.measure.planner.options import arguments, check_ranks, cluster_of, setup_of
+from harness.measure.planner.options import arguments, check_ranks, cluster_of, different, setup_of
 from harness.measure.planner.predict import Prediction, predict
 from harness.run import process_group
 
@@ -33,7 +33,12 @@ def plan(options) -> dict:
     cluster, found = cluster_of(options), []
     config = options.config
     shape = f"{config.layers} blocks of width {config.width}, {config.seq} tokens per sequence"
-    print(f"{shape}; {options.ranks} x {options.gpu}, {options.precision}. Recording the engines' events:", flush=True)
+    print(
+        f"{shape}; {words.gpus(options.ranks, cluster)}, {options.precision}. Recording the engines' events:",
+        flush=True,
+    )
+    if options.left_out:
+        print(f"  {options.left_out}", flush=True)
     for engine in options.engines:
         started = time.perf_counter()
         found.append(predict(setup_of(options, engine), cluster))
@@ -41,15 +46,16 @@ def plan(options) -> dict:
     print(f"\nPredicted for {found[0].parameters / 1e9:.2f}e9 parameters:\n{words.table(found)}")
     lines = [words.recommendation(found, cluster)]
     if options.ranks > 1:
-        chosen = words.choose(found)
+        chosen, alone = words.choose(found), len(found) == 1
         what, twice = _twice(options)
         doubled = [predict(setup_of(options, engine), twice) for engine in options.engines]
-        lines.append(words.changed(chosen, words.choose(doubled), f"twice the bandwidth of the {what}"))
+        lines.append(words.changed(chosen, words.choose(doubled), f"twice the bandwidth of the {what}", alone))
         half = options.ranks // 2
         try:
             check_ranks(half, options.ranks_per_node)
-            fewer = [predict(setup_of(options, engine, ranks=half), cluster) for engine in options.engines]
-            lines.append(words.changed(chosen, words.choose(fewer), f"half the ranks, {half},"))
+            engines = different(options.engines, half, options.ranks_per_node) or ["zero3"]  # hybrid's other name
+            fewer = [predict(setup_of(options, engine, ranks=half), cluster) for engine in engines]
+            lines.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})", alone))
         except ValueError:
             pass  # half of them are no whole nodes
     print("\n" + "\n".join(lines) + "\n\n" + words.assumptions(cluster))

@@ -10,6 +10,15 @@ from harness.measure.planner.events import Collective, Operation
 
 GB = 1e9
 
+# Assumed beside the live storages that a GPU must hold: CUDA's context, NCCL's buffers, and the allocator's gaps.
+CONTEXT_BYTES = 2 * GB
+GAPS = 0.05
+
+
+def needed_bytes(peak: float) -> float:
+    """Bytes that a GPU must have for `peak` live bytes. `memory` and `plan` both say "fits" by it."""
+    return peak * (1 + GAPS) + CONTEXT_BYTES
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -26,7 +35,7 @@ class GPU:
     memory_gb: float
     memory_gbps: float
     link_gbps: float
-    efficiency: float = 0.75
+    efficiency: float = 0.73
     attention: float = 0.6
     nvlink: bool = True
 
@@ -46,8 +55,8 @@ GPUS = {
         GPU("b200", 2250, 80, 180, 8000, 900, 0.577, 0.35),
         GPU("h200", 989, 67, 141, 4800, 450, 0.577, 0.35),
         GPU("h100", 989, 67, 80, 3350, 450, 0.577, 0.35),
-        GPU("h100-96gb", 989, 67, 96, 2400, 450, 0.457, 0.35),  # with less memory bandwidth, and capped at 500 W
-        GPU("a100", 312, 19.5, 80, 2000, 300, 0.757, 0.6),
+        GPU("h100-96gb", 989, 67, 96, 2400, 450, 0.427, 0.35),  # with less memory bandwidth, and capped at 500 W
+        GPU("a100", 312, 19.5, 80, 2000, 300, 0.729, 0.6),
         GPU("rtx4090", 165.2, 82.6, 24, 1008, 31, nvlink=False),
         GPU("rtx3090", 71, 35.6, 24, 936, 31, nvlink=False),
         GPU("l4", 121, 30.3, 24, 300, 31, nvlink=False),

@@ -120,6 +120,16 @@ def compare(measured: dict) -> list[dict]:
     return rows
 
 
+def summary(rows: list[dict]) -> str:
+    """How far the replay is off, without signs, beside how far the measured steps of one engine are apart."""
+    off = [abs(row["error"]) for row in rows]
+    spread = statistics.median(row["highest_ms"] / row["lowest_ms"] - 1 for row in rows)
+    return (
+        f"median difference {statistics.median(off):.0%}, largest {max(off):.0%}; "
+        f"the steps themselves spread by {spread:.0%} between the lowest and the highest (median of the engines)"
+    )
+
+
 def run() -> dict:
     """Start the ranks, measure, replay, print; returns what --json writes."""
     print(f"Measuring on {RANKS} CPU ranks over gloo: rates, then the steps of all engines in turn ...", flush=True)
@@ -138,7 +148,8 @@ def run() -> dict:
         print(f"{row['engine']:<20}{row['measured_ms']:>12.1f}{row['lowest_ms']:>9.1f}{row['highest_ms']:>9.1f}"
               f"{row['predicted_ms']:>13.1f}{row['error']:>+12.0%}")  # fmt: skip
     print(
-        "\nThe replay leaves out: the engines' Python, AdamW's several kernels on a CPU (it counts one), cores that\n"
+        f"\n{summary(rows)}\n\n"
+        "The replay leaves out: the engines' Python, AdamW's several kernels on a CPU (it counts one), cores that\n"
         "gloo's threads take from the computation, caches, and memory that is touched for the first time."
     )
     return measured | {"ranks": RANKS, "torch": torch.__version__, "rows": rows}

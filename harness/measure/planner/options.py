@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options, with `config` (the shape) and `engines`. Raises ValueError in one line for what cannot be."""
+    """The options, with `config` (the shape), `engines` and `left_out`. Raises ValueError for what cannot be."""
     options = parser().parse_args(argv)
     for name in WHOLE:
         value = getattr(options, name)
@@ -77,10 +77,25 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in options.engines or [""]:
         _one_of("--engine", name, ENGINES)
     check_ranks(options.ranks, options.ranks_per_node)
+    options.left_out = None  # what is not planned, in words
+    if options.sweep != "ranks" and not (options.validate or options.scale or options.here):
+        given, options.engines = options.engines, different(options.engines, options.ranks, options.ranks_per_node)
+        if options.engines != given:
+            options.left_out = "hybrid: left out, one node: it would be zero3"
+        if not options.engines:
+            raise ValueError(
+                f"--engine hybrid on one node (--ranks {options.ranks}, --ranks-per-node {options.ranks_per_node}) "
+                "would be zero3: use --engine zero3, or more ranks than a node has"
+            )
     GPUS[options.gpu].flops(options.precision)
     process_group.check_writable("--json", options.json)
     options.config = _config(options)
     return options
+
+
+def different(engines: list[str], ranks: int, per_node: int) -> list[str]:
+    """The engines without `hybrid` where all ranks are in one node: it would be zero3 there."""
+    return [name for name in engines if name != "hybrid" or ranks > per_node]
 
 
 def check_ranks(ranks: int, per_node: int) -> None:
@@ -109,9 +124,8 @@ def _config(options: argparse.Namespace) -> GPTConfig:
                 "--vocab and --seq"
             )
         return replace(preset(name), **given)
-    for name in ("layers", "width", "heads", "vocab", "seq"):
-        if name not in given:
-            raise ValueError(f"a shape of your own needs --{name} as well")
+    if missing := [f"--{name}" for name in ("layers", "width", "heads", "vocab", "seq") if name not in given]:
+        raise ValueError(f"a shape of your own needs {', '.join(missing)} as well")
     return GPTConfig(**given, gated=options.gated, tied=options.tied, bias=False)
 
 

@@ -6,14 +6,10 @@ import torch
 
 from harness.measure.gpus import flops_per_token
 from harness.measure.planner.engines import Setup
-from harness.measure.planner.hardware import GB, Cluster
+from harness.measure.planner.hardware import GB, Cluster, needed_bytes
 from harness.measure.planner.repeat import recording
 from harness.measure.planner.replay import Times, replay
 from harness.run.model import GPT, GPTConfig
-
-# Assumed beside the live storages that a GPU must hold: CUDA's context, NCCL's buffers, and the allocator's gaps.
-CONTEXT_BYTES = 2 * GB
-GAPS = 0.05
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ def predict(setup: Setup, cluster: Cluster) -> Prediction:
     events = recording(setup)
     times = replay(events.events, cluster)
     peak = events.peak_bytes()
-    needed = peak * (1 + GAPS) + CONTEXT_BYTES
+    needed = needed_bytes(peak)
     seq = setup.seq or setup.config.seq
     tokens = setup.micro_batch * setup.accumulate * seq / times.step
     mfu = tokens * flops_per_token(setup.config, events.parameters, seq) / cluster.gpu.flops(setup.precision)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -94,7 +95,7 @@ class Recorder(MemoryLedger):
             return  # a view
         nbytes = sum(_nbytes(tensor) for tensor in made)
         if func._schema.is_mutable:
-            nbytes = sum(_nbytes(tensor) for tensor in _written(func, args, kwargs))
+            nbytes = sum(_nbytes(tensor) for tensor in _arguments(func, args, kwargs, _is_written))
         if name == "embedding_dense_backward":
             nbytes += _nbytes(args[0])
         elif name in LOOKS_UP:
@@ -103,7 +104,8 @@ class Recorder(MemoryLedger):
             source = args[1:2] if "copy_" in name else ()
             nbytes += sum(_nbytes(leaf) for leaf in tree_leaves(source) if isinstance(leaf, torch.Tensor))
         else:
-            nbytes += sum(_nbytes(tensor) for tensor in given)
+            out = sum(_nbytes(tensor) for tensor in _arguments(func, args, kwargs, lambda argument: argument.is_out))
+            nbytes += sum(_nbytes(tensor) for tensor in given) - out  # it is written and not read
         dtype = next((tensor.dtype for tensor in (*made, *given) if tensor.is_floating_point()), torch.float32)
         short = "fp32" if dtype in (torch.float32, torch.float64) else "bf16"
         stream = self._streams.current
@@ -173,17 +175,25 @@ class Recorder(MemoryLedger):
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; of one that repeats its memory (`expand`) those that there are."""
+    """Bytes of a tensor's elements; of one that repeats its memory (`expand`) those that there are; of a DTensor the
+    rank's own part."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
     with torch._C.DisableTorchFunctionSubclass():
         return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _written(func, args, kwargs) -> list[torch.Tensor]:
-    values = [*args, *(kwargs[argument.name] for argument in func._schema.arguments if argument.name in kwargs)]
+def _is_written(argument) -> bool:
+    written = argument.alias_info is not None and argument.alias_info.is_write
+    return written and argument.name != "grads"  # AdamW may scale them, and does not here
+
+
+def _arguments(func, args, kwargs, wanted) -> list[torch.Tensor]:
+    """The tensors of those arguments of an operator's schema for which `wanted(argument)`."""
     found = []
-    for argument, value in zip(func._schema.arguments, values):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and argument.name != "grads":  # AdamW may scale them, and does not here
+    for number, argument in enumerate(func._schema.arguments):
+        if wanted(argument):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return found
 

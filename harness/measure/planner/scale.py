@@ -6,6 +6,7 @@ import time
 from harness.measure.planner.engines import Setup
 from harness.measure.planner.options import cluster_of
 from harness.measure.planner.predict import predict
+from harness.measure.planner.words import gpus
 from harness.run.model import preset
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
@@ -16,6 +17,8 @@ PRESETS = ("7b", "70b")
 def run(options: argparse.Namespace) -> dict:
     """Predict all points; blocks are recomputed, as 70B would not fit otherwise. Returns what --json writes."""
     cluster, points = cluster_of(options), []
+    print(f"{gpus('N', cluster)} in nodes of {cluster.per_node}, {options.precision}; {options.micro_batch} "
+          "sequence(s) of 2,048 tokens per rank, blocks recomputed; all predicted:", flush=True)  # fmt: skip
     for name in PRESETS:
         for engine in ENGINES:
             for ranks in RANKS:
@@ -27,7 +30,8 @@ def run(options: argparse.Namespace) -> dict:
                     "peak_bytes": found.peak_bytes, "fits": found.fits, "tokens_per_s": found.tokens_per_s,
                 })  # fmt: skip
                 took = time.perf_counter() - started
+                fits = f"{found.peak_bytes / 1e9:.1f} GB live{'' if found.fits else ', does not fit'}"
                 print(f"{name} {engine} {ranks:>5} GPUs: step {found.step * 1e3:,.0f} ms, exposed {found.exposed:.0%}, "
-                      f"{found.peak_bytes / 1e9:.1f} GB live  (predicted in {took:.1f} s)", flush=True)  # fmt: skip
+                      f"{fits}  (predicted in {took:.1f} s)", flush=True)  # fmt: skip
     about = {"gpu": options.gpu, "precision": options.precision, "micro_batch": options.micro_batch}
     return {"predicted": True, **about, "memory_gb": cluster.gpu.memory_gb, "points": points}

@@ -6,6 +6,7 @@ import os
 from harness.measure.planner.engines import BUCKETED, BY_UNIT
 from harness.measure.planner.options import cluster_of, setup_of
 from harness.measure.planner.predict import Prediction, predict
+from harness.measure.planner.words import gpus
 
 HIDDEN = 0.05  # communication is called hidden when less of the step than this is exposed
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -35,6 +36,18 @@ def _with_bandwidth(options: argparse.Namespace, gbps: float):
     """The network of every node, or in one node the links, with `gbps` GB/s."""
     name = "inter_gbps" if options.ranks > options.ranks_per_node else "intra_gbps"
     return cluster_of(options, **{name: gbps})
+
+
+def _along(options: argparse.Namespace) -> str:
+    """What the first column of the printed points is, with its unit."""
+    network = "the network of a node" if options.ranks > options.ranks_per_node else "a GPU's links inside the node"
+    return {
+        "bandwidth": f"bandwidth of {network}, GB/s per direction",
+        "ranks": "GPUs in all",
+        "micro-batch": "sequences per rank and backward",
+        "bucket": "a bucket, MiB",
+        "prefetch": "units that are gathered ahead",
+    }[options.sweep]
 
 
 def swept(options: argparse.Namespace) -> list[str]:
@@ -87,6 +100,12 @@ def run(options: argparse.Namespace) -> dict:
     from harness.measure.planner import pictures  # matplotlib is needed here alone
 
     engines, rows, words = swept(options), {}, {}
+    if options.left_out:
+        print(options.left_out, flush=True)
+    print(
+        f"{_along(options)}; {gpus('N' if options.sweep == 'ranks' else options.ranks, cluster_of(options))}:",
+        flush=True,
+    )
     for engine in engines:
         found = points(options, engine)
         words[engine] = break_even(options.sweep, found)
@@ -102,7 +121,9 @@ def run(options: argparse.Namespace) -> dict:
             print(f"  {value:>6g}  step {one.step * 1e3:,.1f} ms  exposed {one.exposed:.0%}  "
                   f"{one.tokens_per_s:,.0f} tokens/s/GPU{fits}")  # fmt: skip
     shape = f"{options.layers} blocks" if options.layers else options.preset or "7b"
-    title = f"{shape}, {options.ranks} x {options.gpu}, {options.precision}"
+    title = (
+        f"{shape}, {gpus('N' if options.sweep == 'ranks' else options.ranks, cluster_of(options))}, {options.precision}"
+    )
     results = {"predicted": True, "sweep": options.sweep, "title": title, "engines": rows, "break_even": words}
     os.makedirs(options.out, exist_ok=True)
     print(

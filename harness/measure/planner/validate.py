@@ -91,10 +91,10 @@ def as_json(check: Check) -> dict:
         "fitted": check.fitted,
         "published_tokens_per_s": row.tokens_per_s,
         "predicted_tokens_per_s": round(check.prediction.tokens_per_s, 1),
-        "error": round(check.error, 4),
+        "error": round(check.error, 8),
         "published_peak_bytes": row.peak_bytes,
         "predicted_peak_bytes": check.prediction.peak_bytes,
-        "memory_error": None if check.memory_error is None else round(check.memory_error, 4),
+        "memory_error": None if check.memory_error is None else round(check.memory_error, 8),
         "predicted_exposed": round(check.prediction.exposed, 4),
     }
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from harness.measure.planner.engines import ENGINES
-from harness.measure.planner.hardware import GB, Cluster
-from harness.measure.planner.predict import CONTEXT_BYTES, GAPS, Prediction
+from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, GB, Cluster
+from harness.measure.planner.predict import Prediction
+from harness.measure.planner.published import ROWS
 
 TITLES = {
     "ddp": "DDP",
@@ -16,15 +17,23 @@ TITLES = {
     "fsdp2": "FSDP2",
     "fsdp2_no_reshard": "FSDP2 without resharding",
 }
-SAME = 0.02  # step times that differ by less are called equal: the model is no finer
+PUBLISHED = {row.setup.engine for row in ROWS}
+FITTED = {row.gpu for row in ROWS if row.one_node}
+SAME = 0.02  # step times that differ by no more are called equal: the model is no finer
+
+
+def gpus(ranks: int | str, cluster: Cluster) -> str:
+    """ "8 x a100 (80 GB)": how many of which, and what each can hold."""
+    return f"{ranks} x {cluster.gpu.name} ({cluster.gpu.memory_gb:g} GB)"
 
 
 def table(predictions: Sequence[Prediction]) -> str:
-    """A row per engine. Memory in GB of 10^9 bytes."""
+    """A row per engine; a dagger for those that no published row holds to account. Memory in GB of 10^9 bytes."""
     rows = [("engine", "live GB", "needed GB", "fits", "step ms", "exposed", "tokens/s/GPU", "MFU")]
     for found in predictions:
+        name = found.setup.engine
         rows.append((
-            found.setup.engine, f"{found.peak_bytes / GB:.1f}", f"{found.needed_bytes / GB:.1f}",
+            name + " †" * (name not in PUBLISHED), f"{found.peak_bytes / GB:.1f}", f"{found.needed_bytes / GB:.1f}",
             "yes" if found.fits else "no", f"{found.step * 1e3:,.0f}", f"{found.exposed:.0%}",
             f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
         ))  # fmt: skip
@@ -32,6 +41,8 @@ def table(predictions: Sequence[Prediction]) -> str:
     lines = []
     for row in rows:
         lines.append("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))
+    if any("†" in row[0] for row in rows):
+        lines.append("† no published measurement holds this engine to account")
     return "\n".join(lines)
 
 
@@ -58,8 +69,15 @@ def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     name, others = TITLES[chosen.setup.engine], [found for found in predictions if found is not chosen]
     rank = ENGINES.index
     simpler = [found for found in others if rank(found.setup.engine) < rank(chosen.setup.engine)]
-    why = ["the first that fits" if not any(found.fits for found in simpler) else "the fastest that fits"]
+    fastest = min((found for found in predictions if found.fits), key=lambda found: found.step)
+    if fastest is not chosen:
+        why = [f"within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}: that counts as equal, and of equals "
+               f"the first in the order {', '.join(ENGINES)} is taken"]  # fmt: skip
+    else:
+        why = ["the first that fits" if not any(found.fits for found in simpler) else "the fastest that fits"]
     quicker = [found for found in others if not found.fits and found.step < chosen.step * (1 - SAME)]
+    if len(predictions) == 1:
+        return f"{name} fits."
     if quicker:
         one = min(quicker, key=lambda found: found.step)
         why.append(f"{chosen.step / one.step - 1:.0%} slower than {TITLES[one.setup.engine]}, which does not fit")
@@ -75,11 +93,13 @@ def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     return said
 
 
-def changed(before: Prediction | None, after: Prediction | None, condition: str) -> str:
-    """What the recommendation would be under another condition."""
+def changed(before: Prediction | None, after: Prediction | None, condition: str, alone: bool = False) -> str:
+    """What the recommendation would be under another condition; `alone`: there is but one engine to choose from."""
     if after is None:
         return f"With {condition} nothing fits."
     name = TITLES[after.setup.engine]
+    if alone and before is not None:
+        return f"With {condition}: {after.tokens_per_s / before.tokens_per_s - 1:+.0%} tokens/s per GPU."
     if before is not None and after.setup.engine == before.setup.engine:
         ratio = after.tokens_per_s / before.tokens_per_s - 1
         return f"With {condition} it stays {name}, with {ratio:+.0%} tokens/s per GPU."
@@ -89,10 +109,11 @@ def changed(before: Prediction | None, after: Prediction | None, condition: str)
 def assumptions(cluster: Cluster) -> str:
     """What the prediction rests on, in a few lines."""
     gpu, share = cluster.gpu, cluster.efficiency or cluster.gpu.efficiency
+    origin = "as given" if cluster.efficiency else "fitted" if gpu.name in FITTED else "assumed, not fitted"
     return "\n".join([
         "Predicted, not measured. Assumed:",
-        f"  {gpu.name}: matrix products at {share:.0%} of the peak, flash attention at {gpu.attention:.0%}, other "
-        f"operations at {cluster.memory_efficiency:.0%} of {gpu.memory_gbps:,.0f} GB/s",
+        f"  {gpu.name}: matrix products at {share:.0%} of the peak ({origin}), flash attention at "
+        f"{gpu.attention:.0%}, other operations at {cluster.memory_efficiency:.0%} of {gpu.memory_gbps:,.0f} GB/s",
         f"  links {cluster.intra_gbps or gpu.link_gbps:g} GB/s, network {cluster.inter_gbps:g} GB/s per node of "
         f"{cluster.per_node}; of it NCCL's share by collective and nodes, as others measured it on H100 with EFA",
         f"  a collective {cluster.latency * 1e6:.0f} us and {cluster.hop * 1e6:.0f} us per further node; the host "
