@@ -466,7 +466,7 @@ def test_ask_me_first(chromium, recordings):
         given = right if asked % 2 else (right + 1) % 4
         chromium.press(str(given + 1))
         verdict = chromium.run("return document.getElementById('verdict').textContent")
-        assert verdict.startswith("Right" if given == right else "No")
+        assert verdict.startswith("Right. " if given == right else "No. ")
         assert chromium.run("return watch.k") == now
         chromium.press(RIGHT)
         assert chromium.run("return [watch.k, watch.asked]") == [k, None]

@@ -136,7 +136,10 @@ def _issued_ahead(trace: dict) -> str:
         gathers += 1
         computing = [one["name"] for one in mine[number:] if one["cat"] == "compute" and one["name"] != "root"]
         ahead += bool(computing) and computing[0] != unit
-    return f"{ahead} of {gathers} gathers of blocks were issued before another block computes" if gathers else ""
+    others = f"; {gathers - ahead} more hide behind the root" if 0 < ahead < gathers else ""
+    return (
+        f"{ahead} of {gathers} gathers of blocks were issued before another block computes{others}" if gathers else ""
+    )
 
 
 def _beside(trace: dict) -> str:

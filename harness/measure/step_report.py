@@ -77,8 +77,8 @@ def slowest_words(found: dict) -> str:
     times = [rank["step_ms"] for rank in found["ranks"]]
     return (
         f"Rank {found['slowest_rank']} is the slowest, in {len(found['slowest_in_steps'])} of {found['steps']} "
-        f"steps, by {found['lead_ms']:.1f} ms of own work, most in step {found['lead_in_step']}; "
-        f"the ranks' step times are {min(times):.1f} to {max(times):.1f}."
+        f"steps, by {found['lead_ms']:.1f} ms of own work, most in step {found['lead_in_step']}; the ranks' step "
+        f"times, waiting included, are {min(times):.1f} to {max(times):.1f}."
     )
 
 
@@ -124,7 +124,7 @@ def sentence(found: dict, rank: int) -> str:
         f"where the time of a step goes (mean of {found['steps']} steps, which the instruments slow down):",
         f"of {own['step_ms']:.1f} ms {own['own_ms']:.1f} are this rank's own work, {own['waiting_ms']:.1f} waiting for "
         f"another rank, {exposed:.1f} waiting for bytes;",
-        f"more bytes travelled for {least}{overlapped:.1f} ms while this rank worked, which cost no time.",
+        f"for {least}{overlapped:.1f} ms of its own work collectives were under way, too: that part cost no time.",
         slowest_words(found),
     ]
     return "\n".join(lines).rstrip()

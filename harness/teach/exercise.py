@@ -266,6 +266,7 @@ EXERCISES = {
                 "of it. guard.close(unit.params) turns a use of the freed weights into an error. unit.gathered says "
                 "how it is afterwards.",
                 "about {lines} lines; not a byte of the gathered parameters is left, whoever holds views of them; "
+                "nothing is freed while a gather writes to it; `unit.gathered` says how it is; "
                 "`guard.close(unit.params)` makes their use an error",
                 "`Why freeing means resizing the storage` at the top of exercises/zero3.py",
             ),
@@ -278,7 +279,7 @@ EXERCISES = {
                 'record_function("step 5 gather parameters").',
                 "about {lines} lines; one all-gather per bucket, into the weights: no copy. Output "
                 "`precision.sendable(bucket.flat)`, input `precision.rounded_shard(bucket)`; inside `with "
-                "self.placement.copies_beside():`",
+                "self.placement.copies_beside():`; a work per bucket in `unit.works`, and `unit.gathered` is true",
                 "`Why freeing means resizing the storage` and `gathered` at the top of exercises/zero3.py",
                 first=("With", 0),
                 last=("Assign", "unit.gathered"),
@@ -314,8 +315,8 @@ EXERCISES = {
                 "Step 3: reduce a unit whose gradients are final",
                 "self._send each bucket of the unit that has gradients: unit.trained. Do no more than that: a frozen "
                 "weight of the unit may still be needed, and `after_backward` is called when it is not.",
-                "about {lines} lines; in backward two buckets of whole gradients at most; a reduce-scatter per bucket, "
-                "right after its unit's backward. `Reduction` divides by N",
+                "about {lines} lines; in backward two buckets of whole gradients at most; a reduce-scatter per bucket "
+                "of `unit.trained`, by `_send`, right after its unit's backward. `Reduction` divides by N",
                 "the drawing of backward at the top of exercises/zero3.py; `_send` and `_receive` in it",
                 first=("For", "unit.trained"),
             ),

@@ -303,6 +303,8 @@ def _in_a_students_words(said: str, sheet: Sheet, last: str) -> str:
         )
     if FREED.search(said):
         return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
+    if "'Bucket' object has no attribute 'kept'" in said:
+        return "a bucket of frozen parameters is sent: they have no gradients. Send the buckets of `unit.trained`"
     if found := NOT_READY.search(said):
         unit, how, moment = found.groups()
         why = "still in flight: `_wait(unit)` is missing"

@@ -163,6 +163,8 @@ def next_hints(check, text: str, many: int) -> list[str]:
     shown = check.blank.hints_in(text)
     hints = check.blank.hints[shown : shown + many]
     lines = [f"hint      {hint}" for hint in hints] or [f"hint      there is no other; read {check.read}"]
+    if hints and shown + many < len(check.blank.hints):
+        lines.append(f"          (one more: {' '.join(['--hint'] * (many + 1))})")
     return [part for line in lines for part in _wrapped(line)]
 
 

@@ -163,7 +163,7 @@ const watch = {
       button.classList.toggle("right", j === asked.right);
       button.classList.toggle("wrong", j === i && !right);
     });
-    $("verdict").textContent = `${right ? "Right" : "No"}: ${sentence(this.rec, asked.k)} (${this.right} of ${this.answered} right)`;
+    $("verdict").textContent = `${right ? "Right" : "No"}. ${sentence(this.rec, asked.k)} (${this.right} of ${this.answered} right)`;
     const on = document.createElement("button");
     on.id = "go-on";
     on.textContent = "go on (→)";

@@ -90,12 +90,14 @@ function liveAt(rec, rank, i) {
 
 // Before event k: what will this rank do next? Null if there is nothing to ask; else the question, four answers, and
 // which of them is right. The wrong ones are what the same rank does at other moments of the step, the nearest first.
+// The root is not asked for: its work has no one place (embedding, head, loss) that a reader could know.
 const ASKED = ["compute", "issue", "free", "updated"];
+const asked = ([, , what, subject]) => ASKED.includes(what) && !(what === "compute" && subject === "root");
 function question(rec, k) {
-  if (k >= rec.events.length || !ASKED.includes(rec.events[k][2])) return null;
+  if (k >= rec.events.length || !asked(rec.events[k])) return null;
   const event = rec.events[k], rank = event[1], right = action(rec, event);
   const others = rec.events.map((other, i) => [other, Math.abs(i - k)])
-    .filter(([other]) => other[1] === rank && ASKED.includes(other[2]))
+    .filter(([other]) => other[1] === rank && asked(other))
     .sort((a, b) => a[1] - b[1]).map(([other]) => action(rec, other));
   const wrong = [...new Set(others)].filter((text) => text !== right).slice(0, 3);
   if (wrong.length < 3) return null;
