@@ -184,8 +184,8 @@ class Timeline(TorchDispatchMode):
         if self._cuda:
             self._stream = torch.cuda.current_stream()
             torch.cuda.synchronize()  # so that the GPU's origin is the host's
-        self.opened = time.perf_counter()  # for other instruments' times
         self._origin = self._now()
+        self.opened = time.perf_counter() if self._cuda else self._origin  # for other instruments' times
         return super().__enter__()
 
     def __exit__(self, *exception):
