@@ -1,12 +1,9 @@
 """Ranks that are started once per world size and then sent many cases: starting them is what costs time."""
 
-import contextlib
-import ctypes
 import gc
 import importlib
 import multiprocessing
 import os
-import signal
 import tempfile
 import traceback
 from datetime import timedelta
@@ -50,8 +47,6 @@ def _destroy_what_the_last_case_made() -> None:
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
-    with contextlib.suppress(AttributeError, OSError):  # Linux: a rank that is stopped ends with who started it
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     gc.freeze()  # what was imported is no garbage: a collection, of which the tests make many, need not look at it
     gc.set_threshold(7000)  # and a tenth as many of them
     import torch
@@ -104,14 +99,7 @@ class Pool:
             self._pipes.append(ours)
             self._ranks.append(process)
 
-    def _signal(self, number: int) -> None:
-        """Ranks that wait for a case are stopped: gloo's threads look for messages a hundred times a second."""
-        for process in self._ranks:
-            if process.is_alive():
-                os.kill(process.pid, number)
-
     def run(self, case, **arguments) -> list:
-        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((case.__module__, case.__name__, arguments))
         answers = []
@@ -125,7 +113,6 @@ class Pool:
             self.kill()  # the others may be waiting in a collective; the next case gets new ranks
             self._start()
             raise CaseFailed("\n".join(failures))
-        self._signal(signal.SIGSTOP)
         return [value for _, value in answers]
 
     def kill(self) -> None:
@@ -136,7 +123,6 @@ class Pool:
 
     def let_go(self) -> None:
         """Tell the ranks to leave; `close` waits for them."""
-        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send(None)
 
