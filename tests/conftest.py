@@ -41,7 +41,7 @@ def quick_python():
 
 
 # Further sizes and options of what the tests beside them hold at one size already: only with --thorough, as the
-# suite takes eleven minutes on two cores without them.
+# suite takes ten to thirteen minutes on two cores without them.
 FURTHER = (
     r"test_paths.*-(zero2|reshard_after_forward|\('reshard_after_forward', False\))-[23]\]",
     r"test_equals_one_process_on_the_whole_batch\[.*\{'.*-[124]\]",
