@@ -622,7 +622,7 @@ _IN_ORDER = (
         diagnosis="The hook reduces nothing, and step() reduces everything: all gradients, unsharded, are alive when "
         "backward ends. Between steps 1/N of them is held, and that is what the log says. The peak tells the truth.",
         read="zero2.py, step 3 inside step 2, `ZeRO2.gradients_final`",
-        caught_by=("tests/test_peaks.py::test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
+        caught_by=("zero2_has_two_buckets_of_whole_gradients_at_most",),
         options=SMALL,
     ),
     dict(
@@ -718,7 +718,7 @@ _IN_ORDER = (
         "three no matrix product follows.) The peak is lower because only one bucket is whole at a time: the "
         "one before has arrived, and is freed, when backward goes on.",
         read="zero2.py, step 3, `ZeRO2._send`",
-        caught_by=("tests/test_overlap.py::test_collectives_run_while_the_rank_computes",),
+        caught_by=("collectives_travel_while_the_rank_computes",),
         options=SMALL,
     ),
     dict(
@@ -732,7 +732,7 @@ _IN_ORDER = (
         'The printed ZeRO-3 of "AI in Multiple GPUs" frees like this.',
         read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
         caught_by=(
-            "tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",
+            "zero3_has_only_the_units_in_use_gathered",
             "freeing_gives_the_storage_back",
         ),
     ),
@@ -745,7 +745,7 @@ _IN_ORDER = (
         diagnosis="Forward begins with the all-gathers of all units. They hide well behind the computation, but then "
         "all units are gathered at once, which ZeRO-3 is there to avoid.",
         read="zero3.py, step 1, `ZeRO3.before_forward`: `upcoming`",
-        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
+        caught_by=("zero3_has_only_the_units_in_use_gathered",),
     ),
     dict(
         stage="zero3",
@@ -778,7 +778,7 @@ _IN_ORDER = (
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then has nothing to gather, and all units stay gathered in between.",
         read="zero3.py, step 1, `ZeRO3.after_forward`: `self.reshard_after_forward`",
-        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
+        caught_by=("zero3_has_only_the_units_in_use_gathered",),
     ),
     dict(
         stage="zero3",
