@@ -29,7 +29,7 @@ class Exhibit:
     """One mistake: what a visitor is told before (stage, title) and after (the rest), and how it is run.
 
     `mutate` takes the stage's class and returns the wrong one. `options` go to the engine, `training` to
-    `visit.Training`: the loop in which the mistake shows. `differs` are the lines of the report that are not
+    `loop.Training`: the loop in which the mistake shows. `differs` are the lines of the report that are not
     those of the right engine; or "error", or "timeout". `caught_by` names the tests that fail with the wrong one, as
     pytest does.
     """
@@ -885,7 +885,7 @@ _IN_ORDER = (
         "than the others' before the gradients are summed. All ranks must hear what one has found.",
         read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
         caught_by=("tests/test_precision.py::test_scaling_by_a_power_of_two_changes_nothing",),
-        training={"overflow_at": 1},
+        training={"overflow_at": 3, "steps": 6},
     ),
 )
 
