@@ -10,7 +10,9 @@ from pathlib import Path
 
 import cases_watch
 import pytest
+import torch
 
+from harness.measure import parts
 from harness.measure.parts import PARTS
 from harness.measure.places import LAYERS
 from harness.teach.museum.exhibits import EXHIBITS
@@ -170,6 +172,15 @@ def test_what_is_gathered_has_the_weights_before_the_update(recordings):
     for name in ("zero3", "fsdp2"):
         seen = [v for _, _, _, layer, v in recordings[name]["versions"] if layer == 1]
         assert seen and all(v in (0, [0, 0]) for v in seen)
+
+
+def test_memory_that_is_let_go_of_while_a_step_begins(monkeypatch):
+    """A thread of gloo's lets go of a collective's buffer whenever it likes: here while `begin` looks at another."""
+    with parts.PartsLedger() as memory:
+        alive = [torch.ones(number) for number in (3, 5, 7)]
+        monkeypatch.setattr(parts.time, "perf_counter", lambda: float(len(alive) > 2 and bool(alive.pop().numel())))
+        memory.begin()
+        assert memory.live == 4 * (3 + 5) == [*memory.moments()][-1].live
 
 
 # The command.

@@ -203,12 +203,11 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
     A gloo thread lets go of a collective's buffers a moment after `wait()`, so that a peak may have one of them more.
     """
     found = set()
-    errors = "".join(ours["error"] or "" for ours in wrong)
-    if errors:
+    if errors := "".join(ours["error"] or "" for ours in wrong):
         return {"timeout" if "waited in vain" in errors else "error"}
     for key in ("losses", "norms", "scales"):
         for a, b in zip(right, wrong):
-            pairs = zip(a.get(key, ()), b.get(key, ()))
+            pairs = zip(a[key], b[key])
             if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in pairs):  # NaN is not close to itself
                 found.add(key)
     for line, a, b in rows(right, wrong):
@@ -224,8 +223,8 @@ def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
     head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in ranks)
     lines = [f"{'':<22}{head}"]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
-        for step in range(len(right[0].get(key, ()))):
-            values = [dict(enumerate(found.get(key, ()))).get(step) for found in (*right, *wrong)]
+        for step in range(len(right[0][key])):
+            values = [dict(enumerate(found[key])).get(step) for found in (*right, *wrong)]
             numbers = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
             lines.append(f"{f'{label}, step {step + 1}':<22}{numbers}")
     if wrong[0]["finished"]:
@@ -243,15 +242,8 @@ def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
 
 def catalogue() -> str:
     lines = [f"{exhibit.number:>3}  {exhibit.stage}  {exhibit.title}" for exhibit in EXHIBITS.values()]
-    return "\n".join(
-        [
-            __doc__.splitlines()[0],
-            "",
-            *lines,
-            "",
-            "./launch.sh bug N runs one (--ranks 4), ./launch.sh bug N --hint says where to look, --answer tells.",
-        ]
-    )
+    more = "./launch.sh bug N runs one (--ranks 4), ./launch.sh bug N --hint says where to look, --answer tells."
+    return "\n".join([__doc__.splitlines()[0], "", *lines, "", more])
 
 
 def hint(exhibit: Exhibit) -> str:
@@ -337,13 +329,8 @@ def show(exhibit: Exhibit, ranks: int = RANKS) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, "ZERO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            [sys.executable, *command, name],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
+        with subprocess.Popen([sys.executable, *command, name], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
             try:
                 output, _ = process.communicate(timeout=120)
             except subprocess.TimeoutExpired:
