@@ -196,10 +196,11 @@ def offload() -> str:
     without, rows = result(MEMORY)["engines"], []
     for name, row in result(OFFLOAD)["engines"].items():
         held, host = sum(row["held_bytes"].values()), row["host"]
-        numbers = [without[name]["peak_bytes"], row["peak_bytes"], held, host["peak_bytes"]]
+        more = host["pinned_bytes"] - host["held_bytes"]["parameters"] - host["held_bytes"]["gradients"]
+        numbers = [without[name]["peak_bytes"], row["peak_bytes"], held, host["peak_bytes"], host["peak_bytes"] + more]
         rows.append([f"`{name}`", *map(giga, numbers), f"{fits_on(row['peak_bytes'])[0]} GB"])
-    columns = ["engine", "peak without, GB", "device, peak, GB", "device, held, GB", "host, GB", "smallest GPU"]
-    return table(columns, rows)
+    columns = ["peak without, GB", "device, peak, GB", "device, held, GB", "host, GB", "if pinned, GB", "smallest GPU"]
+    return table(["engine", *columns], rows)
 
 
 def host_update() -> str:
