@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.engine import precision
 from harness.engine.autograd import backward_now
-from harness.engine.hooks import no_hook
+from harness.engine.hooks import no_hook, not_compiled
 from harness.engine.tensor_parallel import local
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
@@ -57,6 +57,7 @@ class Look:
     def __reduce__(self):  # in a copy of the model nobody looks
         return no_hook, ()
 
+    @not_compiled
     def __call__(self, model: nn.Module, args) -> None:
         if self._engine() is None or backward_now() is not None:  # gone; or activation checkpointing runs it again
             return
