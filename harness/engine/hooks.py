@@ -4,9 +4,9 @@ import weakref
 
 import torch
 
-# `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph: it
-# gathers, frees and sends, and looks at objects that mean nothing to a compiler. Marked so, it is called as it is, as
-# FSDP2's hooks are. This is `torch.compiler.disable`, which would import the compiler here and not when it is needed.
+# `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph:
+# it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. The mark is
+# `torch.compiler.disable`, in a form that imports the compiler when it is needed and not here.
 not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 

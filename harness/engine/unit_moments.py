@@ -15,6 +15,7 @@ from harness.engine.autograd import backward_now
 from harness.engine.hooks import WeakHook
 from harness.engine.moments import BucketMoments
 from harness.engine.tensor_parallel import local
+from harness.engine.watch import moved_message
 
 
 class Run:
@@ -118,6 +119,7 @@ class UnitMoments(BucketMoments):
         self._require_gathered(unit, "before_forward")
 
     def _after_unit(self, unit, module, args, output):
+        refuse_moved(unit)
         if backward_now() is not None:
             return  # run again for backward, which needs its weights: `_complete` or `_end_backward` frees it
         run = self._latest.get(unit)
@@ -138,6 +140,9 @@ class UnitMoments(BucketMoments):
             self._saving.__exit__(None, None, None)
             self._saving = None
         self._in_forward = False
+        if output is not None:  # None: an exception in forward, perhaps; a second one must not hide it
+            for unit in (*self._engine.units, self._engine.root):
+                refuse_moved(unit)
         if self._runs:
             self._order = [run.unit for run in self._runs]
         run = self._run_of_root()
@@ -345,6 +350,20 @@ class UnitMoments(BucketMoments):
     def stepped(self) -> None:
         self._kept = set()  # `step()` frees them
         super().stepped()
+
+
+def refuse_moved(unit) -> None:
+    """Raise RuntimeError if forward has given a gathered weight of `unit` another memory, which no gather fills."""
+    if not unit.gathered:
+        return
+    moved = []
+    for bucket in unit.buckets:
+        storage = bucket.flat.untyped_storage()._cdata
+        for name, param, offset in zip(bucket.names, map(local, bucket.params), bucket.offsets):
+            if param.untyped_storage()._cdata != storage or param.storage_offset() != offset:
+                moved.append(name)
+    if moved:
+        raise RuntimeError(moved_message(moved))
 
 
 def refuse_reentrant(found: bool) -> None:

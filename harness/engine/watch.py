@@ -106,15 +106,19 @@ def _what_changed(came, replaced, flags, moved, lost) -> str:
             "the loss with find_unused=True"
         )
     if moved:
-        return (
-            f"{name_some(moved)} was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), or "
-            "param.data = ...), so the engine would train values that the model no longer uses. Move the model first, "
-            "then build the engine; param_dtype= computes in another dtype"
-        )
+        return moved_message(moved)
     return (
         f"{name_some(lost)} was written to after the engine was built. In mixed precision the engine's values are the "
         "shards, and what is written into the rounded weights is lost with the next step. Change weights by the "
         "optimizer, or by engine.load_full_state_dict()"
+    )
+
+
+def moved_message(names: list[str]) -> str:
+    return (
+        f"{name_some(names)} was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), an RNN's "
+        "flatten_parameters(), or param.data = ...), so the engine would train values that the model no longer uses. "
+        "Move the model first, then build the engine; param_dtype= computes in another dtype"
     )
 
 
