@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import guard
 from harness.engine.autograd import backward_now
-from harness.engine.hooks import WeakHook
+from harness.engine.hooks import WeakHook, not_compiled
 from harness.engine.moments import BucketMoments
 from harness.engine.tensor_parallel import local
 from harness.engine.watch import moved_message
@@ -192,6 +192,7 @@ class UnitMoments(BucketMoments):
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
         self._saving.__enter__()
 
+    @not_compiled
     def _pack(self, tensor: torch.Tensor):
         """Forward saves `tensor`. If it lies in a unit's buffer, remember whose it is."""
         address = local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
@@ -206,6 +207,7 @@ class UnitMoments(BucketMoments):
         run.saved = True
         return tensor, tensor._version, run
 
+    @not_compiled
     def _unpack(self, saved) -> torch.Tensor:
         """Backward is about to read what forward saved."""
         tensor, version, run = saved
@@ -244,6 +246,7 @@ class UnitMoments(BucketMoments):
         refuse_reentrant(self._backward not in (None, backward_now()))
         super()._begin_backward()
 
+    @not_compiled
     def _ask(self, run: Run) -> None:
         """Backward needs the weights of `run.unit`: the first time the chapter's moment has come."""
         unit = run.unit
@@ -323,7 +326,7 @@ class UnitMoments(BucketMoments):
                 f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "
                 "gathered for it, and stays so until the model's forward ends, in every step. For less memory pass "
                 "units= that hold whole modules whose weights only their own forward uses",
-                stacklevel=4,
+                stacklevel=8,  # past `not_compiled`, which is on the way twice
             )
         self._lent.add(unit)
         self._engine.before_forward(unit, [])
