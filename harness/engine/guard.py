@@ -102,7 +102,11 @@ class Freed:
             return freed._data()
         if name == "data" and len(args) == 2 and args[1] is freed:
             return None  # `module._apply` puts back what did not change
-        if name in _MOVES and _caller() == "torch.nn.modules.module" and _changes_nothing(func, freed, args[1:], kwargs):
+        if (
+            name in _MOVES
+            and _caller() == "torch.nn.modules.module"
+            and _changes_nothing(func, freed, args[1:], kwargs)
+        ):
             return freed  # the whole model is moved, to where it is
         if freed.zero_touched(freed):  # it is gathered now: the model uses it outside its module, or runs a part again
             return func(*args, **kwargs)

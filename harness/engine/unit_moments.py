@@ -123,8 +123,8 @@ class UnitMoments(BucketMoments):
         if backward_now() is not None:
             return  # run again for backward, which needs its weights: `_complete` or `_end_backward` frees it
         run = self._latest.get(unit)
-        may_come = run is None or self._backward_may_come(run, output)
         output = self._without_weights(output)
+        may_come = run is None or self._backward_may_come(run, output)
         if unit in self._lent:
             pass  # until the end of forward
         elif may_come:
@@ -177,6 +177,8 @@ class UnitMoments(BucketMoments):
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         this = weakref.ref(self)
         for tensor in outputs:
+            if tensor.grad_fn is None:
+                continue  # a leaf that passes through: its gradient tells nothing, and it would keep the hook for ever
             tensor.register_hook(lambda gradient: this() and this()._ask(run))
         return bool(outputs)
 
