@@ -18,9 +18,8 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from harness.engine import checkpoint_fit, checkpoint_write, tensor_parallel
+from harness.engine import checkpoint_fit, checkpoint_write, groups, tensor_parallel
 from harness.engine.layout import elementwise, first_element, keys_of, pieces, plain_name
 from harness.engine.rectangles import Cut
 from harness.engine.safe_reader import Damaged, Folder, Unsafe, complete, newest
@@ -65,8 +64,7 @@ def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futu
     """
     _wait_for_last(engine)
     if "background" not in vars(engine):
-        ranks = dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD)
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = groups.another(engine.placement.everyone, "gloo")
         engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
     group, thread = engine.background
     engine.saving = thread.submit(_begin(engine, folder, keep, extra, group, in_background=True))
@@ -85,9 +83,9 @@ def load(engine, folder) -> dict:
     _refuse_parts(engine)
     place = engine.placement
     path = together(lambda: newest(folder) if place.rank == 0 else None, place.everyone)[0]
-    groups = _names_of_groups(engine)
+    names = _names_of_groups(engine)
     source = on_all(lambda: Folder(path, place.rank, place.world_size), place.everyone)
-    return _install(engine, *on_all(lambda: checkpoint_fit.read(engine, source, groups), place.everyone))
+    return _install(engine, *on_all(lambda: checkpoint_fit.read(engine, source, names), place.everyone))
 
 
 def _refuse_parts(engine) -> None:
