@@ -146,6 +146,11 @@ class Folder:
         if digest.hexdigest() != expected:
             raise Damaged(f"{str(file)!r} is not what was written: its SHA-256 is not the one in {SUMS}")
 
+    def under(self, *start) -> dict[tuple, str]:
+        """{rest of the path: name} of what has a path that begins like that."""
+        length = len(start)
+        return {path[length:]: name for path, name in self.entries.items() if path[:length] == start < path}
+
     def size(self, name: str) -> torch.Size | None:
         """The shape of the tensor `name`; None if it is no tensor."""
         return getattr(self.tensors[name], "size", None)
