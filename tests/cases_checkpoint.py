@@ -470,7 +470,7 @@ def what_no_checkpoint_takes(folder: str) -> dict[str, str]:
         said["extra: " + kind] = message(lambda e=engine, v=value: checkpoint.save(e, folder, what=v))
     engine = build("zero2", "sgd", param_groups=None)
     piece = engine.optimizer.param_groups[0]["params"][0]
-    for kind, value in {"rows": torch.zeros(3), "list": [torch.zeros(2)], "numbered": {1: piece.clone()}}.items():
+    for kind, value in {"rows": torch.zeros(2, 2), "list": [torch.zeros(2)], "numbered": {1: piece.clone()}}.items():
         engine.optimizer.state[piece] = {"kept": value} if kind != "numbered" else value
         said["state: " + kind] = message(lambda: checkpoint.save(engine, folder))
     assert not os.path.exists(folder)

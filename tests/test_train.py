@@ -284,7 +284,9 @@ def test_who_asks_it_to_leave_gets_a_checkpoint_and_a_line(stories):
     assert f"left because it was asked to, after step {again.left} of {STEPS}" in last, printed
     assert "Traceback" not in last and "rror" not in last, printed
     # The next start meets the checkpoint of that very step, which is damaged by then, and takes the one before it.
-    assert f"not taken: '{again.damaged}" in again.printed() and "going on after step" in again.printed()
+    assert (
+        re.search(f"not taken: rank .: '{again.damaged}", again.printed()) and "going on after step" in again.printed()
+    )
     for story in stories.values():
         for one in story.result():
             assert "FutureWarning" not in one.printed() and "DeprecationWarning" not in one.printed(), one.printed()

@@ -18,7 +18,8 @@ def together(work, group) -> list:
     dist.all_gather_object(everyone, (said, result), group=group)
     for rank, (said, _) in enumerate(everyone):
         if said is not None:  # the first rank's, on all of them, in the same words
-            raise _KINDS[said[0]](f"rank {rank}: {said[1]}") from problem
+            alike = len({other for other, _ in everyone}) == 1
+            raise _KINDS[said[0]](said[1] if alike else f"rank {rank}: {said[1]}") from problem
     return [result for _, result in everyone]
 
 
