@@ -461,7 +461,12 @@ def any_option(folder: str) -> None:
 def what_no_checkpoint_takes(folder: str) -> dict[str, str]:
     """{what: what `save` says}, before a folder is made."""
     said = {}
-    for kind, value in {"function": message, "array": numpy.zeros(2), "deep": {"a": Runs("x")}}.items():
+    for kind, value in {
+        "function": message,
+        "generator": (x for x in ()),
+        "array": numpy.zeros(2),
+        "deep": {"a": Runs("x")},
+    }.items():
         engine = build("zero1", param_groups=None)
         for group in engine.optimizer.param_groups:
             group["note"] = value if dist.get_rank() == 0 else 1
@@ -510,7 +515,7 @@ def some_ranks_then_all(folder: str) -> None:
         group = dist.new_group(members)
         if dist.get_rank() in members:
             path = os.path.join(folder, str(number))
-            engine = build("zero2", group=group)
+            engine = build("zero3", group=group)  # whose ranks compare notes in a group of their own
             checkpoint.async_save(engine, path, number=number).result()
             checkpoint.save(engine, path, number=number)
             assert checkpoint.load(engine, path) == {"number": number}

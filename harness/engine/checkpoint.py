@@ -10,6 +10,7 @@ How the files come to disk is in checkpoint_write.py, how they are read in safe_
 """
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import io
@@ -19,6 +20,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.engine import checkpoint_fit, checkpoint_write, groups, tensor_parallel
@@ -65,7 +67,7 @@ def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futu
     """
     _wait_for_last(engine)
     if "background" not in vars(engine):
-        group = groups.another(engine.placement.everyone, "gloo")
+        group = groups.new(dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD), "gloo")
         engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
     group, thread = engine.background
     engine.saving = thread.submit(_begin(engine, folder, keep, extra, group, in_background=True))
@@ -171,9 +173,11 @@ def _plain(value):
         return type(value)(map(_plain, value))
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if type(value).__module__ == "numpy" and value.shape == ():
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and value.shape == ():
         return value.item()
-    return copy.deepcopy(value)
+    with contextlib.suppress(Exception):  # what cannot be copied is refused by its name, in a moment
+        value = copy.deepcopy(value)
+    return value
 
 
 def _names_of_groups(engine) -> list[list[str]]:
@@ -218,10 +222,14 @@ def _install(engine, values, options, state, extra) -> dict:
         on_device = groups[id(piece)].get("capturable") or groups[id(piece)].get("fused")
         engine.optimizer.state.pop(piece, None)
         if own:
-            to_place = lambda value: value.to(piece.device) if value.dim() or on_device else value  # noqa: B023, E731
-            engine.optimizer.state[piece] = tree_map_only(torch.Tensor, to_place, own)
+            engine.optimizer.state[piece] = _placed(own, piece.device, numbers=on_device)
     engine._shards_changed()
     return extra
+
+
+def _placed(state: dict, device, numbers: bool) -> dict:
+    """An optimizer's state on the device, a step counter only if the optimizer wants `numbers` there."""
+    return tree_map_only(torch.Tensor, lambda value: value.to(device) if value.dim() or numbers else value, state)
 
 
 def _wait_for_last(engine) -> None:

@@ -50,7 +50,8 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
                 values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
         state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
         extras = extra_states(model)
-        extras = {key: _on_host(value) for key, value in state.items() if plain_name(key) in extras}
+        extras = {key: value for key, value in state.items() if plain_name(key) in extras}
+        extras = tree_map_only(torch.Tensor, torch.Tensor.cpu, extras)
         state.update(together(lambda: extras, engine.placement.everyone)[0] if extras else {})
         for key, tensor in state.items():
             if id(tensor) in values:
@@ -60,10 +61,6 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
                 dist.broadcast(sendable(whole), group_src=0, group=engine.placement.everyone)
                 state[key] = values[id(tensor)] = whole.cpu()
     return state
-
-
-def _on_host(value):
-    return tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
 
 
 def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
@@ -109,11 +106,8 @@ def _state_problem(engine, state) -> Exception | None:
         )
     extras = extra_states(engine.model)
     for key, tensor in own.items():
-        if plain_name(key) in extras or not isinstance(tensor, torch.Tensor):
-            continue
-        if not isinstance(state[key], torch.Tensor):
-            return TypeError(f"{key!r} is a {type(state[key]).__name__} in the state, a tensor here")
-        if tensor.shape != state[key].shape:
+        a_tensor = isinstance(tensor, torch.Tensor) and plain_name(key) not in extras
+        if a_tensor and tensor.shape != state[key].shape:
             return ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
     return None
 

@@ -166,6 +166,7 @@ class Training:
             if self.saving:
                 self.saving.result()
                 self.told.wait(10)  # so that the run's last line is printed after the save's
+            self.watchdog.progress("the end", watched=False)
         except Exception as error:
             self.lost(str(error))
             raise
