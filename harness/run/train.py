@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import wait
 from functools import partial
 from importlib import import_module
 
@@ -22,6 +23,7 @@ from harness.engine.together import together
 from harness.run import process_group, said
 from harness.run.data import Sequences, hold_out, load_text
 from harness.run.ending import NotAgain
+from harness.run.folder import unfinished
 from harness.run.journal import Journal, last_step, note_lost
 from harness.run.leaving import Leaving
 from harness.run.model import GPT, next_token_loss, preset
@@ -102,13 +104,23 @@ class Training:
         """Training goes on as soon as this rank's part is copied."""
         if self.journal:
             self.journal.to_disk()
-        self.watchdog.progress("saving", watched=False)  # it waits for the save before it
+        self.wait_for_save()
+        self.watchdog.progress("saving")
         about = {"step": self.step, "next": self.next, "rank": self.me.rank, "ranks": self.me.world_size}
         about["options"] = kept(self.options)
         about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
         self.told = threading.Event()
         self.saving.add_done_callback(partial(said.saved, self.step, self.me.rank == 0, self.told))
+
+    def wait_for_save(self) -> None:
+        """A save may take its time, as long as the files of all ranks grow."""
+        before = None
+        while self.saving and not self.saving.done():
+            if (nbytes := unfinished(self.options.folder)) != before:
+                self.watchdog.progress(f"the save after step {self.step}")
+            before = nbytes
+            wait([self.saving], timeout=0.2)
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
@@ -150,10 +162,11 @@ class Training:
         self.log(event="start", step=self.step, **about, processes=processes)
         try:
             why = self.steps(leaving, times)
-            self.watchdog.progress("saving", watched=False)
+            self.wait_for_save()
             if self.saving:
                 self.saving.result()
                 self.told.wait(10)  # so that the run's last line is printed after the save's
+            self.watchdog.progress("the end", watched=False)
         except Exception as error:
             self.lost(str(error))
             raise
