@@ -47,7 +47,7 @@ from torch.profiler import record_function
 
 from harness.measure import step_report, step_time
 from harness.measure.gpus import flops_per_token, peak_flops
-from harness.measure.memory import held_bytes, warm_up
+from harness.measure.memory import held_bytes, let_go, warm_up
 from harness.measure.out_of_memory import explained
 from harness.measure.parts import PartsLedger
 from harness.measure.traffic import TrafficLedger
@@ -324,6 +324,7 @@ class Referee:
         losses, held, peak, sent = [], {"parameters": 0, "gradients": 0, "optimizer": 0}, 0, 0
         reserved = 0
         started = time.perf_counter()
+        let_go(self.me.device)
         if self.mine(name):
             batches = [self.batch(name, step) for step in range(self.options.steps)]
             if self.me.device.type == "cuda":

@@ -1,6 +1,7 @@
 """Run on every rank, with a GPU each or one that they share: what only CUDA can show."""
 
 import copy
+import gc
 from functools import partial
 
 import parts
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from cases_layout import padded
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.memory import MemoryLedger, held_bytes, storage_bytes, warm_up
+from harness.measure.memory import MemoryLedger, held_bytes, let_go, storage_bytes, warm_up
 from harness.run.model import GPT, PRESETS, initialize, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -42,6 +44,7 @@ def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
     batches, held = [batch_on(device, step) for step in range(2)], {}
     if device == "cuda":
         warm_up(torch.device(device))
+        gc.collect()  # what the case before has left is not this engine's
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     adamw = partial(ADAMW, fused=True)
     engine = parts.engine_class(engine_name or stage)(wide(device), adamw)
@@ -70,6 +73,7 @@ def allocators_peak(stage: str) -> float:
     device = "cuda"
     batches = [batch_on(device, step) for step in range(3)]
     warm_up(torch.device(device))
+    gc.collect()  # what the case before has left is not this engine's
     before = torch.cuda.memory_allocated()
     with MemoryLedger() as memory:
         engine = parts.STAGES[stage](wide(device), partial(ADAMW, fused=True))
@@ -85,6 +89,22 @@ def allocators_peak(stage: str) -> float:
     assert ledger <= allocated + 2**16, f"the ledger counts {ledger - allocated} bytes that were never allocated"
     assert allocated <= 1.25 * ledger + 8 * 2**20 + unseen, (allocated, ledger)
     return allocated / ledger
+
+
+def ddp_leaves_nothing() -> None:
+    """After `let_go` the allocator has nothing of an engine that is gone, nor of what its collectives have sent."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    warm_up(device)
+    gc.collect()
+    let_go(device)
+    before = torch.cuda.memory_allocated()
+    model = DistributedDataParallel(wide("cuda"), device_ids=[device], gradient_as_bucket_view=True)
+    F.mse_loss(model(batch_on("cuda", 0)[0]), batch_on("cuda", 0)[1]).backward()
+    assert torch.cuda.memory_allocated() > before
+    del model
+    gc.collect()
+    let_go(device)
+    assert torch.cuda.memory_allocated() == before, torch.cuda.memory_allocated() - before
 
 
 class _Sleep(torch.autograd.Function):
@@ -178,9 +198,9 @@ def compute_waits_for_collectives(stage: str, options: dict, forget: bool = Fals
     finally:
         for name, function in real.items():
             setattr(dist, name, function)
-        for _, work in kept if forget else ():
-            work.wait()
-        torch.cuda.synchronize()
+    for _, work in kept if forget else ():  # not after an error: it would hide the first one
+        work.wait()
+    torch.cuda.synchronize()
     assert kept, "no collective was asynchronous: nothing was late"
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
