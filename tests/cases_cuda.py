@@ -21,6 +21,15 @@ LAYERS = 8
 WIDTHS = {"cuda": 1024, "cpu": 128}  # a layer of 4 MiB: what the allocator adds to it is little
 
 
+def allocated_before_a_case() -> int:
+    """Bytes that are no engine's: what the case before has left is gone, and CUDA's libraries have theirs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    warm_up(device)
+    gc.collect()
+    let_go(device)
+    return torch.cuda.memory_allocated()
+
+
 def wide(device: str, layers: int = LAYERS, width: int | None = None) -> nn.Module:
     """Layers without biases: hardly anything but weights."""
 
@@ -42,10 +51,7 @@ def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
     world_size = dist.get_world_size()
     numel = LAYERS * padded([WIDTHS[device] ** 2], world_size)[0]
     batches, held = [batch_on(device, step) for step in range(2)], {}
-    if device == "cuda":
-        warm_up(torch.device(device))
-        gc.collect()  # what the case before has left is not this engine's
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    before = allocated_before_a_case() if device == "cuda" else 0
     adamw = partial(ADAMW, fused=True)
     engine = parts.engine_class(engine_name or stage)(wide(device), adamw)
     engine.training_step(*batches[0], F.mse_loss)
@@ -72,9 +78,7 @@ def allocators_peak(stage: str) -> float:
     """The allocator's peak of a step over the ledger's. Both see the same storages; the allocator rounds up."""
     device = "cuda"
     batches = [batch_on(device, step) for step in range(3)]
-    warm_up(torch.device(device))
-    gc.collect()  # what the case before has left is not this engine's
-    before = torch.cuda.memory_allocated()
+    before = allocated_before_a_case()
     with MemoryLedger() as memory:
         engine = parts.STAGES[stage](wide(device), partial(ADAMW, fused=True))
         for batch in batches[:2]:
@@ -93,11 +97,7 @@ def allocators_peak(stage: str) -> float:
 
 def ddp_leaves_nothing() -> None:
     """After `let_go` the allocator has nothing of an engine that is gone, nor of what its collectives have sent."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    warm_up(device)
-    gc.collect()
-    let_go(device)
-    before = torch.cuda.memory_allocated()
+    device, before = torch.device("cuda", torch.cuda.current_device()), allocated_before_a_case()
     model = DistributedDataParallel(wide("cuda"), device_ids=[device], gradient_as_bucket_view=True)
     F.mse_loss(model(batch_on("cuda", 0)[0]), batch_on("cuda", 0)[1]).backward()
     assert torch.cuda.memory_allocated() > before

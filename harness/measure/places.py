@@ -87,7 +87,7 @@ class PlacesLedger(PartsLedger):
             freed = layer == WHOLE and not nbytes and (number in self._sent if column else not any(total))
             yield Change(moment, row, column, layer, [*total], freed and row is not None, before)
 
-    def live(self, timeline) -> list[tuple[float, Counter]]:
+    def on_timeline(self, timeline) -> list[tuple[float, Counter]]:
         """(seconds on `timeline`, {part: bytes}) after each event since `begin`, with `clock` as `timeline.now`.
 
         On a GPU the times are the GPU's, as those of the spans are: the host may be far ahead.

@@ -132,7 +132,8 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     with PlacesLedger(engine) as memory, Timeline(engine, me.device) as timeline:
         memory.clock = timeline.now
         micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
-    live = [(seconds, {part: parts[part] for part in PARTS}) for seconds, parts in memory.live(timeline)]
+        memory.clock = None
+    live = [(seconds, {part: parts[part] for part in PARTS}) for seconds, parts in memory.on_timeline(timeline)]
     everyone = [None] * me.world_size
     spans = in_rows(timeline.spans, timeline.collectives, memory)
     dist.all_gather_object(everyone, (partition, spans, live))
