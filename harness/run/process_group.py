@@ -130,6 +130,9 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
     chosen = torch.device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # before anything else touches a GPU
+    else:
+        # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     dist.init_process_group(
         backend,
         # Nothing waits for ever: a rank that never comes is an error on the others after this time.
