@@ -130,10 +130,10 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     """One more step of all ranks, into one file; what step 0 was stands before it."""
     dist.barrier()  # the ranks' clocks start here
     with PlacesLedger(engine) as memory, Timeline(engine, me.device) as timeline:
+        memory.clock = timeline.now
         micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
-    live = [
-        (moment.seconds, {part: moment.parts[part] for part in PARTS}) for moment in memory.moments(timeline.opened)
-    ]
+        memory.clock = None
+    live = [(seconds, {part: parts[part] for part in PARTS}) for seconds, parts in memory.on_timeline(timeline)]
     everyone = [None] * me.world_size
     spans = in_rows(timeline.spans, timeline.collectives, memory)
     dist.all_gather_object(everyone, (partition, spans, live))
