@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from harness.measure import dry_run
-from harness.measure.planner import engines, here, options, record, repeat, sweep, validate, words
-from harness.measure.planner import predict as predict_module
-from harness.measure.planner.engines import ENGINES, Setup
-from harness.measure.planner.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
-from harness.measure.planner.hardware import BUS, GPUS, NODES, Cluster
-from harness.measure.planner.predict import Prediction, predict
-from harness.measure.planner.published import LLAMA_1B, ROWS
-from harness.measure.planner.replay import Times, replay
 from harness.measure.traffic import sent_bytes
+from harness.plan import one_rank, options, record, repeat, sweep, validate, words
+from harness.plan import predict as predict_module
+from harness.plan.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
+from harness.plan.hardware import BUS, GPUS, NODES, Cluster
+from harness.plan.one_rank import ENGINES, Setup
+from harness.plan.predict import Prediction, predict
+from harness.plan.published import LLAMA_1B, ROWS
+from harness.plan.replay import Times, replay
 from harness.run.model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,9 +207,9 @@ def test_prefetch_buckets_and_units_change_the_events_and_so_the_prediction(monk
     small, large = recorded("zero2", bucket_mb=0.02), recorded("zero2", bucket_mb=10)
     assert len(small.collectives()) > len(large.collectives()) == 2
     assert step(small) != step(large)
-    plain = engines.ZeRO3
+    plain = one_rank.ZeRO3
     monkeypatch.setattr(
-        engines, "ZeRO3", lambda model, *rest, **more: plain(model, *rest, units=model.blocks[:2], **more)
+        one_rank, "ZeRO3", lambda model, *rest, **more: plain(model, *rest, units=model.blocks[:2], **more)
     )
     few = record.record(Setup(SMALL, "zero3", 4))
     assert len(few.collectives()) < len(one.collectives()) and step(few) != step(one)
@@ -284,7 +284,7 @@ def test_what_does_not_repeat_is_not_repeated():
 
 def test_what_is_computed_again_is_counted_again_and_not_kept():
     """Whole blocks: their forward once more. Selectively: half of their products, and no attention."""
-    kept, blocks, selective = (recorded("ddp", recompute=what, micro_batch=4) for what in engines.RECOMPUTED)
+    kept, blocks, selective = (recorded("ddp", recompute=what, micro_batch=4) for what in one_rank.RECOMPUTED)
     flops = [sum(e.flops for e in one.events if isinstance(e, Operation)) for one in (kept, blocks, selective)]
     params = {name: p.numel() for name, p in GPT(SMALL).named_parameters() if p.dim() == 2 and "blocks" in name}
     products, tokens = 2 * sum(params.values()), 4 * SMALL.seq
@@ -294,7 +294,7 @@ def test_what_is_computed_again_is_counted_again_and_not_kept():
 
 
 def test_the_command_predicts_every_engine(capsys):
-    from harness.measure.planner.__main__ import plan
+    from harness.plan.__main__ import plan
 
     argv = "--layers 2 --width 64 --heads 4 --vocab 64 --seq 32 --gated --ffn 96 --ranks 16 --engine ddp,zero3"
     results = plan(options.arguments(argv.split()))
@@ -453,22 +453,6 @@ def test_a_published_row_is_predicted_anew_as_the_results_say():
     found = predict(row.setup, replace(row.cluster, efficiency=kept["efficiency"]["h100"]))
     assert found.tokens_per_s == pytest.approx(kept["rows"][number]["predicted_tokens_per_s"], rel=1e-4)
     assert found.peak_bytes == pytest.approx(kept["rows"][number]["predicted_peak_bytes"], rel=1e-3)
-
-
-def test_measured_rates_are_read_between_their_sizes():
-    rates = here.Rates(1e9, 1e9, 0.0, {"all-gather": [1.0, 2.0, 4.0, 8.0, 16.0]})
-    for size, seconds in zip(here.SIZES, (1, 2, 4, 8, 16)):
-        assert rates.collective_seconds(gather(size)) == pytest.approx(seconds)
-    assert 2 < rates.collective_seconds(gather(2**18)) < 4
-    assert rates.collective_seconds(gather(2**26)) == pytest.approx(64)
-    assert rates.seconds(compute(10**9)) == pytest.approx(1)
-
-
-def test_the_replay_of_this_machine_is_summed_up_without_signs():
-    rows = [{"error": error, "lowest_ms": 100, "highest_ms": 100 + more} for error, more in
-            ((-0.3, 20), (0.1, 60), (0.2, 40))]  # fmt: skip
-    said = here.summary(rows)
-    assert "median difference 20%, largest 30%" in said and "spread by 40%" in said
 
 
 def test_every_engine_has_a_name_in_words():

@@ -1,4 +1,4 @@
-"""What GPUs are sold with: dense peak rates, which a measured rate is held against (MFU)."""
+"""What GPUs are sold with: dense peak rates, which a measured rate is held against (MFU); and what fits on one."""
 
 import re
 
@@ -18,6 +18,15 @@ PEAK_TFLOPS = (
     (("L4",), 121.0, 30.3),
     (("T4",), None, 8.1),
 )
+
+# Assumed beside the live storages that a GPU must hold: CUDA's context, NCCL's buffers, and the allocator's gaps.
+CONTEXT_BYTES = 2e9
+GAPS = 0.05
+
+
+def needed_bytes(peak: float) -> float:
+    """Bytes that a GPU must have for `peak` live bytes. `memory` and `plan` both say "fits" by it."""
+    return peak * (1 + GAPS) + CONTEXT_BYTES
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import flop_registry
 
 from harness.measure.dry_run import fake_ranks
 from harness.measure.memory import MemoryLedger
-from harness.measure.planner.engines import Setup, build, mesh_for, train
-from harness.measure.planner.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
-from harness.measure.planner.streams import Streams
 from harness.measure.traffic import KINDS, group_of, whole_bytes
+from harness.plan.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
+from harness.plan.one_rank import Setup, build, mesh_for, train
+from harness.plan.streams import Streams
 from harness.run.model import GPT
 
 # The CPU's flash attention stands for the GPU's: the same products, and the same tensors saved. Its backward computes

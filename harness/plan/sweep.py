@@ -3,10 +3,10 @@
 import argparse
 import os
 
-from harness.measure.planner.engines import BUCKETED, BY_UNIT
-from harness.measure.planner.options import cluster_of, setup_of
-from harness.measure.planner.predict import Prediction, predict
-from harness.measure.planner.words import gpus
+from harness.plan.one_rank import BUCKETED, BY_UNIT
+from harness.plan.options import cluster_of, setup_of
+from harness.plan.predict import Prediction, predict
+from harness.plan.words import gpus
 
 HIDDEN = 0.05  # communication is called hidden when less of the step than this is exposed
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -97,7 +97,7 @@ def exact_bandwidth(options: argparse.Namespace, engine: str) -> float | None:
 
 def run(options: argparse.Namespace) -> dict:
     """Predict all points, say where the curves turn, draw the figure; returns what --json writes."""
-    from harness.measure.planner import pictures  # matplotlib is needed here alone
+    from harness.measure import pictures_of_plans, style  # matplotlib is needed here alone
 
     engines, rows, words = swept(options), {}, {}
     if options.left_out:
@@ -126,7 +126,6 @@ def run(options: argparse.Namespace) -> dict:
     )
     results = {"predicted": True, "sweep": options.sweep, "title": title, "engines": rows, "break_even": words}
     os.makedirs(options.out, exist_ok=True)
-    print(
-        "predicted, not measured; written: " + ", ".join(pictures.save("sweep", pictures.sweep, results, options.out))
-    )
+    written = style.save(pictures_of_plans.sweep, results, os.path.join(options.out, "plan-sweep"))
+    print("predicted, not measured; written: " + ", ".join(written))
     return results

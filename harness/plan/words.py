@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from harness.measure.planner.engines import ENGINES
-from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, GB, Cluster
-from harness.measure.planner.predict import Prediction
-from harness.measure.planner.published import ROWS
+from harness.measure.gpus import CONTEXT_BYTES, GAPS
+from harness.plan.hardware import GB, Cluster
+from harness.plan.one_rank import ENGINES
+from harness.plan.predict import Prediction
+from harness.plan.published import ROWS
 
 TITLES = {
     "ddp": "DDP",
