@@ -17,6 +17,7 @@ from harness.plan.one_rank import ENGINES, Setup
 from harness.plan.predict import Prediction, predict
 from harness.plan.published import LLAMA_1B, ROWS
 from harness.plan.replay import Times, replay
+from harness.run import engines as registry
 from harness.run.model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,10 +208,9 @@ def test_prefetch_buckets_and_units_change_the_events_and_so_the_prediction(monk
     small, large = recorded("zero2", bucket_mb=0.02), recorded("zero2", bucket_mb=10)
     assert len(small.collectives()) > len(large.collectives()) == 2
     assert step(small) != step(large)
-    plain = one_rank.ZeRO3
-    monkeypatch.setattr(
-        one_rank, "ZeRO3", lambda model, *rest, **more: plain(model, *rest, units=model.blocks[:2], **more)
-    )
+    plain = registry.ENGINES["zero3"]
+    other = replace(plain, build=lambda model, *rest, **more: plain.build(model, *rest, units=model.blocks[:2], **more))
+    monkeypatch.setitem(registry.ENGINES, "zero3", other)
     few = record.record(Setup(SMALL, "zero3", 4))
     assert len(few.collectives()) < len(one.collectives()) and step(few) != step(one)
 
@@ -453,7 +453,3 @@ def test_a_published_row_is_predicted_anew_as_the_results_say():
     found = predict(row.setup, replace(row.cluster, efficiency=kept["efficiency"]["h100"]))
     assert found.tokens_per_s == pytest.approx(kept["rows"][number]["predicted_tokens_per_s"], rel=1e-4)
     assert found.peak_bytes == pytest.approx(kept["rows"][number]["predicted_peak_bytes"], rel=1e-3)
-
-
-def test_every_engine_has_a_name_in_words():
-    assert set(words.TITLES) == set(ENGINES)

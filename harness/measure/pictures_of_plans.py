@@ -1,12 +1,13 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-from harness.measure.style import ENGINE_COLOURS, ENGINE_LINES, ENGINE_MARKS, new
+from harness.measure.style import new
+from harness.run.engines import ENGINES
 
 
 def _style(engine: str) -> dict:
     """An engine's own mark and line."""
-    line = ENGINE_LINES.get(engine, "-")
-    return {"color": ENGINE_COLOURS[engine], "marker": ENGINE_MARKS[engine], "linestyle": line}
+    one = ENGINES[engine]
+    return {"color": one.shade, "marker": one.mark, "linestyle": one.line}
 
 
 def sweep(results: dict, theme: dict):
@@ -92,7 +93,7 @@ def validation(results: dict, theme: dict):
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
             used = row["fitted"] and axes is left
-            face = theme["paper"] if used else ENGINE_COLOURS[row["engine"]]
+            face = theme["paper"] if used else ENGINES[row["engine"]].shade
             style = _style(row["engine"]) | {"markerfacecolor": face}
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
         axes.set_xscale("log")

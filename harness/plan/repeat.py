@@ -11,10 +11,10 @@ from functools import lru_cache
 import torch
 
 from harness.engine import units
-from harness.measure.dry_run import ddp_runs
 from harness.plan import record
 from harness.plan.events import Collective, Event, Memory, MicroBatch, Operation, Recording
 from harness.plan.one_rank import BUCKETED, BY_UNIT, Setup
+from harness.run.counterparts import ddp_runs
 from harness.run.model import GPT
 
 WINDOW = 24  # events after a loop that must be the same again

@@ -7,17 +7,10 @@ from harness.plan.hardware import GB, Cluster
 from harness.plan.one_rank import ENGINES
 from harness.plan.predict import Prediction
 from harness.plan.published import ROWS
+from harness.run import engines as registry
 
-TITLES = {
-    "ddp": "DDP",
-    "zero1": "ZeRO-1 (the chapter's, 3Ψ)",
-    "zero1_2psi": "ZeRO-1 (the paper's, 2Ψ)",
-    "zero2": "ZeRO-2",
-    "hybrid": "hybrid sharding (ZeRO-3 in each node)",
-    "zero3": "ZeRO-3",
-    "fsdp2": "FSDP2",
-    "fsdp2_no_reshard": "FSDP2 without resharding",
-}
+# The paper's ZeRO-1 stands beside the chapter's here, so the chapter's says which it is.
+TITLES = {name: engine.title for name, engine in registry.ENGINES.items()} | {"zero1": "ZeRO-1 (the chapter's, 3Ψ)"}
 PUBLISHED = {row.setup.engine for row in ROWS}
 FITTED = {row.gpu for row in ROWS if row.one_node}
 SAME = 0.02  # step times that differ by no more are called equal: the model is no finer
