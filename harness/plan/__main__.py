@@ -5,7 +5,7 @@ import sys
 import time
 from dataclasses import asdict
 
-from harness.plan import words
+from harness.plan import scale, sweep, validate, words
 from harness.plan.options import arguments, check_ranks, cluster_of, different, setup_of
 from harness.plan.predict import Prediction, predict
 from harness.run import process_group
@@ -75,16 +75,10 @@ def main() -> None:
     try:
         options = arguments()
         if options.validate:
-            from harness.plan import validate
-
             results = validate.run()
         elif options.scale:
-            from harness.plan import scale
-
             results = scale.run(options)
         elif options.sweep:
-            from harness.plan import sweep
-
             results = sweep.run(options)
         else:
             results = plan(options)

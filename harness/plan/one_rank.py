@@ -74,6 +74,12 @@ class CastByBlock(nn.Module):
         return torch.func.functional_call(self.model, low, tokens, tie_weights=True)
 
 
+def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) pairs of a model of this shape, without values."""
+    with torch.device("meta"):
+        return list(GPT(config).named_parameters())
+
+
 def mesh_for(setup: Setup):
     """The mesh of FSDP2 and of hybrid sharding. It must be made before there are fake tensors."""
     if setup.engine == "hybrid":

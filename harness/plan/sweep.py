@@ -102,10 +102,8 @@ def run(options: argparse.Namespace) -> dict:
     engines, rows, words = swept(options), {}, {}
     if options.left_out:
         print(options.left_out, flush=True)
-    print(
-        f"{_along(options)}; {gpus('N' if options.sweep == 'ranks' else options.ranks, cluster_of(options))}:",
-        flush=True,
-    )
+    where = gpus("N" if options.sweep == "ranks" else options.ranks, cluster_of(options))
+    print(f"{_along(options)}; {where}:", flush=True)
     for engine in engines:
         found = points(options, engine)
         words[engine] = break_even(options.sweep, found)
@@ -121,9 +119,7 @@ def run(options: argparse.Namespace) -> dict:
             print(f"  {value:>6g}  step {one.step * 1e3:,.1f} ms  exposed {one.exposed:.0%}  "
                   f"{one.tokens_per_s:,.0f} tokens/s/GPU{fits}")  # fmt: skip
     shape = f"{options.layers} blocks" if options.layers else options.preset or "7b"
-    title = (
-        f"{shape}, {gpus('N' if options.sweep == 'ranks' else options.ranks, cluster_of(options))}, {options.precision}"
-    )
+    title = f"{shape}, {where}, {options.precision}"
     results = {"predicted": True, "sweep": options.sweep, "title": title, "engines": rows, "break_even": words}
     os.makedirs(options.out, exist_ok=True)
     written = style.save(pictures_of_plans.sweep, results, os.path.join(options.out, "plan-sweep"))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from harness.measure.gpus import CONTEXT_BYTES, GAPS
+from harness.measure.step_report import columns
 from harness.plan.hardware import GB, Cluster
 from harness.plan.one_rank import ENGINES
 from harness.plan.predict import Prediction
@@ -31,10 +32,8 @@ def table(predictions: Sequence[Prediction]) -> str:
             "yes" if found.fits else "no", f"{found.step * 1e3:,.0f}", f"{found.exposed:.0%}",
             f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
         ))  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        lines.append("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))
+    lines = columns(rows)
+    del lines[1]  # the rule under the first row
     if any("†" in row[0] for row in rows):
         lines.append("† no published measurement holds this engine to account")
     return "\n".join(lines)

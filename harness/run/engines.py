@@ -111,13 +111,15 @@ ENGINES: dict[str, Engine] = dict([
     _entry("zero2", "ZeRO-2", partial(_stage, ZeRO2), ALL, BUCKETS, counterpart="fsdp2_no_reshard", mark="^"),
     _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(_fsdp2, reshard_after_forward=False),
            "compare memory bench plan report", "dtype mesh offload_policy", line="--", mark="^"),
-    _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), "plan", UNITS, line="-."),
+    _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), "plan", UNITS,
+           line="-.", mark="P"),
     _entry("zero3", "ZeRO-3", partial(_stage, ZeRO3), ALL, UNITS, counterpart="fsdp2", shade=DARK, mark="D"),
     _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), "watch",
-           "dtype mesh offload_policy", shade=DARK, mark="D"),
+           "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
     _entry("fsdp2", "FSDP2", _fsdp2, ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
-    _entry("fsdp1", "FSDP1", partial(_fsdp1, lambda model: ModuleWrapPolicy({Block})), "", "dtype", line=":"),
-    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(_fsdp1, by_size), "", "dtype", line=":"),
+    _entry("fsdp1", "FSDP1", partial(_fsdp1, lambda model: ModuleWrapPolicy({Block})), "", "dtype", line=":",
+           mark="<"),
+    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(_fsdp1, by_size), "", "dtype", line=":", mark=">"),
 ])  # fmt: skip
 
 PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)
