@@ -15,8 +15,8 @@ import pytest
 
 import fsdp2_compare
 from harness.measure import dry_run, figures, ratios, sweeps
-from harness.measure.planner import options as plan
 from harness.measure.report import __main__ as report
+from harness.plan import options as plan
 from harness.run import walkthrough
 from harness.teach import changes, docs, exercise
 from harness.teach.articles import __main__ as articles

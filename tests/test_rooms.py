@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("engine", "run", "measure", "properties", "teach")
+ROOMS = ("engine", "run", "measure", "plan", "properties", "teach")
 CHAPTERS = ("zero1", "zero2", "zero3")
 WALKTHROUGH = "harness.run.walkthrough"  # the demo's driver: a chapter starts it, and knows it nowhere else
 
@@ -88,6 +88,7 @@ MAY = {
     "engine": {"engine"},
     "run": {"engine", "run", "measure", *CHAPTERS},
     "measure": {"engine", "run", "measure", *CHAPTERS},
+    "plan": {"engine", "run", "measure", "plan", *CHAPTERS},
     "properties": {"engine", "run", "measure", "properties", *CHAPTERS},
     "teach": {*ROOMS, "fsdp2_compare", *CHAPTERS, "harness"},
 }
