@@ -14,7 +14,7 @@ Learn
 ./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's); --html [FOLDER]: executed
                                          copies as HTML pages, for those who only read (minutes)
-./launch.sh exercise NAME [--hints 1]    writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2, zero3 or checkpoint
+./launch.sh exercise NAME [--hints 1]    writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2 or zero3
 ./launch.sh check NAME [N] [--hint]      says of an exercise, step by step: passed, or what was expected and found
 ./launch.sh bug [NUMBER] [--hint|--answer]    the museum of bugs: run one and see the symptom; without NUMBER the list
 
