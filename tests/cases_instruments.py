@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.measure import timeline as timelines
+from harness.measure import walkthrough
 from harness.measure.memory import MemoryLedger, engine_tensors, storage_bytes
 from harness.measure.parts import PartsLedger
 from harness.measure.timeline import Timeline
 from harness.measure.traffic import TrafficLedger
-from harness.run import walkthrough
 from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS
 from harness.run.process_group import Rank

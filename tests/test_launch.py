@@ -345,7 +345,7 @@ def test_mistakes_in_the_options(command, arguments, words):
     from parts import STAGES
 
     import fsdp2_compare
-    from harness.run import walkthrough
+    from harness.measure import walkthrough
 
     with pytest.raises(ValueError) as raised:
         if command == "compare":
