@@ -84,7 +84,7 @@ def settle(options: argparse.Namespace) -> None:
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in TITLES]:
         raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
-    options.engine = options.engine or [*names, "zero3"][0]
+    options.engine = options.engine or ("zero3" if options.only is None else [*names, "zero3"][0])
     options.names = list(dict.fromkeys([options.engine, *names]))
     options.opens = options.engine if options.bug is None else f"bug{options.bug}"
     if options.source is not None and options.opens not in [each["run"] for each in page.recordings_of(options.source)]:
