@@ -31,19 +31,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from harness.measure import step_report, step_time
 from harness.measure.gpus import flops_per_token, peak_flops
@@ -53,12 +40,10 @@ from harness.measure.parts import PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run import micro_batches, process_group
 from harness.run.data import Batches, load_text
-from harness.run.model import GPT, PRESETS, Block, next_token_loss, preset
+from harness.run.engines import DTYPES, ENGINES, build, chosen, named
+from harness.run.model import GPT, PRESETS, next_token_loss, preset
 from harness.run.process_group import Rank
 from harness.run.recompute import checkpoint_blocks
-from zero1 import ZeRO1
-from zero2 import ZeRO2
-from zero3 import ZeRO3
 
 # In float32 at N = 2 every engine adds the same two numbers and halves them: equal to the bit. With more ranks,
 # or the whole batch in one process, the same sums are taken in another order. Each sum is off by some 1e-7 of
@@ -72,144 +57,11 @@ TOLERANCE = 1e-3
 # N = 2 does, with DDP over plain PyTorch's casts among the engines.
 TOLERANCE_BF16 = 1e-1
 
+COMPARED = tuple(name for name in ENGINES if name != "hybrid")  # a grid of ranks is no matter of this table
 NO_RESHARD_NOTE = (
     "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
     "and 1/N of them otherwise: it is not quite ZeRO-2.\n"
 )
-
-
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; gradients are reduced in float32
-
-
-class MixedModule(nn.Module):
-    """Plain PyTorch's way to compute in a low precision with float32 weights: a cast that autograd knows.
-
-    Weights are cast once per forward; their gradients arrive in float32, which is what DDP then reduces. What
-    one process and DDP have instead of FSDP2's policy, and with the same numbers.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
-        super().__init__()
-        self.model, self.dtype = model, dtype
-
-    def forward(self, *inputs):
-        low = {name: param.to(self.dtype) for name, param in self.model.named_parameters()}
-        return torch.func.functional_call(self.model, low, inputs, tie_weights=True)
-
-
-class PlainStep:
-    """A model and an optimizer over it, used as one is used without an engine: the counterparts' training step."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
-
-    def __call__(self, *inputs):
-        return self.model(*inputs)
-
-    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
-        with record_function("step 1 forward"):
-            loss = loss_fn(self.model(inputs), targets)
-        with record_function("step 2 backward"):
-            loss.backward()
-        self.step()
-        self.zero_grad()
-        return loss.detach()
-
-    def step(self) -> None:
-        with record_function("step 4 update the shard"):
-            self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-
-def _distributed_data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    ids = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-
-
-def _fully_shard(model: nn.Module, device: torch.device, dtype, **options) -> nn.Module:
-    if dtype is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if options["mesh"] is None:
-        # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU. And
-        # `init_device_mesh` may choose a GPU by itself, and add an NCCL group, which ranks on one GPU cannot have.
-        options["mesh"] = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
-
-
-def _fsdp1(model: nn.Module, device: torch.device, dtype, wrap) -> nn.Module:
-    """FSDP1 with the auto-wrap policy `wrap`.
-
-    The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
-    10,000 parameters on (`_by_size`), and offloads the parameters to the CPU. `fsdp1` wraps the blocks and does not
-    offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
-    """
-    policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=wrap, device_id=device, use_orig_params=True, mixed_precision=policy
-    )
-
-
-def _by_size(model: nn.Module):
-    """The article's policy, but for modules that share a weight: those stay with the model around them.
-
-    Wrapped by themselves, embedding and head would each get a flat parameter of its own, and their one weight would
-    become two, which learn different things. With `use_orig_params` FSDP1 stops with an error instead.
-    """
-    owners = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, []).append(module)
-    tied = {module for modules in owners.values() if len(modules) > 1 for module in modules}
-
-    def wrap(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        if module in tied and not recurse:
-            return False
-        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, ARTICLE_MIN_NUM_PARAMS)
-
-    return wrap
-
-
-def build(
-    name: str, model: GPT, adamw, device: torch.device, dtype: torch.dtype | None = None,
-    mesh: DeviceMesh | None = None, offload_policy: OffloadPolicy | None = None,
-):  # fmt: skip
-    """The engine `name` around `model`. `adamw` is the optimizer class with its options bound.
-
-    `mesh` (of two dimensions: replicas, shards) and `offload_policy` are for the stages and FSDP2.
-    """
-    stages = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
-    if name in stages:
-        reduce_dtype = None if dtype is None else torch.float32
-        return stages[name](model, adamw, param_dtype=dtype, reduce_dtype=reduce_dtype, group=mesh,
-                            offload_policy=offload_policy)  # fmt: skip
-    if dtype is not None and name in ("single", "ddp", "zero_redundancy_optimizer"):
-        model = MixedModule(model, dtype)
-    offload = {} if offload_policy is None else {"offload_policy": offload_policy}
-    if name == "zero_redundancy_optimizer":
-        model = _distributed_data_parallel(model, device)
-        return PlainStep(model, ZeroRedundancyOptimizer(model.parameters(), adamw.func, **adamw.keywords))
-    if name == "ddp":
-        model = _distributed_data_parallel(model, device)
-    elif name == "fsdp2":
-        model = _fully_shard(model, device, dtype, mesh=mesh, **offload)
-    elif name == "fsdp2_no_reshard":
-        model = _fully_shard(model, device, dtype, mesh=mesh, reshard_after_forward=False, **offload)
-    elif name == "fsdp1":
-        model = _fsdp1(model, device, dtype, ModuleWrapPolicy({Block}))
-    elif name == "fsdp1_article":
-        model = _fsdp1(model, device, dtype, _by_size(model))
-    return PlainStep(model, adamw(model.parameters()))
-
-
-ENGINES = ("single", "ddp", "zero1", "zero_redundancy_optimizer", "zero2", "fsdp2_no_reshard", "zero3", "fsdp2")
-ON_REQUEST = ("fsdp1", "fsdp1_article")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -219,7 +71,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timed-steps", type=int, default=12, help="steps to time per engine, 0 for none (default 12)")
     micro_batches.add_options(parser, 4)
     parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES + ON_REQUEST)}")
+    parser.add_argument("--engines", help=f"any of {', '.join(COMPARED)} (default {', '.join(named('compare'))})")
     parser.add_argument("--dtype", default="fp32", help="fp32 or bf16: compute and gather in bfloat16 (default fp32)")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
     parser.add_argument("--slow-rank", metavar="RANK:SECONDS", help="delay that rank in every timed step, as 1:0.05")
@@ -241,13 +93,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(options, name)}")
     if options.seq > config.seq:
         raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
-    options.engines = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
-    for name in options.engines:
-        if name not in ENGINES + ON_REQUEST:
-            raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES + ON_REQUEST)}")
+    options.engines = chosen(options.engines, "compare", COMPARED)
     process_group.check_writable("--json", options.json)
-    if not options.engines:
-        raise ValueError(f"--engines is empty; there are: {', '.join(ENGINES + ON_REQUEST)}")
     return options
 
 
@@ -291,9 +138,8 @@ class Referee:
                 self._weights = GPT(preset(self.options.preset), self.options.seed)
             model = copy.deepcopy(self._weights).to(self.me.device)
         if self.options.checkpoint_activations:
-            casts = self.dtype is not None and name in ("single", "ddp", "zero_redundancy_optimizer")
-            checkpoint_blocks(model, casts)
-        return build(name, model, self.adamw, self.me.device, self.dtype)
+            checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
+        return build(name, model, self.adamw, self.me.device, dtype=self.dtype)
 
     def step(self, engine, batch) -> torch.Tensor:
         """One training step of `engine` on (inputs, targets); returns its loss."""

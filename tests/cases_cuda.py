@@ -6,11 +6,11 @@ from functools import partial
 import parts
 import torch
 import torch.distributed as dist
-from cases_layout import padded
 from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.memory import MemoryLedger, held_bytes, storage_bytes, warm_up
+from harness.properties.layout import padded
 from harness.run.model import GPT, PRESETS, initialize, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

@@ -11,6 +11,7 @@ import parts
 import torch.distributed as dist
 
 from harness.engine import checkpoint
+from harness.properties.property import Subject, examine, library
 from harness.run.data import load_text
 from harness.teach.museum import visit as bug
 from harness.teach.museum.exhibits import EXHIBITS
@@ -64,3 +65,22 @@ def visit(number: int) -> dict:
         found = bug.visit(exhibit, rank, right=_right.get(key))
     _right[key] = found["right"]
     return found
+
+
+def findings(number: int, name: str) -> list:
+    """What the property `name`, with the first of its cases, finds wrong with an exhibit on this rank."""
+    exhibit = EXHIBITS[number]
+    own = None
+    if "timeout" in exhibit.differs:
+        own = dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
+
+    def build(model, optimizer_cls, group=None, **options):
+        return exhibit.wrong(model, optimizer_cls, group=own if group is None else group, **options)
+
+    case = next(case for _, engine, case in library()[name].asked() if engine == exhibit.stage)
+    try:
+        return examine(name, Subject(f"bug {number}", build, like=exhibit.stage), case)
+    except Exception as error:
+        if exhibit.differs.isdisjoint(("error", "timeout")):
+            raise  # it may be a slip of the exhibit's own, which would look as if it were caught
+        return [str(error)]

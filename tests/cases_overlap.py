@@ -6,13 +6,13 @@ import parts
 import torch
 import torch.distributed as dist
 from cases_equivalence import PartlyFrozen
-from cases_layout import padded
 from cases_ranks_that_part import Skipping
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.measure.memory import storage_bytes
+from harness.properties.layout import padded
 
 ADAMW = parts.OPTIMIZERS["adamw"]
 

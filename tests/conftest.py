@@ -68,6 +68,10 @@ def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="further sizes and options of what other tests hold")
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(config, items):
     """For `-n 2 --dist loadgroup`: what is started or run once for many tests goes to one worker; the rest by file."""
@@ -79,9 +83,14 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=further)
         gone = set(further)
         items[:] = [item for item in items if item not in gone]
+    if not config.getoption("--thorough"):
+        marked = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     together = dict.fromkeys(("test_dry_run", "test_articles", "test_articles_otherwise"), "dry runs")
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             on_ranks = "ranks" in getattr(item, "fixturenames", ())
-            group = "ranks" if on_ranks else together.get(item.path.stem, item.path.stem)
-            item.add_marker(pytest.mark.xdist_group(group))
+            group = "2 ranks" if on_ranks else together.get(item.path.stem, item.path.stem)
+            if item.get_closest_marker("xdist_group") is None:
+                item.add_marker(pytest.mark.xdist_group(group))

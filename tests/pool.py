@@ -99,7 +99,7 @@ class Pool:
             self._pipes.append(ours)
             self._ranks.append(process)
 
-    def run(self, case, **arguments) -> list:
+    def run(self, case, /, **arguments) -> list:
         for pipe in self._pipes:
             pipe.send((case.__module__, case.__name__, arguments))
         answers = []

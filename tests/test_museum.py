@@ -61,7 +61,15 @@ def named_test(exhibit, name: str, tmp_path: Path):
     return test, {name: known[name] for name in inspect.signature(test).parameters if name != "ranks"}
 
 
-NAMED = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhibit.caught_by]
+NAMED = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhibit.caught_by if "::" in name]
+BY_PROPERTY = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhibit.caught_by if "::" not in name]
+
+
+@pytest.mark.parametrize("number, name", BY_PROPERTY, ids=str)
+def test_the_property_stops_it(ranks, number, name):
+    """On some rank there is a finding; that the right engine gives none is held by tests/test_properties.py."""
+    answers = ranks(2).run(cases.findings, number=number, name=name)
+    assert any(answers), f"{name} finds nothing wrong with exhibit {number}"
 
 
 @pytest.mark.parametrize("number, name", NAMED, ids=str)
@@ -120,7 +128,7 @@ def test_the_answer_tells_all(capsys, number):
     words = " ".join(shown.split())  # without the line breaks
     for text in (exhibit.title, exhibit.symptom, exhibit.diagnosis, exhibit.read, "class Mutant(engine):"):
         assert text in words
-    assert all(f"./launch.sh test {name}" in shown for name in exhibit.caught_by)
+    assert all(name in shown for name in exhibit.caught_by)
 
 
 @pytest.mark.parametrize("number", EXHIBITS)

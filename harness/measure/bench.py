@@ -26,18 +26,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-import fsdp2_compare as referee
 from harness.measure.dry_run import all_reduce_bucket
-from harness.run import process_group
+from harness.run import engines, process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss
-from zero1 import ZeRO1
-from zero2 import ZeRO2
-from zero3 import ZeRO3
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINES = ("ddp", "zero1", "zero_redundancy_optimizer", "zero2", "fsdp2_no_reshard", "zero3", "fsdp2")
-COUNTERPARTS = {"zero1": "zero_redundancy_optimizer", "zero2": "fsdp2_no_reshard", "zero3": "fsdp2"}
+ENGINES = engines.named("bench")
+COUNTERPARTS = dict(engines.PAIRS)
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -49,7 +45,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence (default 128)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of every engine (default 15)")
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES)}")
+    parser.add_argument("--engines", help=f"any of {', '.join(ENGINES)}")
     parser.add_argument("--bucket-mb", type=float, help="of zero1 and zero2 (default: their own)")
     parser.add_argument("--host", action="store_true", help="the host's time per step, on many small parameters")
     parser.add_argument("--profile", metavar="ENGINE", help="with --host: where that engine's host time goes")
@@ -62,10 +58,9 @@ def arguments(argv=None) -> argparse.Namespace:
             raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
     if options.width % options.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
-    options.engines = [name.strip() for name in options.engines.split(",") if name.strip()]
-    for name in [*options.engines, *([options.profile] if options.profile else [])]:
-        if name not in (*ENGINES, "plain"):
-            raise ValueError(f"no engine {name!r}; there are: {', '.join(ENGINES)}")
+    options.engines = engines.chosen(options.engines, "bench", ENGINES)
+    if options.profile:
+        engines.chosen(options.profile, "bench", (*ENGINES, "plain"))
     if options.host and options.profile and options.profile not in ("plain", *options.engines):
         raise ValueError(f"--profile {options.profile}, but --engines has {', '.join(options.engines)}")
     if options.host and options.device == "cuda" and not torch.cuda.is_available():
@@ -87,22 +82,19 @@ def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str,
     config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda")
     batch = Batches(load_text(None, config.seq), options.batch, config.seq, 0, me.device)(0, me.rank)
-    engines = {}
+    built = {}
     for name in options.engines:
         model = Untied(config).to(me.device)
-        own = {"zero1": ZeRO1, "zero2": ZeRO2}.get(name)
-        if own is not None and options.bucket_mb is not None:
-            engines[name] = own(model, adamw, bucket_mb=options.bucket_mb)
-        else:
-            engines[name] = referee.build(name, model, adamw, me.device)
+        more = {"bucket_mb": options.bucket_mb} if name in ("zero1", "zero2") else {}
+        built[name] = engines.build(name, model, adamw, me.device, **more)
     numel = sum(param.numel() for param in Untied(config).parameters())
     me.print(f"a GPT of {numel:,} parameters, {me.world_size} ranks over {me.backend}; {options.rounds} rounds")
-    times = {name: [] for name in engines}
+    times = {name: [] for name in built}
     gc.collect()
     gc.disable()  # it would come in one engine's step, and not in another's
     try:
         for turn in range(-2, options.rounds):  # two rounds to warm up
-            for name, engine in engines.items():
+            for name, engine in built.items():
                 _synchronize(me)
                 started = time.perf_counter()
                 engine.training_step(*batch, next_token_loss)
@@ -135,7 +127,8 @@ class Small(nn.Module):
         return x
 
 
-HOST_ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+# Those that run on a group that moves nothing.
+HOST_ENGINES = [name for name in ENGINES if "memory" in engines.ENGINES[name].on]
 
 
 def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], list[dict]]:
@@ -150,23 +143,18 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
 
     def build(name):
-        model = Small().to(device)
-        if name in ("zero1", "zero2", "zero3"):
-            return {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}[name](model, adamw)
-        if name == "fsdp2":
-            model = referee._fully_shard(model, device, None, mesh=None)
+        engine = engines.build("single" if name == "plain" else name, Small().to(device), adamw, device)
         if name == "ddp":
-            model = referee._distributed_data_parallel(model, device)
-            model.register_comm_hook(None, all_reduce_bucket)  # the fake group's futures bring no result
-        return referee.PlainStep(model, adamw(model.parameters()))
+            engine.model.register_comm_hook(None, all_reduce_bucket)  # the fake group's futures bring no result
+        return engine
 
-    engines = {name: build(name) for name in ["plain", *(name for name in HOST_ENGINES if name in options.engines)]}
+    built = {name: build(name) for name in ["plain", *(name for name in HOST_ENGINES if name in options.engines)]}
     x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
-    times = {name: [] for name in engines}
+    times = {name: [] for name in built}
     gc.collect()
     gc.disable()
     for turn in range(-3, options.rounds):
-        for name, engine in engines.items():
+        for name, engine in built.items():
             if device.type == "cuda":
                 torch.cuda.synchronize()
             started = time.perf_counter()
@@ -179,7 +167,7 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(10):
-            engines[options.profile].training_step(x, y, F.mse_loss)
+            built[options.profile].training_step(x, y, F.mse_loss)
         profile.disable()
         print(f"\n{options.profile}, 10 steps under Python's profiler, the costliest functions:")
         stats = pstats.Stats(profile).sort_stats("tottime")
@@ -187,7 +175,7 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
         for key in stats.fcn_list[:10]:
             _, calls, own, _, _ = stats.stats[key]
             costs.append({"function": _name(*key), "calls_per_step": calls / 10, "ms_per_step": round(own * 100, 4)})
-    engines.clear()
+    built.clear()
     gc.collect()  # DDP's reducer, before its group
     dist.destroy_process_group()
     return times, costs

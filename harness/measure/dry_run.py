@@ -26,22 +26,22 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn.parallel import DistributedDataParallel
 
-import fsdp2_compare as referee
 import zero1
 from harness.measure import fake_gpu
 from harness.measure.memory import held_bytes, warm_up
 from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
 from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.traffic import TrafficLedger
+from harness.run import engines as registry
 from harness.run import micro_batches, process_group
 from harness.run.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
 from harness.run.recompute import checkpoint_blocks
 
-ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2_no_reshard", "fsdp2")
 GPUS = (24, 40, 80, 141)  # GB of 10^9 bytes: RTX 4090, A100, A100 and H100, H200
 
 # Bytes per parameter that a rank holds, (kept in full, cut into N): 4Ψ of weights, 4Ψ of gradients, 8Ψ of AdamW's two
@@ -87,66 +87,6 @@ NOT_EXACT = (
 )
 
 
-def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
-    """DDP's buckets: the last parameters first, and a bucket is full when it has 1 MiB, the later ones `bucket_mb`."""
-    found, nbytes, limit = [], 0, min(bucket_mb, 1) * 2**20
-    for number, param in enumerate(reversed(params)):
-        if number == 0 or nbytes >= limit:
-            limit = bucket_mb * 2**20 if number else limit
-            found.append([])
-            nbytes = 0
-        found[-1].append(param)
-        nbytes += param.numel() * param.element_size()
-    return found
-
-
-class DDPStandIn(referee.PlainStep):
-    """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
-
-    DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
-    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket, for which it
-    waits when backward is over. With `sends = False` a backward adds to the gradients and sends nothing (`no_sync`).
-    A test compares it with the real one, byte for byte.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float = 25):
-        super().__init__(model, optimizer)
-        self.sends, self._works = True, []
-        self._flats = []
-        for params in ddp_runs([param for param in model.parameters() if param.requires_grad], bucket_mb):
-            self._add_bucket(params)
-
-    def _add_bucket(self, params: list[nn.Parameter]) -> None:
-        flat = params[0].new_zeros(sum(param.numel() for param in params))
-        missing, start = set(params), 0
-        for param in params:
-            view = flat[start : start + param.numel()].view(param.shape)
-            start += param.numel()
-
-            def on_gradient(param, view=view):
-                if param.grad is not view:
-                    view.copy_(param.grad)
-                    param.grad = view
-                missing.discard(param)
-                if not missing:
-                    missing.update(params)
-                    if self.sends:
-                        self._send(flat)
-
-            param.register_post_accumulate_grad_hook(on_gradient)
-        self._flats.append(flat)
-
-    def _send(self, flat: torch.Tensor) -> None:
-        if not self._works:
-            torch.autograd.Variable._execution_engine.queue_callback(self._receive)
-        flat.div_(dist.get_world_size())
-        self._works.append(dist.all_reduce(flat, async_op=True))
-
-    def _receive(self) -> None:
-        while self._works:
-            self._works.pop(0).wait()
-
-
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="memory", description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="7b", help=f"model shape: {', '.join(PRESETS)} (default 7b)")
@@ -158,7 +98,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     micro_batches.add_options(parser, 1)
     parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
-    parser.add_argument("--engines", help=f"any of {', '.join(ENGINES)}")
+    parser.add_argument("--engines", help=f"any of {', '.join(registry.named('memory'))}")
     parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda: real allocations")
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(argv)
@@ -186,16 +126,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError("--device cuda, but torch sees no GPU here: use --device fake")
     if options.offload and options.device == "fake":
         fake_gpu.require()
-    # DDP has nothing to offload: it cuts nothing.
-    known = [name for name in ENGINES if not (options.offload and name == "ddp")]
-    given = ",".join(known) if options.engines is None else options.engines
-    options.engines = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
-    for name in options.engines:
-        if name not in known:
-            offload = " with --offload (DDP has no offload: it cuts nothing)" if name in ENGINES else ""
-            raise ValueError(f"no engine {name!r}{offload}; there are: {', '.join(known)}")
-    if not options.engines:
-        raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
+    known = registry.named("memory")
+    if options.offload:
+        known = tuple(name for name in known if "offload_policy" in registry.ENGINES[name].takes)
+        if "ddp" in (options.engines or "").split(","):
+            raise ValueError(
+                f"no engine 'ddp' with --offload (DDP has no offload: it cuts nothing); there are: {', '.join(known)}"
+            )
+    options.engines = registry.chosen(options.engines, "memory", known)
     process_group.check_writable("--json", options.json)
     return options
 
@@ -250,13 +188,10 @@ def grid(ranks: int, replicas: int, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=("replicas", "shards"))
 
 
-def build(name: str, model: GPT, adamw, device: torch.device, dtype, mesh, offload_policy=None):
-    """The referee's engine; for DDP on fake tensors the stand-in."""
-    if name == "ddp" and isinstance(next(model.parameters()), FakeTensor):
-        module = model if dtype is None else referee.MixedModule(model, dtype)
-        return DDPStandIn(module, adamw(model.parameters()))
-    engine = referee.build(name, model, adamw, device, dtype, mesh, offload_policy)
-    if name == "ddp":
+def build(name: str, model: GPT, adamw, device: torch.device, **options):
+    """The registry's engine, on a group that moves nothing; DDP with a reduction that such a group can do."""
+    engine = registry.build(name, model, adamw, device, **options)
+    if isinstance(engine.model, DistributedDataParallel):
         engine.model.register_comm_hook(None, all_reduce_bucket)
     return engine
 
@@ -301,7 +236,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
 
 def _measure(name: str, options: argparse.Namespace, device: torch.device) -> dict:
-    config, dtype, real = preset(options.preset), referee.DTYPES[options.precision], options.device != "fake"
+    config, dtype, real = preset(options.preset), registry.DTYPES[options.precision], options.device != "fake"
     offload, shards = options.offload, options.ranks // options.replicas
     # Made before there are fake tensors, which have no values to make it of.
     mesh = None
@@ -323,9 +258,9 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
     with fake, PartsLedger(device=device.type if offload else None) as memory, on_host as host:
         model = make_model(config, device)
         if options.checkpoint_activations:
-            checkpoint_blocks(model, casts=name == "ddp" and dtype is not None)
+            checkpoint_blocks(model, casts=registry.ENGINES[name].casts and dtype is not None)
         values = letters(model, shards, offload=offload or options.accumulate > 1)  # then T does not count
-        engine = build(name, model, adamw, device, dtype, mesh, policy)
+        engine = build(name, model, adamw, device, dtype=dtype, mesh=mesh, offload_policy=policy)
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
         batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate

@@ -5,7 +5,7 @@ import json
 import statistics
 import sys
 
-PAIRS = (("zero1", "zero_redundancy_optimizer"), ("zero2", "fsdp2_no_reshard"), ("zero3", "fsdp2"))
+from harness.run.engines import PAIRS
 
 
 def ratios(reports: list[dict]) -> dict[str, list[float]]:

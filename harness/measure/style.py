@@ -10,6 +10,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
+from harness.run.engines import ENGINES
+
 # (colour, hatch) of what bytes are for. What is there for a moment only is hatched.
 PART_STYLES = {
     "parameters": ("#1b60bb", ""),
@@ -44,35 +46,9 @@ TIME_STYLES = {
 }
 ALARM = TIME_STYLES["waiting"][0]  # what goes wrong, or is lost
 # An engine is no part and no activity: it has a line of its own, a mark and a tone of grey, and its name beside it.
-ENGINE_COLOURS = {
-    "single": "#888c92",
-    "ddp": "#60656c",
-    "zero1": "#888c92",
-    "zero1_2psi": "#717680",
-    "zero_redundancy_optimizer": "#888c92",
-    "zero2": "#717680",
-    "fsdp2_no_reshard": "#717680",
-    "zero3": "#60656c",
-    "fsdp2": "#60656c",
-}
-ENGINE_LINES = {
-    "zero1_2psi": "-.",
-    "zero_redundancy_optimizer": "--",
-    "fsdp2_no_reshard": "--",
-    "fsdp2": "--",
-    "single": ":",
-}
-ENGINE_MARKS = {
-    "single": "x",
-    "ddp": "o",
-    "zero1": "s",
-    "zero1_2psi": "v",
-    "zero_redundancy_optimizer": "s",
-    "zero2": "^",
-    "fsdp2_no_reshard": "^",
-    "zero3": "D",
-    "fsdp2": "D",
-}
+ENGINE_COLOURS = {name: engine.shade for name, engine in ENGINES.items()}
+ENGINE_LINES = {name: engine.line for name, engine in ENGINES.items()}
+ENGINE_MARKS = {name: engine.mark for name, engine in ENGINES.items()}
 
 THEMES = {
     "": {"paper": "#ffffff", "ink": "#24292f", "grid": "#d8dee4", "shade": "#eef1f4"},

@@ -10,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-import fsdp2_compare as referee
-from harness.engine import gradients, precision
-from harness.engine.waiting import wait
-from harness.measure.dry_run import DDPStandIn, grid
+from harness.measure.dry_run import grid
+from harness.run import engines as registry
+from harness.run.counterparts import DDPStandIn, ZeRO1By2Psi
 from harness.run.model import GPT, GPTConfig, next_token_loss
 from harness.run.recompute import checkpoint_blocks
 from zero1 import ZeRO1
@@ -21,7 +20,7 @@ from zero2 import ZeRO2
 from zero3 import ZeRO3
 
 # From the first that is enough for a model that fits to the last, for one that fits nowhere else.
-ENGINES = ("ddp", "zero1", "zero1_2psi", "zero2", "fsdp2_no_reshard", "hybrid", "zero3", "fsdp2")
+ENGINES = registry.named("plan")
 BY_UNIT = ("hybrid", "zero3")
 BUCKETED = ("ddp", "zero1", "zero1_2psi", "zero2")
 RECOMPUTED = ("none", "blocks", "selective")
@@ -50,29 +49,10 @@ class Setup:
     row: int | None = None
 
 
-class ZeRO1By2Psi(ZeRO1):
-    """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
-
-    def _reduce_gradients(self) -> None:
-        if self.moments.settled:
-            return
-        works = []
-        for bucket in self.trained:
-            shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
-            to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)
-            works.append((shard, dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)))
-        for bucket, (shard, work) in zip(self.trained, works):
-            wait(work, "reduce-scatter", bucket)
-            precision.mean_of_sum(shard, self.world_size)
-            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
-                piece.grad = gradient.to(piece.dtype)
-        gradients.settle(self)
-
-
 class CastByBlock(nn.Module):
     """Float32 weights, cast to a low precision block by block, as torch.autocast casts them: right before their use.
 
-    The referee's `MixedModule` casts all of them first. Then their gradients arrive last, when backward is over, and
+    `MixedModule` casts all of them first. Then their gradients arrive last, when backward is over, and
     DDP overlaps nothing.
     """
 
@@ -106,7 +86,7 @@ def mesh_for(setup: Setup):
 
 def build(setup: Setup, mesh):
     """The engine around a fresh model, inside FakeTensorMode and a process group."""
-    dtype, name = referee.DTYPES[setup.precision], setup.engine
+    dtype, name = registry.DTYPES[setup.precision], setup.engine
     # fused, as on a GPU: one kernel reads and writes each number once.
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     model = GPT(setup.config)
@@ -122,7 +102,7 @@ def build(setup: Setup, mesh):
         return stages[name](model, adamw, bucket_mb=setup.bucket_mb, **options)
     if name in BY_UNIT:
         return ZeRO3(model, adamw, group=mesh, prefetch=setup.prefetch, **options)
-    return referee.build(name, model, adamw, torch.device("cpu"), dtype, mesh)
+    return registry.build(name, model, adamw, torch.device("cpu"), dtype=dtype, mesh=mesh)
 
 
 def _every_second_product():

@@ -11,10 +11,10 @@ from functools import lru_cache
 import torch
 
 from harness.engine import units
-from harness.measure.dry_run import ddp_runs
 from harness.measure.planner import record
 from harness.measure.planner.engines import BUCKETED, BY_UNIT, Setup
 from harness.measure.planner.events import Collective, Event, Memory, MicroBatch, Operation, Recording
+from harness.run.counterparts import ddp_runs
 from harness.run.model import GPT
 
 WINDOW = 24  # events after a loop that must be the same again

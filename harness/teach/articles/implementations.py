@@ -76,7 +76,7 @@ def statements(file: str, name: str) -> int:
 def complexity() -> tuple[str, str]:
     """Of what is written out in one class each; what the stages share in harness/engine is not counted."""
     numbers = {
-        "a DDP of buckets and hooks": statements("harness/measure/dry_run.py", "DDPStandIn"),
+        "a DDP of buckets and hooks": statements("harness/run/counterparts.py", "DDPStandIn"),
         **{NAMES[f"zero{n}"]: statements(f"zero{n}.py", f"ZeRO{n}") for n in (1, 2, 3)},
     }
     ddp, zero1, zero2, zero3 = numbers.values()

@@ -551,7 +551,7 @@ _IN_ORDER = (
         diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
         "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
         read="zero1.py, step 0, `Bucket.make_pieces`; `ZeRO1.__init__`: `self.optimizer`",
-        caught_by=("tests/test_memory_held.py::test_bytes_held_equal_the_theory_to_the_byte",),
+        caught_by=("held_bytes_equal_the_theory",),
         options=SMALL,
     ),
     dict(
@@ -565,7 +565,7 @@ _IN_ORDER = (
         "and it waits for them in the next step's all-reduce. A collective needs all ranks, also those that have "
         "nothing to give.",
         read="zero1.py, step 5, `gather_parameters`",
-        caught_by=("tests/test_layout.py::test_a_rank_that_owns_only_padding",),
+        caught_by=("a_rank_may_own_only_padding",),
         options={"bucket_mb": 0},
     ),
     dict(
@@ -635,7 +635,7 @@ _IN_ORDER = (
         diagnosis="The reduced shard is received into its place in the buffer that was sent. It is a view, and a view "
         "keeps the whole storage alive: nothing is freed, although no variable names the buffer any more.",
         read="zero2.py, step 3, `Reduction`: `self.shard`, and `self.flat = None`",
-        caught_by=("tests/test_memory_held.py::test_bytes_held_equal_the_theory_to_the_byte",),
+        caught_by=("held_bytes_equal_the_theory",),
         options=SMALL,
     ),
     dict(
@@ -757,7 +757,7 @@ _IN_ORDER = (
         diagnosis="After each unit's forward all units are freed, also the one that was prefetched. It is gathered "
         "once more when it runs.",
         read="zero3.py, step 1, `ZeRO3.after_forward`: which unit is freed",
-        caught_by=("tests/test_traffic.py::test_sequence_and_bytes_of_collectives",),
+        caught_by=("collectives_are_those_of_the_stage",),
     ),
     dict(
         stage="zero3",

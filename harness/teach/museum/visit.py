@@ -431,7 +431,10 @@ def answer(exhibit: Exhibit) -> str:
             "\nThe lines that were put in front of the right ones (harness/teach/museum/exhibits.py):\n",
             "\n\n".join(inspect.getsource(function).rstrip() for function in shown),
             "\nCaught by (it passes as it is, and fails with these lines in place):",
-            *(f"  ./launch.sh test {name}" for name in exhibit.caught_by),
+            *(
+                f"  ./launch.sh test {name if '::' in name else f'tests/test_properties.py -k {name}'}"
+                for name in exhibit.caught_by
+            ),
             f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
         )
     )

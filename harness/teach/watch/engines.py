@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-import fsdp2_compare
+from harness.run import engines
+from harness.run.counterparts import PlainStep
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, next_token_loss, preset
 from harness.run.process_group import Rank
@@ -67,8 +68,8 @@ def of_engine(name: str, options) -> Run:
         if name == "ddp":
             ids = [me.device] if me.device.type == "cuda" else None
             model = DistributedDataParallel(model, ids, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
-            return fsdp2_compare.PlainStep(model, adamw(model.parameters()))
-        return fsdp2_compare.build(name, GPT(config).to(me.device), adamw, me.device)
+            return PlainStep(model, adamw(model.parameters()))
+        return engines.build(name, GPT(config).to(me.device), adamw, me.device)
 
     def batches(me: Rank, count: int) -> list:
         draw = Batches(text, options.batch, seq, 0, me.device)

@@ -1,12 +1,14 @@
-"""Run on every rank: the layout of buffers and shards, worked out anew."""
+"""How parameters lie in their buffers, worked out anew: aligned, padded, each element owned once."""
 
 import math
 
-import parts
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+
+from harness.properties import parts
+from harness.properties.property import holds, same
 
 ADAMW = parts.OPTIMIZERS["adamw"]
 
@@ -52,21 +54,30 @@ def sizes_by_bucket(model: nn.Module, stage: str, bucket_mb: float = 25) -> list
     return buckets
 
 
-def weights_start_aligned(stage: str, param_dtype) -> None:
+@holds("bytes", sizes=(3,), cases=({"param_dtype": None}, {"param_dtype": torch.bfloat16}))
+def parameters_start_on_16_byte_boundaries(engine, param_dtype):
+    """Every parameter and every shard starts on a multiple of 16 bytes, also when its unit is gathered."""
     model = parts.seeded(parts.OddModel, dtype=torch.float32)
-    engine = parts.STAGES[stage](model, ADAMW, param_dtype=param_dtype)
-    for bucket in engine.buckets:
+    trained = engine(model, ADAMW, param_dtype=param_dtype)
+    for bucket in trained.buckets:
         size = bucket.flat.element_size()
-        assert all(offset * size % 16 == 0 for offset in bucket.offsets)
-        assert bucket.shard_numel * size % 16 == 0 and bucket.numel == bucket.shard_numel * engine.world_size
+        same(
+            "bytes of offsets beyond a multiple of 16",
+            [o * size % 16 for o in bucket.offsets if o * size % 16],
+            [],
+            step=0,
+        )
+        same("bytes of a shard beyond a multiple of 16", bucket.shard_numel * size % 16, 0, step=0)
+        same("elements of a buffer", bucket.numel, bucket.shard_numel * trained.world_size, step=0)
     seen = []
     model.blocks[1].register_forward_pre_hook(lambda m, i: seen.extend(p.data_ptr() % 16 for p in m.parameters()))
     tokens, targets = parts.token_batch(0, dist.get_rank())
-    F.cross_entropy(engine(tokens).float(), targets).backward()
-    assert seen == [0] * len(seen) and seen
+    F.cross_entropy(trained(tokens).float(), targets).backward()
+    same("addresses of a block's parameters beyond a multiple of 16", seen, [0] * 5, step=1)
 
 
-def only_padding(stage: str) -> None:
+@holds("values", sizes=(2, 4))
+def a_rank_may_own_only_padding(engine):
     """Two elements over N ranks: the first owns both, the others nothing but padding, and still take part."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
@@ -78,11 +89,10 @@ def only_padding(stage: str) -> None:
         return torch.randn(2, 2, generator=generator, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
 
     _, expected = parts.oracle(build(), ADAMW, F.mse_loss, batch_of, 10, world_size)
-    engine = parts.STAGES[stage](build(), ADAMW)
+    trained = engine(build(), ADAMW)
     for step in range(10):
-        engine.training_step(*batch_of(step, rank), F.mse_loss)
-    parts.assert_same_state(engine.full_state_dict(), expected, atol=1e-12)
-    owners = torch.tensor([sum(p.numel() for g in engine.optimizer.param_groups for p in g["params"])])
-    assert bool(owners) == (rank == 0), "two elements of float64 make 16 bytes, which are not cut"
-    dist.all_reduce(owners)
-    assert owners.item() == 2, "each element has exactly one owner"
+        trained.training_step(*batch_of(step, rank), F.mse_loss)
+    same("the weights", trained.full_state_dict(), expected, atol=1e-12, step=5)
+    owners = torch.tensor([sum(p.numel() for g in trained.optimizer.param_groups for p in g["params"])])
+    # Two elements of float64 make 16 bytes, which are not cut.
+    same("elements that this rank's optimizer updates", owners.item(), 2 if rank == 0 else 0, step=4)

@@ -1,0 +1,119 @@
+"""What properties share: optimizers, small models (harness/run/small_models.py), groups, and an impostor."""
+
+import copy
+import functools
+import importlib
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.run.small_models import (  # noqa: F401  the cases use them as parts.Stack and so on
+    OddBlock,
+    OddModel,
+    Stack,
+    Twice,
+    oracle,
+    seeded,
+    token_batch,
+    vector_batch,
+    whole,
+)
+from zero1 import ZeRO1
+from zero2 import ZeRO2
+from zero3 import ZeRO3
+
+STAGES = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "maximize": partial(torch.optim.AdamW, lr=0.01, maximize=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+}
+DECAY = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)  # a step too many, or too few, shows
+
+
+def assert_same_state(state: dict, expected: dict, atol: float) -> None:
+    assert list(state) == list(expected), (list(state), list(expected))
+    for name in expected:
+        assert state[name].device.type == "cpu" and state[name].shape == expected[name].shape, name
+        torch.testing.assert_close(state[name], expected[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class DDPInDisguise:
+    """Right losses and nothing sharded: plain AdamW under DDP, behind an engine's face."""
+
+    def __init__(self, model, optimizer_cls, **options):
+        self.model = model
+        self.ddp = DistributedDataParallel(model)
+        self.optimizer = optimizer_cls([param for param in model.parameters() if param.requires_grad])
+
+    def __call__(self, *args, **kwargs):
+        return self.ddp(*args, **kwargs)
+
+    def training_step(self, inputs, targets, loss_fn):
+        loss = loss_fn(self(inputs), targets)
+        loss.backward()
+        self.step()
+        self.zero_grad()
+        return loss.detach()
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def full_state_dict(self):
+        return copy.deepcopy(self.model.state_dict())
+
+
+def engine_class(name: str):
+    return DDPInDisguise if name == "impostor" else STAGES[name]
+
+
+def build_engine(stage: str, model: nn.Module, optimizer_cls, options: dict):
+    """The stage over `model`; options travel to the ranks by name, so a unit that is the model itself is named."""
+    if options.get("units") == ["the whole model"]:
+        options = {**options, "units": [model]}
+    return STAGES[stage](model, optimizer_cls, **options)
+
+
+def failure(module: str, of: str, **arguments) -> str:
+    """The message with which a case fails, on every rank and between collectives, so that the ranks go on."""
+    try:
+        getattr(importlib.import_module(module), of)(**arguments)
+    except AssertionError as error:
+        return str(error)
+    raise RuntimeError(f"{of} passes with {arguments}")
+
+
+def silent_group():
+    """A process group whose collectives move nothing and take no memory.
+
+    Gloo works on a copy of a reduce-scatter's input and lets go of buffers from a thread of its own, a moment
+    after `wait()`: for the exact bytes of what an engine itself keeps alive, it is left out.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    return dist.new_group(backend="fake")
+
+
+@functools.cache
+def mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = "cpu"):
+    """A mesh over all ranks: made once, as its groups stay (see `pool`)."""
+    return init_device_mesh(device, shape, mesh_dim_names=names)
+
+
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()

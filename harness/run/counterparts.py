@@ -1,0 +1,191 @@
+"""What stands beside the three stages: torch's own engines as one uses them, and variants that no chapter has."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+from harness.engine import gradients, precision
+from harness.engine.waiting import wait
+from zero1 import ZeRO1
+
+
+class MixedModule(nn.Module):
+    """Plain PyTorch's way to compute in a low precision with float32 weights: a cast that autograd knows.
+
+    Weights are cast once per forward; their gradients arrive in float32, which is what DDP then reduces. What
+    one process and DDP have instead of FSDP2's policy, and with the same numbers.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, *inputs):
+        low = {name: param.to(self.dtype) for name, param in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, low, inputs, tie_weights=True)
+
+
+class PlainStep:
+    """A model and an optimizer over it, used as one is used without an engine: the counterparts' training step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def __call__(self, *inputs):
+        return self.model(*inputs)
+
+    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+        with record_function("step 1 forward"):
+            loss = loss_fn(self.model(inputs), targets)
+        with record_function("step 2 backward"):
+            loss.backward()
+        self.step()
+        self.zero_grad()
+        return loss.detach()
+
+    def step(self) -> None:
+        with record_function("step 4 update the shard"):
+            self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def data_parallel(model: nn.Module, device: torch.device, bucket_mb: float | None = None) -> nn.Module:
+    """DDP, with gradients that are views of its buckets; `bucket_mb` is in MiB (default: torch's)."""
+    ids = None if device.type == "cpu" else [device]
+    more = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **more)
+
+
+def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
+    """DDP's buckets: the last parameters first, and a bucket is full when it has 1 MiB, the later ones `bucket_mb`."""
+    found, nbytes, limit = [], 0, min(bucket_mb, 1) * 2**20
+    for number, param in enumerate(reversed(params)):
+        if number == 0 or nbytes >= limit:
+            limit = bucket_mb * 2**20 if number else limit
+            found.append([])
+            nbytes = 0
+        found[-1].append(param)
+        nbytes += param.numel() * param.element_size()
+    return found
+
+
+class DDPStandIn(PlainStep):
+    """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
+
+    DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
+    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket, for which it
+    waits when backward is over. With `sends = False` a backward adds to the gradients and sends nothing (`no_sync`).
+    A test compares it with the real one, byte for byte.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float = 25):
+        super().__init__(model, optimizer)
+        self.sends, self._works = True, []
+        self._flats = []
+        for params in ddp_runs([param for param in model.parameters() if param.requires_grad], bucket_mb):
+            self._add_bucket(params)
+
+    def _add_bucket(self, params: list[nn.Parameter]) -> None:
+        flat = params[0].new_zeros(sum(param.numel() for param in params))
+        missing, start = set(params), 0
+        for param in params:
+            view = flat[start : start + param.numel()].view(param.shape)
+            start += param.numel()
+
+            def on_gradient(param, view=view):
+                if param.grad is not view:
+                    view.copy_(param.grad)
+                    param.grad = view
+                missing.discard(param)
+                if not missing:
+                    missing.update(params)
+                    if self.sends:
+                        self._send(flat)
+
+            param.register_post_accumulate_grad_hook(on_gradient)
+        self._flats.append(flat)
+
+    def _send(self, flat: torch.Tensor) -> None:
+        if not self._works:
+            torch.autograd.Variable._execution_engine.queue_callback(self._receive)
+        flat.div_(dist.get_world_size())
+        self._works.append(dist.all_reduce(flat, async_op=True))
+
+    def _receive(self) -> None:
+        while self._works:
+            self._works.pop(0).wait()
+
+
+def fully_sharded(model: nn.Module, device: torch.device, dtype=None, mesh=None, **options) -> nn.Module:
+    """FSDP2 around every block of the model, and around the rest."""
+    if dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if mesh is None:
+        # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU. And
+        # `init_device_mesh` may choose a GPU by itself, and add an NCCL group, which ranks on one GPU cannot have.
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
+
+
+def fsdp1(model: nn.Module, device: torch.device, dtype, wrap) -> nn.Module:
+    """FSDP1 with the auto-wrap policy `wrap`.
+
+    The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
+    10,000 parameters on (`by_size`), and offloads the parameters to the CPU. `fsdp1` wraps the blocks and does not
+    offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
+    """
+    policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=wrap, device_id=device, use_orig_params=True, mixed_precision=policy
+    )
+
+
+def by_size(model: nn.Module):
+    """The article's policy, but for modules that share a weight: those stay with the model around them.
+
+    Wrapped by themselves, embedding and head would each get a flat parameter of its own, and their one weight would
+    become two, which learn different things. With `use_orig_params` FSDP1 stops with an error instead.
+    """
+    owners = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+    tied = {module for modules in owners.values() if len(modules) > 1 for module in modules}
+
+    def wrap(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if module in tied and not recurse:
+            return False
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, ARTICLE_MIN_NUM_PARAMS)
+
+    return wrap
+
+
+class ZeRO1By2Psi(ZeRO1):
+    """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
+
+    def _reduce_gradients(self) -> None:
+        if self.moments.settled:
+            return
+        works = []
+        for bucket in self.trained:
+            shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
+            to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)
+            works.append((shard, dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)))
+        for bucket, (shard, work) in zip(self.trained, works):
+            wait(work, "reduce-scatter", bucket)
+            precision.mean_of_sum(shard, self.world_size)
+            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
+                piece.grad = gradient.to(piece.dtype)
+        gradients.settle(self)

@@ -1,0 +1,157 @@
+"""The registry: every engine is one entry here, and every command takes names, order, builders and styles from it.
+
+To add an engine, write its entry. `./launch.sh compare --engines NAME` then knows it; with the command's word in `on`
+it runs there without being asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from harness.run.counterparts import (
+    DDPStandIn,
+    MixedModule,
+    PlainStep,
+    ZeRO1By2Psi,
+    by_size,
+    data_parallel,
+    fsdp1,
+    fully_sharded,
+)
+from harness.run.model import Block
+from zero1 import ZeRO1
+from zero2 import ZeRO2
+from zero3 import ZeRO3
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; gradients are reduced in float32
+
+
+def _single(model, optimizer_cls, device, dtype=None):
+    model = model if dtype is None else MixedModule(model, dtype)
+    return PlainStep(model, optimizer_cls(model.parameters()))
+
+
+def _ddp(model, optimizer_cls, device, dtype=None, bucket_mb=None):
+    fake = isinstance(next(model.parameters()), FakeTensor)
+    model = model if dtype is None else MixedModule(model, dtype)
+    if fake:
+        return DDPStandIn(model, optimizer_cls(model.parameters()), bucket_mb or 25)
+    model = data_parallel(model, device, bucket_mb)
+    return PlainStep(model, optimizer_cls(model.parameters()))
+
+
+def _zero_redundancy_optimizer(model, optimizer_cls, device, dtype=None):
+    model = data_parallel(model if dtype is None else MixedModule(model, dtype), device)
+    return PlainStep(model, ZeroRedundancyOptimizer(model.parameters(), optimizer_cls.func, **optimizer_cls.keywords))
+
+
+def _stage(cls, model, optimizer_cls, device, dtype=None, mesh=None, **options):
+    reduce_dtype = None if dtype is None else torch.float32
+    return cls(model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
+
+
+def _fsdp2(model, optimizer_cls, device, dtype=None, mesh=None, **options):
+    model = fully_sharded(model, device, dtype, mesh, **options)
+    return PlainStep(model, optimizer_cls(model.parameters()))
+
+
+def _fsdp1(policy, model, optimizer_cls, device, dtype=None):
+    model = fsdp1(model, device, dtype, policy(model))
+    return PlainStep(model, optimizer_cls(model.parameters()))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine.
+
+    `build(model, optimizer_cls, device, **options)` puts it around `model`; `optimizer_cls` is a torch optimizer class
+    with its options bound, and of `options` those in `takes` are known: "dtype" to compute in, "mesh" (replicas,
+    shards), "offload_policy", "bucket_mb" (MiB), "prefetch" (units). `counterpart` is the name of torch's own engine
+    that does the same. `on` are the commands that run it unasked. `casts` says that it computes in a low precision with
+    plain casts of its weights (`MixedModule`). `shade`, `line` and `mark` draw it in figures: an
+    engine is no part and no activity, so it has a tone of grey, a line and a mark, and its name beside it.
+    """
+
+    name: str
+    title: str
+    build: Callable
+    on: frozenset[str]
+    takes: frozenset[str]
+    counterpart: str | None = None
+    casts: bool = False
+    shade: str = "#717680"
+    line: str = "-"
+    mark: str = "o"
+
+
+def _entry(name: str, title: str, build, on: str, takes: str, **more) -> tuple[str, Engine]:
+    return name, Engine(name, title, build, frozenset(on.split()), frozenset(takes.split()), **more)
+
+
+ALL = "compare memory bench plan watch report"
+BUCKETS, UNITS = "dtype mesh offload_policy bucket_mb", "dtype mesh offload_policy prefetch"
+DARK, MIDDLE, LIGHT = "#60656c", "#717680", "#888c92"
+
+ENGINES: dict[str, Engine] = dict([
+    _entry("single", "one process", _single, "compare", "dtype", casts=True,
+           shade=LIGHT, line=":", mark="x"),
+    _entry("ddp", "DDP", _ddp, ALL, "dtype bucket_mb", casts=True, shade=DARK),
+    _entry("zero1", "ZeRO-1", partial(_stage, ZeRO1), ALL, BUCKETS, counterpart="zero_redundancy_optimizer",
+           shade=LIGHT, mark="s"),
+    _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", partial(_stage, ZeRO1By2Psi), "plan", BUCKETS,
+           line="-.", mark="v"),
+    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", _zero_redundancy_optimizer, "compare bench report",
+           "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
+    _entry("zero2", "ZeRO-2", partial(_stage, ZeRO2), ALL, BUCKETS, counterpart="fsdp2_no_reshard", mark="^"),
+    _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(_fsdp2, reshard_after_forward=False),
+           "compare memory bench plan report", "dtype mesh offload_policy", line="--", mark="^"),
+    _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), "plan", UNITS,
+           line="-.", mark="P"),
+    _entry("zero3", "ZeRO-3", partial(_stage, ZeRO3), ALL, UNITS, counterpart="fsdp2", shade=DARK, mark="D"),
+    _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), "watch",
+           "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
+    _entry("fsdp2", "FSDP2", _fsdp2, ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
+    _entry("fsdp1", "FSDP1", partial(_fsdp1, lambda model: ModuleWrapPolicy({Block})), "", "dtype", line=":",
+           mark="<"),
+    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(_fsdp1, by_size), "", "dtype", line=":", mark=">"),
+])  # fmt: skip
+
+PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)
+
+
+def named(command: str) -> tuple[str, ...]:
+    """The engines that `command` runs when none are named, in the order of its tables."""
+    return tuple(engine.name for engine in ENGINES.values() if command in engine.on)
+
+
+def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None) -> list[str]:
+    """The engines of an option `--engines a,b` (None: the command's own), each once.
+
+    `known` are those that the command can run (default: all). Raises ValueError for another name, and for none.
+    """
+    known = tuple(ENGINES) if known is None else known
+    given = ",".join(name for name in named(command) if name in known) if given is None else given
+    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no engine {name!r}; there are: {', '.join(known)}")
+    if not names:
+        raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
+    return names
+
+
+def build(name: str, model: nn.Module, optimizer_cls, device: torch.device, **options):
+    """The engine `name` around `model`. Options that are None are left to the engine.
+
+    Raises ValueError for an option that it does not take.
+    """
+    engine, options = ENGINES[name], {key: value for key, value in options.items() if value is not None}
+    if unknown := sorted(options.keys() - engine.takes):
+        raise ValueError(f"{name} takes no {unknown[0]}; it takes: {', '.join(sorted(engine.takes))}")
+    return engine.build(model, optimizer_cls, device, **options)

@@ -1,0 +1,56 @@
+"""Every property of harness/properties, asked of our engines: nothing may be found."""
+
+import pytest
+
+from harness.properties import parts
+from harness.properties.property import GROUPS, Subject, examine, library, subject
+
+
+def asked():
+    """A parameter for every property, engine, number of ranks and case."""
+    found = []
+    for each in library().values():
+        usual = list(each.asked())
+        for size, engine, case in each.asked(thorough=True):
+            said = ",".join(f"{key}={getattr(value, '__name__', value)}" for key, value in case.items())
+            marks = [pytest.mark.xdist_group(f"{size} ranks")]
+            marks += [] if (size, engine, case) in usual else [pytest.mark.thorough]
+            name = f"{each.name}-{engine}-{size}" + f"-{said}" * bool(said)
+            found.append(pytest.param(each.name, engine, size, case, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize("name, engine, size, case", asked())
+def test_holds(ranks, name, engine, size, case):
+    answers = ranks(size).run(examine, name=name, engine=engine, case=case)
+    found = [finding for of_rank in answers for finding in of_rank]
+    assert not found, "\n".join(map(str, found))
+
+
+def of_the_impostor(name: str, stage: str) -> list:
+    """What is found of unsharded AdamW under DDP that says it were `stage`."""
+    return examine(name, Subject("impostor", parts.DDPInDisguise, like=stage))
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+@pytest.mark.parametrize("name", ("held_bytes_equal_the_theory", "collectives_are_those_of_the_stage"))
+def test_who_shards_nothing_is_found_out(ranks, name, stage):
+    for findings in ranks(2).run(of_the_impostor, name=name, stage=stage):
+        (finding,) = findings
+        assert finding.expected != finding.found and finding.step in (3, 4)
+
+
+def test_a_property_says_what_must_be_true():
+    for name, each in library().items():
+        assert each.group in GROUPS and each.says.endswith("."), name
+        assert list(each.asked()), f"{name} is asked of nobody"
+
+
+def test_a_finding_names_rank_step_and_both_values(ranks):
+    answers = ranks(2).run(of_the_impostor, name="held_bytes_equal_the_theory", stage="zero3")
+    first = answers[0][0]
+    assert first.rank == 0 and "step 4 update the shard" in str(first) and "expected" in str(first)
+
+
+def test_engines_of_the_registry_are_subjects():
+    assert subject("zero2").like == "zero2" and subject("ddp").like is None and "bucket_mb" in subject("ddp").takes
