@@ -15,14 +15,12 @@ import resource
 import signal
 import sys
 import time
-import xml.etree.ElementTree as xml
 from pathlib import Path
 
 from harness.measure.report import commands, page, process
-from harness.measure.report.commands import Command
+from harness.measure.report.commands import PARTS, Command
 from harness.measure.report.process import DONE, FAILED, INTERRUPTED, LEFT_OUT
 
-PARTS = list(commands.PARTS)
 FIGURES_SECONDS = 60
 
 
@@ -61,7 +59,7 @@ class Report:
     def __init__(self, options: argparse.Namespace):
         self.folder, self.options, self.started = options.folder, options, time.monotonic()
         self.ends = self.started + options.minutes * 60
-        only = [] if options.only == PARTS else [f"--only {','.join(options.only)}"]
+        only = [] if options.only == [*PARTS] else [f"--only {','.join(options.only)}"]
         quick = ["--quick"] if options.quick else []
         self.known = {
             "report": 2,
@@ -108,35 +106,35 @@ class Report:
         limit, started = command.seconds * max(1.0, self.options.minutes / 10), time.monotonic()
         no_time = f"no time was left; --minutes {2 * self.options.minutes:g} gives it more"
         row = self.row(command, command.skip or no_time * (self.ends - started < limit / 4))
-        if row["status"] == LEFT_OUT:
-            print(f"{command.part}: {row['name']}: left out, {row['skip']}", flush=True)
-            return
-        row["limit"] = round(min(limit, self.ends - started), 1)
-        print(f"{command.part}: {row['name']}, at most {row['limit']:.0f} s", flush=True)
-        file = self.folder / f"{command.part}-{len(self.known['parts'][command.part]['jobs'])}.json"
-        log = file.with_suffix(".txt")
-        row["log"] = log.name
-        try:
-            row["status"], row["exit"] = process.run(command.argv(file), row["limit"], log)
-        finally:
-            row["seconds"] = round(time.monotonic() - started, 1)
-            process.shorten(log)
-            self.keep(command, file, row)
-            self.write()
+        print(f"{command.part}: {row['name']}", flush=True)
+        if row["status"] != LEFT_OUT:
+            file = self.folder / f"{command.part}-{len(self.known['parts'][command.part]['jobs'])}.json"
+            log = file.with_suffix(".txt")
+            row["limit"], row["log"] = round(min(limit, self.ends - started), 1), log.name
+            try:
+                row["status"], row["exit"] = process.run(command.argv(file), row["limit"], log)
+            finally:
+                row["seconds"] = round(time.monotonic() - started, 1)
+                process.shorten(log)
+                self.keep(command, file, row)
+                self.write()
         print(f"  {page.how(row)}", flush=True)
 
     def keep(self, command: Command, file: Path, row: dict) -> None:
         """The results in `file`, if any. A test run or a referee that fails has written what it found all the same."""
+        if command.part == "tests":
+            row["results"] = {"tests": {"all": page.counted(file.with_suffix(".txt").read_text())}}
         if not command.option:
             return
         try:
-            found = read(file, self.folder)
-        except (OSError, ValueError, xml.ParseError) as error:  # it was ended before, or while it wrote
+            file.write_text(process.scrub(file.read_text(), self.folder))
+            found = json.loads(file.read_text())
+        except (OSError, ValueError):  # it was ended before it wrote, or meanwhile
             file.unlink(missing_ok=True)
             if row["status"] == DONE:
-                row["status"], row["skip"] = FAILED, f"its results cannot be read: {error}"
+                row["status"], row["skip"] = FAILED, "it has written no results that can be read"
             return
-        if command.part in ("machine", "tests", "referee"):  # what page and README read; the others' are in their files
+        if command.part in ("machine", "referee"):  # what the page and the README read; the others' are in their files
             row["results"] = found
 
     def write(self) -> None:
@@ -147,18 +145,6 @@ class Report:
             beside = self.folder / f"{name}.part"
             beside.write_text(text + "\n", encoding="utf-8")
             os.replace(beside, self.folder / name)
-
-
-def read(file: Path, folder: Path) -> dict:
-    """The results in `file`, which loses the names of this machine's folders. pytest writes XML: its sums are kept."""
-    text = process.scrub(file.read_text(), folder)
-    if text.startswith("<"):
-        (suite,) = xml.fromstring(text).iter("testsuite")
-        total, *wrong, skipped = (int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped"))
-        found = {"tests": {"all": [total - sum(wrong) - skipped, sum(wrong), skipped]}}
-        text = json.dumps(found)
-    file.write_text(text)
-    return json.loads(text)
 
 
 def _stop(number, frame):

@@ -1,19 +1,16 @@
 """The commands of a report, in the order in which they run: what tells most comes first, as the time may not suffice.
 
-Each is a line that can be repeated by hand. Nothing here imports torch: it may be what does not start.
+Each is a line that can be repeated by hand. torch is not imported before it is known to start.
 """
 
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 PARTS = ("machine", "tests", "referee", "memory", "timeline", "sweeps", "host")
-# Parameters of the presets (a test counts them), to leave out what cannot fit: 16 bytes for each without sharding.
-PARAMETERS = {"toy": 34_688, "tiny": 4_837_376, "small": 85_645_824, "medium": 303_622_144, "1b": 1_076_899_840}
-# Steps for the losses, steps that are timed, sequences per rank.
-STEPS = {"toy": (8, 4, 2), "tiny": (20, 10, 4), "small": (10, 8, 4), "medium": (6, 6, 2), "1b": (4, 4, 1)}
-ENGINES = "ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2"
+FSDP1 = "ddp,fsdp1"  # which the referee runs only where it is asked for
 FIGURES = {  # which part's results each shows, of how many commands, and what
     "losses": ("referee", 1, "Losses of all engines, and how far each is from the reference"),
     "memory": ("memory", 1, "Held and at the peak, per engine"),
@@ -42,14 +39,12 @@ class Command:
         return [*start, *words, *([self.option, str(file)] if self.option else [])]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where ranks run: how many, the option that puts them there, and how many of them share a GPU."""
+class Place(NamedTuple):
+    """Where ranks run: how many, and the option that puts them there."""
 
     words: str
     ranks: int
     option: str
-    per_gpu: int = 0
 
 
 MACHINE = Command("machine", "python -m harness.measure.report.machine", seconds=60)
@@ -59,10 +54,10 @@ def places(gpus: int) -> list[Place]:
     """The ways to run ranks on a machine with so many GPUs, the most telling one first."""
     if gpus == 0:
         return [Place(f"{ranks} ranks over gloo on the CPU", ranks, "--device cpu") for ranks in (2, 4)]
-    one = Place("1 rank over NCCL", 1, "--backend nccl", 1)
+    one = Place("1 rank over NCCL", 1, "--backend nccl")
     if gpus == 1:
-        return [one, *(Place(f"{n} ranks that share the GPU over gloo", n, "--backend gloo", n) for n in (2, 4))]
-    return [*(Place(f"{n} ranks over NCCL", n, "--backend nccl", 1) for n in dict.fromkeys((gpus, 2))), one]
+        return [one, *(Place(f"{n} ranks that share the GPU over gloo", n, "--backend gloo") for n in (2, 4))]
+    return [*(Place(f"{n} ranks over NCCL", n, "--backend nccl") for n in dict.fromkeys((gpus, 2))), one]
 
 
 def planned(machine: dict, quick: bool) -> list[Command]:
@@ -72,58 +67,50 @@ def planned(machine: dict, quick: bool) -> list[Command]:
     several = next(place for place in (first, *others) if place.ranks > 1)  # where collectives have something to send
     small = "toy" if quick and not gpus else "tiny"
 
+    dtypes = ("bf16", "fp32") if machine.get("bf16", True) else ("fp32",)
+
     # On GPUs tests/test_cuda.py, all of it; on a CPU that file's cases for a CPU, and some of the suite.
     # Several processes: one for all would lose all when it hangs.
-    files = ["tests/test_cuda.py"] + ["tests/test_overlap.py"] * (not gpus)
+    files = ["tests/test_cuda.py"] if gpus else ["tests/test_cuda.py", "tests/test_overlap.py"]
     if not gpus and not quick:
-        files += ["tests/test_equivalence.py -k 'to_the_bit or integers'", "tests/test_memory_held.py"]
+        files += ["tests/test_equivalence.py -k 'to_the_bit or integers'", "tests/test_properties.py"]
     skip = "" if machine.get("pytest") or not machine.get("python") else "this Python has no pytest"
-    found = [Command("tests", f"./launch.sh test {file} -q -rfEs", option="--junit-xml", skip=skip) for file in files]
-    found += [referee(machine, first, small, "fp32"), referee(machine, several, small, "bf16")]
-
-    # On a GPU by real allocations, and FSDP2 in a process of its own: what kills one leaves the other.
-    ours, theirs, device = "ddp,zero1,zero2,zero3", "fsdp2_no_reshard,fsdp2", "cuda" if gpus else "fake"
-    runs = [(("1b" if gpus else "tiny") if quick else "7b", engines)
-            for engines in ([ours, theirs] if gpus else [f"{ours},{theirs}"])]  # fmt: skip
-    found += [Command("memory", f"./launch.sh memory --preset {preset} --ranks 8 --engines {engines} --device {device}")
-              for preset, engines in runs]  # fmt: skip
-
-    model = small if quick or not gpus else "small"
+    found = [Command("tests", f"./launch.sh test {file} -q -rfEs", option="", skip=skip) for file in files]
+    found += [referee(first, small, "fp32"), referee(several, small, dtypes[0])]
+    memory = f"./launch.sh memory --ranks 8 --device {'cuda' if gpus else 'fake'} --preset"  # cuda: real allocations
+    found.append(Command("memory", f"{memory} {('1b' if gpus else 'tiny') if quick else '7b'}"))
+    here = f"{several.ranks} --preset {small if quick or not gpus else 'small'} {several.option}"
     stages = ["zero3 {} --prefetch 1", "zero3 {} --prefetch 0", "zero2 {}", "zero1 {}"]
-    found += [Command("timeline", f"./launch.sh {stage.format(several.ranks)} --preset {model} --steps 3 {several.option}",
-                      option="--trace") for stage in (stages[:2] if quick else stages)]  # fmt: skip
+    for stage in stages[:2] if quick else stages:
+        found.append(Command("timeline", f"./launch.sh {stage.format(here)} --steps 3", option="--trace"))
     chosen = "--rounds 3 --only prefetch" if quick else "--rounds 6"
-    found.append(Command("sweeps", f"./launch.sh sweeps {several.ranks} --preset {model} {chosen} {several.option}",
-                         seconds=180))  # fmt: skip
-    host = f"python -m harness.measure.bench --host --rounds {4 if quick else 25} --profile zero3 --device"
-    found += [Command("host", f"{host} {device}") for device in (("cpu", "cuda") if gpus else ("cpu",))]
+    found.append(Command("sweeps", f"./launch.sh sweeps {here} {chosen}", seconds=180))
+    for device in ("cpu", "cuda") if gpus else ("cpu",):
+        options = f"--rounds {4 if quick else 25} --profile zero3 --device {device}"
+        found.append(Command("host", f"python -m harness.measure.bench --host {options}"))
     if quick:
         return found
 
-    dtypes = ("bf16", "fp32")
-    found.append(referee(machine, first, "tiny", "bf16"))
-    found += [referee(machine, place, "tiny" if gpus else "toy", dtype) for place in others for dtype in dtypes]
-    # FSDP1 is no engine of the referee's unless asked for; where ranks share a GPU it may fail, and so it is alone.
-    found.append(referee(machine, several, "tiny", "fp32", "ddp,fsdp1"))
+    found += [referee(first, "tiny", dtype) for dtype in dtypes]
+    found += [referee(place, "tiny" if gpus else "toy", dtype) for place in others for dtype in dtypes]
+    # Where ranks share a GPU FSDP1 may fail, and so it is alone.
+    found.append(referee(several, "tiny", "fp32", FSDP1))
     if gpus:
-        found += [referee(machine, first, preset, dtype) for dtype in dtypes for preset in ("small", "medium", "1b")]
-        found.append(referee(machine, several, "small", "bf16"))
+        found += [referee(first, preset, dtype) for dtype in dtypes for preset in ("small", "medium", "1b")]
+        found += [referee(several, "small", dtypes[0]), Command("memory", f"{memory} 1b")]
     return list({command.line: command for command in found}.values())  # each once
 
 
-def referee(machine: dict, place: Place, preset: str, dtype: str, engines: str = "") -> Command:
-    steps, timed, batch = STEPS[preset] if machine.get("gpus") or preset == "toy" else (6, 5, 4)
-    name = f"{preset}, {dtype}, {place.words}" + (f", {engines}" if engines else "")
-    # `single` computes the batches of all ranks: too many for a large model.
-    engines = engines or ("single," if preset in ("toy", "tiny") else "") + ENGINES
-    line = f"./launch.sh compare {place.ranks} --preset {preset} --dtype {dtype} --steps {steps} --timed-steps {timed}"
-    skip, needed = "", 16 * PARAMETERS[preset] * max(1, place.per_gpu)
-    memory = min((gpu["memory_bytes"] for gpu in machine.get("gpus", ())), default=needed)
-    if needed > memory:
-        skip = f"DDP needs more than {needed / 1e9:.0f} GB for it, and the GPU has {memory / 1e9:.0f}"
-    if dtype == "bf16" and machine.get("bf16") is False:
-        skip = "the GPU has no bfloat16"
-    return Command("referee", f"{line} --batch {batch} --engines {engines} {place.option}", name, skip=skip)
+def referee(place: Place, preset: str, dtype: str, engines: str = "") -> Command:
+    if preset not in ("toy", "tiny"):  # without `single`, which computes the batches of all ranks
+        from harness.run.engines import named  # imports torch, which has found a GPU by now
+
+        engines = ",".join(named("report"))
+    batch = {"medium": 2, "1b": 1}.get(preset, 4)
+    line = (f"./launch.sh compare {place.ranks} --preset {preset} --dtype {dtype} --steps 8 --timed-steps 6 "
+            f"--batch {batch} {place.option}")  # fmt: skip
+    name = f"{preset}, {dtype}, {place.words}" + (f", {engines}" if engines == FSDP1 else "")
+    return Command("referee", f"{line} --engines {engines}" if engines else line, name)
 
 
 def figures(folder: Path, machine: dict) -> list[Command]:

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 SMI = ("index,name,driver_version,memory.total,memory.used,utilization.gpu,power.limit,clocks.max.sm,"
        "pcie.link.gen.max,pcie.link.width.max,mig.mode.current,ecc.mode.current")  # fmt: skip
@@ -24,65 +24,49 @@ def said(*command: str) -> str:
     return result.stdout.strip() if result.returncode == 0 else ""
 
 
-def host() -> dict:
-    """The processor, its memory, and the software beside torch."""
-    found = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
+def host(found: dict) -> None:
+    """The processor, its memory, the software beside torch, and what the driver says of GPUs, links and other users."""
+    found["processor"] = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
         found["processor"] = (names or [found["processor"]])[0]
     found["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found["system"] = f"{platform.system()} {platform.release()}"
     found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for package in ("numpy", "matplotlib", "pytest"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
+    found["system"], found["python"] = f"{platform.system()} {platform.release()}", platform.python_version()
+    installed = {package.name.lower(): package.version for package in distributions()}
+    found |= {package: installed.get(package) for package in ("numpy", "matplotlib", "pytest")}
     found["commit"] = said("git", "rev-parse", "--short=12", "HEAD")
     found["changed_files"] = len(said("git", "status", "--porcelain", "--untracked-files=no").splitlines())
     found["environment"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
-    return found
+    found["nvidia_smi"] = said("nvidia-smi", f"--query-gpu={SMI}", "--format=csv")
+    found["topology"] = said("nvidia-smi", "topo", "-m")
+    busy = said("nvidia-smi", "--query-compute-apps=used_memory", "--format=csv,noheader")
+    found["other_processes"] = len(busy.splitlines())
 
 
-def driver() -> dict:
-    """What nvidia-smi says of the GPUs, of the links between them, and of who else uses them."""
-    busy = said("nvidia-smi", "--query-compute-apps=used_memory", "--format=csv,noheader").splitlines()
-    return {"nvidia_smi": said("nvidia-smi", f"--query-gpu={SMI}", "--format=csv"),
-            "topology": said("nvidia-smi", "topo", "-m"), "other_processes": len(busy)}  # fmt: skip
-
-
-def torch_and_gpus() -> dict:
+def torch_and_gpus(found: dict) -> None:
     """torch's version, and the GPUs as torch sees them."""
     import torch
 
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    if torch.cuda.is_available():
+    found["torch"], found["cuda"] = torch.__version__, torch.version.cuda
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        found["gpus"].append({"name": about.name, "memory_bytes": about.total_memory,
+                              "capability": f"{about.major}.{about.minor}",
+                              "multiprocessors": about.multi_processor_count})  # fmt: skip
+    if found["gpus"]:
+        found["bf16"], found["cudnn"] = torch.cuda.is_bf16_supported(), torch.backends.cudnn.version()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["cudnn"] = torch.backends.cudnn.version()
-        found["bf16"] = torch.cuda.is_bf16_supported()
-        found["free_bytes_of_gpu_0"] = torch.cuda.mem_get_info(0)[0]  # others may be using it
-        count = range(torch.cuda.device_count())
-        for number, about in enumerate(map(torch.cuda.get_device_properties, count)):
-            reaches = [other for other in count if other != number and torch.cuda.can_device_access_peer(number, other)]
-            found.setdefault("gpus", []).append(
-                {"name": about.name, "memory_bytes": about.total_memory, "capability": f"{about.major}.{about.minor}",
-                 "multiprocessors": about.multi_processor_count, "reaches": reaches})  # fmt: skip
-    return found
-
-
-def describe() -> dict:
-    found = {"gpus": [], "torch": None}
-    for ask in (host, driver, torch_and_gpus):
-        try:
-            found |= ask()
-        except Exception as error:  # a broken driver or torch is a finding as well
-            found[f"{ask.__name__}_failed"] = f"{type(error).__name__}: {error}"
-    return found
 
 
 if __name__ == "__main__":
-    known = describe()
+    known = {"gpus": [], "torch": None}
+    for ask in (host, torch_and_gpus):
+        try:
+            ask(known)
+        except Exception as error:  # a broken driver or torch is a finding as well
+            known[f"{ask.__name__}_failed"] = f"{type(error).__name__}: {error}"
     for name, value in known.items():
         for line in value if isinstance(value, list) else [value]:
             print(f"{name.replace('_', ' ')}: {line}")

@@ -3,6 +3,7 @@
 The tables are what the commands printed: the page has what the terminal has.
 """
 
+import re
 from pathlib import Path
 
 from harness.measure.report.commands import FIGURES
@@ -38,19 +39,23 @@ def tests_in_all(report: dict) -> tuple[int, int, int]:
     return tuple(sum(row[place] for row in rows) for place in range(3))
 
 
+def counted(log: str) -> list[int]:
+    """[passed, failed, skipped], of what pytest has printed last."""
+    last = log.strip().rpartition("\n")[2]
+    kinds = (r"passed", r"(?:failed|error)", r"skipped")
+    return [sum(map(int, re.findall(rf"(\d+) {kind}", last))) for kind in kinds]
+
+
 # The sections.
 
 
 def found_equal(report: dict) -> list[str]:
     lines = []
+    kinds = ("equal to DDP to the bit, at every step and on every rank", "near it (sums in another order)",
+             "**does not match**")  # fmt: skip
     for job in jobs_with_results(report, "referee"):
-        exact, near, wrong = (", ".join(f"`{name}`" for name in names) for names in equal_to_ddp(job["results"]))
-        said = [f"equal to DDP to the bit, at every step and on every rank: {exact}"] * bool(exact)
-        if near:
-            allowed = max(run["tolerance"] for run in job["results"]["runs"].values())
-            said.append(f"within {allowed:g} nats (sums in another order): {near}")
-        said += [f"**does not match**: {wrong}"] * bool(wrong)
-        lines.append(f"- {job['name']}: {'; '.join(said) or 'nothing was compared'}")
+        found = zip(kinds, equal_to_ddp(job["results"]))
+        lines.append(f"- {job['name']}: " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in found if names))
     if any(tests_in_all(report)):
         lines.append("- Tests: {} passed, {} failed, {} skipped".format(*tests_in_all(report)))
     return lines or ["Nothing was compared."]
@@ -69,7 +74,8 @@ def printed(job: dict, folder: Path) -> list[str]:
     log = (folder / job["log"]).read_text()
     # What ./launch.sh says before it starts the ranks is the same every time.
     said = log[log.find("\n+ ") + 1 :].strip().replace("```", "'''")
-    return [f"### {job['name']}", "", f"`{job['shown']}`: {how(job)}", "", "```", said, "```", ""]
+    words = "" if job["name"] == job["shown"] else f" `{job['shown']}`"
+    return [f"### {job['name']}", "", f"{how(job).capitalize()}.{words}", "", "```", said, "```", ""]
 
 
 def not_shown(report: dict, jobs: list[tuple[str, dict]]) -> list[str]:
@@ -88,6 +94,8 @@ def not_shown(report: dict, jobs: list[tuple[str, dict]]) -> list[str]:
                      "memory, so no step time here says what overlapping is worth between GPUs")  # fmt: skip
     if gpus > 1:
         lines.append("one machine: nothing about a network between machines")
+    if gpus and not about.get("bf16"):
+        lines.append("the GPU has no bfloat16: float32 alone")
     if gpus and not any(run.get("mfu") for job in jobs_with_results(report, "referee")
                         for run in job["results"]["runs"].values()):  # fmt: skip
         lines.append("no MFU: this GPU's peak is not in harness/measure/gpus.py, or no step was timed")

@@ -11,24 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 DONE, FAILED, TIMED_OUT = "done", "failed", "timed out"
 OUT_OF_MEMORY, INTERRUPTED, LEFT_OUT = "out of memory", "interrupted", "left out"
-TORCHRUN = [
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NNODES",
-]
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "NNODES")  # how its variables begin
 MOST_LINES = 300  # of what a command prints, the last ones
-
-
-def environment() -> dict[str, str]:
-    """The caller's, without what a torchrun around it has set, and so that a process that dies says where it was."""
-    clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    clean.setdefault("ZERO_TIMEOUT", "60")
-    return {**clean, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def run(argv: list[str], seconds: float, log: Path) -> tuple[str, int | None]:
@@ -36,10 +20,13 @@ def run(argv: list[str], seconds: float, log: Path) -> tuple[str, int | None]:
 
     Its processes are ended before this returns, also when the caller is interrupted.
     """
+    # So that a process that dies says where it was, and ranks that wait in vain end before this does.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_TORCHRUN)}
+    said = {"PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     with open(log, "wb") as output:
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the others.
-        process = subprocess.Popen(argv, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(argv, cwd=ROOT, env={"ZERO_TIMEOUT": "60", **clean, **said}, start_new_session=True,
+                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)  # fmt: skip
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -56,19 +43,13 @@ def end(process: subprocess.Popen) -> None:
     if process.poll() is not None:
         return
     with_us = [*descendants(process.pid), process.pid]
-    for number in with_us:
-        _signal(number, signal.SIGABRT)  # Python's fault handler then writes where each thread is: the place of a hang
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(1)
-    time.sleep(0.2)  # for the others to write theirs, too
-    for number in {*with_us, *(child for known in with_us for child in descendants(known))}:
-        _signal(number, signal.SIGKILL)
+    # At the first signal Python's fault handler writes where each thread is: the place of a hang.
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        for known in with_us:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(known, number)
+        time.sleep(1)
     process.wait()
-
-
-def _signal(process_id: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process_id, number)
 
 
 def descendants(process_id: int) -> list[int]:
