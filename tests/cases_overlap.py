@@ -5,7 +5,6 @@ import contextlib
 import parts
 import torch
 import torch.distributed as dist
-from cases_equivalence import PartlyFrozen
 from cases_ranks_that_part import Skipping
 from torch import nn
 from torch.nn import functional as F
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.measure.memory import storage_bytes
 from harness.properties.layout import padded
+from harness.properties.models import PartlyFrozen
 
 ADAMW = parts.OPTIMIZERS["adamw"]
 

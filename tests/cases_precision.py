@@ -3,7 +3,6 @@
 import dataclasses
 from functools import partial
 
-import cases_loop
 import parts
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from harness.engine.gradients import GradScaler
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
+from harness.properties import models
 from harness.run.model import GPT, PRESETS, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -300,8 +300,8 @@ def low_precision_everywhere(model: str) -> None:
     rank = dist.get_rank()
     build = {
         "twice": parts.Twice,
-        "tied": cases_loop.TiedAcross,
-        "around": lambda: cases_loop.Checkpointed("around"),
+        "tied": models.TiedAcross,
+        "around": lambda: models.Checkpointed("around"),
     }[model]
     found = []
     for stage, options in (

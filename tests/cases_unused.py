@@ -1,6 +1,5 @@
 """Run on every rank: steps that leave parameters unused."""
 
-import cases_loop
 import parts
 import torch
 import torch.distributed as dist
@@ -10,6 +9,7 @@ from torch.nn import functional as F
 
 from harness.measure.memory import MemoryLedger, storage_bytes
 from harness.measure.traffic import TrafficLedger
+from harness.properties import models
 
 
 class Adapted(nn.Module):
@@ -178,10 +178,10 @@ def combinations(stage: str, model: str, options: dict) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     build = {
         "twice": parts.Twice,
-        "tied": cases_loop.TiedAcross,
-        "around": lambda: cases_loop.Checkpointed("around"),
-        "inside": lambda: cases_loop.Checkpointed("inside"),
-        "several": lambda: cases_loop.Checkpointed("around several"),
+        "tied": models.TiedAcross,
+        "around": lambda: models.Checkpointed("around"),
+        "inside": lambda: models.Checkpointed("inside"),
+        "several": lambda: models.Checkpointed("around several"),
         "odd": parts.OddModel,
     }[model]
     _, expected = parts.oracle(parts.seeded(build), parts.DECAY, F.cross_entropy, parts.token_batch, 6, world_size)

@@ -8,12 +8,13 @@ import argparse
 import gc
 
 import cases_cuda as cases
-import cases_equivalence
 import cases_overlap
 import cases_precision
 import parts
 import pytest
 import torch
+
+from harness.properties.property import examine
 
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
@@ -47,9 +48,10 @@ def at(ranks):
 @pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
 @pytest.mark.parametrize("where", CUDA)
 def test_equals_ddp_and_fsdp2_to_the_bit(at, where, stage, options):
-    """On more than two ranks in float64, to 1e-10: there sums have another order. (On the CPU: test_equivalence.py.)"""
+    """On more than two ranks in float64, to 1e-10: there sums have another order. (On the CPU: test_properties.py.)"""
     pool, device = at(where)
-    pool.run(cases_equivalence.like_ddp_and_fsdp2, stage=stage, options=options, device=device)
+    case = {"options": options, "device": device}
+    assert not any(pool.run(examine, name="equals_ddp_and_fsdp2", engine=stage, case=case))
 
 
 @pytest.mark.parametrize("where", ("cpu", *CUDA))

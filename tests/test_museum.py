@@ -19,10 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # With which of its parameters a test is run here, besides world_size=2 and the exhibit's stage.
 PARAMETERS = {
-    "test_equals_one_process_on_the_whole_batch": {"options": {}},
-    "test_backwards_add_up": {"options": {}},
-    "test_models_and_loops_of_ones_own": {"case": import_module("cases_equivalence").state_in_and_out},
-    "test_clipping_equals_torch_on_the_whole_model": {"norm_type": 2.0},
     "test_zero2_keeps_two_buckets_of_whole_gradients_at_most": {"reverse": False},
     "test_zero3_keeps_only_the_units_in_use_gathered": {"options": {}},
     "test_backward_reaches_the_weights": {"path": "in place, 3 layers", "options": {"prefetch": 0}},

@@ -39,6 +39,7 @@ OPTIMIZERS = {
     "rmsprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5),
     "adagrad": partial(torch.optim.Adagrad, lr=0.01),
 }
+MOMENTUM, ADAMW, SGD = OPTIMIZERS["momentum"], OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]
 DECAY = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)  # a step too many, or too few, shows
 
 

@@ -446,8 +446,7 @@ def weights_alone(engine):
     return Mutant
 
 
-EQUIVALENCE = "tests/test_equivalence.py::"
-ORACLE = EQUIVALENCE + "test_equals_one_process_on_the_whole_batch"
+ORACLE = "equals_one_process_on_the_whole_batch"
 SMALL = {"bucket_mb": 0.0625}  # some buckets for each block of the museum's GPT
 
 _IN_ORDER = (
@@ -462,7 +461,7 @@ _IN_ORDER = (
         "the number of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
         read="zero1.py, step 3, `ZeRO1._reduce_gradients`: "
         "`precision.mean_of_sum(bucket.flat_gradient, self.world_size)`",
-        caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
+        caught_by=("a_step_on_integers_is_exact",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 100.0},
     ),
@@ -578,7 +577,7 @@ _IN_ORDER = (
         diagnosis="Every rank clips by the norm of its own shard. The right norm is that of all shards together: the "
         "squares must be summed over the ranks. Otherwise every shard is scaled by another factor.",
         read="harness/engine/gradients.py, `clip_grad_norm_`",
-        caught_by=("tests/test_loop.py::test_clipping_equals_torch_on_the_whole_model",),
+        caught_by=("clipping_takes_the_norm_of_the_whole_model",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 0.5},
     ),
@@ -606,7 +605,7 @@ _IN_ORDER = (
         "should be added: as it is, only the last micro-batch counts.",
         read="zero2.py, step 3, `Reduction.finish`: `hand_over`; harness/engine/placement.py, "
         "`Placement._give`: `piece.grad.add_(gradient)`",
-        caught_by=(EQUIVALENCE + "test_backwards_add_up",),
+        caught_by=("backwards_before_a_step_add_up",),
         options=SMALL,
         training={"optimizer": "SGD", "micro_batches": 2},
     ),
@@ -660,7 +659,7 @@ _IN_ORDER = (
         diagnosis="torch.nn.utils.clip_grad_norm_(model.parameters()) finds no gradient. They were reduced and freed "
         "in backward, and the pieces have what is left. It returns 0 and clips nothing.",
         read="harness/engine/gradients.py, `take` and `clip_grad_norm_`",
-        caught_by=("tests/test_loop.py::test_clipping_equals_torch_on_the_whole_model",),
+        caught_by=("clipping_takes_the_norm_of_the_whole_model",),
         options=SMALL,
         training={"optimizer": "SGD", "max_norm": 0.5},
     ),
@@ -734,7 +733,7 @@ _IN_ORDER = (
         read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
         caught_by=(
             "tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",
-            "tests/test_errors.py::test_freeing_gives_the_storage_back",
+            "freeing_gives_the_storage_back",
         ),
     ),
     dict(
@@ -793,7 +792,7 @@ _IN_ORDER = (
         "the losses look right, and only the norms and clipping are wrong. That is why such a bug lives long.",
         read="zero3.py, step 3, `ZeRO3._send`; zero2.py, `Reduction.finish`, which ZeRO-3 uses: "
         "`precision.mean_of_sum(self.shard, world_size)`",
-        caught_by=(EQUIVALENCE + "test_one_step_on_integers_is_exact",),
+        caught_by=("a_step_on_integers_is_exact",),
         training={"optimizer": "SGD", "max_norm": 100.0},
     ),
     dict(
@@ -805,7 +804,7 @@ _IN_ORDER = (
         diagnosis="Every rank loads each parameter from its beginning, as if it owned the first part. The ranks after "
         "the first hold a copy of the wrong part.",
         read="harness/engine/state.py, `load_full_state_dict`: `first`",
-        caught_by=(EQUIVALENCE + "test_models_and_loops_of_ones_own",),
+        caught_by=("the_state_of_one_engine_is_taken_in_by_another",),
         training={"reload_at": 2},
     ),
     dict(

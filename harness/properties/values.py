@@ -1,0 +1,209 @@
+"""A training step computes what plain PyTorch, DDP and FSDP2 compute on the whole batch."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.properties import models, parts
+from harness.properties.property import expect, holds, same
+from harness.properties.training import EXACT, Pair
+from harness.run.model import GPT, next_token_loss, preset
+
+# The ways in which a stage can be laid out: one bucket per parameter, small ones, units of several kinds.
+LAYOUTS = (
+    {"options": {}},
+    {"options": {"bucket_mb": 0}, "on": ("zero1", "zero2")},
+    {"options": {"bucket_mb": 0.0003}, "on": ("zero1", "zero2")},
+    {"options": {"prefetch": 0}, "on": ("zero3",)},
+    {"options": {"prefetch": 5}, "on": ("zero3",)},
+    {"options": {"reshard_after_forward": False}, "on": ("zero3",)},
+    {"options": {"units": []}, "on": ("zero3",)},
+    {"options": {"units": "the whole model"}, "on": ("zero3",)},
+)
+PLAIN, *OTHERS = LAYOUTS
+
+
+@holds("values", sizes=(3,), cases=LAYOUTS, further_sizes=(1, 2, 4))
+def equals_one_process_on_the_whole_batch(engine, options, optimizer="adamw"):
+    """Losses and weights equal those of one process on the whole batch; construction takes rank 0's start."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    optimizer = parts.OPTIMIZERS[optimizer]
+    model = parts.seeded(parts.OddModel)
+    losses, expected = parts.oracle(model, optimizer, F.cross_entropy, parts.token_batch, 6, world_size)
+    # Rank 0 has the right start, and every other rank something else.
+    model = parts.seeded(parts.OddModel, seed=rank)
+    with torch.no_grad():
+        model.shift.add_(rank)
+        model.frozen.add_(rank)  # no seed makes these differ
+    trained = engine(model, optimizer, **options)
+    for step in range(6):
+        loss = trained.training_step(*parts.token_batch(step, rank), F.cross_entropy)
+        expect(not loss.requires_grad, "the loss that training_step returns", "detached", "it requires a gradient", 1)
+        same(f"the mean of the ranks' losses of step {step}", parts.mean_over_ranks(loss), losses[step], EXACT, step=1)
+    same("the weights", trained.full_state_dict(), expected, EXACT, step=5)
+    everyone = [torch.empty_like(loss) for _ in range(world_size)]
+    dist.all_gather(everyone, loss)
+    assert len({value.item() for value in everyone}) == world_size, "the ranks had the same data: this proves nothing"
+
+
+@holds("values", sizes=(2,), further_sizes=(3,),
+       cases=tuple({"optimizer": name} for name in parts.OPTIMIZERS if name != "adamw"))  # fmt: skip
+def any_elementwise_optimizer_will_do(engine, optimizer):
+    """Whatever treats each element by itself trains as it does on whole parameters."""
+    pair = Pair(engine, parts.OddModel, parts.OPTIMIZERS[optimizer])
+    pair.train(6)
+    pair.same_weights()
+
+
+@holds("values", sizes=(2,), cases=LAYOUTS)
+def equals_ddp_and_fsdp2(engine, options, device="cpu"):
+    """A GPT's losses and weights equal DDP's and FSDP2's: to the bit on two ranks, in float32.
+
+    Two ranks add the same two numbers in all three engines, and a + b is b + a. With more ranks the order of the sum is
+    the library's: then in float64, and equal to 1e-10.
+    """
+    rank, few, config = dist.get_rank(), dist.get_world_size() <= 2, preset("toy")
+    atol, steps = 0.0 if few else 1e-10, 6
+
+    def batch(step):
+        generator = torch.Generator().manual_seed(77 * step + rank)
+        rows = torch.randint(256, (3, config.seq + 1), generator=generator)
+        return rows[:, :-1].to(device), rows[:, 1:].to(device)
+
+    def adamw(params):
+        return torch.optim.AdamW(params, lr=1e-2, fused=device != "cpu")
+
+    def gpt():
+        return parts.seeded(lambda: GPT(config), dtype=torch.float32 if few else torch.float64, device=device)
+
+    def train(model):
+        optimizer, losses = adamw(model.parameters()), []
+        for step in range(steps):
+            inputs, targets = batch(step)
+            loss = next_token_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    ddp, fsdp = DistributedDataParallel(gpt()), gpt()
+    expected = train(ddp)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device)  # by default it is of whatever accelerator there is
+    for block in fsdp.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(fsdp, mesh=mesh)
+    same("FSDP2's losses", train(fsdp), expected, atol)
+    trained = engine(gpt(), adamw, **options)
+    losses = torch.stack([trained.training_step(*batch(step), next_token_loss) for step in range(steps)])
+    same("the losses, beside DDP's", losses, expected, atol, step=1)
+    state = {name: value.cpu() for name, value in ddp.module.state_dict().items()}
+    same("the weights, beside DDP's", trained.full_state_dict(), state, atol, step=5)
+    assert losses[-1] != losses[0], "nothing was trained"
+
+
+@holds("values", sizes=(3,), further_sizes=(1, 2, 4))
+def a_step_on_integers_is_exact(engine):
+    """Integer data, and a sum as the loss: every number is exact at any N, and so is the step, in float32."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def integers():
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7, bias=False))
+        for number, param in enumerate(model.parameters()):
+            with torch.no_grad():
+                param.copy_(torch.arange(param.numel()).view(param.shape) % 5 - 2 + number % 2)
+        return model
+
+    def batch_of(step, who):
+        generator = torch.Generator().manual_seed(who)
+        x = torch.randint(-4, 5, (3, 5), generator=generator)
+        return x.float(), torch.randint(-4, 5, (3, 7), generator=generator).float()
+
+    def total(outputs, targets):
+        return (outputs * targets).sum()
+
+    plain = integers()
+    inputs, targets = parts.whole(batch_of, 0, world_size)
+    total(plain(inputs), targets).backward()
+    expected = {name: param.detach() - param.grad / world_size for name, param in plain.named_parameters()}
+    trained = engine(integers(), lambda pieces: torch.optim.SGD(pieces, lr=1.0))
+    trained.training_step(*batch_of(0, rank), total)
+    same("the weights after one step", trained.full_state_dict(), expected, step=3)
+
+
+@holds("values", sizes=(2,), cases=(PLAIN,), further_sizes=(1, 3), further_cases=OTHERS)
+def a_loop_of_ones_own_trains_alike(engine, options):
+    """A loop with keyword arguments, a scheduler, and evaluations between two steps changes nothing."""
+    pair = Pair(engine, parts.OddModel, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **options)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for _, optimizer in pair.both]
+    for step in range(5):
+        tokens, _ = parts.token_batch(step, pair.rank)
+        pair.backward(step, loss=lambda model, x, y: F.cross_entropy(model(tokens=x), y))
+        pair.trained(tokens)  # a forward without backward, right before the weights change: nothing may survive it
+        pair.step()
+        for schedule in schedules:
+            schedule.step()
+        with torch.no_grad():
+            first = pair.trained(tokens)
+        pair.trained.model.eval()
+        # The same weights, and the same operations on them.
+        same("an evaluation", pair.trained(tokens).detach(), first, step=1)
+        pair.trained.model.train()
+    pair.same_weights()
+
+
+@holds("values", sizes=(3,), further_sizes=(1, 2), cases=tuple({"model": name} for name in models.MODELS))
+def awkward_models_train_alike(engine, model):
+    """Models that reuse, tie, freeze, mix dtypes, or return other things than tensors train as they do alone."""
+    each = models.MODELS[model]
+    pair = Pair(engine, each.build, parts.DECAY, loss=each.loss, batch=each.batch, dtype=each.dtype, atol=each.atol)
+    pair.train(5)
+    pair.same_weights()
+
+
+def through_two_forwards(model, tokens, targets):
+    return F.cross_entropy(model(tokens), targets) + F.cross_entropy(model((tokens + 1) % 11), targets) / 2
+
+
+@holds("values", sizes=(2,), cases=(PLAIN,), further_sizes=(3,), further_cases=OTHERS)
+def backwards_before_a_step_add_up(engine, options):
+    """Two backwards before a step add up, also one backward through two forwards."""
+    pair = Pair(engine, parts.OddModel, parts.ADAMW, **options)
+
+    for step in range(5):
+        for micro in (2 * step, 2 * step + 1):
+            pair.backward(micro, scale=0.5)
+        pair.step()
+        pair.backward(50 + step, loss=through_two_forwards)
+        pair.step()
+    pair.same_weights()
+
+
+def groups_of(model: nn.Module) -> list[dict]:
+    """Weight decay for matrices only, another rate for the head: groups that cut across buckets and units."""
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    head = [param for name, param in named if name.startswith("head")]
+    return [
+        {"params": [p for n, p in named if p.ndim >= 2 and not n.startswith("head")], "weight_decay": 0.3},
+        {"params": (p for n, p in named if p.ndim < 2 and not n.startswith("head")), "weight_decay": 0.0},
+        {"params": head, "lr": 0.05},
+    ]
+
+
+@holds("values", sizes=(2,), cases=LAYOUTS[:2], further_sizes=(1, 3))
+def parameter_groups_and_schedulers_act_as_in_torch(engine, options):
+    """Groups with their own decay and rate cut across buckets and units; a scheduler on the optimizer acts on each."""
+    pair = Pair(engine, parts.OddModel, parts.ADAMW, groups=groups_of, **options)
+    same("groups of the engine's optimizer", len(pair.trained.optimizer.param_groups), 3, step=0)
+    rates = [lambda step: 1 / (step + 1), lambda step: 0.9**step, lambda step: 1.0]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rates) for _, optimizer in pair.both]
+    for step in range(5):
+        pair.backward(step)
+        pair.step()
+        for schedule in schedules:
+            schedule.step()
+    pair.same_weights()
