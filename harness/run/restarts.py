@@ -116,9 +116,6 @@ def main(arguments: list[str]) -> None:
     api.LocalElasticAgent = Agent  # it says of a rank that failed what torch would say in some lines of its log
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
-    if _several(options):
-        others = "the other machine(s)" if not options.nnodes.startswith("1:") else "other machines, if there are any,"
-        print(f"waiting for {others} at {options.rdzv_endpoint} (the same line there)", flush=True)
     with tempfile.TemporaryDirectory() as place:
         stop = Path(place, "stop")
         os.environ["ZERO_STOP_FILE"] = str(stop)
@@ -126,6 +123,10 @@ def main(arguments: list[str]) -> None:
         asked.listen()
         for number in ASKING:
             signal.signal(number, asked)
+        if _several(options):
+            one_is_enough = options.nnodes.startswith("1:")
+            others = "other machines, if there are any," if one_is_enough else "the other machine(s)"
+            print(f"waiting for {others} at {options.rdzv_endpoint} (the same line there)", flush=True)
         try:
             torchrun.main([*DEFAULTS, *arguments])
         except (Stopped, SignalException) as error:
