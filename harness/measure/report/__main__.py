@@ -129,13 +129,12 @@ class Report:
         try:
             file.write_text(process.scrub(file.read_text(), self.folder))
             found = json.loads(file.read_text())
+            if command.part in ("machine", "referee"):  # what page and README read; the others' are in their files
+                row["results"] = found
         except (OSError, ValueError):  # it was ended before it wrote, or meanwhile
             file.unlink(missing_ok=True)
             if row["status"] == DONE:
                 row["status"], row["skip"] = FAILED, "it has written no results that can be read"
-            return
-        if command.part in ("machine", "referee"):  # what the page and the README read; the others' are in their files
-            row["results"] = found
 
     def write(self) -> None:
         """The whole report, as JSON and as a page; each is whole at any time."""

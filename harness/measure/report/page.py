@@ -80,27 +80,22 @@ def printed(job: dict, folder: Path) -> list[str]:
 
 def not_shown(report: dict, jobs: list[tuple[str, dict]]) -> list[str]:
     """What no part could show here, and why: by the machine, and by what was left out."""
-    about, lines = report["machine"], []
-    gpus = len(about.get("gpus", ()))
-    if not about.get("torch"):
-        lines.append("torch did not start here, or the part that asks it did not come to its end")
-    if about.get("nvidia_smi") and not gpus:
-        lines.append("there is a GPU that torch does not see: a build of torch for CPUs, or a driver that is too old")
-    if not gpus:
-        lines.append("no GPU: nothing about NCCL, CUDA's streams, the allocator's peak, float16 on a GPU, or MFU")
-        lines.append("step times on a CPU say how much work an engine does around the model, and nothing of a cluster")
-    if gpus == 1:
-        lines.append("one GPU: one rank over NCCL sends nothing, and ranks that share the GPU send through the host's "
-                     "memory, so no step time here says what overlapping is worth between GPUs")  # fmt: skip
-    if gpus > 1:
-        lines.append("one machine: nothing about a network between machines")
-    if gpus and not about.get("bf16"):
-        lines.append("the GPU has no bfloat16: float32 alone")
-    if gpus and not any(run.get("mfu") for job in jobs_with_results(report, "referee")
-                        for run in job["results"]["runs"].values()):  # fmt: skip
-        lines.append("no MFU: this GPU's peak is not in harness/measure/gpus.py, or no step was timed")
-    if report["quick"]:
-        lines.append("--quick: small models and few steps")
+    about, gpus = report["machine"], len(report["machine"].get("gpus", ()))
+    rates = [run.get("mfu") for job in jobs_with_results(report, "referee") for run in job["results"]["runs"].values()]
+    reasons = {
+        "torch did not start here, or the part that asks it did not come to its end": not about.get("torch"),
+        "there is a GPU that torch does not see: a build of torch for CPUs, or a driver that is too old":
+            about.get("nvidia_smi") and not gpus,
+        "no GPU: nothing about NCCL, CUDA's streams, the allocator's peak, float16 on a GPU, or MFU": not gpus,
+        "step times on a CPU say how much work an engine does around the model, and nothing of a cluster": not gpus,
+        "one GPU: one rank over NCCL sends nothing, and ranks that share the GPU send through the host's memory, so no "
+        "step time here says what overlapping is worth between GPUs": gpus == 1,
+        "one machine: nothing about a network between machines": gpus > 1,
+        "the GPU has no bfloat16: float32 alone": gpus and not about.get("bf16"),
+        "no MFU: this GPU's peak is not in harness/measure/gpus.py, or no step was timed": gpus and not any(rates),
+        "--quick: small models and few steps": report["quick"],
+    }  # fmt: skip
+    lines = [words for words, it_is_so in reasons.items() if it_is_so]
     lines += [f"{name}: left out by --only" for name in report["left_out"]]
     lines += [f"{part}: {job['name']}: {job['skip']}" for part, job in jobs if job["status"] == LEFT_OUT]
     return [f"- {line}" for line in lines]
@@ -119,10 +114,10 @@ def page(report: dict, folder: Path) -> str:
     lines += ["", "## What was found equal", "", *found_equal(report), ""]
     lines += ["## What failed", "", *(broken or ["Nothing."]), ""]
     lines += ["## What this machine could not show", "", *not_shown(report, jobs), ""]
-    for name, (_, _, words) in FIGURES.items():
+    for name in FIGURES:
         if (folder / f"{name}.png").exists():
-            lines += [f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.png">',
-                      f'<img src="{name}.png" alt="{words}"></picture>', ""]  # fmt: skip
+            dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}-dark.png">'
+            lines += [f'<picture>{dark}<img src="{name}.png" alt="{name}"></picture>', ""]
     for name, part in report["parts"].items():
         lines += [f"## {name.capitalize()}", ""]
         lines += [line for job in part["jobs"] if job["status"] != LEFT_OUT for line in printed(job, folder)]
