@@ -74,7 +74,7 @@ def planned(machine: dict, quick: bool) -> list[Command]:
     found = [Command("tests", f"./launch.sh test {file} -q -rfEs", option="", skip=skip) for file in files]
     found += [referee(first, small, "fp32"), referee(several, small, dtypes[0])]
     memory = f"./launch.sh memory --ranks 8 --device {'cuda' if gpus else 'fake'} --preset"  # cuda: real allocations
-    found.append(Command("memory", f"{memory} {('1b' if gpus else 'tiny') if quick else '7b'}"))
+    found.append(Command("memory", f"{memory} {('1b' if gpus else 'tiny') if quick else '7b'}", seconds=180))
     here = f"{several.ranks} --preset {small if quick or not gpus else 'small'} {several.option}"
     stages = ["zero3 {} --prefetch 1", "zero3 {} --prefetch 0", "zero2 {}", "zero1 {}"]
     for stage in stages[:2] if quick else stages:

@@ -63,7 +63,7 @@ def found_equal(report: dict) -> list[str]:
 
 def how(job: dict) -> str:
     """How a command ended, in words."""
-    said = f"{job['status']} after {job['seconds']:.0f} s"
+    said = job["status"] if job["status"] == LEFT_OUT else f"{job['status']} after {job['seconds']:.0f} s"
     said += f" (its limit was {job['limit']:.0f} s)" if job["status"] == TIMED_OUT else ""
     said += f", exit status {job['exit']}" if job.get("exit") else ""
     return said + (f": {job['skip']}" if job.get("skip") else "")
