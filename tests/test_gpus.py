@@ -8,13 +8,40 @@ from harness.measure import gpus
 from harness.run.model import preset
 
 
-def test_peak_rates():
-    known = {"NVIDIA H200": (989e12, 67e12), "NVIDIA H100 PCIe": (756e12, 51e12), "NVIDIA L40S": (None, None),
-             "NVIDIA H100 80GB HBM3": (989e12, 67e12), "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
-             "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12), "Tesla T4": (None, 8.1e12),
-             "NVIDIA GeForce GTX 1080": (None, None)}  # fmt: skip
-    for name, peaks in known.items():
-        assert (gpus.peak_flops(name, "bf16"), gpus.peak_flops(name, "fp32")) == peaks, name
+@pytest.mark.parametrize(
+    "name, bf16, fp32",
+    (
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("Tesla T4", None, 8.1e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12),
+        ("NVIDIA A100 80GB PCIe", 312e12, 19.5e12),
+        ("NVIDIA H100 NVL", 835e12, 60e12),
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA H200 NVL", 835e12, 60e12),
+        ("NVIDIA GeForce RTX 3090", 71e12, 35.6e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        # Near to a known one by name, and another model: there is no rate for it.
+        ("NVIDIA L40S", None, None),
+        ("NVIDIA L40", None, None),
+        ("NVIDIA T400 4GB", None, None),
+        ("NVIDIA GeForce RTX 3090 Ti", None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA GeForce RTX 4090 SUPER", None, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("NVIDIA H100 80GB HBM2e", None, None),
+        ("NVIDIA GH200 480GB", None, None),
+        ("GRID A100-40C", None, None),
+        ("", None, None),
+        ("NVIDIA GeForce GTX 1080", None, None),
+    ),
+)
+def test_peak_rates(name, bf16, fp32):
+    assert (gpus.peak_flops(name, "bf16"), gpus.peak_flops(name, "fp32")) == (bf16, fp32)
 
 
 def test_flops_per_token_are_those_that_torch_counts():

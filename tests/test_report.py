@@ -173,8 +173,8 @@ def test_every_command_is_one_that_its_program_takes(count, quick, monkeypatch):
     from parts import STAGES
 
     import fsdp2_compare
-    from harness.measure import bench, dry_run, sweeps
-    from harness.run import process_group, walkthrough
+    from harness.measure import bench, dry_run, sweeps, walkthrough
+    from harness.run import process_group
 
     parsers = {"compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
                "harness.measure.bench": bench.arguments}  # fmt: skip

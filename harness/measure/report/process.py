@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from harness.run.ranks import ROOT, environment
+
 DONE, FAILED, TIMED_OUT = "done", "failed", "timed out"
 OUT_OF_MEMORY, INTERRUPTED, LEFT_OUT = "out of memory", "interrupted", "left out"
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "NNODES")  # how its variables begin
 MOST_LINES = 300  # of what a command prints, the last ones
 
 
@@ -21,12 +21,11 @@ def run(argv: list[str], seconds: float, log: Path) -> tuple[str, int | None]:
     Its processes are ended before this returns, also when the caller is interrupted.
     """
     # So that a process that dies says where it was, and ranks that wait in vain end before this does.
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_TORCHRUN)}
-    said = {"PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    more = {"ZERO_TIMEOUT": os.environ.get("ZERO_TIMEOUT", "60"), "PYTHONFAULTHANDLER": "1", "PYTHON": sys.executable}
     with open(log, "wb") as output:
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the others.
-        process = subprocess.Popen(argv, cwd=ROOT, env={"ZERO_TIMEOUT": "60", **clean, **said}, start_new_session=True,
-                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)  # fmt: skip
+        process = subprocess.Popen(argv, cwd=ROOT, env=environment(**more), stdin=subprocess.DEVNULL, stdout=output,
+                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
