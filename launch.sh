@@ -29,7 +29,7 @@ Run
 Measure
 ./launch.sh report [FOLDER] [--minutes 10] [--quick]   all that is worth knowing of this machine, as a page to send
 ./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
-./launch.sh plan [options]               predicted step times on GPUs that you do not have; --validate, --sweep, --here
+./launch.sh plan [options]               predicted step times on GPUs that you do not have; --validate, --sweep
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh bench [N] [options]          step times of all engines, interleaved, on a model of your size; --host: the host's part
 ./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
@@ -73,7 +73,7 @@ sweeps | bench) entry=(-m "harness.measure.$command") ;;
 memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
-plan) entry=(-m harness.measure.planner) ranked= ;; # with --here it starts its ranks itself
+plan) entry=(-m harness.plan) ranked= ;;
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check | watch) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks)

@@ -151,8 +151,8 @@ class ZeRO3(Interface):
         self._wait(unit)  # never free a buffer that a collective still writes to
         for bucket in unit.buckets:
             bucket.flat.untyped_storage().resize_(0)
-        guard.close(unit.params)
         unit.gathered = False
+        guard.close(unit.params)  # using them is an error from here on
 
     def _send(self, bucket: Bucket) -> None:
         """Step 3, first half, as in ZeRO-2: receive the bucket before, then send this one."""
@@ -280,7 +280,7 @@ class ZeRO3(Interface):
 
 
 def main() -> None:
-    from harness.run import walkthrough
+    from harness.measure import walkthrough
 
     walkthrough.run(ZeRO3, __doc__)
 

@@ -9,6 +9,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy
 import parts
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from harness.engine import checkpoint, layout
+from harness.engine import checkpoint, checkpoint_write, contents, layout
 from harness.engine.rectangles import rectangles
 from harness.measure.memory import MemoryLedger
 
@@ -401,3 +402,120 @@ def onto_meta(folder: str) -> dict[str, int]:
     units = [4 * sum(bucket.numel for bucket in unit.buckets) for unit in built.units]
     parts.assert_same_state(built.full_state_dict(), whole["model"], atol=0)
     return {"peak": memory.peak, "held": memory.live, "unit": max(units), "whole": sum(units)}
+
+
+class Remembers(torch.optim.Optimizer):
+    """Momentum, with a dictionary and numpy's numbers in its state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    own = self.state[param]
+                    if not own:
+                        own.update({"sums": {"first": torch.zeros_like(param), "times": 0}, "seen": numpy.int64(0)})
+                    own["sums"]["first"].mul_(0.9).add_(param.grad)
+                    own["sums"]["times"] += 1
+                    own["seen"] += 1
+                    param.sub_(own["sums"]["first"], alpha=float(group["lr"]))
+
+
+OPTIONS = {
+    "number": numpy.float64(0.25),
+    "dictionary": {"a": 1, "b": {"c": torch.ones(2), "none": None}},
+    "empty": {},
+    "numbered": {1: "a", 2: numpy.float32(0.5)},
+    "tensor": torch.arange(3.0),
+    "list": [1, {"a": (2.0, torch.zeros(1))}],
+}
+
+
+def any_option(folder: str) -> None:
+    """Options and state that are no plain numbers come back as they were."""
+    engines = []
+    for seed, options in ((0, OPTIONS), (3, dict.fromkeys(OPTIONS))):
+        model = parts.seeded(partial(parts.Stack, layers=2, width=6), seed)
+        groups = [{"params": list(model.parameters()), **options}]
+        engines.append(parts.ZeRO2(model, Remembers, param_groups=groups))
+    for group in engines[0].optimizer.param_groups:
+        group["lr"] = numpy.float64(0.05)
+    batches = [parts.vector_batch(step, dist.get_rank(), 6, torch.float64) for step in range(4)]
+    for batch in batches[:2]:
+        engines[0].training_step(*batch, F.mse_loss)
+    engines[1].training_step(*batches[3], F.mse_loss)
+    checkpoint.async_save(engines[0], folder, numbers=[numpy.float64(1.5), {"a": numpy.bool_(True)}]).result()
+    assert checkpoint.load(engines[1], folder) == {"numbers": [1.5, {"a": True}]}
+    (group,) = engines[1].optimizer.param_groups
+    assert type(group["lr"]) is float and group["lr"] == 0.05
+    expected = {**OPTIONS, "number": 0.25, "numbered": {1: "a", 2: 0.5}}
+    assert str({key: group[key] for key in OPTIONS}) == str(expected), group
+    losses = [[engine.training_step(*batch, F.mse_loss) for batch in batches[2:]] for engine in engines]
+    assert equal(*losses)
+    parts.assert_same_state(engines[1].full_state_dict(), engines[0].full_state_dict(), atol=0)
+
+
+def what_no_checkpoint_takes(folder: str) -> dict[str, str]:
+    """{what: what `save` says}, before a folder is made."""
+    said = {}
+    for kind, value in {
+        "function": message,
+        "generator": (x for x in ()),
+        "array": numpy.zeros(2),
+        "deep": {"a": Runs("x")},
+    }.items():
+        engine = build("zero1", param_groups=None)
+        for group in engine.optimizer.param_groups:
+            group["note"] = value if dist.get_rank() == 0 else 1
+        said[kind] = message(lambda e=engine: checkpoint.save(e, folder))
+        group["note"] = 1
+        said["extra: " + kind] = message(lambda e=engine, v=value: checkpoint.save(e, folder, what=v))
+    engine = build("zero2", "sgd", param_groups=None)
+    piece = engine.optimizer.param_groups[0]["params"][0]
+    for kind, value in {"rows": torch.zeros(2, 2), "list": [torch.zeros(2)], "numbered": {1: piece.clone()}}.items():
+        engine.optimizer.state[piece] = {"kept": value} if kind != "numbered" else value
+        said["state: " + kind] = message(lambda: checkpoint.save(engine, folder))
+    assert not os.path.exists(folder)
+    return said
+
+
+def one_error_on_all(folder: str) -> list[str]:
+    """What all ranks say when rank 0 alone cannot write: a file in the folder's place, and a list that is not read."""
+    engine = build("zero3")
+    file = os.path.join(folder, "file")
+    if dist.get_rank() == 0:
+        Path(file).write_text("")
+    dist.barrier()
+    said = [message(partial(checkpoint.save, engine, path)) for path in (file, os.path.join(file, "inside"))]
+    sync, read = checkpoint_write._sync, contents.read
+    try:
+        checkpoint_write._sync = full_disk
+        said.append(message(lambda: checkpoint.save(engine, os.path.join(folder, "full"))))
+        checkpoint_write._sync = sync
+        contents.read = full_disk
+        said.append(message(lambda: checkpoint.save(engine, os.path.join(folder, "unread"))))
+    finally:
+        checkpoint_write._sync, contents.read = sync, read
+    dist.barrier()  # rank 0 deletes what was begun
+    for name in ("full", "unread"):
+        assert os.listdir(os.path.join(folder, name)) == []
+    return said
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+def some_ranks_then_all(folder: str) -> None:
+    """Ranks 0 and 1 save in the background, then 1 and 2, then all."""
+    for number, members in enumerate(([0, 1], [1, 2], [0, 1, 2])):
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            path = os.path.join(folder, str(number))
+            engine = build("zero3", group=group)  # whose ranks compare notes in a group of their own
+            checkpoint.async_save(engine, path, number=number).result()
+            checkpoint.save(engine, path, number=number)
+            assert checkpoint.load(engine, path) == {"number": number}

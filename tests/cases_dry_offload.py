@@ -1,6 +1,7 @@
 """Run in a process of its own: dry runs on a fake GPU with offload, right ones and some that are wrong on purpose."""
 
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 from harness.engine import gradients, precision
@@ -12,6 +13,15 @@ def dry(name: str, argv: list[str], wrong: str | None = None) -> dict:
     """The row of `./launch.sh memory --offload ARGV` for one engine, with one of WRONG in place of what is right."""
     with WRONG[wrong]() if wrong else contextlib.nullcontext():
         return dry_run.measure_alone(name, dry_run.arguments(["--offload", *argv]))
+
+
+def with_an_allocator(name: str, argv: list[str], peak: int) -> dict:
+    """The same row where the device has an allocator that says that its peak was `peak` bytes."""
+    allocator = SimpleNamespace(
+        memory_allocated=lambda: 0, reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: peak
+    )
+    with mock.patch.object(dry_run, "allocator_of", lambda device: allocator):
+        return dry(name, argv)
 
 
 def _all_stays_on_the_device():

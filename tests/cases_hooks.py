@@ -105,3 +105,50 @@ def hooks_that_change_gradients(stage: str) -> None:
         optimizer.zero_grad()
         engine.training_step(*parts.token_batch(step, rank), F.cross_entropy)
     parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+
+
+class PassesOn(torch.nn.Module):
+    """Units without a weight that backward reads. They hand on a leaf of the caller's, and a parameter of the root."""
+
+    class Table(torch.nn.Embedding):
+        def forward(self, tokens, leaf, shift):
+            return super().forward(tokens), leaf, shift
+
+    def __init__(self):
+        super().__init__()
+        self.tables = torch.nn.ModuleList([self.Table(11, 5), self.Table(11, 5)])
+        self.shift = torch.nn.Parameter(torch.randn(5))
+        self.head = torch.nn.Linear(5, 3)
+
+    def forward(self, tokens, leaf):
+        first, leaf, shift = self.tables[0](tokens, leaf, self.shift)
+        second, leaf, shift = self.tables[1](10 - tokens, leaf, shift)
+        return self.head(torch.tanh(first + second + leaf).mean(1) + shift), leaf, self.shift
+
+
+def hooks_on_what_passes_through(stage: str) -> None:
+    """A leaf and a parameter that go through a unit's output have no more hooks after eight steps than before."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plain, model = parts.seeded(PassesOn), parts.seeded(PassesOn)
+    engine, optimizer = parts.STAGES[stage](model, MOMENTUM), MOMENTUM(plain.parameters())
+    leaf = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+
+    def backward(model, step, who, leaf, scale=1):
+        tokens, targets = parts.token_batch(step, who)
+        out, passed, shift = model(tokens, leaf)
+        ((F.cross_entropy(out, targets) + passed.square().sum() + shift.square().sum()) / scale).backward()
+
+    def hooks():
+        return [len(tensor._backward_hooks or ()) for tensor in (leaf, *model.parameters())]
+
+    before = hooks()
+    for step in range(8):
+        for other in range(world_size):
+            backward(plain, step, other, leaf.detach().requires_grad_(), world_size)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(engine, step, rank, leaf)
+        engine.step()
+        engine.zero_grad()
+    assert hooks() == before, hooks()
+    parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)

@@ -68,6 +68,8 @@ def takers_of_gradients(stage: str) -> dict[str, str]:
         "optimizer.step": lambda engine: engine.optimizer.step(),
         "clip_grad_norm_": lambda engine: nn.utils.clip_grad_norm_(engine.parameters(), 1.0),
         "clip_grad_value_": lambda engine: nn.utils.clip_grad_value_(engine.model.parameters(), 1.0),
+        "clip_grad_norm_ of pieces": lambda engine: nn.utils.clip_grad_norm_(pieces(engine), 1.0),
+        "clip_grad_value_ of pieces": lambda engine: nn.utils.clip_grad_value_(pieces(engine), 1.0),
         "clip of one": lambda engine: nn.utils.clip_grad_norm_(engine.model.head.weight, 1.0),
         "model.zero_grad": lambda engine: engine.model.zero_grad(),
         "module.zero_grad": lambda engine: engine.model.head.zero_grad(),
@@ -83,6 +85,25 @@ def takers_of_gradients(stage: str) -> dict[str, str]:
         beside.step()
         beside.same()
     return found
+
+
+def pieces(engine) -> list[torch.Tensor]:
+    return [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+
+
+def clipping_by_value(stage: str) -> str:
+    """`engine.clip_grad_value_` is torch's on the whole model, also between two backwards of one step."""
+    beside = Beside(stage)
+    for step in range(3):
+        beside.backward()
+        for _ in range(2 if step == 2 else 1):
+            beside.engine.clip_grad_value_(0.01)
+            nn.utils.clip_grad_value_(beside.plain.parameters(), 0.01)
+            if step == 2:
+                beside.backward()
+        beside.step()
+        beside.same()
+    return message(lambda: beside.engine.clip_grad_value_(pieces(beside.engine)), TypeError)
 
 
 def torchs_scaler(stage: str) -> str:
@@ -299,6 +320,63 @@ def moved(stage: str, move: str) -> str:
         state = beside.engine.full_state_dict()  # the shards are as they were
         for name, param in beside.plain.named_parameters():
             torch.testing.assert_close(state[name], param.detach(), rtol=0, atol=1e-12)
+    return found
+
+
+class MovesItself(parts.OddModel):
+    """A unit whose forward gives a weight other memory, as an RNN's flatten_parameters() does."""
+
+    class Block(parts.OddBlock):
+        def forward(self, x):
+            MOVES_OF_FORWARD[self.how](self)
+            return super().forward(x)
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.blocks[1] = self.Block(5, 9)
+        self.blocks[1].how = how
+
+
+def set_to_a_copy(block):
+    with torch.no_grad():
+        block.up.weight.set_(block.up.weight.clone())
+
+
+def there_and_back(block):
+    old, block.up.weight.data = block.up.weight.data, block.up.weight.data.clone()
+    block.up.weight.data = old
+
+
+MOVES_OF_FORWARD = {
+    "data": lambda block: setattr(block.up.weight, "data", block.up.weight.data.clone()),
+    "set_": set_to_a_copy,
+    "half and double": lambda block: block.up.half().double(),
+    "there and back": there_and_back,
+}
+
+
+def moved_in_forward(stage: str, how: str, options: dict) -> list[str]:
+    """What is said in the second step and after it. The first one trains right, or is refused as well."""
+    beside = Beside(stage, lambda: MovesItself(how), **options)
+    if how == "there and back":
+        beside.train(3)
+        return []
+
+    def step():
+        beside.engine_backward()
+        beside.engine.step()
+
+    found, shards = [], []
+    for number in range(3):
+        try:
+            step()
+        except RuntimeError as error:
+            found += [str(error)] * (number > 0)
+        beside.engine.zero_grad()
+        shards.append(beside.engine.full_state_dict())
+    parts.assert_same_state(shards[1], shards[0], atol=0)  # no step after the first one counts
+    beside.engine.close()
+    assert not any(parameter.isnan().any() for parameter in beside.model.parameters())
     return found
 
 
@@ -538,6 +616,67 @@ def init_fn_raises_on_one() -> str:
     engine.training_step(*parts.token_batch(0, rank), F.cross_entropy)
     assert not any(value.is_meta for value in engine.full_state_dict().values())
     return found
+
+
+def named_pairs(stage: str) -> list[str]:
+    """Groups of (name, parameter) pairs, as torch's optimizers take them, also beside a group without names."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plain, model = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel)
+
+    def groups(model, pairs):
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        weights, others = ([(n, p) for n, p in named if (p.dim() > 1) == flag] for flag in (True, False))
+        rest = iter(others) if pairs else [p for _, p in others]
+        return [{"params": weights if pairs else [p for _, p in weights], "lr": 0.02}, {"params": rest}]
+
+    engine = parts.STAGES[stage](model, MOMENTUM, param_groups=groups(model, True))
+    optimizer = MOMENTUM(groups(plain, False))
+    for step in range(2):
+        for other in range(world_size):
+            x, y = parts.token_batch(step, other)
+            (F.cross_entropy(plain(x), y) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.training_step(*parts.token_batch(step, rank), F.cross_entropy)
+    parts.assert_same_state(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+    model = parts.seeded(parts.OddModel)
+    strangers = [[("theirs", torch.zeros(2))], ["weight"]]
+    return [message(lambda s=s: parts.STAGES[stage](model, MOMENTUM, param_groups=[{"params": s}])) for s in strangers]
+
+
+class WithGraph(parts.OddModel):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+
+def sparse_buffers(stage: str) -> str:
+    return message(lambda: parts.STAGES[stage](parts.seeded(WithGraph), MOMENTUM), ValueError)
+
+
+class OneBuffer(parts.OddModel):
+    """Two modules that share a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.head.register_buffer("count", self.count)
+
+
+def a_buffer_under_two_names() -> None:
+    """On `meta`, too: it is filled once, and stays one."""
+    with torch.device("meta"):
+        model = OneBuffer()
+    names = []
+
+    def fill(name, tensor):
+        names.append(name)
+        tensor.fill_(0.1)
+
+    engine = parts.ZeRO3(model, MOMENTUM, init_fn=fill)
+    assert model.count is model.head.count and not model.count.is_meta
+    assert [name for name in names if "count" in name] == ["count"]
+    engine.load_full_state_dict(engine.full_state_dict())
 
 
 # What may be asked, and what users expect.

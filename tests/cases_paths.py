@@ -532,6 +532,38 @@ class Compiled(Body):
         self.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in self.blocks)
 
 
+class CompiledInPlace(Body):
+    """`block.compile()` before the engine is built. A block is one graph: the engine's hooks are around it."""
+
+    Block = Layer
+
+    def __init__(self, backend: str):
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend=backend, fullgraph=True)
+
+
+class ModelCompiled(Direct):
+    """`model.compile()`: hooks cut the graph of the whole model, of which one part uses a unit's weights itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.compile(backend="eager")
+
+    def through(self, x):
+        return self.blocks[0](super().through(x))
+
+
+def compiled_later(model, x, y):
+    """Blocks, and the model, that are compiled when the engine is there and has trained a step."""
+    inner = getattr(model, "model", model)
+    loss = loss_of_output(model, x, y)
+    if inner._compiled_call_impl is None:
+        for module in (*inner.blocks, inner):
+            module.compile(backend="eager")
+    return loss
+
+
 @dataclass(frozen=True)
 class Path:
     build: object
@@ -585,7 +617,17 @@ PATHS = {
     "a block inside itself": Path(Itself, again=False, warns=True),
     "compiled, aot_eager": Path(lambda: Compiled("aot_eager")),
     "compiled, inductor": Path(lambda: Compiled("inductor")),
+    "compiled in place, aot_eager": Path(lambda: CompiledInPlace("aot_eager")),
+    "compiled in place, inductor": Path(lambda: CompiledInPlace("inductor")),
+    "a model compiled in place": Path(ModelCompiled, warns=True, again=False),
+    "compiled in place, later": Path(Plain, compiled_later),
+    "a gradient taken in a compiled forward": Path(lambda: compiled(Forces()), again=False, keeps=True),
 }
+
+
+def compiled(model):
+    model.compile(backend="eager")
+    return model
 
 
 @contextlib.contextmanager

@@ -3,8 +3,17 @@
 import parts
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.nn import functional as F
+
+from harness.engine import checkpoint
 
 
 def loading_reaches_frozen_weights(stage: str) -> None:
@@ -161,3 +170,79 @@ def quantized_frozen_parameters(stage: str, param_dtype) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             held = sum(getattr(block, name).untyped_storage().nbytes() for name in QUANTIZED)
         assert held == 0, "quantized parameters stay gathered"
+
+
+class Keeps(nn.Module):
+    """What it gives by `get_extra_state` is another value on each rank."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(3, 3), kept
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+KINDS = {
+    "number": lambda rank: 3 + rank,
+    "tensor": lambda rank: torch.arange(4.0) + rank,
+    "dictionary": lambda rank: {"seen": rank, "sums": {"a": torch.ones(2) + rank, f"only {rank}": [rank]}},
+    "empty": lambda rank: {} if rank == 0 else {"rank": rank},
+    "numbered": lambda rank: {rank: "a", 7: torch.zeros(1) + rank},
+    "list": lambda rank: [rank, torch.full((3,), rank), (1, 2)],
+}
+
+
+def keeping(rank: int) -> nn.Module:
+    """As they are, in activation checkpointing, compiled, and the model's own."""
+    model = nn.Sequential(*(Keeps(kind(rank)) for kind in KINDS.values()), Keeps({"wrapped": rank}), Keeps([rank]))
+    model[6] = checkpoint_wrapper(model[6])
+    model[7] = torch.compile(model[7])
+    return parts.seeded(lambda: model, rank)
+
+
+def kept(model) -> list:
+    return [module.kept for module in model.modules() if isinstance(module, Keeps)]
+
+
+def same_values(found, expected) -> None:
+    assert str(found) == str(expected), (found, expected)  # kinds and dtypes as well; all values are whole numbers
+
+
+def extra_state(stage: str, folder: str) -> None:
+    """What modules keep besides tensors goes through the whole state, checkpoints and torch's own. All get rank 0's."""
+    rank, expected = dist.get_rank(), kept(keeping(0))
+    engine = parts.STAGES[stage](keeping(rank), parts.DECAY)
+    state = engine.full_state_dict()
+    same_values([value for key, value in state.items() if key.endswith("_extra_state")], expected)
+    same_values(kept(engine.model)[0], 3 + rank)  # and asking has changed nothing
+    engine.load_full_state_dict(state)
+    same_values(kept(engine.model), expected)
+    other = parts.STAGES[stage](keeping(rank + 5), parts.DECAY)
+    checkpoint.save(engine, folder)
+    checkpoint.load(other, folder)
+    same_values(kept(other.model), expected)
+    checkpoint.async_save(other, folder).result()
+    checkpoint.load(engine, folder)
+    same_values(kept(engine.model), expected)
+    # torch's own, which makes texts of numbers as keys. An empty dictionary it leaves out.
+    plain = nn.Sequential(Keeps(3), Keeps(torch.arange(4.0)), Keeps({"a": {"b": torch.ones(2)}, "c": [1]}), Keeps({}))
+    theirs = {"model": get_model_state_dict(plain), "optim": {"param_groups": [{"params": []}]}}
+    optimizer = parts.DECAY(plain.parameters())
+    theirs["optim"] = get_optimizer_state_dict(plain, optimizer)
+    dcp.save(theirs, checkpoint_id=folder + "/theirs")
+    own = parts.STAGES[stage](nn.Sequential(Keeps(0), Keeps(0), Keeps(0), Keeps({})), parts.DECAY)
+    checkpoint.load(own, folder + "/theirs")
+    same_values(kept(own.model), kept(plain))
+    saved = checkpoint.save(own, folder + "/again")
+    again = nn.Sequential(Keeps(0), Keeps(torch.zeros(4)), Keeps({"a": {"b": torch.zeros(2)}, "c": 0}), Keeps({}))
+    into = {"model": get_model_state_dict(again)}
+    dcp.load(into, checkpoint_id=saved.path)
+    set_model_state_dict(again, into["model"])
+    same_values(kept(again), kept(plain))

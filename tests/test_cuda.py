@@ -8,7 +8,6 @@ import argparse
 import gc
 
 import cases_cuda as cases
-import cases_overlap
 import cases_precision
 import parts
 import pytest
@@ -78,10 +77,17 @@ def test_the_allocators_peak_is_the_ledgers(at, where, stage):
 
 
 @pytest.mark.parametrize("where", CUDA)
+def test_ddp_leaves_nothing_behind(at, where):
+    pool, _ = at(where)
+    pool.run(cases.ddp_leaves_nothing)
+
+
+@pytest.mark.parametrize("where", CUDA)
 @pytest.mark.parametrize("prefetch", (0, 1, 2))
 def test_order_of_collectives(at, where, prefetch):
     pool, device = at(where)
-    pool.run(cases_overlap.prefetch_is_issued_before_the_compute, prefetch=prefetch, device=device)
+    case = {"prefetch": prefetch, "device": device}
+    assert not any(pool.run(examine, name="zero3_issues_the_next_gather_before_it_computes", engine="zero3", case=case))
 
 
 @pytest.mark.parametrize("where", CUDA)

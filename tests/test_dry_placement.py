@@ -35,6 +35,7 @@ def layout(stage: str, preset: str, ranks: int) -> dict:
             "root": root,
             "whole": sum(bucket.numel for bucket in engine.buckets),
             "shard": sum(bucket.shard_numel for bucket in engine.buckets),
+            "shards": [bucket.shard_numel for bucket in engine.buckets],
             "pieces": sum(len(bucket.pieces) for bucket in engine.buckets),
         }
 
@@ -116,7 +117,9 @@ def test_a_torch_without_such_an_accelerator_is_named(monkeypatch):
 @pytest.fixture(scope="module")
 def offload():
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        yield cache(lambda name, *argv, wrong=None: process.submit(cases.dry, name, list(argv), wrong).result())
+        run = cache(lambda name, *argv, wrong=None: process.submit(cases.dry, name, list(argv), wrong).result())
+        run.process = process
+        yield run
 
 
 def assert_placed(row: dict, plain: dict, stage: str, found: dict) -> None:
@@ -192,6 +195,26 @@ def test_the_tables_of_device_and_host(offload, capsys):
     assert [line.split()[4] for line in on_host[2:4]] == [f"{16 * 34_688 / 8 / 1e6:.3f}"] * 2
     on_device = text.partition("Held on the device")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[4] for line in on_device[2:4]] == [f"{8 * 34_688 / 1e6:.3f}", "0.000"]
+
+
+def test_the_allocators_peak_stands_beside_the_devices_and_not_the_hosts(offload):
+    argv = ["--preset", "toy", "--ranks", "3"]
+    row, plain = (
+        offload.process.submit(cases.with_an_allocator, "zero2", argv, 12_345).result(),
+        offload("zero2", *argv),
+    )
+    assert row["peak_bytes"] == 12_345 and row["ledger_peak_bytes"] == plain["peak_bytes"]
+    assert row["host"] == plain["host"] and row["host"]["peak_bytes"] != plain["peak_bytes"]
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+@pytest.mark.parametrize("preset, ranks", (("tiny", 8), ("toy", 3)))
+def test_pinned_buffers_are_powers_of_two(offload, stage, preset, ranks):
+    """One of parameters and one of gradients for each bucket's shard."""
+    row, shards = offload(stage, "--preset", preset, "--ranks", str(ranks)), layout(stage, preset, ranks)["shards"]
+    expected = sum(2 * next(2**power for power in range(64) if 2**power >= 4 * shard) for shard in shards)
+    held = row["host"]["held_bytes"]
+    assert row["host"]["pinned_bytes"] == expected > held[PARAMETERS] + held[GRADIENTS]
 
 
 def test_the_update_on_the_host_by_each_way(tmp_path, capsys, monkeypatch):

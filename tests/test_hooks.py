@@ -25,3 +25,8 @@ def test_hooks_find_the_gradients(ranks, stage, options, before):
 @STAGES
 def test_hooks_that_change_gradients_count(ranks, stage):
     ranks(3).run(cases.hooks_that_change_gradients, stage=stage)
+
+
+@STAGES
+def test_hooks_do_not_pile_up_on_what_passes_through_a_unit(ranks, stage):
+    ranks(2).run(cases.hooks_on_what_passes_through, stage=stage)

@@ -20,6 +20,8 @@ def test_who_takes_gradients_past_the_engine(ranks, world_size, stage):
         "optimizer.step": ("engine.step()",),
         "clip_grad_norm_": ("engine.clip_grad_norm_(", "'embedding.weight'"),
         "clip_grad_value_": ("'embedding.weight'",),
+        "clip_grad_norm_ of pieces": ("engine.clip_grad_norm_(",),
+        "clip_grad_value_ of pieces": ("engine.clip_grad_value_(",),
         "clip of one": ("engine.clip_grad_norm_(", "'head.weight'"),
         "model.zero_grad": ("engine.zero_grad()",),
         "module.zero_grad": ("engine.zero_grad()", "'head.weight'"),
@@ -32,6 +34,12 @@ def test_who_takes_gradients_past_the_engine(ranks, world_size, stage):
         assert found.keys() == way_out.keys()
         for name, words in way_out.items():
             tells(found[name], *words)
+
+
+@STAGES
+def test_clipping_by_value(ranks, stage):
+    for found in ranks(3).run(cases.clipping_by_value, stage=stage):
+        tells(found, "engine.clip_grad_value_(1.0)")
 
 
 @STAGES
@@ -95,6 +103,18 @@ def test_a_model_that_is_moved_or_changed_after_the_build(ranks, stage, move):
     for found in ranks(2).run(cases.moved, stage=stage, move=move):
         tells(found, NAMED.get(move, ""), "'")
         assert "engine" in found, found
+
+
+KEPT = {"reshard_after_forward": False}
+
+
+@pytest.mark.parametrize("how", cases.MOVES_OF_FORWARD)
+@pytest.mark.parametrize("stage, options", [("zero1", {}), ("zero2", {}), ("zero3", {}), ("zero3", KEPT)])
+def test_a_forward_that_moves_its_weights(ranks, stage, options, how):
+    for found in ranks(2).run(cases.moved_in_forward, stage=stage, how=how, options=options):
+        assert len(found) == (0 if how == "there and back" else 2)
+        for text in found:
+            tells(text, "'blocks.1.up.weight'", "moved out of the engine's buffer")
 
 
 @STAGES
@@ -166,6 +186,23 @@ def test_a_build_that_fails_late_gives_the_model_back(ranks, stage):
 def test_init_fn_that_raises_on_one_rank(ranks, world_size):
     for rank, found in enumerate(ranks(world_size).run(cases.init_fn_raises_on_one)):
         tells(found, "of the caller's own" if rank == world_size - 1 else f"[{world_size - 1}]")
+
+
+@STAGES
+def test_groups_of_names_and_parameters(ranks, stage):
+    for theirs, text in ranks(3).run(cases.named_pairs, stage=stage):
+        tells(theirs, "param_groups[0]", "(2,)")
+        tells(text, "param_groups[0]", "'weight'")
+
+
+@STAGES
+def test_a_sparse_buffer_is_named(ranks, stage):
+    for found in ranks(2).run(cases.sparse_buffers, stage=stage):
+        tells(found, "'graph'", "to_dense()")
+
+
+def test_a_buffer_under_two_names(ranks):
+    ranks(2).run(cases.a_buffer_under_two_names)
 
 
 def test_metadata_of_freed_weights(ranks):

@@ -19,8 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # With which of its parameters a test is run here, besides world_size=2 and the exhibit's stage.
 PARAMETERS = {
-    "test_zero2_keeps_two_buckets_of_whole_gradients_at_most": {"reverse": False},
-    "test_zero3_keeps_only_the_units_in_use_gathered": {"options": {}},
     "test_backward_reaches_the_weights": {"path": "in place, 3 layers", "options": {"prefetch": 0}},
     "test_backward_reaches_the_weights_however_late_they_come": {
         "path": "losses kept, outputs without gradient",

@@ -20,7 +20,7 @@ COMPILED = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile
 def every_path(layouts):
     cases_ = []
     for path in cases.PATHS:
-        for world_size, stage, options in layouts:
+        for world_size, stage, options in [*layouts, *([(2, "zero1", {})] if "compiled in place" in path else [])]:
             marks = [COMPILED] if "inductor" in path else []
             name = "-".join((path, stage, *map(str, options.items()), str(world_size)))
             cases_.append(pytest.param(path, world_size, stage, options, marks=marks, id=name))

@@ -176,8 +176,8 @@ def test_every_command_of_the_plan_is_one_that_its_program_takes(count, quick, m
     from parts import STAGES
 
     import fsdp2_compare
-    from harness.measure import bench, dry_run, sweeps
-    from harness.run import process_group, walkthrough
+    from harness.measure import bench, dry_run, sweeps, walkthrough
+    from harness.run import process_group
 
     parsers = {"fsdp2_compare.py": fsdp2_compare.arguments, "harness.measure.dry_run": dry_run.arguments,
                "harness.measure.sweeps": sweeps.arguments, "harness.measure.bench": bench.arguments}  # fmt: skip
@@ -356,7 +356,26 @@ def test_the_figures_of_a_report(tmp_path):
         ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
         ("Tesla T4", None, 8.1e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12),
+        ("NVIDIA A100 80GB PCIe", 312e12, 19.5e12),
+        ("NVIDIA H100 NVL", 835e12, 60e12),
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA H200 NVL", 835e12, 60e12),
+        ("NVIDIA GeForce RTX 3090", 71e12, 35.6e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        # Near to a known one by name, and another model: there is no rate for it.
         ("NVIDIA L40S", None, None),
+        ("NVIDIA L40", None, None),
+        ("NVIDIA T400 4GB", None, None),
+        ("NVIDIA GeForce RTX 3090 Ti", None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA GeForce RTX 4090 SUPER", None, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("NVIDIA H100 80GB HBM2e", None, None),
+        ("NVIDIA GH200 480GB", None, None),
+        ("GRID A100-40C", None, None),
+        ("", None, None),
         ("NVIDIA GeForce GTX 1080", None, None),
     ),
 )

@@ -29,3 +29,8 @@ def test_every_kind_of_buffer_is_rank_0s(ranks, world_size, stage):
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_frozen_parameters_that_are_quantized(ranks, world_size, stage, param_dtype):
     ranks(world_size).run(cases.quantized_frozen_parameters, stage=stage, param_dtype=param_dtype)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_what_modules_keep_besides_tensors(ranks, tmp_path, stage):
+    ranks(2).run(cases.extra_state, stage=stage, folder=str(tmp_path))

@@ -21,6 +21,7 @@ import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def undisturbed(options: list[str], folder: str) -> None:
         training.run(types.SimpleNamespace(asked=lambda: False), joined=0.0)
     finally:
         training.engine.close()
+
+
+def beside_a_gpu(options: list[str], folder: str) -> None:
+    """On ranks of the pool: there is a GPU, which a run on the CPU must not touch, as that takes memory on it."""
+    touched = mock.patch.object(torch.cuda, "_lazy_init", side_effect=AssertionError("a context on GPU 0"))
+    with mock.patch.object(torch.cuda, "is_available", lambda: True), touched:
+        undisturbed([*options, "--steps", "1"], folder)
+        undisturbed([*options, "--steps", "2"], folder)  # goes on from what the first has saved
 
 
 class Run:
@@ -115,7 +124,7 @@ class Run:
 
 
 def disturbed(folder: Path, python: str) -> list[Run]:
-    """Rank 0 is killed, rank 1 hangs, all are asked to leave, a checkpoint is damaged, rank 1 is killed."""
+    """Rank 0 is killed, rank 1 hangs, all are asked to leave, a checkpoint is damaged, rank 1 is killed, and hangs."""
     chance = random.Random()
     run = Run.on_two_ranks(folder, python)
     run.wait_for_new_ranks([], chance.randint(1, 12))
@@ -139,6 +148,7 @@ def disturbed(folder: Path, python: str) -> list[Run]:
     again = Run.on_two_ranks(folder, python)
     again.left, again.damaged = left, newest
     again.wait_for_new_ranks(run.ranks(), chance.randint(1, 8))
+    Path(f"{folder}.hang.save").touch()
     os.kill(again.ranks()[1], signal.SIGKILL)
     assert again.end() == 0, again.printed()
     return [run, again]
@@ -235,6 +245,11 @@ def quiet(tmp_path_factory, own_pool) -> Path:
     return folder
 
 
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path, own_pool):
+    own_pool.run(beside_a_gpu, options=["zero3", "--preset", "toy", "--batch", "2"], folder=str(tmp_path))
+    assert [line["step"] for line in read(tmp_path / "losses.jsonl") if "event" not in line] == [1, 2]
+
+
 def values(line: dict) -> dict:
     return {key: value for key, value in line.items() if key not in ("time", "tokens_per_s")}
 
@@ -268,6 +283,14 @@ def test_where_every_rank_stands_is_printed_when_one_hangs(stories):
     assert number[0] > number[1], printed
 
 
+def test_a_rank_that_hangs_in_the_last_save_is_noticed(stories):
+    _, again = stories["disturbed"].result()
+    for rank in (0, 1):
+        assert re.search(rf"\[rank {rank}\] no progress for 9 s in the save after step {STEPS}", again.printed())
+    assert not Path(f"{again.folder}.hang.save").exists()
+    assert len([line for line in again.lines() if line.get("event") == "left"]) == 1
+
+
 def test_who_asks_it_to_leave_gets_a_checkpoint_and_a_line(stories):
     run, again = stories["disturbed"].result()
     printed = run.printed()
@@ -275,7 +298,9 @@ def test_who_asks_it_to_leave_gets_a_checkpoint_and_a_line(stories):
     assert f"left because it was asked to, after step {again.left} of {STEPS}" in last, printed
     assert "Traceback" not in last and "rror" not in last, printed
     # The next start meets the checkpoint of that very step, which is damaged by then, and takes the one before it.
-    assert f"not taken: '{again.damaged}" in again.printed() and "going on after step" in again.printed()
+    assert (
+        re.search(f"not taken: rank .: '{again.damaged}", again.printed()) and "going on after step" in again.printed()
+    )
     for story in stories.values():
         for one in story.result():
             assert "FutureWarning" not in one.printed() and "DeprecationWarning" not in one.printed(), one.printed()

@@ -1,5 +1,7 @@
 """harness/run/train.py with dropout, so that random numbers count; and rank 1 hangs when the file $HANG is there, once.
 
+So it does in its last save if there is a file $HANG.save.
+
 Run it by `python -m harness.run.restarts ... train_disturbed.py zero3 ...`.
 """
 
@@ -9,7 +11,10 @@ from pathlib import Path
 
 from torch.nn import functional as F
 
+from harness.engine import checkpoint_write
 from harness.run import process_group, train
+
+written = checkpoint_write.write
 
 
 class Dropping(train.GPT):
@@ -21,12 +26,22 @@ class Dropping(train.GPT):
         return F.dropout(super().forward(tokens), 0.1, self.training)
 
 
+def write(state, *args):
+    file = Path(os.environ.get("HANG", "none") + ".save")
+    about = state.get(("extra", "1"))  # what rank 1 writes, and it alone
+    if about and about["step"] == about["options"]["steps"] and file.exists():
+        file.unlink()
+        hang()
+    return written(state, *args)
+
+
 def hang() -> None:
     time.sleep(10**6)
 
 
 def put_in() -> None:
     train.GPT = Dropping
+    checkpoint_write.write = write
 
 
 if __name__ == "__main__":

@@ -10,22 +10,24 @@ How the files come to disk is in checkpoint_write.py, how they are read in safe_
 """
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import io
 import time
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from harness.engine import checkpoint_fit, checkpoint_write, tensor_parallel
-from harness.engine.layout import elementwise, first_element, keys_of, pieces, plain_name
+from harness.engine import checkpoint_fit, checkpoint_write, groups, tensor_parallel
+from harness.engine.layout import elementwise, entries, extra_states, first_element, keys_of, pieces, plain_name
 from harness.engine.rectangles import Cut
 from harness.engine.safe_reader import Damaged, Folder, Unsafe, complete, newest
 from harness.engine.together import on_all, together
-from harness.engine.waiting import name_some
 
 __all__ = ["Damaged", "Saved", "Unsafe", "async_save", "complete", "load", "newest", "save"]
 
@@ -65,8 +67,7 @@ def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futu
     """
     _wait_for_last(engine)
     if "background" not in vars(engine):
-        ranks = dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD)
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = groups.new(dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD), "gloo")
         engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
     group, thread = engine.background
     engine.saving = thread.submit(_begin(engine, folder, keep, extra, group, in_background=True))
@@ -85,9 +86,9 @@ def load(engine, folder) -> dict:
     _refuse_parts(engine)
     place = engine.placement
     path = together(lambda: newest(folder) if place.rank == 0 else None, place.everyone)[0]
-    groups = _names_of_groups(engine)
+    names = _names_of_groups(engine)
     source = on_all(lambda: Folder(path, place.rank, place.world_size), place.everyone)
-    return _install(engine, *on_all(lambda: checkpoint_fit.read(engine, source, groups), place.everyone))
+    return _install(engine, *on_all(lambda: checkpoint_fit.read(engine, source, names), place.everyone))
 
 
 def _refuse_parts(engine) -> None:
@@ -103,8 +104,8 @@ def _begin(engine, folder, keep, extra, group, in_background: bool):
     _refuse_parts(engine)
     _wait_for_last(engine)
     began, rank, everyone = time.perf_counter(), engine.placement.rank, engine.placement.everyone
-    state = on_all(lambda: _state(engine, extra, in_background), everyone)
-    state["optim"]["param_groups"] = _groups(engine)
+    names = _names_of_groups(engine)
+    state = on_all(lambda: _state(engine, extra, names, in_background), everyone)
     path = together(lambda: checkpoint_write.new_folder(folder, keep) if rank == 0 else None, everyone)[0]
     ready = time.perf_counter()
 
@@ -116,11 +117,15 @@ def _begin(engine, folder, keep, extra, group, in_background: bool):
     return write
 
 
-def _state(engine, extra: dict, copied: bool) -> dict:
-    """What this rank writes, laid out as torch lays it out; with `copied`, in host memory of its own."""
+def _state(engine, extra: dict, names: list[list[str]], copied: bool) -> dict[tuple, object]:
+    """{path: value} that this rank writes, as torch lays it out; with `copied`, in host memory of its own.
+
+    What is no part of something that is cut, rank 0 writes.
+    """
     own = (lambda tensor: tensor.detach().to("cpu", copy=True)) if copied else torch.Tensor.detach
-    model, optim = {}, {}
+    state, first = {}, engine.placement.rank == 0
     keys, cuts = keys_of(engine), {}  # cuts: id of a parameter -> its `Cut`; None if this rank has nothing of it
+    extras = extra_states(engine.model)
     with torch.no_grad():
         for bucket in engine.buckets:
             cuts.update(dict.fromkeys(map(id, bucket.params)))
@@ -130,24 +135,49 @@ def _state(engine, extra: dict, copied: bool) -> dict:
                 if param.numel() == 0:
                     cuts[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
         for key, value in keys.items():
-            if id(value) not in cuts:
-                model[key] = own(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-            elif cuts[id(value)] is not None:
-                model[key] = cuts[id(value)]  # tied parameters go under all of their names
-        for name, piece, shape, first in pieces(engine):
-            for key, value in engine.optimizer.state.get(piece, {}).items():
-                if isinstance(value, torch.Tensor):
-                    value = Cut.of(own(value), shape, first) if elementwise(value, piece) else own(value)
-                optim.setdefault(name, {})[key] = value
-    _must_be_plain(extra)
-    ranks = engine.placement.world_size
-    about = {"optimizer": type(engine.optimizer).__name__, "stage": type(engine).__name__, "ranks": ranks}
-    return {
-        "model": model,
-        "optim": {"state": optim},
-        "zero": about,
-        "extra": {str(engine.placement.rank): [copy.deepcopy(extra)]},
-    }
+            if id(value) in cuts:
+                if cuts[id(value)] is not None:
+                    state["model", key] = cuts[id(value)]  # tied parameters go under all of their names
+            elif first and isinstance(value, torch.Tensor) and key not in extras:
+                state["model", key] = own(value)
+            elif first:
+                state.update(entries(_plain(value), ("model", key)))
+        for name, piece, shape, start in pieces(engine):
+            for path, value in entries(engine.optimizer.state.get(piece, {}), ("optim", "state", name)):
+                if elementwise(value, piece):
+                    state[path] = Cut.of(own(value), shape, start)
+                elif any(torch.is_tensor(leaf) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+                    raise ValueError(
+                        f"{'.'.join(path[2:])!r} in the optimizer's state: each rank has another part of it, and only "
+                        "tensors with a number for each element, also in dictionaries, can be put together"
+                    )
+                elif path[3:]:  # else there is no state yet
+                    state[path] = _plain(value)
+    if first:
+        for number, (group, there) in enumerate(zip(engine.optimizer.param_groups, names)):
+            for key, value in {**group, "params": there}.items():
+                state.update(entries(_plain(value), ("optim", "param_groups", number, key)))
+        about = {"optimizer": type(engine.optimizer).__name__, "stage": type(engine).__name__}
+        state.update(entries({**about, "ranks": engine.placement.world_size}, ("zero",)))
+    _must_be_plain({".".join(map(str, path[1:])): value for path, value in state.items()})
+    _must_be_plain(extra := _plain(extra))
+    state["extra", str(engine.placement.rank)] = extra
+    return state
+
+
+def _plain(value):
+    """A copy of `value` in which numpy's numbers are Python's: a schedule may have computed with them."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((_plain(key), _plain(inner)) for key, inner in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and value.shape == ():
+        return value.item()
+    with contextlib.suppress(Exception):  # what cannot be copied is refused by its name, in a moment
+        value = copy.deepcopy(value)
+    return value
 
 
 def _names_of_groups(engine) -> list[list[str]]:
@@ -159,22 +189,21 @@ def _names_of_groups(engine) -> list[list[str]]:
     return [sorted({n for groups in everyone for n in groups[g]}, key=order.get) for g in range(len(mine))]
 
 
-def _groups(engine) -> list[dict]:
-    options = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
-    return [{**copy.deepcopy(o), "params": names} for o, names in zip(options, _names_of_groups(engine))]
-
-
-def _must_be_plain(extra: dict) -> None:
-    stream = io.BytesIO()
-    try:
-        torch.save(extra, stream)
-        stream.seek(0)
-        torch.load(stream, weights_only=True)
-    except Exception as error:  # what cannot be pickled raises many kinds
-        raise ValueError(
-            f"{name_some(list(extra))}: a checkpoint takes tensors, numbers, strings, and lists and dictionaries of "
-            f"them, which can be read without running code. {str(error).splitlines()[0]}"
-        ) from None
+def _must_be_plain(named: dict) -> None:
+    """Raises ValueError, which names it, if there is a value that could not be read without running code."""
+    for name, value in named.items():
+        if type(value) in (torch.Tensor, Cut):
+            continue
+        stream = io.BytesIO()
+        try:
+            torch.save(value, stream)
+            stream.seek(0)
+            torch.load(stream, weights_only=True)
+        except Exception as error:  # what cannot be pickled raises many kinds
+            raise ValueError(
+                f"{name!r}: a checkpoint takes tensors, numbers, strings, and lists and dictionaries of them, which "
+                f"can be read without running code. {str(error).splitlines()[0]}"
+            ) from None
 
 
 def _install(engine, values, options, state, extra) -> dict:
@@ -182,8 +211,8 @@ def _install(engine, values, options, state, extra) -> dict:
     engine.placement.settle()
     with torch.no_grad():
         for place, value in values:
-            if isinstance(place, str):  # a module's `get_extra_state`
-                engine.model.get_submodule(place.rpartition(".")[0]).set_extra_state(value)
+            if isinstance(place, torch.nn.Module):
+                place.set_extra_state(value)
             else:
                 place.copy_(value)
     for group, there in zip(engine.optimizer.param_groups, options):
@@ -192,12 +221,15 @@ def _install(engine, values, options, state, extra) -> dict:
     for piece, own in state:
         on_device = groups[id(piece)].get("capturable") or groups[id(piece)].get("fused")
         engine.optimizer.state.pop(piece, None)
-        for key, value in own.items():
-            if isinstance(value, torch.Tensor) and (value.dim() or on_device):
-                value = value.to(piece.device)
-            engine.optimizer.state[piece][key] = value
+        if own:
+            engine.optimizer.state[piece] = _placed(own, piece.device, numbers=on_device)
     engine._shards_changed()
     return extra
+
+
+def _placed(state: dict, device, numbers: bool) -> dict:
+    """An optimizer's state on the device, a step counter only if the optimizer wants `numbers` there."""
+    return tree_map_only(torch.Tensor, lambda value: value.to(device) if value.dim() or numbers else value, state)
 
 
 def _wait_for_last(engine) -> None:

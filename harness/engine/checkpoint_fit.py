@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 
 import torch
 
-from harness.engine.layout import elementwise, first_element, keys_of, pieces
+from harness.engine.layout import elementwise, entries, extra_states, first_element, keys_of, nested, pieces
 from harness.engine.rectangles import Cut
 from harness.engine.safe_reader import Folder
 from harness.engine.waiting import name_some
@@ -17,26 +17,33 @@ from harness.engine.waiting import name_some
 
 def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
     """All values of this rank, in memory of their own: (pairs (place, value), optimizer, values of modules, extra)."""
-    names = {path[1]: name for path, name in source.entries.items() if path[0] == "model"}
-    keys = keys_of(engine)
-    missing, unexpected = [key for key in keys if key not in names], [key for key in names if key not in keys]
+    keys, extras, saved = keys_of(engine), extra_states(engine.model), {}
+    for path, name in source.under("model").items():
+        saved.setdefault(path[0], {})[path[1:]] = name
+    missing = [key for key in keys if key not in extras and () not in saved.get(key, ())]
+    missing += [key for key in extras if key not in saved and keys[key] != {}]  # of an empty one torch saves nothing
+    unexpected = [key for key in saved if key not in keys]
     if missing or unexpected:
         raise ValueError(
             f"{str(source.path)!r} is of another model: missing {name_some(missing) or 'nothing'}; "
             f"unexpected {name_some(unexpected) or 'nothing'}"
         )
     wanted, places = {}, []
-    name_of = {id(value): names[key] for key, value in keys.items()}
+    names = {key: saved[key][()] for key in keys if key not in extras}
+    name_of = {id(keys[key]): name for key, name in names.items()}
     dtypes = {id(param): bucket.shard.dtype for bucket in engine.buckets for param in bucket.params}
-    for key, value in keys.items():
+    for key in names:
+        value = keys[key]
         if isinstance(value, torch.Tensor):
             here = tuple(value.shape), dtypes.get(id(value), value.dtype)
             there = tuple(source.size(names[key]) or ()), source.dtype(names[key])
             if here != there:
                 raise ValueError(f"{key!r} is {there[1]} of shape {there[0]} in {str(source.path)!r}, {here} here")
-        if id(value) not in dtypes:  # a buffer, or what a module keeps besides
-            wanted[names[key]] = torch.empty(value.shape, dtype=value.dtype) if torch.is_tensor(value) else None
-            places.append((key if wanted[names[key]] is None else value, names[key], None))
+        if id(value) not in dtypes:  # a buffer
+            wanted[names[key]] = torch.empty(value.shape, dtype=value.dtype)
+            places.append((value, names[key], None))
+    extras = {key: module for key, module in extras.items() if key in saved}
+    wanted.update({name: _blank(source, name) for key in extras for name in saved[key].values()})
     for bucket in engine.buckets:
         for index, part in bucket.cut(bucket.shard):
             values, name = torch.empty(part.shape, dtype=part.dtype), name_of[id(bucket.params[index])]
@@ -49,26 +56,25 @@ def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
         wanted[extra] = None
     source.read(wanted)
     values = [(place, wanted[name] if values is None else values) for place, name, values in places]
+    for key, module in extras.items():
+        values.append((module, nested({path: wanted[name] for path, name in saved[key].items()})))
     state = [(piece, {k: wanted[v] if isinstance(v, str) else v for k, v in own.items()}) for piece, own in state]
-    return values, options, state, wanted.get(extra, {})
+    return values, options, [(piece, nested(own)) for piece, own in state], wanted.get(extra, {})
 
 
 def _options(engine, source: Folder, groups: list[list[str]]) -> list[dict]:
     """The saved options of each group of the optimizer (learning rate, decay), by the parameters in it."""
     where = f"the optimizer's state in {str(source.path)!r}"
-    found = {path: name for path, name in source.entries.items() if path[:2] == ("optim", "param_groups")}
-    about = {path: name for path, name in source.entries.items() if path[0] == "zero"}
+    found, about = source.under("optim", "param_groups"), source.under("zero")
     if not found:
         raise ValueError(f"{where} is not there, or not laid out as torch's get_optimizer_state_dict does it")
     read = source.read({name: _blank(source, name) for name in (*found.values(), *about.values())})
-    kind, own = read.get(about.get(("zero", "optimizer"))), type(engine.optimizer).__name__
+    kind, own = read.get(about.get(("optimizer",))), type(engine.optimizer).__name__
     if kind is not None and kind != own:
         raise ValueError(f"{where} is of {kind}, and here is {own}: build the engine with {kind}")
-    saved = defaultdict(dict)
-    for path, name in found.items():
-        saved[path[2]][path[3]] = read[name]
+    saved = nested({path: read[name] for path, name in found.items()})
     trained = {name for names in groups for name in names}
-    sets = {number: trained.intersection(group.pop("params", ())) for number, group in saved.items()}
+    sets = {number: trained.intersection(group.pop("params", ())) for number, group in enumerate(saved)}
     result = []
     for number, (names, group) in enumerate(zip(groups, engine.optimizer.param_groups)):
         same = [other for other, names_there in sets.items() if names_there == set(names)]
@@ -97,9 +103,8 @@ def _optimizer_state(engine, source: Folder, options: list[dict], wanted: dict) 
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     keeps = {}  # number of a group -> {key: whether it has a number for each element}
     saved = defaultdict(dict)
-    for path, name in source.entries.items():
-        if path[:2] == ("optim", "state"):
-            saved[path[2]][".".join(map(str, path[3:]))] = name
+    for path, name in source.under("optim", "state").items():
+        saved[path[0]][path[1:]] = name
     for name, piece, shape, first in pieces(engine):
         number, own = group_of[id(piece)], {}
         if saved[name] and number not in keeps:
@@ -135,6 +140,6 @@ def _what_it_keeps(optimizer, group: dict, options: dict, piece: torch.Tensor) -
     probe.param_groups[0]["params"] = [one]
     try:
         type(optimizer).step(probe)  # not `probe.step`, which a schedule may have tied to the real optimizer
-        return {key: elementwise(value, one) for key, value in probe.state[one].items()}
+        return {path: elementwise(value, one) for path, value in entries(probe.state[one]) if path}
     except Exception:  # Adagrad makes its state when it is built, not in its first step
-        return {key: elementwise(value, piece) for key, value in optimizer.state.get(piece, {}).items()}
+        return {path: elementwise(value, piece) for path, value in entries(optimizer.state.get(piece, {})) if path}

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from harness.engine.safe_reader import METADATA, SUMS, complete
+from harness.engine.safe_reader import METADATA, SUMS, Folder, complete
 from harness.engine.together import on_all, together
 
 
@@ -50,7 +50,8 @@ class _Hashed:
 
 class _Writer(dcp.FileSystemWriter):
     def __init__(self, path):
-        super().__init__(path)
+        # Copied ahead: nothing. Else torch asks for a stream of GPU 0, also in a run on the CPU.
+        super().__init__(path, per_thread_copy_ahead=0)
         self.fs = _Files()
 
     def storage_meta(self):
@@ -58,16 +59,15 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """torch's planner. What all ranks have alike, such as buffers, rank 0 writes; and `extra` stays in one piece."""
+    """torch's planner, which need not find out what stays in one piece. `paths` are {name of a value: its path}."""
 
-    def __init__(self):
+    def __init__(self, paths: dict[str, tuple]):
         super().__init__(dedup_save_to_lowest_rank=True)
+        self.paths = paths
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
-        rest = {key: value for key, value in state_dict.items() if key != "extra"}
-        super().set_up_planner(rest, storage_meta, is_coordinator)
-        for rank, (value,) in state_dict["extra"].items():
-            self.state_dict[f"extra.{rank}"], self.mappings[f"extra.{rank}"] = value, ("extra", rank)
+        super().set_up_planner({}, storage_meta, is_coordinator)
+        self.state_dict, self.mappings = state_dict, self.paths
 
 
 def new_folder(folder, keep) -> Path:
@@ -86,12 +86,13 @@ def new_folder(folder, keep) -> Path:
     return path
 
 
-def write(state: dict, path: Path, keep, rank: int, group) -> int:
+def write(state: dict[tuple, object], path: Path, keep, rank: int, group) -> int:
     """Write this rank's part of the checkpoint, and make it complete together. Returns this rank's bytes."""
-    writer = _Writer(path)
+    writer, paths = _Writer(path), {".".join(map(str, path)): path for path in state}
     try:
         try:
-            dcp.save(state, storage_writer=writer, planner=_Planner(), process_group=group)
+            named = {name: state[paths[name]] for name in paths}
+            dcp.save(named, storage_writer=writer, planner=_Planner(paths), process_group=group)
         except CheckpointException as error:  # the same one on all ranks, with what each has met
             met = "; ".join(f"rank {other}: {found[0]!r}" for other, found in error.failures.items())
             raise RuntimeError(f"no checkpoint {path.stem} ({met}); the earlier ones are as they were") from None
@@ -112,6 +113,7 @@ def _finish(path: Path, everyone: list[dict], keep) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     _sync(path)
+    Folder(path, check=False)  # it can be read
     path.rename(path.with_suffix(""))
     _sync(path.parent)
     for old in complete(path.parent)[: -keep if keep else 0]:

@@ -171,6 +171,25 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     return total
 
 
+def clip_grad_value_(engine, clip_value: float) -> None:
+    """Between backward and `step()`: every element of the gradients that is not within +-clip_value moves to its edge.
+
+    As `torch.nn.utils.clip_grad_value_` for the whole model. All ranks call it, for the gradients are reduced first.
+    """
+    if not isinstance(clip_value, (int, float)):
+        raise TypeError(
+            "an engine's clip_grad_value_ takes the value alone, as in engine.clip_grad_value_(1.0), got "
+            f"{type(clip_value)}"
+        )
+    engine._reduce_gradients()
+    for bucket in engine.trained:
+        if hasattr(bucket, "flat_gradient"):  # ZeRO-1's, whole: a later backward adds to it
+            bucket.flat_gradient.clamp_(-clip_value, clip_value)
+        for _, piece in bucket.pieces:
+            if piece.grad is not None:
+                piece.grad.clamp_(-clip_value, clip_value)
+
+
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for float16 (its documentation has the why), over an engine in place of an optimizer:
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from harness.engine.hooks import not_compiled
 from harness.engine.tensor_parallel import local_gradient
 from harness.engine.waiting import name_some
 
@@ -87,6 +88,7 @@ class Freed:
     """What a parameter's class is mixed with while it is freed."""
 
     @classmethod
+    @not_compiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         # A property arrives as its getter, whose __self__ carries the property's name.
         kwargs = kwargs or {}
@@ -100,8 +102,11 @@ class Freed:
             return freed._data()
         if name == "data" and len(args) == 2 and args[1] is freed:
             return None  # `module._apply` puts back what did not change
-        caller = sys._getframe(1).f_globals.get("__name__")
-        if name in _MOVES and caller == "torch.nn.modules.module" and _changes_nothing(func, freed, args[1:], kwargs):
+        if (
+            name in _MOVES
+            and _caller() == "torch.nn.modules.module"
+            and _changes_nothing(func, freed, args[1:], kwargs)
+        ):
             return freed  # the whole model is moved, to where it is
         if freed.zero_touched(freed):  # it is gathered now: the model uses it outside its module, or runs a part again
             return func(*args, **kwargs)
@@ -126,6 +131,14 @@ class FreedData(Freed, torch.Tensor):
 
     def _data(self):
         return self
+
+
+def _caller() -> str | None:
+    """The module whose code has called `__torch_function__`, past the frames that `not_compiled` puts in between."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile")):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__")
 
 
 def _changes_nothing(func, freed, args, kwargs) -> bool:

@@ -2,6 +2,13 @@
 
 import weakref
 
+import torch
+
+# `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph:
+# it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. The mark is
+# `torch.compiler.disable`, in a form that imports the compiler when it is needed and not here.
+not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
 
 class WeakHook:
     """A hook that calls a method as long as the method's object lives, and does nothing in a copy of the model."""
@@ -10,6 +17,7 @@ class WeakHook:
         self._object, self._function = weakref.ref(method.__self__), method.__func__
         self._unit = unit and weakref.ref(unit)
 
+    @not_compiled
     def __call__(self, *args):
         this = self._object()
         if this is not None:

@@ -26,6 +26,7 @@ class Interface:
         return self.moments.no_sync()
 
     clip_grad_norm_ = gradients.clip_grad_norm_
+    clip_grad_value_ = gradients.clip_grad_value_
     full_state_dict = state.full_state_dict
     load_full_state_dict = state.load_full_state_dict
     close = state.close

@@ -77,13 +77,15 @@ class Source:
 
     def finish(self) -> None:
         """Make the buffers that are on `meta` real, and fill them. Raises on every rank what was raised on one."""
-        made = []
+        made, real = [], {}  # real: id of a buffer on `meta` -> what takes its place, under all of its names
         for prefix, module in self._model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     made.append((module, key, buffer))
-                    module._buffers[key] = torch.empty_like(buffer, device=device_for(self._group))
-                    self.fill([(f"{prefix}.{key}" if prefix else key, module._buffers[key])])
+                    if id(buffer) not in real:
+                        real[id(buffer)] = torch.empty_like(buffer, device=device_for(self._group))
+                        self.fill([(f"{prefix}.{key}" if prefix else key, real[id(buffer)])])
+                    module._buffers[key] = real[id(buffer)]
         try:
             refusals.agree(self._problem, "", self._group, self._model)
         except Exception:

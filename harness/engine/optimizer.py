@@ -1,11 +1,43 @@
 """The optimizer over this rank's pieces, with the parameter groups that the user wrote over whole parameters."""
 
+import sys
 import weakref
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types
 
 from harness.engine import state
 from harness.engine.optimizer_refusals import handed_out
+
+
+class Piece(torch.Tensor):
+    """A piece looks like a plain tensor, but torch's clipping finds no gradient in it before step 3 is over.
+
+    What is reduced is not there yet, or not all of it, and the norm of one rank's shard is not the model's.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    @property
+    def grad(self):
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            engine = self.zero_engine()
+            if engine is not None and "moments" in vars(engine) and not engine.moments.settled:
+                raise RuntimeError(
+                    "torch's clipping over the optimizer's pieces would miss gradients that are not reduced yet, and "
+                    "see this rank's shard alone: call engine.clip_grad_norm_(max_norm) or "
+                    "engine.clip_grad_value_(clip_value) on every rank, between backward and engine.step()"
+                )
+        return torch._C.TensorBase.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value):
+        torch._C.TensorBase.grad.__set__(self, value)
+
+
+# torch's optimizers work on all tensors at once (foreach, fused) if they know their class. DTensor adds itself, too.
+_foreach_supported_types.append(Piece)
 
 
 def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimizer:
@@ -18,8 +50,12 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     buckets = engine.trained
     pieces = {id(b.params[index]): piece for b in buckets for index, piece in b.pieces}
     optimizer = failed = None
+    groups = handed_out(buckets[0].shard, pieces, param_groups)
+    for piece in [*pieces.values(), *(groups if param_groups is None else ())]:
+        if not isinstance(piece, FakeTensor):
+            piece.__class__, piece.zero_engine = Piece, weakref.ref(engine)
     try:
-        optimizer = optimizer_cls(handed_out(buckets[0].shard, pieces, param_groups))
+        optimizer = optimizer_cls(groups)
     except Exception as error:  # all ranks must hear of it, and the model is plain again
         failed = error
     state.agree_or_restore(engine, failed)

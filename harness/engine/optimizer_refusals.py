@@ -54,10 +54,12 @@ def handed_out(like: torch.Tensor, pieces: dict, param_groups) -> list:
 
 
 def _params_of(group: dict) -> list:
+    """The group's parameters as a list. torch takes (name, parameter) pairs, too: the names are not kept."""
     params = group["params"]
     if not isinstance(params, list):
-        group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)  # as torch does
-    return params
+        params = [params] if isinstance(params, torch.Tensor) else list(params)  # as torch does
+    group["params"] = [param[1] if isinstance(param, tuple) and len(param) == 2 else param for param in params]
+    return group["params"]
 
 
 def _check_groups(named, param_groups) -> None:
@@ -73,8 +75,9 @@ def _check_groups(named, param_groups) -> None:
             )
         for param in _params_of(group):
             if id(param) not in names:
+                what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
                 raise ValueError(
-                    f"param_groups[{number}] holds a tensor of shape {tuple(param.shape)} that is not a trainable "
+                    f"param_groups[{number}] holds {what}, which is not a trainable "
                     "parameter of the model: take the entries from model.parameters(), the frozen ones left out"
                 )
             if id(param) in seen:

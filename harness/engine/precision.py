@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from harness.engine.hooks import not_compiled
 from harness.engine.tensor_parallel import local
 
 
@@ -101,6 +102,7 @@ class Cast:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
 
+    @not_compiled
     def __call__(self, module, args, kwargs):
         first = next(module.parameters(), None)
         if first is not None and first.dtype != self.dtype and first.is_floating_point():

@@ -65,6 +65,12 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
                 f"parameter {name!r} was freed by an engine that is gone, and its values with it: call engine.close() "
                 "while the engine is there, or build a new model"
             )
+    for name, tensor in (*named, *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            return ValueError(
+                f"{name!r} has the layout {tensor.layout}, and collectives send dense tensors: make it dense with "
+                ".to_dense(), or keep it as a plain attribute of its module, which the engine leaves alone"
+            )
     if not any(param.requires_grad for _, param in named):
         return ValueError(
             f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "

@@ -1,17 +1,17 @@
 """Reading a checkpoint's folder, which may be damaged, and which somebody else may have written.
 
 torch's reader trusts a checkpoint. `.metadata`, the list of what is in it, is a pickle, and so is every value that is
-no tensor. Unpickling calls whatever function the file names. So a file can run any code. Here `.metadata` may name
-the few classes that a list of contents consists of. Values are read by `torch.load(weights_only=True)`, which makes
-tensors and plain values. And nothing tells torch that a byte has changed: SHA256SUMS does.
+no tensor. Unpickling calls whatever function the file names. So a file can run any code. Here `.metadata` is read by
+contents.py, and values by `torch.load(weights_only=True)`, which makes tensors and plain values. And nothing tells
+torch that a byte has changed: SHA256SUMS does.
 """
 
 import hashlib
 import io
 import math
 import os
-import pathlib
 import pickle
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,39 +19,16 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from harness.engine import contents
+from harness.engine.contents import Unsafe
 from harness.engine.waiting import name_some
 
 METADATA, SUMS = ".metadata", "SHA256SUMS"
+MAX_LIST, MAX_ALONE = 1 << 28, 1 << 16  # bytes: of a list, and of one that no other files stand beside
 
 
 class Damaged(RuntimeError):
     """A checkpoint lacks a file, or a file is not what was written. An older checkpoint may be good."""
-
-
-class Unsafe(RuntimeError):
-    """A checkpoint holds something else than tensors and plain values. It was not unpickled."""
-
-
-_CLASSES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-}  # fmt: skip
-
-
-class _ListOfContents(pickle.Unpickler):
-    """Unpickles what `.metadata` consists of, and nothing else."""
-
-    def find_class(self, module: str, name: str):
-        if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
-            return super().find_class(module, name)
-        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return pathlib.PurePosixPath  # where it was written: a name, whatever the system
-        raise Unsafe(f"it asks for {module}.{name}, which is no part of a list of tensors")
 
 
 class _Planner(DefaultLoadPlanner):
@@ -91,39 +68,67 @@ class Folder:
         self.path = Path(path)
         sums = self._sums()
         try:
-            content = (self.path / METADATA).read_bytes()
+            content = self._content(METADATA)
             if check and sums and hashlib.sha256(content).hexdigest() != sums.get(METADATA):
                 raise ValueError("it is not what was written")
-            self.metadata = _ListOfContents(io.BytesIO(content)).load()
-            self.entries = {tuple(path): name for name, path in (self.metadata.planner_data or {}).items()}
+            self.metadata = contents.read(content)
             self.tensors = self.metadata.state_dict_metadata
-            ends = {}  # name of a file -> the bytes that it must have
-            for info in self.metadata.storage_data.values():
-                end = info.offset + info.length
-                ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
-                if getattr(info, "transform_descriptors", None) or Path(info.relative_path).name != info.relative_path:
-                    raise Unsafe(f"it points to {info.relative_path!r}")
+            paths = self.metadata.planner_data
+            self.entries = {path: name for name, path in paths.items() if path and name in self.tensors}
+            ends = self._files()
         except Unsafe as error:
             raise Unsafe(f"{str(self.path)!r} was not read: {error}") from None
         except Exception as error:  # of a damaged pickle anything may come
             raise Damaged(f"the list of contents {str(self.path / METADATA)!r} is damaged: {error!r}") from error
-        if SUMS in getattr(self.metadata.storage_meta, "modules", ()) and not sums:
+        if SUMS in self.metadata.storage_meta.modules and not sums:
             raise Damaged(f"{str(self.path / SUMS)!r} is missing, so no file can be checked")
         if sums and ends.keys() - sums.keys():
             raise Damaged(f"{str(self.path / SUMS)!r} does not list {name_some(sorted(ends.keys() - sums.keys()))}")
         for number, (name, end) in enumerate(sorted(ends.items())):
-            if check:
-                self._check(self.path / name, end, sums.get(name) if number % world_size == rank else None)
+            self._check(self.path / name, end, sums.get(name) if check and number % world_size == rank else None)
 
     def _sums(self) -> dict[str, str]:
         """{name of a file: its SHA-256}, as `sha256sum` writes them; {} for a checkpoint that torch has written."""
         try:
-            lines = (self.path / SUMS).read_text().splitlines()
+            lines = self._content(SUMS).decode().splitlines()
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             raise Damaged(f"{str(self.path / SUMS)!r} cannot be read: {error}") from error
         return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+    def _content(self, name: str) -> bytes:
+        """What a list holds. torch writes a kB and more for each value, so a list that is longer is made to be long."""
+        size = (self.path / name).stat().st_size
+        others = sum(file.lstat().st_size for file in self.path.iterdir() if file.name != name)
+        if size > min(others + MAX_ALONE, MAX_LIST):
+            raise ValueError(f"{name} has {size:,} bytes, all other files {others:,}")
+        if not (self.path / name).is_file():
+            raise ValueError(f"{name} is no file")
+        return (self.path / name).read_bytes()
+
+    def _own(self, name: str) -> bool:
+        """Whether the file is in the folder, and no link out of it; nor a device, whose reading may never end."""
+        file = (self.path / name).resolve()
+        inside = Path(name).name == name and file.parent == self.path.resolve()
+        return inside and (file.is_file() or not file.exists())
+
+    def _files(self) -> dict[str, int]:
+        """{name of a file: the bytes that it must have}. Each value has bytes of its own there, and enough of them."""
+        ends, taken, held = {}, defaultdict(int), defaultdict(int)
+        for index, info in self.metadata.storage_data.items():
+            name = info.relative_path
+            if name not in ends and not self._own(name):
+                raise Unsafe(f"it points to {name[:200]!r}, which is no file of this folder")
+            taken[name] += info.length
+            held[index.fqn] += info.length
+            ends[name] = max(ends.get(name, 0), info.offset + info.length, taken[name])
+        for name, entry in self.tensors.items():
+            if isinstance(entry, TensorStorageMetadata):
+                nbytes = math.prod(entry.size) * entry.properties.dtype.itemsize
+                if nbytes > held[name]:
+                    raise ValueError(f"{name[:200]!r} is said to have {nbytes:,} bytes, and files have {held[name]:,}")
+        return ends
 
     def _check(self, file: Path, end: int, expected: str | None) -> None:
         try:
@@ -140,6 +145,11 @@ class Folder:
             raise Damaged(f"{str(file)!r} cannot be read: {error}") from error
         if digest.hexdigest() != expected:
             raise Damaged(f"{str(file)!r} is not what was written: its SHA-256 is not the one in {SUMS}")
+
+    def under(self, *start) -> dict[tuple, str]:
+        """{rest of the path: name} of what has a path that begins like that."""
+        length = len(start)
+        return {path[length:]: name for path, name in self.entries.items() if path[:length] == start < path}
 
     def size(self, name: str) -> torch.Size | None:
         """The shape of the tensor `name`; None if it is no tensor."""

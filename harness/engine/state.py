@@ -4,9 +4,12 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from harness.engine import guard, refusals, tensor_parallel
+from harness.engine.layout import extra_states, plain_name
 from harness.engine.precision import sendable
+from harness.engine.together import together
 from harness.engine.waiting import label, name_some, waiting_for
 
 
@@ -35,7 +38,8 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     """Names, shapes, dtypes and values of the whole model's `state_dict()`, on CPU, on every rank. A collective.
 
     Parameters are gathered from the shards, bucket by bucket. Buffers (BatchNorm's running statistics,
-    for example) are every rank's own and may differ, as each has seen other data: rank 0's are returned.
+    for example) are every rank's own and may differ, as each has seen other data: rank 0's are returned. So is what
+    modules give by `get_extra_state()`.
     """
     model, group = engine.model, engine.group
     values = {}  # id of the model's own tensor -> its whole value on CPU
@@ -45,10 +49,14 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
             for param, view in zip(bucket.params, bucket.views(flat)):
                 values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
         state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
+        extras = extra_states(model)
+        extras = {key: value for key, value in state.items() if plain_name(key) in extras}
+        extras = tree_map_only(torch.Tensor, torch.Tensor.cpu, extras)
+        state.update(together(lambda: extras, engine.placement.everyone)[0] if extras else {})
         for key, tensor in state.items():
             if id(tensor) in values:
                 state[key] = values[id(tensor)]
-            elif isinstance(tensor, torch.Tensor):
+            elif key not in extras and isinstance(tensor, torch.Tensor):
                 whole = tensor.detach().clone(memory_format=torch.contiguous_format)
                 dist.broadcast(sendable(whole), group_src=0, group=engine.placement.everyone)
                 state[key] = values[id(tensor)] = whole.cpu()
@@ -57,6 +65,8 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
 
 def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     """Load what `full_state_dict` returned, at any world size: this rank's part of every parameter. A collective.
+
+    Modules get their part by `set_extra_state()`, at last.
 
     Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
     and ValueError for another shape, on every rank, before anything is written.
@@ -74,10 +84,14 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
                 value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
                 first = max(0, bucket.start - bucket.offsets[index])
                 part.copy_(value[first : first + part.numel()])
+        extras = extra_states(engine.model)
         for key, tensor in own.items():
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
+            if plain_name(key) not in extras and isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
                 tensor.copy_(state[key])
     engine._shards_changed()
+    for key in own:
+        if plain_name(key) in extras:
+            extras[plain_name(key)].set_extra_state(state[key])
 
 
 def _state_problem(engine, state) -> Exception | None:
@@ -90,8 +104,10 @@ def _state_problem(engine, state) -> Exception | None:
             f"the state does not fit the model: missing {name_some(missing) or 'nothing'}; "
             f"unexpected {name_some(unexpected) or 'nothing'}"
         )
+    extras = extra_states(engine.model)
     for key, tensor in own.items():
-        if isinstance(tensor, torch.Tensor) and tensor.shape != state[key].shape:
+        a_tensor = isinstance(tensor, torch.Tensor) and plain_name(key) not in extras
+        if a_tensor and tensor.shape != state[key].shape:
             return ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
     return None
 

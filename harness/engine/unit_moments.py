@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import guard
 from harness.engine.autograd import backward_now
-from harness.engine.hooks import WeakHook
+from harness.engine.hooks import WeakHook, not_compiled
 from harness.engine.moments import BucketMoments
 from harness.engine.tensor_parallel import local
+from harness.engine.watch import moved_message
 
 
 class Run:
@@ -118,11 +119,12 @@ class UnitMoments(BucketMoments):
         self._require_gathered(unit, "before_forward")
 
     def _after_unit(self, unit, module, args, output):
+        refuse_moved(unit)
         if backward_now() is not None:
             return  # run again for backward, which needs its weights: `_complete` or `_end_backward` frees it
         run = self._latest.get(unit)
-        may_come = run is None or self._backward_may_come(run, output)
         output = self._without_weights(output)
+        may_come = run is None or self._backward_may_come(run, output)
         if unit in self._lent:
             pass  # until the end of forward
         elif may_come:
@@ -138,6 +140,9 @@ class UnitMoments(BucketMoments):
             self._saving.__exit__(None, None, None)
             self._saving = None
         self._in_forward = False
+        if output is not None:  # None: an exception in forward, perhaps; a second one must not hide it
+            for unit in (*self._engine.units, self._engine.root):
+                refuse_moved(unit)
         if self._runs:
             self._order = [run.unit for run in self._runs]
         run = self._run_of_root()
@@ -172,6 +177,8 @@ class UnitMoments(BucketMoments):
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         this = weakref.ref(self)
         for tensor in outputs:
+            if tensor.grad_fn is None:
+                continue  # a leaf that passes through: its gradient tells nothing, and it would keep the hook for ever
             tensor.register_hook(lambda gradient: this() and this()._ask(run))
         return bool(outputs)
 
@@ -187,6 +194,7 @@ class UnitMoments(BucketMoments):
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
         self._saving.__enter__()
 
+    @not_compiled
     def _pack(self, tensor: torch.Tensor):
         """Forward saves `tensor`. If it lies in a unit's buffer, remember whose it is."""
         address = local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
@@ -201,6 +209,7 @@ class UnitMoments(BucketMoments):
         run.saved = True
         return tensor, tensor._version, run
 
+    @not_compiled
     def _unpack(self, saved) -> torch.Tensor:
         """Backward is about to read what forward saved."""
         tensor, version, run = saved
@@ -239,6 +248,7 @@ class UnitMoments(BucketMoments):
         refuse_reentrant(self._backward not in (None, backward_now()))
         super()._begin_backward()
 
+    @not_compiled
     def _ask(self, run: Run) -> None:
         """Backward needs the weights of `run.unit`: the first time the chapter's moment has come."""
         unit = run.unit
@@ -318,7 +328,7 @@ class UnitMoments(BucketMoments):
                 f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "
                 "gathered for it, and stays so until the model's forward ends, in every step. For less memory pass "
                 "units= that hold whole modules whose weights only their own forward uses",
-                stacklevel=4,
+                stacklevel=8,  # past `not_compiled`, which is on the way twice
             )
         self._lent.add(unit)
         self._engine.before_forward(unit, [])
@@ -345,6 +355,20 @@ class UnitMoments(BucketMoments):
     def stepped(self) -> None:
         self._kept = set()  # `step()` frees them
         super().stepped()
+
+
+def refuse_moved(unit) -> None:
+    """Raise RuntimeError if forward has given a gathered weight of `unit` another memory, which no gather fills."""
+    if not unit.gathered:
+        return
+    moved = []
+    for bucket in unit.buckets:
+        storage = bucket.flat.untyped_storage()._cdata
+        for name, param, offset in zip(bucket.names, map(local, bucket.params), bucket.offsets):
+            if param.untyped_storage()._cdata != storage or param.storage_offset() != offset:
+                moved.append(name)
+    if moved:
+        raise RuntimeError(moved_message(moved))
 
 
 def refuse_reentrant(found: bool) -> None:

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.engine import precision
 from harness.engine.autograd import backward_now
-from harness.engine.hooks import no_hook
+from harness.engine.hooks import no_hook, not_compiled
 from harness.engine.tensor_parallel import local
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
@@ -57,6 +57,7 @@ class Look:
     def __reduce__(self):  # in a copy of the model nobody looks
         return no_hook, ()
 
+    @not_compiled
     def __call__(self, model: nn.Module, args) -> None:
         if self._engine() is None or backward_now() is not None:  # gone; or activation checkpointing runs it again
             return
@@ -105,15 +106,19 @@ def _what_changed(came, replaced, flags, moved, lost) -> str:
             "the loss with find_unused=True"
         )
     if moved:
-        return (
-            f"{name_some(moved)} was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), or "
-            "param.data = ...), so the engine would train values that the model no longer uses. Move the model first, "
-            "then build the engine; param_dtype= computes in another dtype"
-        )
+        return moved_message(moved)
     return (
         f"{name_some(lost)} was written to after the engine was built. In mixed precision the engine's values are the "
         "shards, and what is written into the rounded weights is lost with the next step. Change weights by the "
         "optimizer, or by engine.load_full_state_dict()"
+    )
+
+
+def moved_message(names: list[str]) -> str:
+    return (
+        f"{name_some(names)} was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), an RNN's "
+        "flatten_parameters(), or param.data = ...), so the engine would train values that the model no longer uses. "
+        "Move the model first, then build the engine; param_dtype= computes in another dtype"
     )
 
 

@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero1
 from harness.measure import fake_gpu
-from harness.measure.memory import held_bytes, warm_up
+from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
+from harness.measure.memory import held_bytes, held_tensors, warm_up
 from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
-from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import engines as registry
 from harness.run import micro_batches, process_group
@@ -244,14 +244,15 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         mesh = grid(options.ranks, options.replicas, device.type)
     elif name.startswith("fsdp2"):
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    # Pinned memory is as large as other memory. Fake tensors do not know of it.
+    # Fake tensors cannot be pinned: what pinned memory takes besides is computed, by `pinned_bytes`.
     policy = CPUOffloadPolicy(pin_memory=real) if offload else None
     # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing. On the
     # host fused is the quick one, and makes none.
     adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=offload or device.type == "cuda")
     if device.type == "cuda":
         warm_up(device)
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    allocator = allocator_of(device)
+    before = allocator.memory_allocated() if allocator else 0
     held, held_on_host = {}, {}
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
     on_host = PartsLedger(device="cpu") if offload else contextlib.nullcontext()
@@ -272,15 +273,14 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         engine.optimizer.register_step_pre_hook(look)
         if offload:
             host.begin(engine)
-            engine.optimizer.register_step_pre_hook(partial(_look, engine, held_on_host, "cpu"))
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            engine.optimizer.register_step_pre_hook(partial(_look_on_host, engine, held_on_host))
+        if allocator:
+            allocator.reset_peak_memory_stats()
         with TrafficLedger() as traffic:
             micro_batches.training_step(engine, *batch)
-        allocated = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
+        allocated = allocator.max_memory_allocated() - before if allocator else None
         pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
         del engine, look
-    peak = memory.peak_moment()
     state = memory.peak_moment(of=lambda moment: moment.state)
     sent, elements = Counter(), Counter()
     for collective in traffic.collectives:
@@ -296,10 +296,8 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         "formula_bytes": formula,
         "difference_bytes": sum(held.values()) - formula,
         "step_counters_bytes": 0 if offload else 4 * pieces,  # AdamW counts its steps per tensor, in float32
-        "peak_bytes": peak.live if allocated is None else allocated,
-        "peak_where": {"step": peak.step, "module": peak.module},
-        "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
-        "temporaries": dict(peak.made.most_common(4)),
+        **worst_moment(memory, allocated),
+        "temporaries": dict(memory.peak_moment().made.most_common(4)),
         "state_peak_bytes": state.state,
         "state_peak_parts": {part: state.parts[part] for part in STATE if state.parts[part]},
         "state_peak_formula": peak_formula,
@@ -313,27 +311,58 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         "curve": curve(memory),
     }
     if offload:
-        peak, together = host.peak_moment(), sum(held_on_host.values())
-        most = host.peak_moment(of=_beside)
+        pinned = held_on_host.pop("pinned")
+        most, together = host.peak_moment(of=_beside), sum(held_on_host.values())
         result["host"] = {
             "held_bytes": held_on_host,
             "formula_bytes": host_formula,
             "difference_bytes": together - host_formula,
             "step_counters_bytes": 4 * pieces,
-            "peak_bytes": peak.live,
-            "peak_where": {"step": peak.step, "module": peak.module},
-            "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
+            **worst_moment(host),
+            "pinned_bytes": pinned,  # of parameters and gradients, were they pinned
             "most_beside_bytes": _beside(most),  # at any moment, of anything but what is held
         }
     if name == "ddp" and not real:
         result["stand_in"] = True
-    if allocated is not None:
-        result["ledger_peak_bytes"] = peak.live
     return result
+
+
+def allocator_of(device: torch.device):
+    """torch's module that knows the peak of a real GPU's allocator; None where tensors are fake."""
+    return torch.cuda if device.type == "cuda" else None
+
+
+def worst_moment(ledger: PartsLedger, allocated: int | None = None) -> dict:
+    """The peak as a row has it. With `allocated`, the allocator's own peak, that is it, and the ledger's is beside."""
+    peak = ledger.peak_moment()
+    row = {
+        "peak_bytes": peak.live if allocated is None else allocated,
+        "peak_where": {"step": peak.step, "module": peak.module},
+        "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
+    }
+    return row if allocated is None else {**row, "ledger_peak_bytes": peak.live}
 
 
 def _look(engine, held: dict, device: str | None, *_) -> None:
     held.update(held_bytes(engine, device))
+
+
+def _look_on_host(engine, held: dict, *_) -> None:
+    held.update(held_bytes(engine, "cpu"), pinned=pinned_bytes(engine))
+
+
+def pinned_bytes(engine) -> int:
+    """What the parameters and gradients on the host take if they are pinned.
+
+    torch keeps pinned blocks to use them again, and makes each a power of two: a buffer of 100 MB takes 134.
+    """
+    held, sizes = held_tensors(engine), {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in (*held["parameters"], *held["gradients"]):
+            tensor = getattr(tensor, "_local_tensor", tensor)
+            if tensor.device.type == "cpu":
+                sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(1 << (nbytes - 1).bit_length() for nbytes in sizes.values() if nbytes)
 
 
 def _beside(moment) -> int:
@@ -503,6 +532,8 @@ def report(results: dict) -> str:
         lines += _held(hosts, size)
         peaks = ", ".join(f"{name} {row['peak_bytes'] / size:.3f}" for name, row in hosts.items())
         lines += [f"  At the worst moment of the step: {peaks}"]
+        pinned = ", ".join(f"{name} {row['pinned_bytes'] / size:.3f}" for name, row in hosts.items())
+        lines += [f"  Parameters and gradients in pinned memory, each buffer rounded up to a power of two: {pinned}"]
 
     lines += ["", f"At the worst moment of the step{on_device}, {unit}:"]
     short = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}

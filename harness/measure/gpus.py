@@ -1,30 +1,44 @@
-"""What GPUs are sold with: dense peak rates, which a measured rate is held against (MFU)."""
+"""What GPUs are sold with: dense peak rates, which a measured rate is held against (MFU); and what fits on one."""
 
 import re
 
 from harness.run.model import GPTConfig
 
-# TFLOP/s of dense matrix products by the makers' data sheets: (words in torch's name of the GPU, bfloat16, float32
-# with TF32 off). The first that fits counts. A T4 has no bfloat16.
+# TFLOP/s of dense matrix products by the makers' data sheets: (model, bfloat16, float32 with TF32 off). A T4 has no
+# bfloat16.
 PEAK_TFLOPS = (
-    (("B200",), 2250.0, 80.0),
-    (("H200",), 989.0, 67.0),
-    (("H100", "PCIe"), 756.0, 51.0),
-    (("H100", "NVL"), 835.0, 60.0),
-    (("H100",), 989.0, 67.0),
-    (("A100",), 312.0, 19.5),
-    (("RTX", "4090"), 165.2, 82.6),
-    (("RTX", "3090"), 71.0, 35.6),
-    (("L4",), 121.0, 30.3),
-    (("T4",), None, 8.1),
+    ("B200", 2250.0, 80.0),
+    ("H200", 989.0, 67.0),
+    ("H200 NVL", 835.0, 60.0),
+    ("H100", 989.0, 67.0),
+    ("H100 NVL", 835.0, 60.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("A100", 312.0, 19.5),
+    ("A100 PCIe", 312.0, 19.5),
+    ("RTX 4090", 165.2, 82.6),
+    ("RTX 3090", 71.0, 35.6),
+    ("L4", 121.0, 30.3),
+    ("T4", None, 8.1),
 )
+# Words in torch's name of a GPU that do not change how fast it computes. Any other word does: an "RTX 4090 D", a
+# "Laptop GPU", a "MIG" (a part of a GPU) and an H100 with the slower HBM2e are other models.
+NO_MODEL = re.compile(r"nvidia|tesla|geforce|\d+gb|hbm3e?|sxm[456]")
+
+# Assumed beside the live storages that a GPU must hold: CUDA's context, NCCL's buffers, and the allocator's gaps.
+CONTEXT_BYTES = 2e9
+GAPS = 0.05
+
+
+def needed_bytes(peak: float) -> float:
+    """Bytes that a GPU must have for `peak` live bytes. `memory` and `plan` both say "fits" by it."""
+    return peak * (1 + GAPS) + CONTEXT_BYTES
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
     """FLOP per second that the GPU `name` can do in "fp32" or "bf16"; None for one that is not in the table."""
-    words = set(re.split(r"[^A-Za-z0-9]+", name))
-    for wanted, bf16, fp32 in PEAK_TFLOPS:
-        if words.issuperset(wanted):
+    words = {word for word in re.split(r"[^a-z0-9]+", name.lower()) if not NO_MODEL.fullmatch(word)}
+    for model, bf16, fp32 in PEAK_TFLOPS:
+        if words == set(model.lower().split()):
             teraflops = {"bf16": bf16, "fp32": fp32}[dtype]
             return teraflops and teraflops * 1e12
     return None

@@ -82,11 +82,12 @@ class PartsLedger(MemoryLedger):
             for param in model.parameters():
                 if param.requires_grad:
                     self._handles.append(self._watch_gradient(param))
-        for key, number in self._number.items():
+        for key, number in self._number.copy().items():  # gloo's thread may let go of a buffer meanwhile
+            nbytes = self._bytes.get(key, 0)
             # What is empty now are somebody's whole parameters, freed.
-            self._part.setdefault(number, BATCH if self._bytes[key] else GATHERED)
-            if self._bytes[key]:
-                self._events.append((number, self._bytes[key], "", "", "", time.perf_counter()))
+            self._part.setdefault(number, BATCH if nbytes else GATHERED)
+            if nbytes:
+                self._events.append((number, nbytes, "", "", "", time.perf_counter()))
         self.reset_peak()
 
     def moments(self, origin: float | None = None) -> Iterator[Moment]:

@@ -201,6 +201,21 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
+class Skipping(nn.Module):
+    """Units of different sizes or of the same, of which one may be skipped."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes])
+        self.skip = None
+
+    def forward(self, x):
+        for index, block in enumerate(self.blocks):
+            if index != self.skip:
+                x = block(x)
+        return x
+
+
 MODELS = {
     "a block twice, and tied": Model(parts.Twice),
     "keywords and dataclasses": Model(Keywords, lambda model, x, _: model({"x": x}, scale=2.0).logits.square().mean(),

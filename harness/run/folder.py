@@ -41,6 +41,15 @@ def refuse_others(folder: Path) -> None:
         )
 
 
+def unfinished(folder: Path) -> int:
+    """The bytes of the checkpoint that the ranks are writing in `folder`."""
+    nbytes = 0
+    for file in Path(folder).glob("*.partial/*"):
+        with contextlib.suppress(FileNotFoundError):  # it was finished, or deleted
+            nbytes += file.stat().st_size
+    return nbytes
+
+
 def lock(folder: Path, meeting: str | None = None):
     """Hold `folder` as long as the returned file is open. Raises ValueError, which names the holder, if it is in use.
 

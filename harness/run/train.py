@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import wait
 from functools import partial
 from importlib import import_module
 
@@ -22,6 +23,7 @@ from harness.engine.together import together
 from harness.run import process_group, said
 from harness.run.data import Sequences, hold_out, load_text
 from harness.run.ending import NotAgain
+from harness.run.folder import unfinished
 from harness.run.journal import Journal, last_step, note_lost
 from harness.run.leaving import Leaving
 from harness.run.model import GPT, next_token_loss, preset
@@ -37,10 +39,11 @@ class Training:
     def __init__(self, options: argparse.Namespace, me: process_group.Rank, text, held_out):
         config = preset(options.preset)
         self.options, self.me, self.step, self.next = options, me, 0, 0  # next: number of the next sequence
+        self.on_gpu = me.device.type == "cuda"  # asking a GPU that is not used would take memory on it
         self.text = Sequences(text, config.seq, options.seed, me.device)
         self.held_out = Sequences(held_out, config.seq, options.seed, me.device)
         torch.manual_seed(hash((options.seed, me.rank)))  # dropout, if a model has it: another one on every rank
-        adamw = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1, fused=me.device.type == "cuda")
+        adamw = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1, fused=self.on_gpu)
         low = DTYPES[options.dtype]
         dtypes = {} if low is None else {"param_dtype": low, "reduce_dtype": torch.float32}
         stage = getattr(import_module(options.stage), STAGES[options.stage])
@@ -102,13 +105,23 @@ class Training:
         """Training goes on as soon as this rank's part is copied."""
         if self.journal:
             self.journal.to_disk()
-        self.watchdog.progress("saving", watched=False)  # it waits for the save before it
+        self.wait_for_save()
+        self.watchdog.progress("saving")
         about = {"step": self.step, "next": self.next, "rank": self.me.rank, "ranks": self.me.world_size}
         about["options"] = kept(self.options)
-        about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+        about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.on_gpu else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
         self.told = threading.Event()
         self.saving.add_done_callback(partial(said.saved, self.step, self.me.rank == 0, self.told))
+
+    def wait_for_save(self) -> None:
+        """A save may take its time, as long as the files of all ranks grow."""
+        before = None
+        while self.saving and not self.saving.done():
+            if (nbytes := unfinished(self.options.folder)) != before:
+                self.watchdog.progress(f"the save after step {self.step}")
+            before = nbytes
+            wait([self.saving], timeout=0.2)
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
@@ -124,7 +137,7 @@ class Training:
             self.step, self.next = about["step"], about["next"]
             if (about["rank"], about["ranks"]) == (rank, self.me.world_size):  # else they begin anew
                 torch.set_rng_state(about["random"][0])
-                if torch.cuda.is_available() and len(about["random"]) > 1:
+                if self.on_gpu and len(about["random"]) > 1:
                     torch.cuda.set_rng_state(about["random"][1])
             self.me.print(said.going_on(self.step, path, made, about, self.options))
             return
@@ -150,10 +163,11 @@ class Training:
         self.log(event="start", step=self.step, **about, processes=processes)
         try:
             why = self.steps(leaving, times)
-            self.watchdog.progress("saving", watched=False)
+            self.wait_for_save()
             if self.saving:
                 self.saving.result()
                 self.told.wait(10)  # so that the run's last line is printed after the save's
+            self.watchdog.progress("the end", watched=False)
         except Exception as error:
             self.lost(str(error))
             raise

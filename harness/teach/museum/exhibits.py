@@ -29,7 +29,7 @@ class Exhibit:
     """One mistake: what a visitor is told before (stage, title) and after (the rest), and how it is run.
 
     `mutate` takes the stage's class and returns the wrong one. `options` go to the engine, `training` to
-    `visit.Training`: the loop in which the mistake shows. `differs` are the lines of the report that are not
+    `loop.Training`: the loop in which the mistake shows. `differs` are the lines of the report that are not
     those of the right engine; or "error", or "timeout". `caught_by` names the tests that fail with the wrong one, as
     pytest does.
     """
@@ -43,7 +43,7 @@ class Exhibit:
     diagnosis: str
     read: str
     caught_by: tuple[str, ...]
-    options: dict = field(default_factory=dict)
+    options: dict
     training: dict = field(default_factory=dict)
 
     @property
@@ -447,7 +447,9 @@ def weights_alone(engine):
 
 
 ORACLE = "equals_one_process_on_the_whole_batch"
-SMALL = {"bucket_mb": 0.0625}  # some buckets for each block of the museum's GPT
+# What an exhibit of a stage gets if it says nothing else: some buckets for each block of the museum's GPT.
+SMALL = {"bucket_mb": 0.0625}
+OPTIONS = {"zero1": SMALL, "zero2": SMALL, "zero3": {}}
 
 _IN_ORDER = (
     dict(
@@ -462,7 +464,6 @@ _IN_ORDER = (
         read="zero1.py, step 3, `ZeRO1._reduce_gradients`: "
         "`precision.mean_of_sum(bucket.flat_gradient, self.world_size)`",
         caught_by=("a_step_on_integers_is_exact",),
-        options=SMALL,
         training={"optimizer": "SGD", "max_norm": 100.0},
     ),
     dict(
@@ -477,7 +478,6 @@ _IN_ORDER = (
         "the parameter and not its gradient: there, too, N must divide.",
         read="zero1.py, step 0, `Bucket.__init__`: `self.numel` and `self.shard_numel`",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero1",
@@ -490,7 +490,6 @@ _IN_ORDER = (
         "patchwork: each shard comes from its owner's own initialisation.",
         read="zero1.py, step 0, `ZeRO1.__init__`: `dist.broadcast`",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero1",
@@ -502,7 +501,6 @@ _IN_ORDER = (
         "shard 1. The sizes match, so nothing complains. A sum of one's own shard over the ranks is a reduce-scatter.",
         read="zero1.py, step 3, `ZeRO1._reduce_gradients`: the whole buffer goes into the all-reduce",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero1",
@@ -514,7 +512,6 @@ _IN_ORDER = (
         "nothing; when they get one, zero_grad() follows.",
         read="zero1.py, steps 3 and 4, `ZeRO1.step`",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero1",
@@ -526,7 +523,6 @@ _IN_ORDER = (
         "Its own half of the model is new, and the other half never changes.",
         read="zero1.py, step 5, `gather_parameters`",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero1",
@@ -539,7 +535,6 @@ _IN_ORDER = (
         "every shard in another's place, without its update; the next one puts them back where they were.",
         read="zero1.py, step 5, `gather_parameters`; `Bucket.own_part`: `self.start`",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero1",
@@ -551,7 +546,6 @@ _IN_ORDER = (
         "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
         read="zero1.py, step 0, `Bucket.make_pieces`; `ZeRO1.__init__`: `self.optimizer`",
         caught_by=("held_bytes_equal_the_theory",),
-        options=SMALL,
     ),
     dict(
         stage="zero1",
@@ -578,7 +572,6 @@ _IN_ORDER = (
         "squares must be summed over the ranks. Otherwise every shard is scaled by another factor.",
         read="harness/engine/gradients.py, `clip_grad_norm_`",
         caught_by=("clipping_takes_the_norm_of_the_whole_model",),
-        options=SMALL,
         training={"optimizer": "SGD", "max_norm": 0.5},
     ),
     dict(
@@ -592,7 +585,6 @@ _IN_ORDER = (
         "is in it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
         read="harness/engine/moments.py, `CollectGradients._on_gradient`: `bucket.used`",
         caught_by=(ORACLE,),
-        options=SMALL,
         training={"optimizer": "SGD"},
     ),
     dict(
@@ -606,7 +598,6 @@ _IN_ORDER = (
         read="zero2.py, step 3, `Reduction.finish`: `hand_over`; harness/engine/placement.py, "
         "`Placement._give`: `piece.grad.add_(gradient)`",
         caught_by=("backwards_before_a_step_add_up",),
-        options=SMALL,
         training={"optimizer": "SGD", "micro_batches": 2},
     ),
     dict(
@@ -622,8 +613,7 @@ _IN_ORDER = (
         diagnosis="The hook reduces nothing, and step() reduces everything: all gradients, unsharded, are alive when "
         "backward ends. Between steps 1/N of them is held, and that is what the log says. The peak tells the truth.",
         read="zero2.py, step 3 inside step 2, `ZeRO2.gradients_final`",
-        caught_by=("tests/test_peaks.py::test_zero2_keeps_two_buckets_of_whole_gradients_at_most",),
-        options=SMALL,
+        caught_by=("zero2_has_two_buckets_of_whole_gradients_at_most",),
     ),
     dict(
         stage="zero2",
@@ -635,7 +625,6 @@ _IN_ORDER = (
         "keeps the whole storage alive: nothing is freed, although no variable names the buffer any more.",
         read="zero2.py, step 3, `Reduction`: `self.shard`, and `self.flat = None`",
         caught_by=("held_bytes_equal_the_theory",),
-        options=SMALL,
     ),
     dict(
         stage="zero2",
@@ -647,7 +636,6 @@ _IN_ORDER = (
         "been written to yet.",
         read="zero2.py, step 3, `Reduction.finish`: `wait`",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero2",
@@ -660,7 +648,6 @@ _IN_ORDER = (
         "in backward, and the pieces have what is left. It returns 0 and clips nothing.",
         read="harness/engine/gradients.py, `take` and `clip_grad_norm_`",
         caught_by=("clipping_takes_the_norm_of_the_whole_model",),
-        options=SMALL,
         training={"optimizer": "SGD", "max_norm": 0.5},
     ),
     dict(
@@ -674,7 +661,6 @@ _IN_ORDER = (
         "parameters, here the token embedding, never change: each step's gradient arrives too late and is dropped.",
         read="zero2.py, the end of step 3, `ZeRO2._reduce_gradients`",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero2",
@@ -687,7 +673,6 @@ _IN_ORDER = (
         "it was initialised with. Nothing ever makes them equal, so the ranks train different models.",
         read="zero2.py, step 0, `ZeRO2.__init__`: `self.buckets`",
         caught_by=(ORACLE,),
-        options=SMALL,
         training={"frozen": "positions"},
     ),
     dict(
@@ -703,7 +688,6 @@ _IN_ORDER = (
         "apart. The loss falls all the same, which is why the right engine refuses this.",
         read="harness/engine/optimizer.py, `over_pieces`: `before_step`",
         caught_by=(ORACLE,),
-        options=SMALL,
     ),
     dict(
         stage="zero2",
@@ -718,8 +702,7 @@ _IN_ORDER = (
         "three no matrix product follows.) The peak is lower because only one bucket is whole at a time: the "
         "one before has arrived, and is freed, when backward goes on.",
         read="zero2.py, step 3, `ZeRO2._send`",
-        caught_by=("tests/test_overlap.py::test_collectives_run_while_the_rank_computes",),
-        options=SMALL,
+        caught_by=("collectives_travel_while_the_rank_computes",),
     ),
     dict(
         stage="zero3",
@@ -732,7 +715,7 @@ _IN_ORDER = (
         'The printed ZeRO-3 of "AI in Multiple GPUs" frees like this.',
         read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
         caught_by=(
-            "tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",
+            "zero3_has_only_the_units_in_use_gathered",
             "freeing_gives_the_storage_back",
         ),
     ),
@@ -745,7 +728,7 @@ _IN_ORDER = (
         diagnosis="Forward begins with the all-gathers of all units. They hide well behind the computation, but then "
         "all units are gathered at once, which ZeRO-3 is there to avoid.",
         read="zero3.py, step 1, `ZeRO3.before_forward`: `upcoming`",
-        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
+        caught_by=("zero3_has_only_the_units_in_use_gathered",),
     ),
     dict(
         stage="zero3",
@@ -778,7 +761,7 @@ _IN_ORDER = (
         diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
         "ignored. Backward then has nothing to gather, and all units stay gathered in between.",
         read="zero3.py, step 1, `ZeRO3.after_forward`: `self.reshard_after_forward`",
-        caught_by=("tests/test_peaks.py::test_zero3_keeps_only_the_units_in_use_gathered",),
+        caught_by=("zero3_has_only_the_units_in_use_gathered",),
     ),
     dict(
         stage="zero3",
@@ -884,8 +867,11 @@ _IN_ORDER = (
         "than the others' before the gradients are summed. All ranks must hear what one has found.",
         read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
         caught_by=("tests/test_precision.py::test_scaling_by_a_power_of_two_changes_nothing",),
-        training={"overflow_at": 1},
+        training={"overflow_at": 3, "steps": 6},
     ),
 )
 
-EXHIBITS = {number: Exhibit(number, **exhibit) for number, exhibit in enumerate(_IN_ORDER, start=1)}
+EXHIBITS = {
+    number: Exhibit(number, **{"options": OPTIONS[exhibit["stage"]], **exhibit})
+    for number, exhibit in enumerate(_IN_ORDER, start=1)
+}

@@ -20,101 +20,24 @@ import tempfile
 import textwrap
 import time
 from collections import Counter
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engine.gradients import GradScaler
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
-from harness.run.data import Batches, load_text
 from harness.run.ending import one_line
-from harness.run.model import GPT, GPTConfig, initialize, next_token_loss
 from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save, with_step_5
+from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 from harness.teach.shared_folder import shared_folder
 
 RANKS, MOST_RANKS = 2, 16
-TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
-# An odd width, so that no parameter but the embeddings is a multiple of the ranks and there is padding; short
-# sequences, so that live bytes are parameters and gradients rather than activations.
-SHAPE = GPTConfig(layers=6, width=63, heads=3, seq=8)
-OPTIMIZERS = {
-    "AdamW": partial(torch.optim.AdamW, lr=3e-3),
-    "SGD": partial(torch.optim.SGD, lr=0.05),
-}
-
-
-class Tempered(GPT):
-    """A GPT with a learned temperature: a parameter of one element, as many models have one somewhere."""
-
-    def __init__(self, config: GPTConfig, seed: int = 0):
-        super().__init__(config, seed)
-        self.temperature = nn.Parameter(torch.ones(1))
-
-    def forward(self, tokens):
-        return super().forward(tokens) / self.temperature
-
-
-class Balanced(nn.Module):
-    """A block that keeps a loss beside its output, as the router of a mixture of experts does."""
-
-    def __init__(self, block: nn.Module, width: int):
-        super().__init__()
-        self.block, self.router = block, nn.Linear(width, 4)
-
-    def forward(self, x):
-        x = self.block(x)
-        self.loss = torch.softmax(self.router(x), -1).mean((0, 1)).square().sum()  # least where all are used alike
-        return x
-
-
-class Routed(Tempered):
-    def __init__(self, config: GPTConfig, seed: int = 0):
-        super().__init__(config, seed)
-        self.blocks = nn.ModuleList(Balanced(block, config.width) for block in self.blocks)
-        for name, param in self.named_parameters():
-            if "router" in name:
-                initialize(name, param.data, seed)
-
-
-class Written(nn.Module):
-    """A block whose last layer returns a view, which the model then writes to, as `nn.ReLU(inplace=True)` would."""
-
-    def __init__(self, block: nn.Module, width: int):
-        super().__init__()
-        self.block, self.last = block, nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.last(self.block(x))
-
-
-class InPlace(Tempered):
-    def __init__(self, config: GPTConfig, seed: int = 0):
-        super().__init__(config, seed)
-        self.blocks = nn.ModuleList(Written(block, config.width) for block in self.blocks)
-        for name, param in self.named_parameters():
-            if "last" in name:
-                initialize(name, param.data, seed)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-            x += 0.01  # in place, on a view
-        return self.head(self.norm(x)) / self.temperature
-
-
-def kept_losses(model: nn.Module) -> torch.Tensor | float:
-    return sum(module.loss for module in model.modules() if isinstance(module, Balanced))
 
 
 class Overlap(TorchDispatchMode):
@@ -160,114 +83,44 @@ class Overlap(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True)
-class Training:
-    """The loop around an engine: steps, backwards per step, clipping, what is frozen, a checkpoint on the way."""
-
-    optimizer: str = "AdamW"
-    steps: int = 5
-    micro_batches: int = 1
-    max_norm: float | None = None
-    reload_at: int | None = None  # before that step (from 0) a new engine takes the old one's weights
-    resume_at: int | None = None  # before that step the run stops, and goes on from a checkpoint
-    frozen: str | None = None  # parameters with this in their name
-    kept_losses: bool = False  # the blocks keep losses of their own, which are added
-    in_place: bool = False  # the model writes to what its blocks return
-    overflow_at: int | None = None  # in that step a gradient of rank 1 is inf; a loss scaler is there for it
-
-    def __str__(self):
-        return "".join(
-            (
-                f"{self.steps} steps, {self.optimizer}",
-                f", {self.micro_batches} backwards per step" * (self.micro_batches > 1),
-                f", gradients clipped to a norm of {self.max_norm}" if self.max_norm is not None else "",
-                f", {self.frozen} frozen" if self.frozen is not None else "",
-                ", with a loss that each block keeps" * self.kept_losses,
-                ", on a model that writes to what its blocks return" * self.in_place,
-                ""
-                if self.overflow_at is None
-                else f", with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf",
-                f"; before step {self.reload_at + 1} a new engine loads the state"
-                if self.reload_at is not None
-                else "",
-                f"; before step {self.resume_at + 1} it stops, and is resumed from a checkpoint"
-                if self.resume_at is not None
-                else "",
-            )
-        )
-
-
 def nothing_yet() -> dict:
-    return {"losses": [], "norms": [], "error": None, "finished": False}
+    return {"losses": [], "norms": [], "scales": [], "error": None, "finished": False}
 
 
-def train(engine_cls, options: dict, training: Training, batches, rank: int, found: dict) -> None:
+def train(loop: Loop, found: dict) -> None:
     """Train, and write down in `found` what a user can see, as soon as it is there: an exhibit may not come far."""
-
-    numbers = range(training.steps * training.micro_batches)
-    ready = [batches(number, rank) for number in numbers]  # before anything is counted
-
-    def build(seed: int):
-        # every rank starts from other weights: an engine takes rank 0's
-        model = (Routed if training.kept_losses else InPlace if training.in_place else Tempered)(
-            SHAPE, seed=seed + rank
-        )
-        if training.overflow_at is not None:
-            model.temperature.register_hook(lambda gradient: gradient * overflow[0])
-        for name, param in model.named_parameters():
-            param.requires_grad_(training.frozen is None or training.frozen not in name)
-        return engine_cls(model, OPTIMIZERS[training.optimizer], **options)
-
-    overflow, scaler = [1.0], None  # what one gradient is multiplied with
-    if training.overflow_at is not None:
-        scaler = getattr(engine_cls, "scaler", GradScaler)("cpu", init_scale=1024.0)
+    training = loop.training
     with MemoryLedger() as memory:
-        engine = build(0)
+        engine = loop.build()
         for step in range(training.steps):
             if step == training.reload_at:
                 state = engine.full_state_dict()
                 del engine
-                engine = build(100)
+                engine = loop.build(100)
                 engine.load_full_state_dict(state)
             if step == training.resume_at:
                 with shared_folder(engine.group) as folder:
                     save(engine, folder)
                     found["checkpoint"] = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
                     del engine
-                    engine = build(100)
+                    engine = loop.build(100)
                     load(engine, folder)
                 found["resumed"] = held_bytes(engine)
             looking = engine.optimizer.register_step_pre_hook(
                 lambda *_, engine=engine: found.update(held=held_bytes(engine))
             )
-            peaks, losses, gathered = {"forward": 0, "backward": 0}, [], [0]
+            peaks, gathered = {"forward": 0, "backward": 0}, [0]
             watching = [unit.module.register_forward_pre_hook(lambda *_, engine=engine, gathered=gathered:
                         gathered.append(gathered_bytes(engine))) for unit in getattr(engine, "units", ())]  # fmt: skip
             with TrafficLedger() as traffic, Overlap() as overlap:
-                for micro in range(training.micro_batches):
-                    inputs, targets = ready[step * training.micro_batches + micro]
+                for moment, number in loop.moments(engine, step):
+                    if number is not None:
+                        found[moment].append(number)
+                    if moment in peaks:
+                        peaks[moment] = max(peaks[moment], memory.peak)
+                    if moment == "backward":
+                        inside = sum(each.kind in ("all-reduce", "reduce-scatter") for each in traffic.collectives)
                     memory.reset_peak()
-                    loss = next_token_loss(engine(inputs), targets) + kept_losses(engine.model)
-                    peaks["forward"] = max(peaks["forward"], memory.peak)
-                    memory.reset_peak()
-                    overflow[0] = float("inf") if step == training.overflow_at and rank == 1 else 1.0
-                    loss_part = loss / training.micro_batches
-                    (loss_part if scaler is None else scaler.scale(loss_part)).backward()
-                    inside = sum(
-                        collective.kind in ("all-reduce", "reduce-scatter") for collective in traffic.collectives
-                    )
-                    peaks["backward"] = max(peaks["backward"], memory.peak)
-                    losses.append(loss.item())
-                if training.max_norm is not None:
-                    found["norms"].append(engine.clip_grad_norm_(training.max_norm).item())
-                found["losses"].append(sum(losses) / len(losses))
-                if scaler is None:
-                    engine.step()
-                else:
-                    scaler.step(engine)
-                    scaler.update()
-                    found.setdefault("scales", []).append(scaler.get_scale())
-                engine.zero_grad()
             for handle in (looking, *watching):
                 handle.remove()
             if watching:
@@ -289,15 +142,13 @@ def visit(exhibit: Exhibit, rank: int, write=lambda found: None, group=None, rig
     `write` is called with it whenever there is more to tell; `group` is the wrong engine's, where something may hang;
     `right` is that part, if it is known from another visit.
     """
-    batches = Batches(load_text(None, SHAPE.seq), 2, SHAPE.seq, 0)
-    training = Training(**exhibit.training)
     found = {"right": right or nothing_yet(), "wrong": nothing_yet()}
     if right is None:
-        train(exhibit.right, exhibit.options, training, batches, rank, found["right"])
+        train(Loop(exhibit, exhibit.right, rank), found["right"])
         gc.collect()
     write(found)
     try:
-        train(exhibit.wrong, {**exhibit.options, "group": group}, training, batches, rank, found["wrong"])
+        train(Loop(exhibit, exhibit.wrong, rank, group), found["wrong"])
     except Exception as error:
         found["wrong"]["error"] = f"{type(error).__name__}: {error}"
     write(found)
@@ -352,12 +203,11 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
     A gloo thread lets go of a collective's buffers a moment after `wait()`, so that a peak may have one of them more.
     """
     found = set()
-    errors = "".join(ours["error"] or "" for ours in wrong)
-    if errors:
+    if errors := "".join(ours["error"] or "" for ours in wrong):
         return {"timeout" if "waited in vain" in errors else "error"}
     for key in ("losses", "norms", "scales"):
         for a, b in zip(right, wrong):
-            pairs = zip(a.get(key, ()), b.get(key, ()))
+            pairs = zip(a[key], b[key])
             if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in pairs):  # NaN is not close to itself
                 found.add(key)
     for line, a, b in rows(right, wrong):
@@ -373,8 +223,8 @@ def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
     head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in ranks)
     lines = [f"{'':<22}{head}"]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
-        for step in range(len(right[0].get(key, ()))):
-            values = [dict(enumerate(found.get(key, ()))).get(step) for found in (*right, *wrong)]
+        for step in range(len(right[0][key])):
+            values = [dict(enumerate(found[key])).get(step) for found in (*right, *wrong)]
             numbers = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
             lines.append(f"{f'{label}, step {step + 1}':<22}{numbers}")
     if wrong[0]["finished"]:
@@ -392,15 +242,8 @@ def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
 
 def catalogue() -> str:
     lines = [f"{exhibit.number:>3}  {exhibit.stage}  {exhibit.title}" for exhibit in EXHIBITS.values()]
-    return "\n".join(
-        [
-            __doc__.splitlines()[0],
-            "",
-            *lines,
-            "",
-            "./launch.sh bug N runs one (--ranks 4), ./launch.sh bug N --hint says where to look, --answer tells.",
-        ]
-    )
+    more = "./launch.sh bug N runs one (--ranks 4), ./launch.sh bug N --hint says where to look, --answer tells."
+    return "\n".join([__doc__.splitlines()[0], "", *lines, "", more])
 
 
 def hint(exhibit: Exhibit) -> str:
@@ -489,13 +332,8 @@ def show(exhibit: Exhibit, ranks: int = RANKS) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, "ZERO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            [sys.executable, *command, name],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
+        with subprocess.Popen([sys.executable, *command, name], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
             try:
                 output, _ = process.communicate(timeout=120)
             except subprocess.TimeoutExpired:
@@ -508,7 +346,8 @@ def show(exhibit: Exhibit, ranks: int = RANKS) -> int:
             return 1
         found = [json.loads(file.read_text()) for file in files]
     signal = next((line.strip() for line in output.splitlines() if "Signal" in line or "terminate" in line), "")
-    print(f"A GPT of {SHAPE.layers} layers, {ranks} gloo ranks on the CPU; {Training(**exhibit.training)}.")
+    training = Training(**exhibit.training)
+    print(f"A GPT of {SHAPE.layers} layers, {ranks} gloo ranks on the CPU; {training.steps} steps, {training}.")
     print(
         "The right engine first, then the one with the bug, from the same seeds and on the same batches. Each rank\n"
         "has a batch and a seed of its own: the engine brings rank 0's weights to all.\n"

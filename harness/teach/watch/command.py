@@ -21,7 +21,7 @@ from harness.run.model import PRESETS, preset
 from harness.teach.museum.exhibits import EXHIBITS
 from harness.teach.watch import animation, page
 from harness.teach.watch.engines import TITLES, Run, of_engine, of_exhibit
-from harness.teach.watch.record import WARM_UP, record
+from harness.teach.watch.record import record
 from harness.teach.watch.recording import merge
 
 MOST_RANKS = 16  # more cells than these nobody can tell apart
@@ -113,8 +113,7 @@ def on_ranks(options: argparse.Namespace, folder: Path) -> None:
     device = "cpu" if options.bug is not None else options.device  # as the museum
     me = process_group.start("gloo" if options.bug is not None else options.backend, device)
     for run in runs_of(options):
-        hangs = options.bug is not None and EXHIBITS[options.bug].differs & {"timeout", "error"}
-        seen = record(run, me, 0, 1) if hangs else record(run, me, WARM_UP, options.tries)
+        seen = record(run, me, options.tries)
         seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
         (folder / f"{run.name}-{me.rank}.new").write_text(json.dumps(seen))
         os.replace(folder / f"{run.name}-{me.rank}.new", folder / f"{run.name}-{me.rank}.json")

@@ -1,21 +1,22 @@
 """What can be recorded: the engines, and a bug from the museum beside the engine that it was made from."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from harness.run import engines
 from harness.run.counterparts import PlainStep
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, next_token_loss, preset
 from harness.run.process_group import Rank
-from harness.teach.museum import visit
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit
+from harness.teach.museum.exhibits import EXHIBITS
+from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -29,7 +30,7 @@ TITLES = {
     "fsdp2": "FSDP2 (fully_shard)",
 }
 
-
+WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
 NUMBERS = {"losses", "norms", "scales"}  # what a page of memory and messages does not show
 
 
@@ -37,16 +38,16 @@ NUMBERS = {"losses", "norms", "scales"}  # what a page of memory and messages do
 class Run:
     """Something to record.
 
-    `batches(me, count)` makes what `count` steps need, before anything is watched; `build(me)` makes the engine, and
-    `step(engine, batch)` trains it once.
+    `loop(me, steps)` has the data of so many steps: `build()` makes the engine, `step(engine, number)` trains it once.
+    `warm_up` steps come before the recorded one; `once`: what is to be seen happens in that step alone.
     """
 
     name: str
     title: str
-    batches: Callable
-    build: Callable
-    step: Callable
     about: dict
+    loop: Callable
+    warm_up: int = WARM_UP
+    once: bool = False
 
 
 def of_engine(name: str, options) -> Run:
@@ -71,62 +72,44 @@ def of_engine(name: str, options) -> Run:
             return PlainStep(model, adamw(model.parameters()))
         return engines.build(name, GPT(config).to(me.device), adamw, me.device)
 
-    def batches(me: Rank, count: int) -> list:
+    def loop(me: Rank, steps: int) -> SimpleNamespace:
         draw = Batches(text, options.batch, seq, 0, me.device)
-        return [draw(number, me.rank) for number in range(count)]
+        batches = [draw(number, me.rank) for number in range(steps)]
 
-    def step(engine, batch) -> None:
-        engine.training_step(*batch, next_token_loss)
+        def step(engine, number: int) -> None:
+            engine.training_step(*batches[number], next_token_loss)
+
+        return SimpleNamespace(build=partial(build, me), step=step)
 
     words = f"GPT {options.preset}, {options.batch} x {seq} tokens per rank"
-    return Run(name, TITLES[name], batches, build, step, {"model": words})
+    return Run(name, TITLES[name], {"model": words}, loop)
 
 
 def of_exhibit(number: int) -> list[Run]:
     """The right engine, and bug `number` of the museum. Raises ValueError for one that no step shows."""
     exhibit = EXHIBITS[number]
-    training = visit.Training(**exhibit.training)
+    training = Training(**exhibit.training)
     if training.reload_at is not None or training.resume_at is not None:
         raise ValueError(
             f"bug {number} shows when weights or a checkpoint are loaded, not in a step: ./launch.sh bug {number}"
         )
-    right = _of_training(exhibit, exhibit.right, training)
-    wrong = _of_training(exhibit, exhibit.wrong, training)
     stage = exhibit.right.__name__.replace("ZeRO", "ZeRO-")
     note = f"{exhibit.title}. {exhibit.symptom}"
     if exhibit.differs <= NUMBERS:
         note += f" It changes numbers, and not who holds or sends what: ./launch.sh bug {number} shows them."
+    words = f"a GPT of {SHAPE.layers} layers, 2 x {SHAPE.seq} tokens per rank; {training}"
+    shown = {"warm_up": WARM_UP}
+    if exhibit.differs & {"timeout", "error"}:  # it stops in its first step
+        shown = {"warm_up": 0, "once": True}
+    elif training.overflow_at is not None:
+        shown = {"warm_up": training.overflow_at, "once": True}
+
+    def wrong(me: Rank, steps: int) -> Loop:
+        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))  # a collective may hang in it, for a few seconds
+        return Loop(exhibit, exhibit.wrong, me.rank, group, steps)
+
     return [
-        replace(right, name="right", title=f"{stage}, the right one"),
-        replace(wrong, name=f"bug{number}", title=f"{stage} with bug {number}", about={**wrong.about, "note": note}),
-    ]
-
-
-def _of_training(exhibit: Exhibit, engine_cls: type, training: visit.Training) -> Run:
-    text = load_text(None, visit.SHAPE.seq)
-
-    def build(me: Rank):
-        # As the museum does it; a group of its own, in which a collective may hang for a few seconds only.
-        model = (visit.Routed if training.kept_losses else visit.Tempered)(visit.SHAPE, seed=me.rank)
-        for name, param in model.named_parameters():
-            param.requires_grad_(training.frozen is None or training.frozen not in name)
-        group = None if engine_cls is exhibit.right else dist.new_group(timeout=visit.timedelta(seconds=visit.TIMEOUT))
-        return engine_cls(model, visit.OPTIMIZERS[training.optimizer], **{**exhibit.options, "group": group})
-
-    def batches(me: Rank, count: int) -> list:
-        draw, each = Batches(text, 2, visit.SHAPE.seq, 0), training.micro_batches
-        return [[draw(number * each + micro, me.rank) for micro in range(each)] for number in range(count)]
-
-    def step(engine, batch) -> None:
-        for inputs, targets in batch:
-            with record_function("step 1 forward"):
-                loss = next_token_loss(engine(inputs), targets) + visit.kept_losses(engine.model)
-            with record_function("step 2 backward"):
-                (loss / training.micro_batches).backward()
-        if training.max_norm is not None:
-            engine.clip_grad_norm_(training.max_norm)
-        engine.step()
-        engine.zero_grad()
-
-    words = f"a GPT of {visit.SHAPE.layers} layers, 2 x {visit.SHAPE.seq} tokens per rank; {training.optimizer}"
-    return Run("", "", batches, build, step, {"model": words})
+        Run("right", f"{stage}, the right one", {"model": words},
+            lambda me, steps: Loop(exhibit, exhibit.right, me.rank, steps=steps), **shown),
+        Run(f"bug{number}", f"{stage} with bug {number}", {"model": words, "note": note}, wrong, **shown),
+    ]  # fmt: skip

@@ -1,5 +1,7 @@
 """What one rank writes down of one step, from outside: where its bytes are, what it computes, sends and waits for."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -9,8 +11,7 @@ from harness.measure.versions import Versions
 from harness.run import process_group
 from harness.run.process_group import Rank
 from harness.teach.watch.engines import Run
-
-WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
+from harness.teach.watch.recording import PHASES
 
 
 class Recorder(PlacesLedger):
@@ -54,7 +55,7 @@ class Recorder(PlacesLedger):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         count = len(self.collective_rows)
         # A view computes nothing: autograd makes some of a weight before it asks for what is in it.
-        if self.clock is not None and func.namespace == "aten" and not func.is_view and self._where.step[:1] in "12":
+        if self.clock is not None and func.namespace == "aten" and not func.is_view and self._where.step[:1] in PHASES:
             self._computes()
         beside = self._beside()
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -98,27 +99,28 @@ def units_of(rows, names: set[str]) -> dict[str, list[int]]:
     return found
 
 
-def record(run: Run, me: Rank, warm_up: int = WARM_UP, tries: int = 1) -> dict:
+def record(run: Run, me: Rank, tries: int = 1) -> dict:
     """Build `run`'s engine, train it, and record `tries` steps; what this rank saw of the fastest, as plain data.
 
     Fastest is the one in which the slowest rank took least time: it was disturbed least. A collective. Times are
     seconds of the host's clock (`time.perf_counter`). An exception inside the step is part of it ("error").
     """
-    batches, seen = run.batches(me, warm_up + tries), []
+    tries = 1 if run.once else tries
+    loop, seen = run.loop(me, run.warm_up + tries), []
     with Recorder(None, me.rank, me.world_size) as memory:
-        engine = run.build(me)
-        for batch in batches[:warm_up]:
+        engine = loop.build()
+        for number in range(run.warm_up):
             memory.begin(engine)
-            run.step(engine, batch)
-        for batch in batches[warm_up:]:
-            seen.append(_one_step(run, engine, batch, memory, me))
+            loop.step(engine, number)
+        for number in range(run.warm_up, run.warm_up + tries):
+            seen.append(_one_step(partial(loop.step, engine, number), engine, memory, me))
     if tries == 1:
         return seen[0]  # it may have failed, and then the ranks have nothing more to say to each other
     taken = process_group.largest([each["ends"] - each["begins"] for each in seen], me)
     return seen[taken.index(min(taken))]
 
 
-def _one_step(run: Run, engine, batch, memory: Recorder, me: Rank) -> dict:
+def _one_step(step, engine, memory: Recorder, me: Rank) -> dict:
     error = None
     memory.begin(engine)
     dist.barrier()
@@ -127,7 +129,7 @@ def _one_step(run: Run, engine, batch, memory: Recorder, me: Rank) -> dict:
         with timeline:
             memory.start(timeline)
             try:
-                run.step(engine, batch)
+                step()
             finally:
                 ended = timeline.now()
                 memory.stop()

@@ -1,0 +1,265 @@
+"""Engines that go are freed, closed ones leave a plain model, and copies of a model belong to no engine."""
+
+import copy
+import gc
+import io
+import pickle
+import time
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from harness.engine.gradients import GradScaler
+from harness.engine.guard import EngineParameter
+from harness.properties import parts
+from harness.properties.property import expect, holds, refused, same, subject
+from harness.properties.training import Pair
+from harness.properties.values import PLAIN
+
+HOW = ("trained", "mixed precision", "between forward and backward", "after an error", "closed")
+
+
+@holds("life", cases=tuple({"how": how} for how in HOW))
+def an_engine_that_goes_leaves_nothing_alive(engine, how):
+    """After `del` and a collection nothing of an engine is alive: itself, its model, parameters, shards, optimizer."""
+    gone, rank = [], dist.get_rank()
+    for _ in range(3):
+        model = parts.seeded(parts.OddModel)
+        options = {"param_dtype": torch.bfloat16} if how == "mixed precision" else {}
+        trained = engine(model, parts.ADAMW, **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
+        tokens, targets = parts.token_batch(0, rank)
+        if how == "mixed precision":
+            scaler = GradScaler("cpu")
+            scaler.scale(F.cross_entropy(trained(tokens).float(), targets)).backward()
+            scaler.step(trained)
+            del scaler
+        else:
+            trained.training_step(tokens, targets, F.cross_entropy)
+        if how == "between forward and backward":
+            loss = F.cross_entropy(trained(tokens), targets)
+            del loss
+        if how == "after an error":
+            refused(lambda trained=trained: trained("no tokens"), error=Exception)
+        if how == "closed":
+            trained.close()
+        gone += [weakref.ref(thing) for thing in (trained, model, model.head, *model.parameters())]
+        if how != "closed":
+            buckets = trained.buckets
+            gone += [weakref.ref(thing) for thing in (trained.optimizer, trained.moments)]
+            gone += [weakref.ref(tensor) for bucket in buckets for tensor in (bucket.shard, bucket.flat)]
+            gone += [weakref.ref(piece) for bucket in buckets for _, piece in bucket.pieces]
+            del buckets
+        del trained, model, scheduler
+    gc.collect()
+    deadline = time.monotonic() + 30  # a gloo thread lets go of a collective's buffers a moment after `wait()`
+    while (alive := [reference() for reference in gone if reference() is not None]) and time.monotonic() < deadline:
+        del alive
+        time.sleep(0.05)
+    same("what is alive", sorted({type(thing).__name__ for thing in alive}), [])
+
+
+def hooks_of(model: nn.Module) -> int:
+    """How many hooks there are on modules and parameters."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_load_state_dict_pre_hooks")
+    count = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+    return count + sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
+
+
+@holds("life", sizes=(2,), further_sizes=(3,),
+       cases=(PLAIN, {"options": {"reshard_after_forward": False}, "on": ("zero3",)}))  # fmt: skip
+def closing_gives_a_plain_model(engine, options):
+    """`close()` gives a plain model with the trained values, its objects and ties; another engine may follow."""
+    pair = Pair(engine, parts.Twice, **options)
+    model, trained = pair.trained.model, pair.trained
+    fresh = parts.seeded(parts.Twice)
+    model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
+    objects = dict(model.named_parameters())
+    pair.train(2)
+    before = trained.full_state_dict()
+    trained.close()
+    same("the plain model's state", model.state_dict(), before, step=5)
+    for name, param in model.named_parameters():
+        kept = param is objects[name] and type(param) is nn.Parameter and param.requires_grad and param.grad is None
+        expect(kept, f"the parameter {name}", "the same object, an nn.Parameter without gradient", type(param).__name__)
+        expect(not [key for key in vars(param) if key.startswith("zero_")], f"marks on {name}", "none", vars(param))
+        # Memory of its own, and no bucket's: moves and `param.data` are as ever.
+        same(f"bytes of the storage under {name}", param.untyped_storage().nbytes(), param.nbytes)
+    expect(model.head.weight is model.embedding.weight, "the tied weight", "one object", "two")
+    same("hooks that are left", hooks_of(model), hooks_of(fresh) + 1)
+    for asked in (lambda: trained.step(), lambda: trained(1), lambda: trained.full_state_dict(), trained.close):
+        refused(asked, "closed", error=AttributeError)
+    twin = copy.deepcopy(model)
+    other = subject({"zero1": "zero3", "zero2": "zero1", "zero3": "zero2"}.get(engine.like, "zero1"))
+    given = iter((twin, model))  # the plain side's, and the other engine's
+    after = Pair(other, lambda: next(given))
+    after.train(2)
+    after.same_weights()
+
+
+@holds("life")
+def closing_gives_the_values_of_the_shards(engine):
+    """In mixed precision the plain model has the float32 values of the shards, and not the rounded ones."""
+    model = parts.seeded(parts.OddModel, dtype=torch.float32)
+    trained = engine(model, parts.ADAMW, param_dtype=torch.bfloat16)
+    tokens, targets = parts.token_batch(0, dist.get_rank())
+    trained.training_step(tokens, targets, lambda out, target: F.cross_entropy(out.float(), target))
+    before = trained.full_state_dict()
+    trained.close()
+    same("the plain model's state", model.state_dict(), before, step=5)
+    same("dtypes of parameters", {param.dtype for param in model.parameters()}, {torch.float32})
+    rounded = all((param == param.bfloat16().float()).all() for param in model.parameters())
+    expect(not rounded, "the plain model's values", "those of the shards", "all are bfloat16 numbers", step=5)
+    same("the dtype of what the model computes", model(tokens).dtype, torch.float32)  # inputs are not cast any more
+    model.load_state_dict(before)  # and loading is not refused
+
+
+@holds("life", sizes=(3,))
+def closing_between_backward_and_step_drops_the_gradients(engine):
+    """Between backward and step `close()` drops gradients, and leaves nothing in flight or gathered."""
+    model = parts.seeded(parts.OddModel)
+    trained = engine(model, parts.MOMENTUM)
+    trained.training_step(*parts.token_batch(0, dist.get_rank()), F.cross_entropy)
+    before = trained.full_state_dict()
+    tokens, targets = parts.token_batch(5, dist.get_rank())
+    with trained.no_sync():
+        F.cross_entropy(trained(tokens), targets).backward()
+    F.cross_entropy(trained(tokens), targets).backward()
+    trained.close()
+    same("the plain model's state", model.state_dict(), before, step=5)
+    same("parameters with a gradient", [n for n, p in model.named_parameters() if p.grad is not None], [])
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": through_a_file}
+
+
+@holds("life", cases=tuple({"how": how, "mixed": mixed} for how in COPIES for mixed in (False, True)))
+def a_copy_of_the_model_belongs_to_no_engine(engine, how, mixed):
+    """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
+    options = {"param_dtype": torch.bfloat16} if mixed else {}
+    rank = dist.get_rank()
+
+    def loss_fn(out, targets):
+        return F.cross_entropy(out.float(), targets)
+
+    def build():
+        return engine(parts.seeded(parts.OddModel, dtype=torch.float32), parts.MOMENTUM, **options)
+
+    trained, untouched = build(), build()
+    model = trained.model
+    trained.training_step(*parts.token_batch(0, rank), loss_fn)
+    untouched.training_step(*parts.token_batch(0, rank), loss_fn)
+    if engine.like == "zero3":
+        refused(lambda: COPIES[how](model), "sharded", "full_state_dict", error=RuntimeError)
+    else:
+        twin = COPIES[how](model)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        same("the copy's state", twin.state_dict(), before)
+        for param, own in zip(twin.parameters(), model.parameters()):
+            plain = type(param) is nn.Parameter and isinstance(own, EngineParameter) and param.grad is None
+            plain = plain and param.requires_grad == own.requires_grad
+            expect(plain, "the copy's parameter", "an nn.Parameter of its own", type(param).__name__)
+        # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
+        optimizer = torch.optim.SGD([param for param in twin.parameters() if param.requires_grad], lr=0.1)
+        tokens, targets = parts.token_batch(3, rank)
+        loss_fn(twin(tokens), targets).backward()
+        assert nn.utils.clip_grad_norm_(twin.parameters(), 1e9) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(twin.head.weight, before["head.weight"])
+        same("the engine's weights after the copy was trained", model.state_dict(), before)
+        if mixed:  # a copy is plain: moved to float32 it computes in float32
+            same("the dtype that the moved copy computes in", twin.float()(tokens).dtype, torch.float32)
+        else:  # it may have an engine of its own
+            engine(twin, parts.MOMENTUM).training_step(tokens, targets, loss_fn)
+    trained.training_step(*parts.token_batch(1, rank), loss_fn)
+    untouched.training_step(*parts.token_batch(1, rank), loss_fn)
+    # The same engine on the same data: the same operations.
+    same("the weights, beside an engine's whose model was never copied", trained.full_state_dict(),
+         untouched.full_state_dict(), step=5)  # fmt: skip
+
+
+class LowRank(nn.Module):
+    """Frozen weights, trained ones beside them, and an input that wants a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.blocks[0].requires_grad_(False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+@holds("life", sizes=(2,), further_sizes=(3,))
+def an_input_that_stays_collects_no_hooks(engine):
+    """The same leaf in every step: no hooks of earlier steps stay on it, and its gradients are right."""
+    x, y = parts.vector_batch(0, dist.get_rank(), 5, torch.float64, batch=2)
+    x.requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    pair = Pair(engine, LowRank)
+    for _ in range(3):
+        pair.plain.load_state_dict(pair.trained.full_state_dict())
+        F.mse_loss(pair.trained(x), y[:, :3]).backward()
+        F.mse_loss(pair.plain(twin), y[:, :3]).backward()
+        same("the gradient of the input", x.grad, twin.grad, 1e-12, step=2)
+        same("hooks on the input", len(x._backward_hooks or ()) + len(x._post_accumulate_grad_hooks or ()), 0, step=2)
+        pair.trained.step()
+        pair.trained.zero_grad()
+        pair.nothing_gathered("the step", 5)
+
+
+class Branching(nn.Module):
+    """A branch that the loss need not use, of operations that save their own results for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.side, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.seen = []
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            self.seen.append(weakref.ref(x))
+        self.extra = torch.softmax(torch.tanh(self.side(x)), -1).exp()
+        self.seen.append(weakref.ref(self.extra))
+        return torch.sigmoid(self.head(x))
+
+
+WAYS = ("forward alone", "a branch that the loss leaves out", "a graph that is retained")
+
+
+@holds("life", cases=tuple({"way": way} for way in WAYS))
+def what_autograd_has_saved_goes_with_the_graph(engine, way):
+    """After a forward alone, or with a branch that the loss leaves out, no result outlives its graph.
+
+    An operation that saves its own result (tanh, softmax, exp) makes a cycle through C++, which only a backward opens.
+    """
+    trained = engine(parts.seeded(Branching), parts.MOMENTUM, find_unused=True)
+    model = trained.model
+    for step in range(3):
+        x, y = parts.vector_batch(step, dist.get_rank(), 5, torch.float64)
+        out = trained(x.requires_grad_())
+        model.seen.append(weakref.ref(out))
+        if way != "forward alone":
+            F.mse_loss(out, y[:, :3]).backward(retain_graph=way == "a graph that is retained")
+            trained.step()
+            trained.zero_grad()
+        model.extra = out = None
+        alive = [reference() for reference in model.seen if reference() is not None]
+        same(f"results that are alive after step {step}", len(alive), 0, step=2)
+        del alive

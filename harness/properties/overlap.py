@@ -1,0 +1,227 @@
+"""When collectives are issued, when they are waited for, and that all is right however late they run."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.properties import parts
+from harness.properties.layout import padded
+from harness.properties.models import PartlyFrozen, Skipping
+from harness.properties.property import holds, same
+from harness.properties.training import Pair
+
+
+class _Order(TorchDispatchMode):
+    """Names of all-gathers and reduce-scatters (by their buffer's size) and of matrix products, as they are issued."""
+
+    def __init__(self, layer_of_size: dict[int, int]):
+        super().__init__()
+        self.layer_of_size, self.events = layer_of_size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name == "c10d::_allgather_base_" and args[0].is_floating_point():  # not what the first step compares
+            self.events.append(("gather", self.layer_of_size[args[0].numel()]))
+        elif name == "c10d::_reduce_scatter_base_":
+            self.events.append(("reduce", self.layer_of_size[args[1].numel()]))
+        elif name == "aten::addmm":  # a Linear's forward
+            self.events.append(("forward", self.layer_of_size[-args[2].shape[0] * args[2].shape[1]]))
+        return func(*args, **(kwargs or {}))
+
+
+class Funnel(nn.Module):
+    """Linear layers of different sizes, so that a collective's size names the layer."""
+
+    def __init__(self, widths=(3, 5, 7, 9, 11)):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@holds("order", engines=("zero3",), sizes=(2,), further_sizes=(3,), cases=tuple({"prefetch": n} for n in (0, 1, 2)))
+def zero3_issues_the_next_gather_before_it_computes(engine, prefetch, device="cpu"):
+    """Gathers are issued `prefetch` units ahead, a reduction before the next unit's backward."""
+    engine.needs("zero3")
+    world_size = dist.get_world_size()
+    ahead = prefetch if world_size > 1 else 0  # a rank that is alone waits for nothing
+    model = parts.seeded(Funnel, dtype=torch.float32, device=device)
+    names, count = {}, len(model.layers)
+    for index, layer in enumerate(model.layers):
+        names[padded([layer.weight.numel(), layer.bias.numel()], world_size)[0]] = index
+        names[-layer.weight.numel()] = index
+    expected = []
+
+    def gather(*indices):
+        expected.extend(each for index in indices if (each := ("gather", index)) not in expected and 0 <= index < count)
+
+    gather(*range(ahead))
+    for index in range(count):
+        gather(*range(index, index + ahead + 1))
+        expected.append(("forward", index))
+    forward, expected = expected, []
+    for index in reversed(range(count)):
+        gather(*range(index, index - ahead - 1, -1))
+        expected.append(("reduce", index))  # hidden behind the next layer's backward
+    trained = engine(model, parts.ADAMW, prefetch=prefetch)
+    for _ in range(2):
+        x, y = torch.randn(2, 3, device=device), torch.randn(2, 11, device=device)
+        with _Order(names) as order:
+            trained.training_step(x, y, F.mse_loss)
+        same("the order of gathers, products and reductions", order.events, forward + expected, step=1)
+
+
+class _Watched:
+    """A collective's work that notes when it is waited for."""
+
+    def __init__(self, work, events: list, name: tuple):
+        self.work, self.events, self.name = work, events, name
+
+    def wait(self):
+        self.events.append(("wait", *self.name))
+        return self.work.wait()
+
+
+class _Products(TorchDispatchMode):
+    """Notes every matrix product, the work that a collective can hide behind."""
+
+    def __init__(self, events: list):
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::addmm", "aten::mm"):
+            self.events.append("compute")
+        return func(*args, **(kwargs or {}))
+
+
+class Rooted(parts.Stack):
+    """A root that computes before the first unit and after the last: units to gather meanwhile."""
+
+    def __init__(self, layers: int, width: int, reverse: bool):
+        super().__init__(layers, width, reverse)
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.last(super().forward(self.first(x)))
+
+
+@contextlib.contextmanager
+def replaced(**functions):
+    """`torch.distributed` with some functions replaced."""
+    real = {name: getattr(dist, name) for name in functions}
+    for name, function in functions.items():
+        setattr(dist, name, function)
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+@holds("order", engines=("zero2", "zero3"), cases=(
+    {"root": False, "reverse": False}, {"root": True, "reverse": False, "on": ("zero3",)},
+    {"root": True, "reverse": True, "on": ("zero3",)}))  # fmt: skip
+def collectives_travel_while_the_rank_computes(engine, root, reverse):
+    """Between issuing a reduction or a prefetched gather and waiting for it the rank computes."""
+    engine.needs("zero2", "zero3")
+    rank, layers, events, issued = dist.get_rank(), 6, [], {"gather": 0, "reduce": 0}
+    options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
+    kind = Rooted if root else parts.Stack
+    model = parts.seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
+    trained = engine(model, parts.ADAMW, **options)
+    for _ in range(2):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
+        trained.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
+
+    def watched(kind, issue):
+        def note(*args, **kwargs):
+            name = (kind, issued[kind])
+            issued[kind] += 1
+            events.append(("issue", *name))
+            return _Watched(issue(*args, **kwargs), events, name)
+
+        return note
+
+    gather, reduce = watched("gather", dist.all_gather_single), watched("reduce", dist.reduce_scatter_single)
+    with replaced(all_gather_single=gather, reduce_scatter_single=reduce), _Products(events):
+        trained.training_step(*parts.vector_batch(1, rank, 16), F.mse_loss)
+
+    def computed_meanwhile(kind: str) -> list[bool]:
+        spans = [(events.index(("issue", kind, n)), events.index(("wait", kind, n))) for n in range(issued[kind])]
+        return ["compute" in events[start:end] for start, end in spans]
+
+    # The last reduction has no backward left to hide behind.
+    expected = [True] * (layers + root - 1) + [False]
+    same("reductions behind which the rank computes", computed_meanwhile("reduce"), expected, step=3)
+    if engine.like == "zero3":
+        # In forward the first gather has nothing in front of it, nor has the last unit's in backward. With a root the
+        # first gather is the root's; in backward the root is gathered still, and its head hides the first.
+        expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
+        expected = [False] + [True] * layers + [True] * layers if root else expected
+        same("gathers behind which the rank computes", computed_meanwhile("gather"), expected, step=2)
+
+
+class _Late:
+    """A collective that runs at the last moment that is allowed: inside `wait()`."""
+
+    def __init__(self, name: str, run, pending: list):
+        self.name, self.run, self.pending = name, run, pending
+        pending.append(self)
+
+    def wait(self):
+        self.pending.remove(self)
+        self.run()
+
+
+@contextlib.contextmanager
+def late_collectives():
+    """A slow network: until a collective is waited for its output is NaN and its input still needed.
+
+    Yields the list of those that nobody has waited for yet.
+    """
+    pending: list[_Late] = []
+
+    def late(name, real):
+        def issue(output, *inputs, async_op=False, **options):
+            if not async_op:
+                return real(output, *inputs, **options)
+            if inputs:
+                kept = inputs[0].clone()
+                output.fill_(torch.nan)
+                inputs[0].copy_(kept)  # it may be a part of the output
+            return _Late(name, lambda: real(output, *inputs, **options), pending)
+
+        return issue
+
+    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+    with replaced(**{name: late(name, getattr(dist, name)) for name in names}):
+        yield pending
+
+
+@holds("order", sizes=(3,), further_sizes=(2,), cases=({"skips": False}, {"skips": True}))
+def a_collective_may_run_as_late_as_its_wait(engine, skips):
+    """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing."""
+    if skips:
+        pair = Pair(engine, lambda: Skipping((8, 9, 8, 9)), parts.ADAMW, find_unused=True,
+                    loss=lambda model, x, y: F.mse_loss(model(x), y),
+                    batch=lambda step, who: parts.vector_batch(step, who, 8, torch.float64))  # fmt: skip
+    else:
+        pair = Pair(engine, PartlyFrozen, parts.ADAMW)
+    with late_collectives() as pending:
+        for step in range(4):
+            pair.plain.skip = pair.trained.model.skip = (None, 1, 3, None)[step]
+            pair.backward(step)
+            pair.step()
+            pair.trained.model.skip = 2  # which is then gathered ahead for nothing
+            with torch.no_grad():
+                pair.trained(pair.batch(step, pair.rank)[0])
+            pair.nothing_gathered("an evaluation", 1)
+            same("collectives that nobody has waited for", [work.name for work in pending], [])
+    pair.same_weights()

@@ -1,0 +1,156 @@
+"""Ranks that part: one runs other units, does not come, or has fewer batches. Every rank learns where."""
+
+import datetime
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from harness.measure.traffic import TrafficLedger
+from harness.properties import parts
+from harness.properties.models import Skipping
+from harness.properties.property import expect, holds, refused, same
+from harness.properties.training import Pair
+from harness.run.data import while_all_have
+
+
+def short_group():
+    """All ranks, with a timeout of a second, so that what goes wrong there leaves other properties alone."""
+    return dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
+
+
+WAYS = tuple(
+    {"at_step": at, "skip": skip, "prefetch": ahead} for at, skip, ahead in ((2, 1, 1), (0, 1, 1), (2, 3, 1), (2, 0, 0))
+)
+
+
+@holds("misuse", engines=("zero3",), sizes=(3,), further_sizes=(2,), cases=WAYS[:1], further_cases=WAYS[1:])
+def a_unit_that_only_some_ranks_run_is_named(engine, at_step, skip, prefetch):
+    """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest."""
+    engine.needs("zero3")
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    sizes = (5, 6, 7, 8) if last == 2 else (8, 8, 8, 8)
+    model = parts.seeded(lambda: Skipping(sizes), dtype=torch.float32)
+    trained = engine(model, parts.DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
+    for step in range(at_step):
+        trained.training_step(*parts.vector_batch(step, rank, 8), F.mse_loss)
+    model.skip = skip if rank == last else None
+    # A rank between the first and the last may meet it a unit later.
+    where = f"all-gather of unit 'blocks.{skip}'" if rank in (0, last) else "all-gather of unit"
+    try:
+        refused(lambda: trained.training_step(*parts.vector_batch(9, rank, 8), F.mse_loss), where, step=1)
+    finally:
+        dist.barrier()  # the others may still be on their way to their error
+
+
+@holds("misuse", engines=("zero3",), sizes=(3,))
+def a_unit_left_out_at_the_end_is_named(engine):
+    """In an evaluation the last rank leaves out the last unit: its next forward must not meet the others' gather."""
+    engine.needs("zero3")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = parts.seeded(lambda: Skipping((8, 8, 8, 8)), dtype=torch.float32)
+    trained = engine(model, parts.DECAY, group=short_group(), prefetch=0)
+    x, _ = parts.vector_batch(0, rank, 8)
+
+    def evaluate():
+        with torch.no_grad():
+            trained(x)
+            model.skip = 3 if rank == world_size - 1 else None
+            trained(x)
+            trained(x)
+
+    try:
+        refused(evaluate, "all-gather of unit 'blocks.3'", error=RuntimeError, step=1)
+    finally:
+        dist.barrier()
+
+
+@holds("values", sizes=(2,), further_sizes=(3,))
+def a_unit_that_no_rank_runs_is_no_mistake(engine):
+    """With `find_unused` training goes on right where all ranks skip a unit, and evaluations come in between."""
+    pair = Pair(engine, lambda: Skipping((8, 9, 8, 9)), parts.DECAY, find_unused=True,
+                loss=lambda model, x, y: F.mse_loss(model(x), y),
+                batch=lambda step, who: parts.vector_batch(step, who, 8, torch.float64))  # fmt: skip
+    for step, skip in enumerate((None, 1, 1, None, 3, 0)):
+        pair.plain.skip = pair.trained.model.skip = skip
+        pair.backward(step)
+        pair.step()
+        with torch.no_grad():  # another kind of forward in between
+            pair.trained(pair.batch(step, pair.rank)[0])
+    pair.same_weights()
+
+
+@holds("traffic", engines=("zero3",))
+def only_the_first_step_of_a_kind_is_compared(engine):
+    """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
+    engine.needs("zero3")
+    groups = []
+    for _ in range(2):
+        trained = engine(parts.seeded(lambda: parts.Stack(3, 8)), parts.DECAY, prefetch=0)
+        x, y = parts.vector_batch(0, dist.get_rank(), 8, torch.float64)
+        for turn in range(2):
+            with TrafficLedger() as traffic:
+                trained.training_step(x, y, F.mse_loss)
+                with torch.no_grad():
+                    trained(x)
+                with trained.no_sync():
+                    F.mse_loss(trained(x), y).backward()
+                F.mse_loss(trained(x), y).backward()
+                trained.step()
+                trained.zero_grad()
+            if turn:
+                whole = trained.units[0].buckets[0].flat.nbytes
+                same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole}, step=1)
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    same("process groups with a second engine", groups[1], groups[0], step=0)
+
+
+@holds("misuse", sizes=(2,), further_sizes=(3,))
+def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
+    """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
+    engine.needs("zero1", "zero2", "zero3")
+    rank, late = dist.get_rank(), dist.get_world_size() - 1
+    trained = engine(parts.seeded(parts.OddModel), parts.DECAY, group=short_group())
+    trained.training_step(*parts.token_batch(0, rank), F.cross_entropy)
+    where = {
+        "zero1": "all-reduce of the bucket of",
+        "zero2": "reduce-scatter of the bucket of",
+        "zero3": "all-gather of unit",
+    }
+    try:
+        if rank != late:
+            started = time.monotonic()
+            refused(lambda: trained.training_step(*parts.token_batch(1, rank), F.cross_entropy),
+                    f"waited in vain for the {where[engine.like]} '", error=RuntimeError, step=3)  # fmt: skip
+            seconds = time.monotonic() - started
+            expect(seconds < 40, "seconds until the error", "about the timeout's one", seconds)
+    finally:
+        dist.barrier()
+
+
+@holds("life", sizes=(3,), further_sizes=(2,), cases=({"longest": 0}, {"longest": 1}))
+def ranks_may_have_unequal_numbers_of_batches(engine, longest):
+    """`while_all_have` ends on all ranks with the shortest, in order; then the ranks go on together."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shortest = min(4 if other == longest else 2 + other for other in range(size))
+    pair, made = Pair(engine, parts.OddModel, parts.DECAY), []
+
+    def batches():
+        for number in range(4 if rank == longest else 2 + rank):
+            made.append(number)
+            yield parts.token_batch(number, rank)
+
+    steps = 0
+    for tokens, _ in while_all_have(batches()):
+        same("the batch", tokens, parts.token_batch(steps, rank)[0])
+        pair.backward(steps)
+        pair.step()
+        steps += 1
+    same("steps", steps, shortest)
+    expect(len(made) <= shortest + 1, "batches that were made", f"at most {shortest + 1}", len(made))
+    pair.same_weights()
+    same("what is yielded, also where a batch is empty", list(while_all_have([0, [], False])), [0, [], False])
+    same("batches where all but one rank have none", list(while_all_have([1] * (rank == 0))), [])
+    alone = [dist.new_group([other]) for other in range(size)][rank]
+    same("batches in a group of one", list(while_all_have(range(rank), alone)), list(range(rank)))

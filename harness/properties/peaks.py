@@ -1,0 +1,147 @@
+"""Live bytes at the worst moment of forward and of backward."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from harness.measure.memory import MemoryLedger
+from harness.properties import parts
+from harness.properties.property import expect, holds
+
+LAYERS, WIDTH = 12, 64
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of a `Stack`
+
+
+def stack(reverse: bool = False):
+    return parts.seeded(lambda: parts.Stack(LAYERS, WIDTH, reverse), dtype=torch.float32)
+
+
+def batch(step: int = 0):
+    return parts.vector_batch(step, dist.get_rank(), WIDTH)
+
+
+def at_most(what: str, nbytes: float, allowed: float, step: int) -> None:
+    expect(nbytes <= allowed, what, f"at most {allowed / LAYER:.2f} layers", f"{nbytes / LAYER:.2f} layers", step)
+
+
+def added_by_backward(trained, inside=contextlib.nullcontext) -> int:
+    """The most bytes that backward adds to what is alive after forward."""
+    inputs, targets = batch(2)
+    with MemoryLedger() as memory, inside():
+        loss = F.mse_loss(trained(inputs), targets)
+        before = memory.live
+        memory.reset_peak()
+        loss.backward()
+        return memory.peak - before
+
+
+@holds("bytes", engines=("zero2",), sizes=(2, 3), further_sizes=(4,), cases=({"reverse": False}, {"reverse": True}))
+def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
+    """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
+    engine.needs("zero2")
+    with MemoryLedger() as memory:
+        trained = engine(stack(reverse), parts.ADAMW, bucket_mb=LAYER / 2**20, group=parts.silent_group())
+        for step in range(2):
+            trained.training_step(*batch(step), F.mse_loss)
+        between = memory.live
+        loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
+        memory.reset_peak()
+        loss.backward()
+        most = memory.peak - between
+    activations = (4 + LAYERS) * 4 * WIDTH  # all of the layers' inputs, and the gradients between them
+    allowed = LAYERS * LAYER / dist.get_world_size() + 2 * LAYER + activations
+    what = "gradients in backward at the worst moment"
+    if reverse:  # documented: every bucket waits for bucket 0, whose gradients come last
+        assert most > allowed, "in the opposite order all gradients should be whole at once"
+        at_most(what, most, LAYERS * LAYER + 2 * LAYER + activations, step=3)
+    else:
+        at_most(what, most, allowed, step=3)
+        assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
+
+
+KEPT = {"options": {"reshard_after_forward": False}}
+
+
+@holds("bytes", engines=("zero3",), sizes=(2, 3), further_sizes=(4,), cases=({"options": {}}, KEPT),
+       further_cases=({"options": {"prefetch": 0}}, {"options": {"prefetch": 3}}))  # fmt: skip
+def zero3_has_only_the_units_in_use_gathered(engine, options):
+    """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
+    engine.needs("zero3")
+    own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
+    noise = (16 + 2 * LAYERS) * 4 * WIDTH
+    with MemoryLedger() as memory:
+        trained = engine(stack(), parts.ADAMW, group=parts.silent_group(), **options)
+        at_most("what is alive after the construction", memory.live, own + noise, step=0)
+        for step in range(2):
+            trained.training_step(*batch(step), F.mse_loss)
+        between = memory.live
+        # Parameters, and AdamW's two moments with a counter for each piece.
+        at_most("what is alive between steps", between, 3 * own + 4 * 2 * LAYERS + noise, step=5)
+        memory.reset_peak()
+        loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
+        in_forward, after_forward = memory.peak - between, memory.live - between
+        memory.reset_peak()
+        loss.backward()
+        in_backward, after_backward = memory.peak - between, memory.live - between
+    if "reshard_after_forward" not in options:
+        units = 1 + min(options.get("prefetch", 1), LAYERS - 1)
+        at_most("units gathered in forward", in_forward, units * LAYER + noise, step=1)
+        assert in_forward >= units * LAYER, "fewer units than promised were gathered: is prefetching on?"
+        at_most("units gathered after forward", after_forward, noise, step=1)
+        # Backward adds the gradients' shards, and at most two units of whole gradients.
+        at_most("units gathered in backward", in_backward, (units + 2) * LAYER + own + noise, step=2)
+    else:
+        at_most("units that are kept for backward", after_forward, LAYERS * LAYER + noise, step=1)
+        assert after_forward >= LAYERS * LAYER, "units were freed after forward, and should not have been"
+    at_most("units and gradients after backward", after_backward, own + noise, step=2)
+
+
+class ByKeyword(parts.Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(input=x)
+        return x
+
+
+@holds("bytes", engines=("zero3",), cases=({"kind": parts.Stack}, {"kind": ByKeyword}))
+def zero3_frees_frozen_units_in_backward(engine, kind):
+    """A frozen unit has no gradient that tells when to free it, and is freed in time all the same."""
+    engine.needs("zero3")
+    model = parts.seeded(lambda: kind(LAYERS, WIDTH), dtype=torch.float32)
+    for frozen in model.layers[1:]:
+        frozen.requires_grad_(False)
+    trained = engine(model, parts.ADAMW, group=parts.silent_group())
+    at_most("units gathered in backward", added_by_backward(trained), 4 * LAYER, step=2)
+
+
+@holds("bytes", engines=("zero3",))
+def zero3_frees_units_under_no_sync(engine):
+    """Under `no_sync()` gradients stay whole, as documented; parameters are freed."""
+    engine.needs("zero3")
+    trained = engine(stack(), parts.ADAMW, group=parts.silent_group())
+    most = added_by_backward(trained, trained.no_sync)
+    at_most("units gathered besides the gradients", most - LAYERS * LAYER, 2.5 * LAYER, step=2)
+
+
+@holds("bytes", engines=("zero3",))
+def an_evaluation_keeps_nothing_for_a_backward_that_will_not_come(engine):
+    """`reshard_after_forward=False` keeps units for backward; where none will come, it keeps none."""
+    engine.needs("zero3")
+    trained = engine(stack(), parts.ADAMW, group=parts.silent_group(), reshard_after_forward=False)
+    with MemoryLedger() as memory, torch.no_grad():
+        trained(batch()[0])
+    at_most("units gathered in an evaluation", memory.peak, 2 * LAYER + 16 * 4 * WIDTH, step=1)
+
+
+@holds("bytes", engines=("zero3",))
+def zero3_stops_to_gather_ahead_when_the_order_changes(engine):
+    """Units are gathered ahead by the last forward's order. Where the next takes another, few are gathered."""
+    engine.needs("zero3")
+    trained = engine(stack(), parts.ADAMW, group=parts.silent_group())
+    trained.training_step(*batch(), F.mse_loss)
+    trained.model.reverse = True
+    with MemoryLedger() as memory:
+        trained(batch()[0])
+    at_most("units gathered in forward", memory.peak, 3.5 * LAYER, step=1)

@@ -1,0 +1,193 @@
+"""What an exhibit trains: model, data and training step. A visit measures it, and `./launch.sh watch` records it."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from harness.engine.gradients import GradScaler
+from harness.run.data import Batches, load_text
+from harness.run.model import GPT, GPTConfig, initialize, next_token_loss
+from harness.teach.museum.exhibits import Exhibit
+
+TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
+# An odd width, so that no parameter but the embeddings is a multiple of the ranks and there is padding; short
+# sequences, so that live bytes are parameters and gradients rather than activations.
+SHAPE = GPTConfig(layers=6, width=63, heads=3, seq=8)
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=3e-3),
+    "SGD": partial(torch.optim.SGD, lr=0.05),
+}
+
+
+class Tempered(GPT):
+    """A GPT with a learned temperature: a parameter of one element, as many models have one somewhere."""
+
+    def __init__(self, config: GPTConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens):
+        return super().forward(tokens) / self.temperature
+
+
+class Balanced(nn.Module):
+    """A block that keeps a loss beside its output, as the router of a mixture of experts does."""
+
+    def __init__(self, block: nn.Module, width: int):
+        super().__init__()
+        self.block, self.router = block, nn.Linear(width, 4)
+
+    def forward(self, x):
+        x = self.block(x)
+        self.loss = torch.softmax(self.router(x), -1).mean((0, 1)).square().sum()  # least where all are used alike
+        return x
+
+
+class Written(nn.Module):
+    """A block whose last layer returns a view, which the model then writes to, as `nn.ReLU(inplace=True)` would."""
+
+    def __init__(self, block: nn.Module, width: int):
+        super().__init__()
+        self.block, self.last = block, nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.last(self.block(x))
+
+
+class WithBlocks(Tempered):
+    """A model whose blocks are put into a `around`, with a layer more each; `added` is in the names of its weights."""
+
+    around, added = nn.Module, ""
+
+    def __init__(self, config: GPTConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.blocks = nn.ModuleList(self.around(block, config.width) for block in self.blocks)
+        for name, param in self.named_parameters():
+            if self.added in name:
+                initialize(name, param.data, seed)
+
+
+class Routed(WithBlocks):
+    around, added = Balanced, "router"
+
+
+class InPlace(WithBlocks):
+    around, added = Written, "last"
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+            x += 0.01  # in place, on a view
+        return self.head(self.norm(x)) / self.temperature
+
+
+@dataclass(frozen=True)
+class Training:
+    """The loop around an engine: steps, backwards per step, clipping, what is frozen, a checkpoint on the way."""
+
+    optimizer: str = "AdamW"
+    steps: int = 5
+    micro_batches: int = 1
+    max_norm: float | None = None
+    reload_at: int | None = None  # before that step (from 0) a new engine takes the old one's weights
+    resume_at: int | None = None  # before that step the run stops, and goes on from a checkpoint
+    frozen: str | None = None  # parameters with this in their name
+    kept_losses: bool = False  # the blocks keep losses of their own, which are added
+    in_place: bool = False  # the model writes to what its blocks return
+    overflow_at: int | None = None  # in that step a gradient of rank 1 is inf; a loss scaler is there for it
+
+    def __str__(self):
+        """All but the number of steps."""
+        words = [self.optimizer]
+        if self.micro_batches > 1:
+            words.append(f"{self.micro_batches} backwards per step")
+        if self.max_norm is not None:
+            words.append(f"gradients clipped to a norm of {self.max_norm}")
+        if self.frozen is not None:
+            words.append(f"{self.frozen} frozen")
+        if self.kept_losses:
+            words.append("with a loss that each block keeps")
+        if self.in_place:
+            words.append("on a model that writes to what its blocks return")
+        if self.overflow_at is not None:
+            words.append(f"with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf")
+        told = ", ".join(words)
+        if self.reload_at is not None:
+            told += f"; before step {self.reload_at + 1} a new engine loads the state"
+        if self.resume_at is not None:
+            told += f"; before step {self.resume_at + 1} it stops, and is resumed from a checkpoint"
+        return told
+
+
+@functools.cache
+def _text():
+    return load_text(None, SHAPE.seq)
+
+
+class Loop:
+    """What this rank does of an exhibit: `engine = loop.build()`, then `loop.step(engine, number)` for each step.
+
+    `engine_cls` is the exhibit's right engine or its wrong one. `group` is the ranks' group, in which something may
+    hang. `steps` is for how many there is data, by default as many as the exhibit's training has.
+    """
+
+    def __init__(self, exhibit: Exhibit, engine_cls: type, rank: int, group=None, steps: int | None = None):
+        self.training = training = Training(**exhibit.training)
+        self.rank, self._engine_cls, self._options = rank, engine_cls, {**exhibit.options, "group": group}
+        draw, count = Batches(_text(), 2, SHAPE.seq, 0), (steps or training.steps) * training.micro_batches
+        self._batches = [draw(number, rank) for number in range(count)]  # before anything is counted
+        self._overflow, self._scaler = 1.0, None  # what one gradient is multiplied with
+        if training.overflow_at is not None:
+            self._scaler = getattr(engine_cls, "scaler", GradScaler)("cpu", init_scale=1024.0)
+
+    def build(self, seed: int = 0):
+        """The engine over a new model. Every rank starts from other weights: an engine takes rank 0's."""
+        training = self.training
+        model_cls = Routed if training.kept_losses else InPlace if training.in_place else Tempered
+        model = model_cls(SHAPE, seed=seed + self.rank)
+        if training.overflow_at is not None:
+            model.temperature.register_hook(lambda gradient: gradient * self._overflow)
+        for name, param in model.named_parameters():
+            param.requires_grad_(training.frozen is None or training.frozen not in name)
+        return self._engine_cls(model, OPTIMIZERS[training.optimizer], **self._options)
+
+    def step(self, engine, number: int) -> None:
+        """Train once; steps are numbered from 0."""
+        for _ in self.moments(engine, number):
+            pass
+
+    def moments(self, engine, number: int) -> Iterator[tuple[str, float | None]]:
+        """Train once, and stop wherever there is something to measure or to tell: (what has just ended, its number).
+
+        "start", then "forward" and "backward" of each micro-batch; "norms", "losses", "scales" come with a number.
+        """
+        training, scaler, losses = self.training, self._scaler, []
+        self._overflow = float("inf") if number == training.overflow_at and self.rank == 1 else 1.0
+        yield "start", None
+        first = number * training.micro_batches
+        for inputs, targets in self._batches[first : first + training.micro_batches]:
+            with record_function("step 1 forward"):
+                loss = next_token_loss(engine(inputs), targets)
+                loss = loss + sum(module.loss for module in engine.model.modules() if isinstance(module, Balanced))
+            yield "forward", None
+            with record_function("step 2 backward"):
+                part = loss / training.micro_batches
+                (part if scaler is None else scaler.scale(part)).backward()
+            yield "backward", None
+            losses.append(loss.item())
+        if training.max_norm is not None:
+            yield "norms", engine.clip_grad_norm_(training.max_norm).item()
+        yield "losses", sum(losses) / len(losses)
+        if scaler is None:
+            engine.step()
+        else:
+            scaler.step(engine)
+            scaler.update()
+            yield "scales", scaler.get_scale()
+        engine.zero_grad()
