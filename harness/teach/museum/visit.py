@@ -10,15 +10,10 @@ import argparse
 import contextlib
 import gc
 import inspect
-import json
 import math
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import textwrap
-import time
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -33,6 +28,7 @@ from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group
 from harness.run.ending import one_line
+from harness.run.ranks import Ranks, begin, everyone, said, say
 from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save, with_step_5
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 from harness.teach.shared_folder import shared_folder
@@ -306,46 +302,30 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def on_ranks(exhibit: Exhibit, folder: Path) -> None:
+    begin(folder)
     me = process_group.start("gloo", "cpu")
-
-    def write(found: dict) -> None:
-        (folder / f"{me.rank}.new").write_text(json.dumps(found))
-        os.replace(folder / f"{me.rank}.new", folder / f"{me.rank}.json")
-
     # A short timeout for what may hang, and only for that: on a busy machine a right rank may be late, too.
+    write = partial(say, folder, "found", me.rank)
     found = visit(exhibit, me.rank, write, dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
-    (folder / f"{me.rank}.over").touch()
+    say(folder, "over", me.rank, {})
     if not found["wrong"]["error"]:
         process_group.stop()
         return
-    # A rank that leaves makes the others fail in another way than they would have: let them tell theirs first.
-    deadline = time.monotonic() + 2 * TIMEOUT
-    while time.monotonic() < deadline and len(list(folder.glob("*.over"))) < me.world_size:
-        time.sleep(0.05)
+    everyone(folder, "over", me.world_size, 2 * TIMEOUT)
 
 
 def show(exhibit: Exhibit, ranks: int = RANKS) -> int:
     """Run it on `ranks` of its own, which may hang or die, and print what was seen. Returns the exit status."""
     print(f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}\n", flush=True)
-    module = ["-m", "harness.teach.museum", str(exhibit.number), "--on-ranks"]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        environment = {**os.environ, "ZERO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen([sys.executable, *command, name], env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
-            try:
-                output, _ = process.communicate(timeout=120)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun takes its ranks along
-                output, _ = process.communicate()
-        files = [folder / f"{rank}.json" for rank in range(ranks)]
-        if not all(file.exists() for file in files):
-            print(output, file=sys.stderr)
-            print("error: the right engine did not come to its end, see above", file=sys.stderr)
-            return 1
-        found = [json.loads(file.read_text()) for file in files]
-    signal = next((line.strip() for line in output.splitlines() if "Signal" in line or "terminate" in line), "")
+    command = ["-m", "harness.teach.museum", str(exhibit.number), "--on-ranks"]
+    with Ranks(command, ranks, 120, quiet=True, ZERO_TIMEOUT="60", OMP_NUM_THREADS="1") as there:
+        list(there.verdicts(["over"]))
+        found = said(there.folder, "found", ranks)
+    if None in found:
+        print(there.text, file=sys.stderr)
+        print("error: the right engine did not come to its end, see above", file=sys.stderr)
+        return 1
+    signal = next((line.strip() for line in there.text.splitlines() if "Signal" in line or "terminate" in line), "")
     training = Training(**exhibit.training)
     print(f"A GPT of {SHAPE.layers} layers, {ranks} gloo ranks on the CPU; {training.steps} steps, {training}.")
     print(

@@ -6,17 +6,13 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from harness.run import process_group
+from harness.run import process_group, ranks
 from harness.run.model import PRESETS, preset
 from harness.teach.museum.exhibits import EXHIBITS
 from harness.teach.watch import animation, page
@@ -25,6 +21,7 @@ from harness.teach.watch.record import record
 from harness.teach.watch.recording import merge
 
 MOST_RANKS = 16  # more cells than these nobody can tell apart
+SECONDS = 600  # for one recording: it takes some, and a rank that hangs is to end
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -111,48 +108,34 @@ def on_ranks(options: argparse.Namespace, folder: Path) -> None:
     """What every rank does: one recording after the other, each into a file of its own. A rank that fails leaves late:
     one that leaves at once makes the others fail in another way than they would have."""
     device = "cpu" if options.bug is not None else options.device  # as the museum
+    ranks.begin(folder)
     me = process_group.start("gloo" if options.bug is not None else options.backend, device)
     for run in runs_of(options):
         seen = record(run, me, options.tries)
         seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
-        (folder / f"{run.name}-{me.rank}.new").write_text(json.dumps(seen))
-        os.replace(folder / f"{run.name}-{me.rank}.new", folder / f"{run.name}-{me.rank}.json")
-        me.print(f"recorded: {run.title}")
+        ranks.say(folder, run.name, me.rank, seen)
         if seen["error"] is not None:
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline and len(list(folder.glob(f"{run.name}-*.json"))) < me.world_size:
-                time.sleep(0.05)
+            ranks.everyone(folder, run.name, me.world_size, 10)
             return
     process_group.stop()
 
 
 def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
     """Start the ranks, and put together what they have seen. Raises RuntimeError if one of them did not come so far."""
-    module = ["-m", "harness.teach.watch", *argv]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), *module]
-    with tempfile.TemporaryDirectory() as name:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        with subprocess.Popen([sys.executable, *command, "--on-ranks", name], env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
-            printed = []
-            try:
-                for line in process.stdout:
-                    printed.append(line)
-                    if line.startswith("recorded: "):
-                        print(line, end="", flush=True)
-                process.wait()
-            finally:
-                if process.poll() is None:
-                    process.terminate()  # torchrun takes its ranks along
-        found = []
-        for run in runs_of(options):
-            files = [Path(name) / f"{run.name}-{rank}.json" for rank in range(options.ranks)]
-            if missing := [rank for rank, file in enumerate(files) if not file.exists()]:
-                raise RuntimeError(f"{run.title}: rank {missing[0]} did not come to its end:\n{''.join(printed[-30:])}")
-            seen = [json.loads(file.read_text()) for file in files]
-            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *without_files(argv)])}
-            found.append(merge(seen, run.name, run.title, about))
-    return found
+    command, runs, arrived, lost = ["-m", "harness.teach.watch", *argv, "--on-ranks"], runs_of(options), [], []
+    with ranks.Ranks(command, options.ranks, SECONDS * len(runs), quiet=True) as there:
+        for run, (_, seen) in zip(runs, there.verdicts(run.name for run in runs)):
+            if lost := [rank for rank, each in enumerate(seen) if each.get("status") == "died"]:
+                break
+            print(f"recorded: {run.title}", flush=True)
+            arrived.append(seen)
+    if len(arrived) < len(runs):
+        who, last = f"{runs[len(arrived)].title}: rank {[*lost, 0][0]}", "\n".join(there.text.splitlines()[-30:])
+        raise RuntimeError(f"{who} did not come to its end:\n{last}")
+    command = " ".join(["./launch.sh watch", *without_files(argv)])
+    return [
+        merge(seen, run.name, run.title, seen[0]["about"] | {"command": command}) for run, seen in zip(runs, arrived)
+    ]
 
 
 def without_files(argv: list[str]) -> list[str]:
