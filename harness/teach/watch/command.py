@@ -21,7 +21,6 @@ from harness.teach.watch.record import record
 from harness.teach.watch.recording import merge
 
 MOST_RANKS = 16  # more cells than these nobody can tell apart
-SECONDS = 600  # for one recording: it takes some, and a rank that hangs is to end
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,7 +84,7 @@ def settle(options: argparse.Namespace) -> None:
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in TITLES]:
         raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
-    options.engine = options.engine or [*names, "zero3"][0]
+    options.engine = options.engine or ("zero3" if options.only is None else [*names, "zero3"][0])
     options.names = list(dict.fromkeys([options.engine, *names]))
     options.opens = options.engine if options.bug is None else f"bug{options.bug}"
     if options.source is not None and options.opens not in [each["run"] for each in page.recordings_of(options.source)]:
@@ -105,16 +104,15 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
 
 
 def on_ranks(options: argparse.Namespace, folder: Path) -> None:
-    """What every rank does: one recording after the other, each into a file of its own. A rank that fails leaves late:
-    one that leaves at once makes the others fail in another way than they would have."""
-    device = "cpu" if options.bug is not None else options.device  # as the museum
+    """What every rank does: one recording after the other, each said as it comes."""
     ranks.begin(folder)
+    device = "cpu" if options.bug is not None else options.device  # as the museum
     me = process_group.start("gloo" if options.bug is not None else options.backend, device)
     for run in runs_of(options):
         seen = record(run, me, options.tries)
         seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
         ranks.say(folder, run.name, me.rank, seen)
-        if seen["error"] is not None:
+        if seen["error"] is not None:  # the others fail in this step, too: let them say how
             ranks.everyone(folder, run.name, me.world_size, 10)
             return
     process_group.stop()
@@ -122,20 +120,21 @@ def on_ranks(options: argparse.Namespace, folder: Path) -> None:
 
 def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
     """Start the ranks, and put together what they have seen. Raises RuntimeError if one of them did not come so far."""
-    command, runs, arrived, lost = ["-m", "harness.teach.watch", *argv, "--on-ranks"], runs_of(options), [], []
-    with ranks.Ranks(command, options.ranks, SECONDS * len(runs), quiet=True) as there:
-        for run, (_, seen) in zip(runs, there.verdicts(run.name for run in runs)):
-            if lost := [rank for rank, each in enumerate(seen) if each.get("status") == "died"]:
+    runs, found = {run.name: run for run in runs_of(options)}, []
+    command = ["-m", "harness.teach.watch", *argv, "--on-ranks"]
+    with ranks.Ranks(command, options.ranks, seconds=600 * len(runs), quiet=True) as started:
+        for name, seen in started.verdicts(runs):
+            for rank, each in enumerate(seen):
+                if each.get("status") == "died":
+                    raise RuntimeError(f"{runs[name].title}: rank {rank} {each['error']}\n{started.text[-3000:]}")
+            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *without_files(argv)])}
+            found.append(merge(seen, name, runs[name].title, about))
+            print(f"recorded: {runs[name].title}", flush=True)
+            if seen[0]["error"] is not None:
                 break
-            print(f"recorded: {run.title}", flush=True)
-            arrived.append(seen)
-    if len(arrived) < len(runs):
-        who, last = f"{runs[len(arrived)].title}: rank {[*lost, 0][0]}", "\n".join(there.text.splitlines()[-30:])
-        raise RuntimeError(f"{who} did not come to its end:\n{last}")
-    command = " ".join(["./launch.sh watch", *without_files(argv)])
-    return [
-        merge(seen, run.name, run.title, seen[0]["about"] | {"command": command}) for run, seen in zip(runs, arrived)
-    ]
+    if len(found) < len(runs) and not (found and options.bug is not None):
+        raise RuntimeError(f"the ranks ended before they had recorded all:\n{started.text[-3000:]}")
+    return found
 
 
 def without_files(argv: list[str]) -> list[str]:
