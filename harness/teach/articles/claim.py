@@ -43,9 +43,9 @@ class Claim:
 
 
 class Claims(list):
-    """A subject's claims. `@claims.frameworks(claim, ran, when)` stands above a run: that article says so.
+    """A subject's claims: `claims.frameworks(claim, ran, when, run)` adds one that the article of that name makes.
 
-    What is one expression is written as `claims.frameworks(claim, ran, when)(lambda: (measured, true, elsewhere))`.
+    Without a `run` it is a decorator of the function that is the run.
     """
 
     def __init__(self):
@@ -53,12 +53,11 @@ class Claims(list):
             partial(self.add, article) for article in ARTICLES
         )
 
-    def add(self, article: str, claim: str, ran: str, when: str = "", **options):
-        def keep(run: Callable[[], tuple]) -> Callable[[], tuple]:
-            self.append(Claim(article, claim, ran, when, run, **options))
-            return run
-
-        return keep
+    def add(self, article: str, claim: str, ran: str, when: str = "", run=None, **options):
+        if run is None:
+            return partial(self.add, article, claim, ran, when, **options)
+        self.append(Claim(article, claim, ran, when, run, **options))
+        return run
 
 
 def about(measured: float, claimed: float, tolerance: float = 0.005) -> bool:

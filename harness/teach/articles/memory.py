@@ -29,26 +29,26 @@ from harness.teach.articles.claim import Claims, about, gb, listed
 from harness.teach.articles.runs import parameters_of, saved_bytes, step, toy
 
 claims = Claims()
-RANKS = 8
+P7, P70 = parameters_of("7b"), parameters_of("70b")
+H100 = 80e9  # bytes
 
 
 @functools.cache
-def dry(engine: str, *options: str, preset: str = "7b", ranks: int = RANKS) -> dict:
+def dry(engine: str, *options: str, preset: str = "7b", ranks: int = 8) -> dict:
     """A dry run of `engine`: its row of `./launch.sh memory`. Run once, whoever asks."""
     with runs.fake_ranks(ranks):
         return dry_run.measure(engine, dry_run.arguments(["--preset", preset, "--ranks", str(ranks), *options]))
+
+
+# An article's 7B under ZeRO-3: bfloat16, every block recomputed, 4 x 2,048 tokens.
+checkpointed = partial(dry, "zero3", "--batch", "4", "--precision", "bf16", "--checkpoint-activations")
 
 
 def state(run: dict) -> int:
     return sum(run["held_bytes"].values())
 
 
-def checkpointed() -> dict:
-    """7B under ZeRO-3 in bfloat16 with every block recomputed, on an article's 4 x 2,048 tokens."""
-    return dry("zero3", "--batch", "4", "--precision", "bf16", "--checkpoint-activations")
-
-
-# The state of 7B.
+# What a rank holds of 7B.
 
 
 def table_7b(engine: str, *claimed: float) -> tuple:
@@ -58,69 +58,8 @@ def table_7b(engine: str, *claimed: float) -> tuple:
     return measured, all(about(nbytes, row * 1e9) for nbytes, row in zip(found, (*claimed, sum(claimed))))
 
 
-for article, words, name, engine, *claimed in (
-    (claims.multiple_gpus, "7B in fp32 under DDP: 28 + 28 + 56 = 112 GB", "DDP", "ddp", 28, 28, 56),
-    (claims.multiple_gpus, "under ZeRO-1: 28 + 28 + 7 = 63 GB", "ZeRO-1", "zero1", 28, 28, 7),
-    (claims.multiple_gpus, "under ZeRO-2: 28 + 3.5 + 7 = 38.5 GB", "ZeRO-2", "zero2", 28, 3.5, 7),
-    (claims.multiple_gpus, "under ZeRO-3: 3.5 + 3.5 + 7 = 14 GB", "ZeRO-3", "zero3", 3.5, 3.5, 7),
-    (claims.wordpress, "7B with Adam in FP32: about 112 GB on every GPU", "DDP", "ddp", 28, 28, 56),
-    (claims.wordpress, "ZeRO-1 still replicates parameters and gradients", "ZeRO-1", "zero1", 28, 28, 7),
-):
-    article(words, f"dry run of {name} at 7B on 8 ranks")(partial(table_7b, engine, *claimed))
-
-
-@claims.multiple_gpus("ZeRO-3 on 8 GPUs: 8 times less memory", "dry run of DDP and ZeRO-3 at 7B on 8 ranks, state")
-def eightfold():
-    ddp, zero3 = state(dry("ddp")), state(dry("zero3"))
-    return f"{gb(ddp)} / {gb(zero3)} = {ddp / zero3:.4g}", about(ddp / zero3, 8)
-
-
-@claims.scaling("each of 8 GPUs stores 1/8 of the optimizer state (the share is blank in our copy)",
-                "dry run of ZeRO-1 at 7B on 8 ranks")  # fmt: skip
-def eighth_of_the_optimizer():
-    share = dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"]
-    return f"{share:.4f} of DDP's, on each of 8 ranks", about(share, 1 / 8)
-
-
-@claims.sharding_state("real memory is above the ideal", "dry run of ZeRO-3 at 7B on 8 ranks")
-def more_than_ideal():
-    run = dry("zero3")
-    large = {part: gb(nbytes) for part, nbytes in run["peak_parts"].items() if nbytes > 1e8}
-    measured = f"peak {gb(run['peak_bytes'])} for {gb(state(run))} of state: {listed(large)}"
-    return measured, run["peak_bytes"] > state(run)
-
-
-@claims.wordpress("FSDP runs a 7B model on 14 GB", "dry run of ZeRO-3 at 7B on 8 ranks, 1 x 2048 tokens",
-                  "N = 8 and only what is held between steps counts")  # fmt: skip
-def runs_on_14():
-    held, peak, least = state(dry("zero3")), dry("zero3")["peak_bytes"], checkpointed()["peak_bytes"]
-    measured = {"state": gb(held), "peak of a step": gb(peak), "in bfloat16 with blocks recomputed": gb(least)}
-    return measured, about(held, 14e9), about(least, 14e9, 0.02)
-
-
-@claims.frameworks("7B under ZeRO-3 takes 16.25 GB", "dry run of ZeRO-3 at 7B on 8 ranks, bf16, batch 4 x 2048")
-def zero3_in_mixed_precision():
-    """Its sum has 2 bytes per parameter where float32 master weights are 4."""
-    peak, held, lacking = checkpointed()["peak_bytes"], state(checkpointed()), 2 * parameters_of("7b") / RANKS
-    measured = {"state": gb(held), "peak with blocks recomputed": gb(peak), "its float32 weights lack": gb(lacking)}
-    return measured, any(about(found, 16.25e9, 0.02) for found in (peak, held + 4e9))
-
-
-@claims.frameworks("7B under ZeRO-3 fits a 40 GB A100", "dry run of ZeRO-3 at 7B on 8 ranks, bf16, batch 4 x 2048",
-                   "activations are recomputed")  # fmt: skip
-def fits_40():
-    """Recomputed: the peak of a step. Not recomputed: what is alive when forward is over, at the very least."""
-    run = checkpointed()
-    peak, least = run["peak_bytes"], state(run) - run["held_bytes"]["gradients"] + saved_bytes("7b", BATCH, SEQ)
-    measured = f"peak {gb(peak)} with blocks recomputed; without, after forward {gb(least)} of state and activations"
-    return measured, peak < 40e9, least < 40e9
-
-
-@claims.wordpress("an 80 GB GPU is out of memory before the first micro-batch",
-                  "real DDP, live bytes before its first batch, state after its first step",
-                  "the first step is counted, in which AdamW makes its state")  # fmt: skip
-def before_the_first_batch():
-    # Without init_sync: gloo keeps what it broadcasts for a moment longer.
+def before_the_first_batch() -> tuple:
+    """Of real DDP with AdamW. Without init_sync, as gloo keeps what it broadcasts for a moment longer."""
     with MemoryLedger() as memory, runs.running("ddp", optimizer_cls=runs.ADAMW, init_sync=False) as engine:
         before = memory.live
         runs.forward(engine).backward()
@@ -130,85 +69,115 @@ def before_the_first_batch():
     before, after = (nbytes / step("ddp").parameters for nbytes in (before, after))
     measured = f"before the first batch {before:g}Ψ bytes (weights, DDP's buckets) = {gb(before * 7e9)} at 7B; after "
     measured += f"the first step {after:.3g}Ψ (AdamW's state is there) = {gb(after * 7e9)}"
-    return measured, after * 7e9 > 80e9, before * 7e9 > 80e9
+    return measured, after * 7e9 > H100, before * 7e9 > H100
 
 
-# How the state shrinks with N.
+# fmt: off
+DRY = "dry run of {} at 7B on 8 ranks"
+BF16 = DRY.format("ZeRO-3") + ", bf16, batch 4 x 2048"
+claims.multiple_gpus("7B in fp32 under DDP: 28 + 28 + 56 = 112 GB", DRY.format("DDP"), "",
+                     partial(table_7b, "ddp", 28, 28, 56))
+claims.multiple_gpus("under ZeRO-1: 28 + 28 + 7 = 63 GB", DRY.format("ZeRO-1"), "",
+                     partial(table_7b, "zero1", 28, 28, 7))
+claims.multiple_gpus("under ZeRO-2: 28 + 3.5 + 7 = 38.5 GB", DRY.format("ZeRO-2"), "",
+                     partial(table_7b, "zero2", 28, 3.5, 7))
+claims.multiple_gpus("under ZeRO-3: 3.5 + 3.5 + 7 = 14 GB", DRY.format("ZeRO-3"), "",
+                     partial(table_7b, "zero3", 3.5, 3.5, 7))
+claims.multiple_gpus("ZeRO-3 on 8 GPUs: 8 times less memory", DRY.format("DDP and ZeRO-3") + ", state", "", lambda: (
+    {name: gb(state(dry(name))) for name in ("ddp", "zero3")}, about(state(dry("ddp")) / state(dry("zero3")), 8)))
+claims.wordpress("7B with Adam in FP32: about 112 GB on every GPU", DRY.format("DDP"), "",
+                 partial(table_7b, "ddp", 28, 28, 56))
+claims.wordpress("ZeRO-1 still replicates parameters and gradients", DRY.format("ZeRO-1"), "",
+                 partial(table_7b, "zero1", 28, 28, 7))
+claims.scaling("each of 8 GPUs stores 1/8 of the optimizer state (the share is blank in our copy)",
+               DRY.format("ZeRO-1"), "", lambda: (
+    {"of DDP's": dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"]},
+    about(dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"], 1 / 8)))
+claims.sharding_state("real memory is above the ideal", DRY.format("ZeRO-3"), "", lambda: (
+    f"peak {gb(dry('zero3')['peak_bytes'])} for {gb(state(dry('zero3')))} of state: "
+    + listed({part: gb(nbytes) for part, nbytes in dry("zero3")["peak_parts"].items() if nbytes > 1e8}),
+    dry("zero3")["peak_bytes"] > state(dry("zero3"))))
+claims.wordpress("FSDP runs a 7B model on 14 GB", DRY.format("ZeRO-3") + ", 1 x 2048 tokens",
+                 "N = 8 and only what is held between steps counts", lambda: (
+    {"state": gb(state(dry("zero3"))), "peak of a step": gb(dry("zero3")["peak_bytes"]),
+     "in bfloat16 with blocks recomputed": gb(checkpointed()["peak_bytes"])},
+    about(state(dry("zero3")), 14e9), about(checkpointed()["peak_bytes"], 14e9, 0.02)))
+claims.frameworks("7B under ZeRO-3 takes 16.25 GB", BF16, "", lambda: (
+    {"state": gb(state(checkpointed())), "peak with blocks recomputed": gb(checkpointed()["peak_bytes"]),
+     "its 2 bytes for float32 weights lack": gb(2 * P7 / 8)},
+    about(checkpointed()["peak_bytes"], 16.25e9, 0.02) or about(state(checkpointed()) + 4e9, 16.25e9, 0.02)))
+# Not recomputed: what is alive when forward is over, at the very least.
+claims.frameworks("7B under ZeRO-3 fits a 40 GB A100", BF16, "activations are recomputed", lambda: (
+    {"peak with blocks recomputed": gb(checkpointed()["peak_bytes"]),
+     "state and activations after forward, without": gb(state(checkpointed()) * 3 / 4 + saved_bytes("7b", 4, 2048))},
+    checkpointed()["peak_bytes"] < 40e9, state(checkpointed()) * 3 / 4 + saved_bytes("7b", 4, 2048) < 40e9))
+claims.wordpress("an 80 GB GPU is out of memory before the first micro-batch",
+                 "real DDP, live bytes before its first batch, state after its first step",
+                 "the first step is counted, in which AdamW makes its state", before_the_first_batch)
+# fmt: on
+
+# How that shrinks with N.
 
 
-@claims.wordpress("under DDP no number of GPUs lowers the memory of each",
-                  "dry run of DDP, a small GPT, on 2 and 64 ranks")  # fmt: skip
-def more_gpus_under_ddp():
-    held = {ranks: state(dry("ddp", preset="toy", ranks=ranks)) for ranks in (2, 64)}
-    return listed(held, "{1} bytes on each of {0}"), held[2] == held[64]
+def times_smaller(name: str, ranks: int, than: int = 1) -> float:
+    """How many times smaller an engine's state is on so many ranks than on `than` ranks. On one it is all of it."""
+    return (step("plain") if than == 1 else step(name, ranks=than)).state / step(name, ranks=ranks).state
 
 
-@claims.frameworks("DDP keeps 4 redundant copies of the optimizer state", "AdamW's state, the same on every rank",
-                   "N = 5")  # fmt: skip
-def redundant_copies():
-    copies = step("ddp").held["optimizer"] / step("plain").held["optimizer"]
-    extra = {ranks: ranks * copies - 1 for ranks in (2, 5, 8)}
-    return listed(extra, "{1} of {0} ranks") + " are redundant: N-1", extra[5] == 4, 4 in (extra[2], extra[8])
+def per_parameter(name: str, **options) -> float:
+    return step(name, **options).state / step(name, **options).parameters
 
 
-@claims.scaling("no redundant optimizer state under ZeRO", "the states of all 8 ranks added up")
-def no_redundancy():
-    one = step("plain", toy).held["optimizer"]
-    copies = {name: sum(step(name, toy, rank=rank).held["optimizer"] for rank in range(RANKS)) / one
-              for name in ("zero1", "zero3")}  # fmt: skip
-    return listed(copies, "{}: 8 ranks hold {} copies"), all(about(number, 1) for number in copies.values())
+def layers_over_the_state(ranks: int) -> float:
+    """What ZeRO-3 has gathered does not shrink with N."""
+    run = step("zero3", ranks=ranks)
+    return (run.peak - run.state) / (run.parameter_bytes / 8)
 
 
-def times_smaller(*numbers: int) -> dict[int, float]:
-    """{N: how many times smaller ZeRO-3's state is than all of it}."""
-    return {ranks: step("plain").state / step("zero3", ranks=ranks).state for ranks in numbers}
+@functools.cache
+def copies(name: str) -> float:
+    """Optimizer state on all 8 ranks together, over what one copy is."""
+    together = sum(step(name, toy, rank=rank).held["optimizer"] for rank in range(8))
+    return together / step("plain", toy).held["optimizer"]
 
 
-@claims.sharding_state("sharding divides the sharded state by N (the divisor is blank in our copy)",
-                       "ZeRO-3 at N = 2 to 32")  # fmt: skip
-def ideal_sharding():
-    ratios = times_smaller(2, 4, 8, 32)
-    measured = "state without sharding over ZeRO-3's: " + listed(ratios, "N={} {}")
-    return measured, all(about(ratio, ranks) for ranks, ratio in ratios.items())
-
-
-@claims.frameworks("FSDP and ZeRO-3 train models 8 to 16 times larger", "state at N = 4, 8 and 16", "N is 8 to 16")
-def larger_models():
-    ratios = times_smaller(4, 8, 16)
-    inside = about(ratios[8], 8) and about(ratios[16], 16, 0.01)
-    return listed(ratios, "N={} x{}") + " (state; activations are not cut)", inside, 8 <= ratios[4] <= 16
-
-
-@claims.frameworks("the stages reduce memory linearly with the number of GPUs", "state of each stage at N = 8 and 32",
-                   "the stage is ZeRO-3")  # fmt: skip
-def linear_in_ranks():
-    ratios = {name: step(name, ranks=8).state / step(name, ranks=32).state for name in ("zero1", "zero2", "zero3")}
-    zero1, zero2, zero3 = (about(ratio, 4, 0.02) for ratio in ratios.values())  # 4 if it falls with 1/N
-    return "state at N = 8 over N = 32: " + listed(ratios), zero3, zero1 or zero2
-
-
-@claims.scaling("largest model: by one GPU under DDP, more under ZeRO-1 and -2, by the cluster under ZeRO-3",
-                "state per parameter at N = 512")  # fmt: skip
-def largest_model():
-    """Bytes of state per parameter as N grows: what caps the model on one GPU, and what does not."""
-    floors = {"ddp": step("ddp").state / step("ddp").parameters}
-    floors |= {name: step(name, ranks=512).state / step(name).parameters for name in ("zero1", "zero2", "zero3")}
-    ddp, zero1, zero2, zero3 = floors.values()
-    return "bytes per parameter at N = 512: " + listed(floors), ddp > zero1 > zero2 > 10 * zero3
-
-
-@claims.sharding_state("a layer too large for a GPU needs model parallelism as well",
-                       "ZeRO-3, peak over state at N = 8 and 32")  # fmt: skip
-def one_layer_too_large():
-    """What ZeRO-3 has gathered does not shrink with N: a unit at work must fit."""
-    layer = step("zero3").parameter_bytes / 8
-    over = {n: (step("zero3", ranks=n).peak - step("zero3", ranks=n).state) / layer for n in (8, 32)}
-    return "peak over the state, in layers: " + listed(over, "N={} {}"), min(over.values()) > 2
-
+# fmt: off
+claims.wordpress("under DDP no number of GPUs lowers the memory of each",
+                 "dry run of DDP, a small GPT, on 2 and 64 ranks", "", lambda: (
+    {f"bytes on each of {n}": state(dry("ddp", preset="toy", ranks=n)) for n in (2, 64)},
+    state(dry("ddp", preset="toy", ranks=2)) == state(dry("ddp", preset="toy", ranks=64))))
+claims.frameworks("DDP keeps 4 redundant copies of the optimizer state", "AdamW's state, the same on every rank",
+                  "N = 5", lambda: (
+    {f"redundant copies on {n} ranks": n * copies("ddp") / 8 - 1 for n in (2, 5, 8)},
+    5 * copies("ddp") / 8 - 1 == 4, copies("ddp") - 1 == 4))
+claims.scaling("no redundant optimizer state under ZeRO", "the states of all 8 ranks added up", "", lambda: (
+    "copies that 8 ranks hold: " + listed({name: copies(name) for name in ("zero1", "zero3")}),
+    about(copies("zero1"), 1) and about(copies("zero3"), 1)))
+claims.sharding_state("sharding divides the sharded state by N (the divisor is blank in our copy)",
+                      "ZeRO-3 at N = 2 to 32", "", lambda: (
+    "state without sharding over ZeRO-3's: " + listed({f"N={n}": times_smaller("zero3", n) for n in (2, 4, 8, 32)}),
+    all(about(times_smaller("zero3", n), n) for n in (2, 4, 8, 32))))
+claims.frameworks("FSDP and ZeRO-3 train models 8 to 16 times larger", "state at N = 4, 8 and 16", "N is 8 to 16",
+                  lambda: (
+    listed({n: times_smaller("zero3", n) for n in (4, 8, 16)}, "N={} x{}") + " (state; activations are not cut)",
+    all(about(times_smaller("zero3", n), n) for n in (8, 16)), 8 <= times_smaller("zero3", 4) <= 16))
+claims.frameworks("the stages reduce memory linearly with the number of GPUs", "state of each stage at N = 8 and 32",
+                  "the stage is ZeRO-3", lambda: (
+    "state at N = 8 over N = 32: " + listed({name: times_smaller(name, 32, 8) for name in runs.CHAPTERS}),
+    about(times_smaller("zero3", 32, 8), 4, 0.02),
+    about(times_smaller("zero1", 32, 8), 4, 0.02) or about(times_smaller("zero2", 32, 8), 4, 0.02)))
+claims.scaling("largest model: by one GPU under DDP, more under ZeRO-1 and -2, by the cluster under ZeRO-3",
+               "state per parameter at N = 512", "", lambda: (
+    "bytes per parameter at N = 512: " + listed({n: per_parameter(n, ranks=512) for n in ("ddp", *runs.CHAPTERS)}),
+    per_parameter("ddp") > per_parameter("zero1", ranks=512) > per_parameter("zero2", ranks=512)
+    > 10 * per_parameter("zero3", ranks=512)))
+claims.sharding_state("a layer too large for a GPU needs model parallelism as well",
+                      "ZeRO-3, peak over state at N = 8 and 32", "", lambda: (
+    "peak over the state, in layers: " + listed({f"N={n}": layers_over_the_state(n) for n in (8, 32)}),
+    min(layers_over_the_state(8), layers_over_the_state(32)) > 2))
+# fmt: on
 
 # Mixed precision.
-
-WEIGHED = "bfloat16 training with AdamW, tensors weighed"
 
 
 @functools.cache
@@ -227,8 +196,11 @@ def mixed_precision(gradient_dtype: torch.dtype) -> dict[str, float]:
     return {name: sum(tensor.nbytes for tensor in tensors) / weight.numel() for name, tensors in rows.items()}
 
 
-def added_up(held: dict[str, float]) -> str:
-    return listed(held, "{1} {0}", " + ") + f" = {sum(held.values()):g} bytes"
+def added_up(dtype: torch.dtype) -> tuple[str, float, float]:
+    """(in words, all bytes per parameter, without the float32 weights)"""
+    held = mixed_precision(dtype)
+    total = sum(held.values())
+    return listed(held, "{1} {0}", " + ") + f" = {total:g} bytes", total, total - held["float32 weights"]
 
 
 def ddp_in_bf16() -> float:
@@ -237,124 +209,77 @@ def ddp_in_bf16() -> float:
     return state(run) / (run["held_bytes"]["parameters"] / 4)
 
 
-@claims.sharding_state("BF16 with Adam: about 16 bytes per parameter", WEIGHED)
-@claims.scaling("FP16 with Adam: 2 + 2 + 12 bytes (blank in our copy), 112 GB for 7B", WEIGHED)
-def sixteen_bytes():
-    total = sum(mixed_precision(torch.bfloat16).values())
-    measured = f"{added_up(mixed_precision(torch.bfloat16))}; {gb(total * parameters_of('7b'))} for the 7b preset"
-    return measured, total == 16
-
-
-@claims.scaling("the optimizer state is the largest part", WEIGHED)
-def largest_part():
-    held = mixed_precision(torch.bfloat16)
-    optimizer, total = held["float32 weights"] + held["moments"], sum(held.values())
-    return f"{optimizer:g} of {total:g} bytes per parameter", optimizer > total / 2
-
-
-@claims.frameworks("mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)", WEIGHED,
-                   "no float32 master weights are kept")  # fmt: skip
-def fourteen_bytes():
-    held = mixed_precision(torch.float32)
-    total, without = sum(held.values()), sum(held.values()) - held["float32 weights"]
-    return f"{added_up(held)}, without the float32 weights {without:g}", without == 14, total == 14
-
-
-@claims.frameworks("mixed precision takes 16 bytes per parameter, 112 GB for 7B (its text)",
-                   "three kinds of it, tensors weighed",
-                   "gradients are bfloat16, or bfloat16 weights exist only in forward and backward")  # fmt: skip
-def sixteen_in_mixed_precision():
-    cast, low, high = ddp_in_bf16(), *(sum(mixed_precision(t).values()) for t in (torch.bfloat16, torch.float32))
-    measured = {"bfloat16 weights made for each forward": cast, "kept, with gradients in bfloat16": low}
-    return measured | {"in float32 (its table)": high}, about(cast, 16) and low == 16, high == 16
-
-
-@claims.frameworks("7B under DDP, ~112 GB, does not fit an H100", "dry run of DDP in bf16, bytes per parameter")
-def ddp_does_not_fit():
-    whole = ddp_in_bf16() * parameters_of("7b")
-    return f"{ddp_in_bf16():.4g} bytes per parameter: {gb(whole)}, H100 80 GB", about(whole, 112e9) and whole > 80e9
-
-
-@claims.frameworks("Adam's states cost 12 bytes per parameter and not 4", "AdamW's state",
-                   "float32 master weights are counted with Adam's two moments")  # fmt: skip
-def twelve_bytes_of_adam():
-    moments = step("plain").held["optimizer"] / step("plain").parameters
-    measured = {"bytes of the moments": moments, "with float32 master weights": moments + 4}
-    return measured, about(moments + 4, 12), about(moments, 12)
-
-
-@claims.frameworks("bytes per parameter: 2 + 4 + 8/N, 2 + 12/N, 14/N under the stages (its figure 2)",
-                   "each stage in mixed precision at N = 8", "no float32 master weights are kept")  # fmt: skip
-def boxes_of_figure_two():
-    """Against engines with bfloat16 weights and float32 gradients."""
-    mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+def boxes_of_figure_two() -> tuple:
+    """Against engines with bfloat16 weights and float32 gradients at N = 8."""
     # The float32 copy: beside bfloat16 weights 4/N; in ZeRO-3 the only one, where the figure has 2/N.
-    boxes = {"zero1": (2 + 4 + 8 / RANKS, 4), "zero2": (2 + 12 / RANKS, 4), "zero3": (14 / RANKS, 2)}
-    rows, met, kept = {}, True, True
-    for name, (box, copy) in boxes.items():
-        held = step(name, **mixed).state / step(name, **mixed).parameters
-        rows[name] = held, box
-        met, kept = met and about(held - copy / RANKS, box, 0.02), kept and about(held, box, 0.02)
-    measured = listed(rows, "{} {} and not {}")
-    return f"bytes per parameter at N = 8, with float32 master weights: {measured}", met, kept
+    boxes = {"zero1": (2 + 4 + 8 / 8, 4 / 8), "zero2": (2 + 12 / 8, 4 / 8), "zero3": (14 / 8, 2 / 8)}
+    held = {name: per_parameter(name, param_dtype=torch.bfloat16, reduce_dtype=torch.float32) for name in boxes}
+    measured = listed({name: (held[name], box) for name, (box, _) in boxes.items()}, "{} {} and not {}")
+    met, kept = (all(about(held[name] - without * copy, box, 0.02) for name, (box, copy) in boxes.items())
+                 for without in (1, 0))  # fmt: skip
+    return f"bytes per parameter, with float32 master weights: {measured}", met, kept
 
 
-# Activations: what forward keeps for backward.
+# fmt: off
+WEIGHED = "bfloat16 training with AdamW, tensors weighed"
+HALF, SINGLE = torch.bfloat16, torch.float32
+for article, words in ((claims.sharding_state, "BF16 with Adam: about 16 bytes per parameter"),
+                       (claims.scaling, "FP16 with Adam: 2 + 2 + 12 bytes (blank in our copy), 112 GB for 7B")):
+    article(words, WEIGHED, "", lambda: (
+        f"{added_up(HALF)[0]}; {gb(added_up(HALF)[1] * P7)} for the 7b preset", added_up(HALF)[1] == 16))
+claims.frameworks("mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)", WEIGHED,
+                  "no float32 master weights are kept", lambda: (
+    f"{added_up(SINGLE)[0]}, without the float32 weights {added_up(SINGLE)[2]:g}",
+    added_up(SINGLE)[2] == 14, added_up(SINGLE)[1] == 14))
+claims.frameworks("mixed precision takes 16 bytes per parameter, 112 GB for 7B (its text)",
+                  "three kinds of it, tensors weighed",
+                  "gradients are bfloat16, or bfloat16 weights exist only in forward and backward", lambda: (
+    {"bfloat16 weights made for each forward": ddp_in_bf16(), "kept, with gradients in bfloat16": added_up(HALF)[1],
+     "in float32 (its table)": added_up(SINGLE)[1]},
+    about(ddp_in_bf16(), 16) and added_up(HALF)[1] == 16, added_up(SINGLE)[1] == 16))
+claims.frameworks("7B under DDP, ~112 GB, does not fit an H100", "dry run of DDP in bf16, bytes per parameter", "",
+                  lambda: (
+    f"{ddp_in_bf16():.4g} bytes per parameter: {gb(ddp_in_bf16() * P7)}, H100 80 GB",
+    about(ddp_in_bf16() * P7, 112e9) and ddp_in_bf16() * P7 > H100))
+claims.frameworks("Adam's states cost 12 bytes per parameter and not 4", "AdamW's state",
+                  "float32 master weights are counted with Adam's two moments", lambda: (
+    {part: mixed_precision(SINGLE)[part] for part in ("moments", "float32 weights")},
+    mixed_precision(SINGLE)["moments"] + mixed_precision(SINGLE)["float32 weights"] == 12,
+    mixed_precision(SINGLE)["moments"] == 12))
+claims.scaling("the optimizer state is the largest part", WEIGHED, "", lambda: (
+    added_up(HALF)[0],
+    mixed_precision(HALF)["float32 weights"] + mixed_precision(HALF)["moments"] > added_up(HALF)[1] / 2))
+claims.frameworks("bytes per parameter: 2 + 4 + 8/N, 2 + 12/N, 14/N under the stages (its figure 2)",
+                  "each stage in mixed precision at N = 8", "no float32 master weights are kept", boxes_of_figure_two)
+# fmt: on
 
-BATCH, SEQ = 4, 2048  # the article's
-FORWARD = {
-    "7b": "forward of a GPT of 34 blocks of width 4096 (7b) on fake tensors",
-    "70b": "forward of a GPT of 86 blocks of width 8192 (70b) on fake tensors",  # Llama-3 70B has 80, and other ones
-}
-NOT_RECOMPUTED, RECOMPUTED = "activations are not recomputed", "every block is recomputed"
+# Activations: what forward keeps for backward, of the articles' 4 sequences of 2,048 tokens.
 
 
 def kept(name: str, **shape) -> tuple[int, int]:
     """(bytes kept for backward, the most at once with every block recomputed: their inputs, and one's activations)."""
-    whole, inputs = (saved_bytes(name, BATCH, SEQ, recompute=again, **shape) for again in (False, True))
-    two, one = (saved_bytes(name, BATCH, SEQ, **{**shape, "layers": layers}) for layers in (2, 1))
+    whole, inputs = (saved_bytes(name, 4, 2048, recompute=again, **shape) for again in (False, True))
+    two, one = (saved_bytes(name, 4, 2048, **{**shape, "layers": layers}) for layers in (2, 1))
     return whole, inputs + two - one
 
 
-def activations(name: str, when: str, true) -> tuple:
-    """Whether it is `true` of the bytes that are kept, on both sides of the condition."""
-    whole, recomputed = kept(name)
-    measured = f"bfloat16, fused attention: {gb(whole)} kept, {gb(recomputed)} with every block recomputed; "
-    sides = (recomputed, whole) if when == RECOMPUTED else (whole, recomputed)
-    return f"{measured}weights {gb(2 * parameters_of(name))}", *map(true, sides)
-
-
-for words, name, when, true in (
-    ("of 7B, 4 x 2048 tokens: ~20-40 GB, checkpointed or not", "7b", NOT_RECOMPUTED, lambda kept: 20e9 <= kept <= 40e9),
-    ("of 7B, 4 x 2048 tokens: ~4 GB", "7b", RECOMPUTED, lambda kept: about(kept, 4e9, 0.1)),
-    ("of 70B, 4 x 2048 tokens: ~30-50 GB", "70b", NOT_RECOMPUTED, lambda kept: 30e9 <= kept <= 50e9),
-    ("of 70B often exceed its weights", "70b", NOT_RECOMPUTED, lambda kept: kept > 2 * parameters_of("70b")),
-):
-    claims.frameworks(f"activations {words}", FORWARD[name], when)(partial(activations, name, when, true))
-
-
-@claims.frameworks("activations are ~2 bytes per parameter (its figure 2)", "forward of the 7b preset, two batch sizes",
-                   "a rank has about 3,000 tokens at work")  # fmt: skip
-def two_bytes_per_parameter():
-    per = {batch * seq: saved_bytes("7b", batch, seq) / parameters_of("7b")
-           for batch, seq in ((1, 1024), (3, 1024), (BATCH, SEQ))}  # fmt: skip
-    few, right, many = (about(nbytes, 2, 0.1) for nbytes in per.values())
-    return listed(per, "{1} for {0} tokens") + " on the rank", right, few or many
+def activations(name: str, true, first=0) -> tuple:
+    """Whether it is `true` of the bytes that are kept, on both sides: `first` 0 of all, 1 with blocks recomputed."""
+    both = kept(name)
+    measured = f"bfloat16, fused attention: {gb(both[0])} kept, {gb(both[1])} with every block recomputed; "
+    return f"{measured}weights {gb(2 * parameters_of(name))}", true(both[first]), true(both[1 - first])
 
 
 def in_segments(model, tokens):
     """The forward through `checkpoint_sequential` in 8 segments: of the last one everything is kept."""
-    x = model.tokens(tokens) + model.positions(torch.arange(SEQ))
+    x = model.tokens(tokens) + model.positions(torch.arange(2048))
     return model.head(model.norm(checkpoint_sequential(list(model.blocks), 8, x, use_reentrant=False)))
 
 
-@claims.frameworks("activation checkpointing needs about 8 times less",
-                   "kept bytes of the 7b preset with and without",
-                   "the model is deep and every layer a segment")  # fmt: skip
-def checkpointing_eightfold():
+def checkpointing_eightfold() -> tuple:
     (whole, recomputed), (few, few_recomputed) = kept("7b"), kept("7b", layers=4)
     times = {"34 layers of 4096, each recomputed": whole / recomputed, "4 layers": few / few_recomputed}
-    times["checkpoint_sequential in 8 segments, 34 layers"] = whole / saved_bytes("7b", BATCH, SEQ, run=in_segments)
+    times["checkpoint_sequential in 8 segments, 34 layers"] = whole / saved_bytes("7b", 4, 2048, run=in_segments)
     deep, shallow, segments = (about(factor, 8, 0.25) for factor in times.values())
     return listed(times, "{} {}x less"), deep, shallow or segments
 
@@ -365,14 +290,12 @@ def flops(early_stop: bool | None) -> int:
         model = runs.gpt("7b", layers=8)
         if early_stop is not None:
             checkpoint_blocks(model, casts=False)
-        tokens, targets = (torch.zeros(1, SEQ, dtype=torch.int64) for _ in range(2))
+        tokens, targets = (torch.zeros(1, 2048, dtype=torch.int64) for _ in range(2))
         next_token_loss(model(tokens), targets).backward()
     return counter.get_total_flops()
 
 
-@claims.frameworks("activation checkpointing costs a third more compute", "FLOPs counted with and without",
-                   "every block runs again to its end; torch's checkpoint stops earlier and costs less")  # fmt: skip
-def third_more_compute():
+def third_more_compute() -> tuple:
     """torch stops recomputing when all that was saved is there again: a block's last product is not repeated."""
     whole, early = (flops(early_stop) / flops(None) - 1 for early_stop in (False, True))
     measured = f"8 layers of 4096: {whole:.1%} more FLOPs if blocks run again to their end, {early:.1%} as torch does "
@@ -385,6 +308,7 @@ def recomputed_gpt():
     return model
 
 
+@functools.cache
 def kept_under(name: str, model_of=runs.small_gpt, **options) -> int:
     """Bytes that forward leaves for backward under an engine, without the parameters it has gathered."""
     with MemoryLedger() as memory, runs.running(name, model_of, **options) as engine:
@@ -396,22 +320,6 @@ def kept_under(name: str, model_of=runs.small_gpt, **options) -> int:
     return after - before
 
 
-@claims.multiple_gpus("ZeRO leaves activations as they are", "live bytes after forward under each stage")
-@claims.sharding_state("sharding does not solve activation memory", "live bytes after forward under each stage")
-def untouched():
-    found = {name: kept_under(name) for name in ("plain", "zero1", "zero2", "zero3")}
-    measured = f"kept by forward for backward, gathered weights apart: {listed(found)} bytes"
-    return measured, all(about(each, found["plain"], 0.01) for each in found.values())
-
-
-@claims.frameworks("FSDP checkpoints activations by use_orig_params",
-                   "FSDP1 with and without, live bytes after forward")  # fmt: skip
-def use_orig_params():
-    with_it, without = (kept_under("fsdp1", use_orig_params=value) for value in (True, False))
-    found = {"with it": with_it, "without": without, "with checkpoint() per block": kept_under("fsdp1", recomputed_gpt)}
-    return "bytes that FSDP1 keeps: " + listed(found), with_it < 0.9 * without
-
-
 def growth(kernel=None, **doubled) -> float:
     """How many times more bytes are kept if one of the sizes is doubled."""
     usual, rest = {"batch": 2, "seq": 128, "width": 64}, {"layers": 4, "heads": 4, "vocab": 16, "kernel": kernel}
@@ -419,19 +327,47 @@ def growth(kernel=None, **doubled) -> float:
     return large / small
 
 
-@claims.multiple_gpus("activations grow with batch, sequence and width", "each doubled, kept bytes weighed",
-                      "attention does not keep its seq x seq scores")  # fmt: skip
-def scaling():
-    ratios = {"batch": growth(batch=4), "sequence": growth(seq=256), "width": growth(width=128)}
-    scores = growth(SDPBackend.MATH, seq=256)
-    measured = f"doubled {listed(ratios, '{} x{}')}; sequence with attention scores kept x{scores:.4g}"
-    return measured, all(about(ratio, 2, 0.05) for ratio in ratios.values()), about(scores, 2, 0.05)
-
+# fmt: off
+FORWARD_7B = "forward of a GPT of 34 blocks of width 4096 (7b) on fake tensors"
+FORWARD_70B = "forward of a GPT of 86 blocks of width 8192 (70b) on fake tensors"  # Llama-3 70B has 80, and other ones
+ALIVE = "live bytes after forward under each stage, gathered weights apart"
+for article, words in ((claims.multiple_gpus, "ZeRO leaves activations as they are"),
+                       (claims.sharding_state, "sharding does not solve activation memory")):
+    article(words, ALIVE, "", lambda: (
+        "bytes kept for backward: " + listed({name: kept_under(name) for name in ("plain", *runs.CHAPTERS)}),
+        all(about(kept_under(name), kept_under("plain"), 0.01) for name in runs.CHAPTERS)))
+claims.multiple_gpus("activations grow with batch, sequence and width", "each doubled, kept bytes weighed",
+                     "attention does not keep its seq x seq scores", lambda: (
+    "kept bytes, doubled " + listed({"batch": growth(batch=4), "sequence": growth(seq=256), "width": growth(width=128),
+                                     "sequence with scores kept": growth(SDPBackend.MATH, seq=256)}, "{} x{}"),
+    all(about(growth(**size), 2, 0.05) for size in ({"batch": 4}, {"seq": 256}, {"width": 128})),
+    about(growth(SDPBackend.MATH, seq=256), 2, 0.05)))
+claims.frameworks("activations of 7B, 4 x 2048 tokens: ~20-40 GB, checkpointed or not", FORWARD_7B,
+                  "activations are not recomputed", partial(activations, "7b", lambda kept: 20e9 <= kept <= 40e9))
+claims.frameworks("activations of 7B, 4 x 2048 tokens: ~4 GB", FORWARD_7B, "every block is recomputed",
+                  partial(activations, "7b", lambda kept: about(kept, 4e9, 0.1), first=1))
+claims.frameworks("activations of 70B, 4 x 2048 tokens: ~30-50 GB", FORWARD_70B, "they are not recomputed",
+                  partial(activations, "70b", lambda kept: 30e9 <= kept <= 50e9))
+claims.frameworks("activations of 70B often exceed its weights", FORWARD_70B, "activations are not recomputed",
+                  partial(activations, "70b", lambda kept: kept > 2 * P70))
+claims.frameworks("activations are ~2 bytes per parameter (its figure 2)", "forward of the 7b preset, two batch sizes",
+                  "a rank has about 3,000 tokens at work", lambda: (
+    listed({n * 1024: saved_bytes("7b", n, 1024) / P7 for n in (1, 3, 8)}, "{1} for {0} tokens") + " on the rank",
+    about(saved_bytes("7b", 3, 1024) / P7, 2, 0.1),
+    any(about(saved_bytes("7b", n, 1024) / P7, 2, 0.1) for n in (1, 8))))
+claims.frameworks("activation checkpointing needs about 8 times less", "kept bytes of the 7b preset with and without",
+                  "the model is deep and every layer a segment", checkpointing_eightfold)
+claims.frameworks("activation checkpointing costs a third more compute", "FLOPs counted with and without",
+                  "every block runs again to its end; torch's checkpoint stops earlier and costs less",
+                  third_more_compute)
+claims.frameworks("FSDP checkpoints activations by use_orig_params", "FSDP1 with and without, live bytes after forward",
+                  "", lambda: (
+    "bytes that FSDP1 keeps: " + listed({"with it": kept_under("fsdp1"), "without it": kept_under(
+        "fsdp1", use_orig_params=False), "with checkpoint() per block": kept_under("fsdp1", recomputed_gpt)}),
+    kept_under("fsdp1") < 0.9 * kept_under("fsdp1", use_orig_params=False)))
+# fmt: on
 
 # Offload: what leaves the GPU, and what it costs. Dry runs on a fake GPU, and a real AdamW.
-
-FLOPS = 989e12  # of an H100 in bfloat16, as published: no step computes quicker
-PCIE = 64e9  # bytes/s to the host and as many back, generation 5 with 16 lanes: no copy is quicker
 
 
 @functools.cache
@@ -444,40 +380,40 @@ def _process() -> ProcessPoolExecutor:
 
 @functools.cache
 def offloaded(engine: str) -> dict:
-    options = dry_run.arguments(["--preset", "tiny", "--ranks", str(RANKS), "--offload"])
+    options = dry_run.arguments(["--preset", "tiny", "--ranks", "8", "--offload"])
     return _process().submit(dry_run.measure_alone, engine, options).result()
 
 
-@claims.sharding_state("CPU offload saves GPU memory but kills throughput",
-                       "ZeRO-3 with and without, dry; AdamW on this host; published rates",
-                       "a step has few tokens per GPU", tolerance=None)  # fmt: skip
-def saves_memory_and_kills_throughput():
+def mb(found: dict) -> str:
+    return listed({name: nbytes / 1e6 for name, nbytes in found.items()})
+
+
+def saves_memory_and_kills_throughput() -> tuple:
     """What offload adds to a step does not depend on the batch; what it can hide behind, and is measured by, does."""
-    usual, less = dry("zero3", preset="tiny")["peak_bytes"], offloaded("zero3")["peak_bytes"]
-    own = parameters_of("7b") / RANKS
-    copies = 3 * 4 * own / PCIE  # up twice, as the shard is gathered twice, and its gradient down
-    update = own * 1e-9 * nanoseconds(2_000_000, [{"fused": True}])[0]
-    few, many = ((copies + update) / (6 * parameters_of("7b") * tokens / FLOPS) for tokens in (2_048, 1_048_576))
-    measured = f"peak on the device {usual / 1e6:.2f} MB without, {less / 1e6:.2f} MB with; 7B on 8 H100: copies at 64 "
-    measured += f"GB/s {copies:.2f} s and AdamW on one thread of this host {update:.2g} s per step, {few:.2g}x the "
-    measured += f"computation for 2,048 tokens per GPU, {many:.2g}x for 1,048,576"
-    return measured, less < usual and few > 1, less < usual and many > 1
+    device = {"without": dry("zero3", preset="tiny")["peak_bytes"], "with": offloaded("zero3")["peak_bytes"]}
+    copies = 3 * 4 * P7 / 8 / 64e9  # the shard up twice, and its gradient down; no link is quicker than 64 GB/s
+    update = P7 / 8 * 1e-9 * nanoseconds(2_000_000, [{"fused": True}])[0]
+    few, many = ((copies + update) / (6 * P7 * tokens / 989e12) for tokens in (2_048, 1_048_576))  # FLOP/s of an H100
+    measured = f"peak on the device, MB: {mb(device)}; 7B on 8 H100: copies at 64 GB/s {copies:.2f} s and AdamW on one "
+    measured += f"thread of this host {update:.2g} s per step, {few:.2g}x the computation for 2,048 tokens per GPU, "
+    saved = device["with"] < device["without"]
+    return f"{measured}{many:.2g}x for 1,048,576", saved and few > 1, saved and many > 1
 
 
-@claims.wordpress("FSDP2's CPU offloading can move optimizer states to RAM", "dry run of FSDP2 with its policy")
-def optimizer_states_to_ram():
-    device, host = offloaded("fsdp2")["held_bytes"], offloaded("fsdp2")["host"]["held_bytes"]
-    measured = f"MB on the device: {listed({part: nbytes / 1e6 for part, nbytes in device.items()})}; in RAM: "
-    measured += listed({part: nbytes / 1e6 for part, nbytes in host.items()})
-    return measured, device["optimizer"] == 0 and host["optimizer"] >= 8 * parameters_of("tiny") / RANKS
-
-
-@claims.frameworks("CPU offload: limited in FSDP, excellent in DeepSpeed", "FSDP2's policy, and a dry run with it",
-                   "one wants to choose what goes, or a disk")  # fmt: skip
-def fsdp_is_limited():
-    """Of two ways to be limited: in what can be left on the GPU, and in how much leaves it. DeepSpeed is not run."""
-    stays, goes = state(offloaded("fsdp2")), sum(offloaded("fsdp2")["host"]["held_bytes"].values())
-    choices = [field.name for field in dataclasses.fields(CPUOffloadPolicy)]
-    measured = f"FSDP2's policy has the choice(s) {', '.join(choices)}: not which of the three, and no disk; of the "
-    measured += f"state {stays / 1e6:.4g} MB stay on the device, {goes / 1e6:.4g} MB go (DeepSpeed was not run)"
-    return measured, choices == ["pin_memory"], stays > 0
+# fmt: off
+claims.sharding_state("CPU offload saves GPU memory but kills throughput",
+                      "ZeRO-3 with and without, dry; AdamW on this host; published rates",
+                      "a step has few tokens per GPU", saves_memory_and_kills_throughput, tolerance=None)
+claims.wordpress("FSDP2's CPU offloading can move optimizer states to RAM", "dry run of FSDP2 with its policy", "",
+                 lambda: (
+    f"MB on the device: {mb(offloaded('fsdp2')['held_bytes'])}; in RAM: {mb(offloaded('fsdp2')['host']['held_bytes'])}",
+    offloaded("fsdp2")["held_bytes"]["optimizer"] == 0
+    and offloaded("fsdp2")["host"]["held_bytes"]["optimizer"] >= 8 * parameters_of("tiny") / 8))
+# Of two ways to be limited: in what can be left on the GPU, and in how much leaves it. DeepSpeed is not run.
+claims.frameworks("CPU offload: limited in FSDP, excellent in DeepSpeed", "FSDP2's policy, and a dry run with it",
+                  "one wants to choose what goes, or a disk", lambda: (
+    {"FSDP2's policy has the choices": [field.name for field in dataclasses.fields(CPUOffloadPolicy)],
+     "MB of state that stay on the device": state(offloaded("fsdp2")) / 1e6,
+     "MB that go": sum(offloaded("fsdp2")["host"]["held_bytes"].values()) / 1e6},
+    [field.name for field in dataclasses.fields(CPUOffloadPolicy)] == ["pin_memory"], state(offloaded("fsdp2")) > 0))
+# fmt: on

@@ -19,11 +19,11 @@ claims = Claims()
 TORCH = f"torch {torch.__version__.split('+')[0]}"
 
 
-def attempt(run) -> str:
-    """Nothing if `run()` goes through, else the error's name and first words."""
+def attempt(run, warned: str = "ignore") -> str:
+    """Nothing if `run()` goes through, else the error's name and first words. `warned`: what becomes of warnings."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter(warned)
             run()
     except Exception as error:
         return f"{type(error).__name__}: {textwrap.shorten(str(error).splitlines()[0], 90, placeholder=' ...')}"
