@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=further)
         gone = set(further)
         items[:] = [item for item in items if item not in gone]
-    together = dict.fromkeys(("test_dry_run", "test_articles", "test_articles_otherwise"), "dry runs")
+    together = dict.fromkeys(("test_dry_run", "test_articles"), "dry runs")
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             on_ranks = "ranks" in getattr(item, "fixturenames", ())

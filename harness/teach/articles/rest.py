@@ -3,6 +3,7 @@
 Most are sums of an article's own numbers, one expression each.
 """
 
+import copy
 import json
 import math
 import tempfile
@@ -44,7 +45,7 @@ claims.sharding_state("the state of 70B (its size is blank in our copy) cannot b
                       lambda: (f"16 bytes x {P70:,} = {16 * P70 / 1e12:.3g} TB; an H200 has 141 GB", 16 * P70 > 141e9))
 claims.frameworks("params x 2 + params x 12 make 16 bytes per parameter", SUM, "",
                   lambda: (f"2 + 12 = {2 + 12} bytes: the float32 master weights are missing", 2 + 12 == 16))
-claims.frameworks("its mixed-precision table gives the 112 GB that the text names", "the rows of the table added up", "",
+claims.frameworks("its mixed-precision table gives the 112 GB that the text names", "its rows added up", "",
                   lambda: ({"2 + 4 + 4 + 4 = 14 bytes": gb(14 * P7), "16 bytes": gb(16 * P7)}, about(14 * P7, 112e9)))
 claims.frameworks("DDP in its figure 2: 16 bytes per parameter", "the boxes of the figure added up",
                   "its 2 bytes of activations are counted in", lambda: (
@@ -64,7 +65,7 @@ claims.frameworks("140 GB over 64 ranks are writes of 2.2 GB", COUNTED, "",
                   lambda: (f"2 bytes x {P70:,} / 64 = {gb(2 * P70 / 64)}", about(2 * P70 / 64, 2.2e9, 0.02)))
 claims.frameworks("140 GB over 256 GPUs are 0.55 GB each", COUNTED, "",
                   lambda: (f"2 bytes x {P70:,} / 256 = {gb(2 * P70 / 256)}", about(2 * P70 / 256, 0.55e9, 0.02)))
-claims.frameworks("model and optimizer over 64 ranks: 2.2 GB each", "float32 weights and moments, 12 bytes per parameter",
+claims.frameworks("model and optimizer over 64 ranks: 2.2 GB each", "float32 weights and moments, 12 bytes each",
                   "only bfloat16 weights are saved, not the optimizer of its snippet", lambda: (
     f"{12 * 70 / 64:.3g} GB a rank for 70B", about(2 * 70 / 64, 2.2, 0.02), about(12 * 70 / 64, 2.2, 0.02)))
 claims.frameworks("an all-reduce of 14 GB over 8 ranks at 25 GB/s takes 9.8 s", "its own formula", "", lambda: (
@@ -75,10 +76,12 @@ claims.frameworks("InfiniBand's 200 Gbps (25 GB/s) in one place are its ~200 GB/
     f"200 Gbit/s are {LINK / 1e9:g} GB/s; 8 such links {8 * LINK / 1e9:g} GB/s", 8 * LINK == 200e9, LINK == 200e9))
 claims.frameworks("17.5 GB over 200 Gbps take 700 ms", SUM, "",
                   lambda: (f"17.5 GB at 25 GB/s: {17.5e9 / LINK * 1e3:.0f} ms", about(17.5e9 / LINK, 0.7)))
-claims.frameworks("syncing 140 GB of gradients over 8 replicas sends 140 GB / 8", "reduce-scatter's (N-1)/N", "", lambda: (
+claims.frameworks("syncing 140 GB of gradients over 8 replicas sends 140 GB / 8", "reduce-scatter's (N-1)/N", "",
+                  lambda: (
     {"GB per rank": 7 / 8 * 140, "cut by 4-way TP x 8-way PP first": 7 / 8 * 140 / 32},
     about(7 / 8 * 140, 17.5) or about(7 / 8 * 140 / 32, 17.5)))
-claims.frameworks("a tensor-parallel all-reduce takes ~200 ns on NVLink", "its own formula, bytes and bandwidth", "", lambda: (
+claims.frameworks("a tensor-parallel all-reduce takes ~200 ns on NVLink", "its own formula, bytes and bandwidth", "",
+                  lambda: (
     f"its formula for its 20 MB, 4 GPUs, 600 GB/s: {2 * 3 / 4 * 20e6 / 600e9 * 1e6:.0f} µs",
     2 * 3 / 4 * 20e6 / 600e9 <= 200e-9))
 claims.frameworks("NVLink 4.0 of an H100 has 600 GB/s in both directions", "the makers' numbers", "the GPU is an A100",
@@ -90,7 +93,8 @@ claims.frameworks("pipeline stages of 70B pass ~20 MB on per micro-batch", "toke
 claims.frameworks("1,000 GPUs failing at 0.01% a day: a failure every 10 hours", SUM, "", lambda: (
     f"one every {24 / (1000 * 0.0001):.0f} hours; every 10 hours would take {24 / 10 / 1000:.2%} a day",
     about(24 / (1000 * 0.0001), 10)))
-claims.frameworks("one rank at 140 ms instead of 100 makes every step 140 ms", "the slowest of its four ranks", "", lambda: (
+claims.frameworks("one rank at 140 ms instead of 100 makes every step 140 ms", "the slowest of its four ranks", "",
+                  lambda: (
     f"steps of {max(TIMES)} ms; the ranks wait {[max(TIMES) - own for own in TIMES]} ms", max(TIMES) == 140))
 claims.frameworks("one rank at 140 ms instead of 100 loses 40% of the throughput", SUM, "", lambda: (
     f"a step takes {140 / 100 - 1:.0%} more time, {1 - 100 / 140:.1%} less throughput", about(1 - 100 / 140, 0.4)))
@@ -102,9 +106,10 @@ claims.frameworks("two weeks of hourly saves of 10-20 minutes waste about 5 hour
 claims.frameworks("a save every 1,000 steps is one every ~4 hours", SUM, "a step takes about 14 s", lambda: (
     {"minutes at 14.4 s a step": 14.4 * 1000 / 60, "at its 100 ms + 700 ms": 0.8 * 1000 / 60},
     about(14.4 * 1000, 4 * 3600), about(0.8 * 1000, 4 * 3600)))
-claims.frameworks("140 GB by 64 ranks: 5 seconds instead of 20 minutes", "its own numbers, and the 70b preset's parameters",
-                  "the storage takes 28 GB/s in all, faster than 64 of its single writers, and weights alone are saved", lambda: (
-    f"64 writers, each as fast as the one, {600 / 64:.1f} to {1200 / 64:.1f} s; 5 s are {gb(2 * P70 / 5)}/s in all, and "
+claims.frameworks("140 GB by 64 ranks: 5 seconds instead of 20 minutes", f"{SUM}; {COUNTED}",
+                  "the storage takes 28 GB/s in all, faster than 64 of its single writers, and weights alone are saved",
+                  lambda: (
+    f"64 writers, each as fast as one, {600 / 64:.1f} to {1200 / 64:.1f} s; 5 s are {gb(2 * P70 / 5)}/s in all, and "
     f"with AdamW's state {12 / 2 * 5:.0f} s (computed, nothing was written)", 2 * P70 / 28e9 <= 5.05, 600 / 64 <= 5.05))
 claims.frameworks("saving takes ~30 seconds every ~4 hours", "set against its 5 seconds",
                   "the optimizer's state is saved as well, and training waits", lambda: (
@@ -118,8 +123,8 @@ claims.frameworks("its figure 3 shows 8-way tensor parallelism", "GPUs drawn per
     f"4 GPUs drawn per stage; 256 / (8 replicas x 4 stages) = {256 // (8 * 4)}", 256 // (8 * 4) == 4))
 claims.frameworks("its accumulation loop uses every micro-batch", "steps after each 4th of 8 and of 10 micro-batches",
                   "K divides their number", lambda: (
-    f"of 8 micro-batches {8 // 4 * 4} reach a step, of 10 {10 // 4 * 4}; the gradients of the others are lost by the next "
-    "zero_grad(), or count in the next epoch's first step", 8 // 4 * 4 == 8, 10 // 4 * 4 == 10))
+    f"of 8 micro-batches {8 // 4 * 4} reach a step, of 10 {10 // 4 * 4}; the gradients of the others are lost by the "
+    "next zero_grad(), or count in the next epoch's first step", 8 // 4 * 4 == 8, 10 // 4 * 4 == 10))
 # fmt: on
 
 # Pipelines and tensor parallelism.
@@ -146,7 +151,7 @@ def forward_all_reduces(plan: dict) -> int:
     return [collective.kind for collective in ledger.collectives].count(runs.ALL_REDUCE)
 
 
-@claims.frameworks("tensor parallelism all-reduces after every layer", "an MLP under torch's tensor parallelism on 8 ranks",
+@claims.frameworks("tensor parallelism all-reduces after every layer", "an MLP under torch's, on 8 ranks",
                    "a layer is a column-parallel matrix and the row-parallel one behind it")  # fmt: skip
 def tensor_parallel_all_reduces():
     columns = forward_all_reduces({"0": ColwiseParallel(output_layouts=Replicate())})
@@ -172,9 +177,10 @@ claims.frameworks("GPipe's micro-batches reduce the bubble", FORMULA, "", lambda
     f"4 stages: idle {idle(4, 1):.1%} with the batch as one, {idle(4, 8):.1%} in 8 parts", idle(4, 8) < idle(4, 1)))
 # 1F1B that is emptied idles as GPipe does: it saves activations.
 claims.frameworks("PipeDream's schedule reduces the bubble further", FORMULA,
-                  "the pipeline is never emptied, so that weights are old; emptied, it saves activations and no time", lambda: (
-    f"idle: GPipe and 1F1B {idle(4, 8):.1%} if emptied after each batch, {idle(4, 80):.1%} if never in 10; micro-batches "
-    "kept by the first of 4 stages: 8 and 4", idle(4, 80) < idle(4, 8), idle(4, 8) < idle(4, 8)))
+                  "the pipeline is never emptied, so that weights are old; emptied, it saves activations and no time",
+                  lambda: (
+    f"idle: GPipe and 1F1B {idle(4, 8):.1%} if emptied after each batch, {idle(4, 80):.1%} if never in 10; "
+    "micro-batches kept by the first of 4 stages: 8 and 4", idle(4, 80) < idle(4, 8), idle(4, 8) < idle(4, 8)))
 claims.frameworks("more micro-batches shrink the bubble", FORMULA, "", lambda: (
     "4 stages, idle: " + listed({n: f"{idle(4, n):.1%}" for n in (4, 8, 16, 64)}, "{1} with {0}"),
     idle(4, 4) > idle(4, 8) > idle(4, 16) > idle(4, 64)))
@@ -191,7 +197,8 @@ claims.frameworks("the price of interleaving is twice the communication, in all-
                   "messages between 4 stages, and between 8 pieces of them", "", lambda: (
     f"messages of 8 micro-batches: {8 * (4 - 1)} and {8 * (8 - 1)}, and none is an all-reduce", about(7 / 3, 2, 0.02)))
 # Of a step that hides its communication.
-claims.frameworks("a layer of 70B computes for 100 ms", ASSUMED, "one GPU computes the layer, for about 8,000 tokens", lambda: (
+claims.frameworks("a layer of 70B computes for 100 ms", ASSUMED, "one GPU computes the layer, for about 8,000 tokens",
+                  lambda: (
     {"predicted ms per block, 8,192 tokens, forward twice and backward": (each := predicted(
         "70b", 64, **LONG).times.compute / 86 * 1e3), "on each of 4 GPUs": each / 4},
     about(each, 100, 0.25), about(each / 4, 100, 0.25)))
@@ -244,7 +251,7 @@ def longest(together: int) -> float:
 
 
 def largest_rate(momentum: float, old: int, together: int) -> float:
-    """Up to which learning rate SGD minimises x²/2, if it adds `together` gradients at the x of `old` updates before."""
+    """Up to which learning rate SGD minimises x²/2, if it adds `together` gradients at the x before `old` updates."""
 
     def distance(rate: float) -> float:
         seen, speed = [1.0] * (old + 1), 0.0
@@ -271,7 +278,7 @@ def sensitive_to_old_gradients():
 LENGTHS = [32 * 2**power for power in range(8)]
 EIGHT = "a sum: 8 ranks, 8 steps, 8 sequences of each of 32, 64 ... 4,096 tokens; the longest of a step decides"
 claims.frameworks("uneven sequence lengths make stragglers", EIGHT, "", lambda: (
-    f"one of each length in a step: ranks wait {1 - sum(LENGTHS) / 8 / max(LENGTHS):.0%} of the time; with equal lengths 0%",
+    f"one of each length in a step: ranks wait {1 - sum(LENGTHS) / 8 / max(LENGTHS):.0%} of the time; of one 0%",
     sum(LENGTHS) / 8 < 0.8 * max(LENGTHS)))
 claims.frameworks("bucketing or padding evens out uneven lengths", EIGHT,
                   "it is bucketing; padding turns waiting into work for nothing, and is no faster", lambda: (
@@ -279,7 +286,7 @@ claims.frameworks("bucketing or padding evens out uneven lengths", EIGHT,
     sum(LENGTHS) < 0.95 * 8 * max(LENGTHS), False))
 claims.frameworks("gradient accumulation mitigates stragglers", "8 ranks, one micro-batch in 8 takes 40% longer",
                   "the slow rank is another one each time", lambda: (
-    f"mean time of a micro-batch, 1 and 8 per step: slow is now this rank, now that {longest(1):.2f}, {longest(8):.2f}; "
+    f"mean time of a micro-batch, 1 and 8 per step: slow is this rank, then that {longest(1):.2f}, {longest(8):.2f}; "
     "always one rank 1.40, 1.40", longest(8) < 0.95 * longest(1), False))
 # fmt: on
 
@@ -332,10 +339,7 @@ def fragile():
     model = chain(2)
     nn.utils.vector_to_parameters(torch.full((2 * 64 * 64,), 2.0), model.parameters())
     with runs.one_rank(), tempfile.TemporaryDirectory() as folder:
-        state, theirs = (
-            {"model": {name: value.clone() for name, value in model.state_dict().items()}},
-            Path(folder, "a"),
-        )
+        theirs, state = Path(folder, "a"), {"model": copy.deepcopy(model.state_dict())}
         dcp.save(state, checkpoint_id=theirs)
         engine = runs.build("zero3", model)
         ours = checkpoint.save(engine, Path(folder, "b")).path
@@ -496,7 +500,8 @@ claims.frameworks("bfloat16 never overflows", "large numbers cast",
 claims.frameworks("float16 overflows easily", "numbers around 65,504 cast", "", lambda: (
     {f"{value:,.0f}": f"{cast(value):g}" for value in (65_504.0, 70_000.0)}, cast(70_000.0) == math.inf))
 # The scaler multiplies the loss: good for gradients that are too small, no help for values that are too large.
-claims.frameworks("a loss scaler is for float16's overflow", "a small and a large number, with and without a scale", "", lambda: (
+claims.frameworks("a loss scaler is for float16's overflow", "a small and a large number, with and without a scale", "",
+                  lambda: (
     {"1e-8 in float16": cast(1e-8), "through a scaled loss": cast(1e-8 * 2**16) / 2**16, "70,000": cast(70_000.0),
      "70,000 scaled": cast(70_000.0 * 2**16)}, cast(70_000.0 * 2**16) < math.inf))
 # fmt: on

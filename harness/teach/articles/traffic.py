@@ -57,19 +57,19 @@ def overcommunicates():
                       "compared with a ZeRO-1 that all-reduces, not with DDP")  # fmt: skip
 def zero2_saves_bandwidth():
     found = sent("zero1", "zero2", "ddp")
-    return listed(found, "{} {:.4g}Ψ"), found["zero2"] < found["zero1"], found["zero2"] < found["ddp"]
+    return listed(found, "{} {}Ψ"), found["zero2"] < found["zero1"], found["zero2"] < found["ddp"]
 
 
 @claims.multiple_gpus("ZeRO-2 costs what ZeRO-1 does, so nobody would use ZeRO-1",
                       "1 to 4 micro-batches per step, collectives counted",
-                      "ZeRO-1 all-reduces as this article's does, and at most 2 micro-batches are accumulated; or under "
-                      "no_sync() with whole gradients")  # fmt: skip
+                      "ZeRO-1 all-reduces, as this article's does, and at most 2 micro-batches are accumulated; or "
+                      "under no_sync() with whole gradients")  # fmt: skip
 def never_zero1():
     """ZeRO-2 under no_sync() is a ZeRO-1 that reduce-scatters: whole gradients, sent once."""
     found = {number: sent("zero1", "zero2", micro_batches=number) for number in (1, 2, 3, 4)}
     ours, quiet = step("zero1", micro_batches=4), step("zero2", micro_batches=4, no_sync=True)
     measured = "Ψ sent by ZeRO-1 and ZeRO-2 for K micro-batches: "
-    measured += listed({number: tuple(both.values()) for number, both in found.items()}, "K={}: {:g} and {:g}")
+    measured += listed({number: tuple(both.values()) for number, both in found.items()}, "K={}: {} and {}")
     measured += f"; whole gradients reduce-scattered once (ZeRO-2 under no_sync()) {quiet.sent():g} for any K, at a "
     measured += f"peak of {quiet.peak / quiet.parameters:.3g}Ψ bytes against ZeRO-1's "
     measured += f"{ours.peak / ours.parameters:.3g}Ψ: beside such a ZeRO-1, ZeRO-2 costs the same for K=1 alone"
@@ -84,7 +84,7 @@ def never_zero1():
 def memory_for_traffic():
     ddp = step("ddp")
     paid = {name: (step(name).sent() / ddp.sent(), step(name).state / ddp.state) for name in ("zero2", "zero3")}
-    measured = listed(paid, "{} {:.3g}x traffic for {:.3g}x state") + " of DDP's"
+    measured = listed(paid, "{} {}x traffic for {}x state") + " of DDP's"
     return measured, paid["zero3"][0] > 1.01, paid["zero2"][0] > 1.01
 
 
@@ -127,7 +127,7 @@ def zero3_half_as_much_again():
     }
     all_freed, fsdp2, with_root, kept = ratios.values()
     met = about(all_freed, 1.5) and about(fsdp2, 1.5) and with_root < 1.5
-    return listed(ratios, "{} x{:.3g}"), met, kept > 1.4
+    return listed(ratios, "{} x{}"), met, kept > 1.4
 
 
 @claims.frameworks("ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
@@ -143,7 +143,7 @@ def per_unit_and_pass():
             del engine, loss
         kinds = [[c.kind for c in ledger.collectives] for ledger in (in_forward, in_backward)]
         counts[name] = tuple(kind.count(what) / len(chain()) for kind in kinds for what in (GATHER, REDUCE))
-    form = "{}: forward {:g} all-gather, {:g} reduce-scatter; backward {:g} and {:g}"
+    form = "{}: forward {} all-gather, {} reduce-scatter; backward {} and {}"
     return listed(counts, form, "; "), (3, 1, 3, 1) in counts.values()
 
 
@@ -171,7 +171,7 @@ def own_part_only():
 def fsdp_is_zero3():
     found = {name: (step(name, toy).sent(), step(name, toy).state) for name in ("zero3", "fsdp1", "fsdp2")}
     alike = all(about(one, ours) for run in found.values() for one, ours in zip(run, found["zero3"]))
-    return "sent and held: " + listed(found, "{} {:.4g}Ψ and {:,} bytes"), alike
+    return "sent and held: " + listed(found, "{} {}Ψ and {} bytes"), alike
 
 
 def adapted_gpt():
@@ -191,7 +191,7 @@ def fsdp1_beside_fsdp2():
         old, new = step("fsdp1", model), step("fsdp2", model)
         found[what] = old.peak / 1e6, new.peak / 1e6, old.sent(), new.sent()
         better[what] = new.peak < 0.95 * old.peak or new.sent() < 0.95 * old.sent()
-    measured = listed(found, "{}: peak {:.2f} and {:.2f} MB, sent {:.2f}Ψ and {:.2f}Ψ", "; ")
+    measured = listed(found, "{}: peak {} and {} MB, sent {}Ψ and {}Ψ", "; ")
     return f"FSDP1 and FSDP2, {measured}", better["two thirds frozen"], better["all trained"]
 
 
@@ -221,7 +221,7 @@ def small_buckets():
     counts = [len(run.collectives) for run in runs.values()]
     volumes = [run.sent() for run in runs.values()]
     same = about(max(volumes), min(volumes), 0.01)
-    measured = "collectives per step by bucket size: " + listed(dict(zip(runs, counts)), "{:g} MiB: {}")
+    measured = "collectives per step by bucket size: " + listed(dict(zip(runs, counts)), "{} MiB: {}")
     falling = counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
     return f"{measured}; bytes the same: {same}", same and falling
 
@@ -233,7 +233,7 @@ long_chain = partial(chain, 16)
 def large_buckets():
     runs = {size: step("zero2", long_chain, bucket_mb=size) for size in (0, 0.0625, 0.25, 25)}
     peaks = [run.peak / run.parameters for run in runs.values()]
-    measured = "peak of ZeRO-2 by bucket size: " + listed(dict(zip(runs, peaks)), "{:g} MiB {:.3g}Ψ") + " bytes"
+    measured = "peak of ZeRO-2 by bucket size: " + listed(dict(zip(runs, peaks)), "{} MiB {}Ψ") + " bytes"
     return measured, peaks == sorted(peaks) and peaks[-1] > peaks[0] + 2
 
 
@@ -259,7 +259,7 @@ def bad_wrapping():
         sizes = [c.whole_bytes for c in collectives("zero3", toy, units=units) if c.kind == GATHER]
         found[what] = len(sizes), sum(sizes) / step("zero3", toy).parameter_bytes
     (layers, volume), (blocks, least), _ = found.values()
-    measured = "all-gathers per step of a 2-block GPT: " + listed(found, "{1} with {0} ({2:.4g}Ψ)")
+    measured = "all-gathers per step of a 2-block GPT: " + listed(found, "{1} with {0} ({2}Ψ)")
     return measured, layers > 3 * blocks and about(volume, least, 0.05)
 
 
@@ -336,7 +336,7 @@ def most_gathered(model_of, **options) -> float:
                        "gathered bytes through a step of ZeRO-3")  # fmt: skip
 def freed_right_away():
     at_once = {layers: layers * most_gathered(partial(chain, layers)) for layers in (4, 8, 16)}
-    measured = "most layers gathered at once: " + listed(at_once, "{1:.3g} of {0}") + " (at work, and prefetched)"
+    measured = "most layers gathered at once: " + listed(at_once, "{1} of {0}") + " (at work, and prefetched)"
     return measured, max(at_once.values()) <= 2.01
 
 
@@ -372,7 +372,7 @@ def same_passes():
         with running(name, small_gpt) as engine, FlopCounterMode(display=False) as counter:
             forward(engine).backward()
             flops[name] = counter.get_total_flops()
-    return "FLOPs of forward and backward: " + listed(flops, "{} {:,}"), len(set(flops.values())) == 1
+    return "FLOPs of forward and backward: " + listed(flops, "{} {}"), len(set(flops.values())) == 1
 
 
 # In which order.
