@@ -6,6 +6,9 @@ measurements: 5% in the median, up to 18% for tokens per second.
 
 import functools
 from dataclasses import replace
+from functools import partial
+
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from harness.measure.gpus import flops_per_token
 from harness.measure.planner.engines import Setup
@@ -15,6 +18,7 @@ from harness.measure.planner.predict import Prediction, predict
 from harness.measure.planner.published import OUT_OF_MEMORY, ROWS
 from harness.run.model import GPTConfig, preset
 from harness.teach.articles.claim import Claims, gb, listed
+from harness.teach.articles.runs import GATHER, gpt, step
 
 claims = Claims()
 H100 = Cluster(GPUS["h100"])  # nodes of 8, 400 GB/s of network each
@@ -124,16 +128,20 @@ def fifteen_per_cent():
 
 
 @claims.scaling("layers from 10,000 parameters on are units of their own (min_num_params)",
-                "gathers of a block's matrices, each by itself and as one, priced", "layers are large")  # fmt: skip
+                "one step of FSDP1 with its policy, gathers counted and priced", "layers are large")  # fmt: skip
 def units_by_size():
-    """How many times as long do the gathers of one block take in a node, by layers instead of as one?"""
+    """Whether that costs time: gathers counted on a small GPT, and those of a block priced, by layers and as one."""
+    model = partial(gpt, layers=4, width=64, tied=False)
+    policy = partial(size_based_auto_wrap_policy, min_num_params=10_000)
+    layers, blocks = (step("fsdp1", model, **own).count[GATHER] for own in ({"auto_wrap_policy": policy}, {}))
     times = {}
     for width in (4_096, 768):
         sizes = [2 * parts * width**2 for parts in (3, 1, 4, 4)]  # bytes of its four matrices in bfloat16
         seconds = [H100.collective_seconds(Collective(COMPUTE, "all-gather", size, 8, 1, ""))
                    for size in (*sizes, sum(sizes))]  # fmt: skip
         times[width] = sum(seconds[:-1]) / seconds[-1]
-    measured = "predicted time of a block's gathers by layers, 8 H100: " + listed(times, "width {} x{}")
+    measured = f"all-gathers of a step: {layers}, with a unit per block {blocks}; predicted time of a block's gathers, "
+    measured += "8 H100: " + listed(times, "width {} x{}")
     return measured, *(longer < 1.25 for longer in times.values())
 
 

@@ -39,25 +39,16 @@ claims = Claims()
 STEP = "one step of {}, a fake group of 8, collectives counted"
 
 
-def sent(*names: str, **options) -> dict[str, float]:
-    """{engine: elements that a rank sends in a step, in Ψ}"""
-    return {name: step(name, **options).sent() for name in names}
-
-
 # How much is sent.
 
 
-@claims.multiple_gpus("ZeRO-1's all-reduce sends more than its ranks can use", STEP.format("ZeRO-1 and -2"))
-def overcommunicates():
-    whole, part = step("zero1").sent(ALL_REDUCE), step("zero2").sent(REDUCE)
-    return f"all-reduce {whole:.4g}Ψ; the reduce-scatter that suffices {part:.4g}Ψ", about(whole, 2 * part)
+def psi(name: str, *kinds: str, model=chain, **options) -> float:
+    """Elements that a rank sends in a step by these collectives, or all, in Ψ."""
+    return step(name, model, **options).sent(*kinds)
 
 
-@claims.multiple_gpus("ZeRO-2 saves bandwidth as well as memory", STEP.format("DDP, ZeRO-1 and -2"),
-                      "compared with a ZeRO-1 that all-reduces, not with DDP")  # fmt: skip
-def zero2_saves_bandwidth():
-    found = sent("zero1", "zero2", "ddp")
-    return listed(found, "{} {}Ψ"), found["zero2"] < found["zero1"], found["zero2"] < found["ddp"]
+def sent(*names: str) -> str:
+    return listed({name: psi(name) for name in names}, "{} {}Ψ")
 
 
 @claims.multiple_gpus("ZeRO-2 costs what ZeRO-1 does, so nobody would use ZeRO-1",
@@ -66,68 +57,93 @@ def zero2_saves_bandwidth():
                       "under no_sync() with whole gradients")  # fmt: skip
 def never_zero1():
     """ZeRO-2 under no_sync() is a ZeRO-1 that reduce-scatters: whole gradients, sent once."""
-    found = {number: sent("zero1", "zero2", micro_batches=number) for number in (1, 2, 3, 4)}
+    found = {n: (psi("zero1", micro_batches=n), psi("zero2", micro_batches=n)) for n in (1, 2, 3, 4)}
     ours, quiet = step("zero1", micro_batches=4), step("zero2", micro_batches=4, no_sync=True)
     measured = "Ψ sent by ZeRO-1 and ZeRO-2 for K micro-batches: "
-    measured += listed({number: tuple(both.values()) for number, both in found.items()}, "K={}: {} and {}")
+    measured += listed(found, "K={}: {} and {}")
     measured += f"; whole gradients reduce-scattered once (ZeRO-2 under no_sync()) {quiet.sent():g} for any K, at a "
     measured += f"peak of {quiet.peak / quiet.parameters:.3g}Ψ bytes against ZeRO-1's "
     measured += f"{ours.peak / ours.parameters:.3g}Ψ: beside such a ZeRO-1, ZeRO-2 costs the same for K=1 alone"
-    as_cheap = {number: both["zero2"] <= both["zero1"] for number, both in found.items()}
+    as_cheap = {n: zero2 <= zero1 for n, (zero1, zero2) in found.items()}
     return measured, as_cheap[1] and as_cheap[2] and quiet.sent() <= ours.sent(), as_cheap[3]
 
 
-@claims.multiple_gpus("ZeRO pays for memory with communication", STEP.format("DDP, ZeRO-2 and -3"),
-                      "the parameters are sharded too (ZeRO-3)")  # fmt: skip
-@claims.sharding_state("sharding trades memory for communication", STEP.format("DDP, ZeRO-2 and -3"),
-                       "the parameters are sharded too (ZeRO-3)")  # fmt: skip
-def memory_for_traffic():
-    ddp = step("ddp")
-    paid = {name: (step(name).sent() / ddp.sent(), step(name).state / ddp.state) for name in ("zero2", "zero3")}
-    measured = listed(paid, "{} {}x traffic for {}x state") + " of DDP's"
-    return measured, paid["zero3"][0] > 1.01, paid["zero2"][0] > 1.01
+def ring(ranks: int = 8, chunk: int = 3) -> tuple[float, bool]:
+    """Run a ring all-reduce in one process: (what one rank sends, as a share of the buffer; are the sums right?)."""
+    data = [torch.arange(rank, rank + ranks * chunk).view(ranks, chunk) for rank in range(ranks)]
+    expected, sent = sum(data), 0
+    for first in (0, 1):  # the turns that reduce, and those that gather
+        for turn in range(ranks - 1):
+            index = [(rank + first - turn) % ranks for rank in range(ranks)]
+            messages = [data[rank][index[rank]].clone() for rank in range(ranks)]
+            sent += messages[0].numel()
+            for rank, message in enumerate(messages):
+                target = data[(rank + 1) % ranks][index[rank]]
+                target.copy_(message if first else message + target)
+    return sent / expected.numel(), all(torch.equal(one, expected) for one in data)
 
 
-@claims.sharding_state("ZeRO-1 and -2 communicate less than full sharding", STEP.format("the three stages"),
-                       "gradients are reduce-scattered")  # fmt: skip
-def less_than_full_sharding():
-    found = sent("zero1", "zero2", "zero3")
-    measured = "ZeRO-1 with an all-reduce {:.4g}Ψ, ZeRO-2 {:.4g}Ψ, ZeRO-3 {:.4g}Ψ".format(*found.values())
-    return measured, found["zero2"] < found["zero3"], found["zero1"] < found["zero3"]
-
-
-@claims.scaling("ZeRO-1 saves memory at no more communication", STEP.format("DDP, ZeRO-1 and -2"),
-                "gradients are reduce-scattered, as the volume that the ZeRO paper gives for it takes, and not "
-                "all-reduced (another article's ZeRO-1)")  # fmt: skip
-def zero1_free_of_charge():
-    ddp, all_reduced, scattered = sent("ddp", "zero1", "zero2").values()
-    measured = f"DDP {ddp:.4g}Ψ; all-reduce + all-gather {all_reduced:.4g}Ψ; reduce-scatter + all-gather "
-    return f"{measured}{scattered:.4g}Ψ", about(scattered, ddp), about(all_reduced, ddp)
-
-
-@claims.scaling("communication: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high", STEP.format("every stage"))
-def low_medium_high():
-    ddp, zero1, zero2, zero3 = sent("ddp", "zero1", "zero2", "zero3").values()
-    measured = f"DDP {ddp:.4g}Ψ, ZeRO-1 {zero1:.4g}Ψ ({zero2:.4g}Ψ if it reduce-scatters), ZeRO-2 {zero2:.4g}Ψ, ZeRO-3 "
-    return f"{measured}{zero3:.4g}Ψ", ddp < min(zero1, zero2) and max(zero1, zero2) < zero3
-
-
+# fmt: off
 ALL_FREED = "every parameter is freed after forward; what stays gathered is gathered once and not twice"
-
-
-@claims.frameworks("ZeRO-3's volume is about 1.5 times DDP's", STEP.format("DDP, ZeRO-3, FSDP2"), ALL_FREED)
-@claims.wordpress("ZeRO-3 sends 50% more than DDP", STEP.format("DDP, ZeRO-3, FSDP2"), ALL_FREED)
-def zero3_half_as_much_again():
-    ddp = step("ddp").sent()
-    ratios = {
-        "every parameter in a unit": step("zero3").sent() / ddp,
-        "fsdp2": step("fsdp2").sent() / ddp,
-        "a GPT, whose root stays gathered into backward": step("zero3", toy).sent() / step("ddp", toy).sent(),
-        "units that stay gathered into backward": step("zero3", reshard_after_forward=False).sent() / ddp,
-    }
-    all_freed, fsdp2, with_root, kept = ratios.values()
-    met = about(all_freed, 1.5) and about(fsdp2, 1.5) and with_root < 1.5
-    return listed(ratios, "{} x{}"), met, kept > 1.4
+SHARDED = "the parameters are sharded too (ZeRO-3)"
+claims.frameworks("an all-reduce sends 2 (N-1)/N of the buffer", "a ring of 8 run in one process", "", lambda: (
+    "{} of the buffer per rank; sums right: {}".format(*ring()), ring() == (2 * 7 / 8, True)))
+claims.multiple_gpus("ZeRO-1's all-reduce sends more than its ranks can use", STEP.format("ZeRO-1 and -2"), "",
+                     lambda: (
+    {"Ψ of the all-reduce": psi("zero1", ALL_REDUCE), "of the reduce-scatter that suffices": psi("zero2", REDUCE)},
+    about(psi("zero1", ALL_REDUCE), 2 * psi("zero2", REDUCE))))
+claims.multiple_gpus("ZeRO-2 saves bandwidth as well as memory", STEP.format("DDP, ZeRO-1 and -2"),
+                     "compared with a ZeRO-1 that all-reduces, not with DDP",
+                     lambda: (sent("zero1", "zero2", "ddp"), psi("zero2") < psi("zero1"), psi("zero2") < psi("ddp")))
+for article, words in ((claims.multiple_gpus, "ZeRO pays for memory with communication"),
+                       (claims.sharding_state, "sharding trades memory for communication")):
+    article(words, STEP.format("DDP, ZeRO-2 and -3"), SHARDED, lambda: (
+        listed({n: (psi(n) / psi("ddp"), step(n).state / step("ddp").state) for n in ("zero2", "zero3")},
+               "{} {}x traffic for {}x state") + " of DDP's",
+        psi("zero3") > 1.01 * psi("ddp"), psi("zero2") > 1.01 * psi("ddp")))
+claims.sharding_state("ZeRO-1 and -2 communicate less than full sharding", STEP.format("the three stages"),
+                      "gradients are reduce-scattered", lambda: (
+    sent("zero1", "zero2", "zero3"), psi("zero2") < psi("zero3"), psi("zero1") < psi("zero3")))
+# ZeRO-2 sends what a ZeRO-1 does that reduce-scatters.
+claims.scaling("ZeRO-1 saves memory at no more communication", STEP.format("DDP, ZeRO-1 and -2"),
+               "gradients are reduce-scattered, which has the volume that the ZeRO paper gives, and not all-reduced "
+               "(another article's ZeRO-1)", lambda: (
+    f"DDP {psi('ddp'):g}Ψ; all-reduce + all-gather {psi('zero1'):g}Ψ; reduce-scatter + all-gather {psi('zero2'):g}Ψ",
+    about(psi("zero2"), psi("ddp")), about(psi("zero1"), psi("ddp"))))
+claims.scaling("communication: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high", STEP.format("every stage"), "", lambda: (
+    sent("ddp", "zero1", "zero2", "zero3"),
+    psi("ddp") < min(psi("zero1"), psi("zero2")) and max(psi("zero1"), psi("zero2")) < psi("zero3")))
+for article, words in ((claims.frameworks, "ZeRO-3's volume is about 1.5 times DDP's"),
+                       (claims.wordpress, "ZeRO-3 sends 50% more than DDP")):
+    article(words, STEP.format("DDP, ZeRO-3, FSDP2"), ALL_FREED, lambda: (
+        "times DDP's: " + listed({
+            "zero3": psi("zero3") / psi("ddp"), "fsdp2": psi("fsdp2") / psi("ddp"),
+            "a GPT, whose root stays gathered into backward": psi("zero3", model=toy) / psi("ddp", model=toy),
+            "units that stay gathered into backward": psi("zero3", reshard_after_forward=False) / psi("ddp")}),
+        all(about(psi(n), 1.5 * psi("ddp")) for n in ("zero3", "fsdp2")) and psi("zero3", model=toy) < 3,
+        about(psi("zero3", reshard_after_forward=False), 1.5 * psi("ddp"))))
+claims.scaling("each rank receives only the gradients of what it owns", STEP.format("ZeRO-2"), "", lambda: (
+    {REDUCE: step("zero2").count[REDUCE], ALL_REDUCE: step("zero2").count[ALL_REDUCE],
+     "share of the gradients that a rank keeps": step("zero2").held["gradients"] / step("zero2").parameter_bytes},
+    step("zero2").count[ALL_REDUCE] == 0
+    and about(step("zero2").held["gradients"], step("zero2").parameter_bytes / 8)))
+claims.scaling("FSDP is ZeRO-3", "FSDP1, FSDP2 and our ZeRO-3 on one GPT", "", lambda: (
+    listed({n: (psi(n, model=toy), step(n, toy).state) for n in ("zero3", "fsdp1", "fsdp2")}, "{} sends {}Ψ, has {} B"),
+    all(about(psi(n, model=toy), psi("zero3", model=toy)) and about(step(n, toy).state, step("zero3", toy).state)
+        for n in ("fsdp1", "fsdp2"))))
+claims.sharding_state("an all-reduce may be needed, depending on the strategy",
+                      "fully_shard over 8 and over 2 x 4 ranks", "", lambda: (
+    {"all-reduces per step of 8 units, 8 shards": step("fsdp2").count[ALL_REDUCE],
+     "2 copies x 4 shards": step("fsdp2", replicas=2).count[ALL_REDUCE]},
+    step("fsdp2", replicas=2).count[ALL_REDUCE] > step("fsdp2").count[ALL_REDUCE] == 0))
+claims.frameworks("accumulating K micro-batches means K times fewer all-reduces", "real DDP, 4 micro-batches",
+                  "all but the last micro-batch run under no_sync()", lambda: (
+    {"all-reduces of 4 micro-batches as written": step("ddp", micro_batches=4).count[ALL_REDUCE],
+     "with no_sync()": step("ddp", micro_batches=4, no_sync=True).count[ALL_REDUCE],
+     "of one": step("ddp").count[ALL_REDUCE]},
+    step("ddp", micro_batches=4, no_sync=True).count == step("ddp").count,
+    step("ddp", micro_batches=4).count == step("ddp").count))
+# fmt: on
 
 
 @claims.frameworks("ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
@@ -159,21 +175,6 @@ def broadcasts():
     return f"8 broadcasts {in_turns} bytes, 1 all-gather {at_once}; a step has {issued} broadcasts", in_turns == at_once
 
 
-@claims.scaling("each rank receives only the gradients of what it owns", STEP.format("ZeRO-2"))
-def own_part_only():
-    run = step("zero2")
-    share = run.held["gradients"] / run.parameter_bytes
-    measured = f"on gradients {run.count[REDUCE]} reduce-scatter, {run.count[ALL_REDUCE]} all-reduce; a rank keeps "
-    return f"{measured}{share:g} of them", run.count[ALL_REDUCE] == 0 and about(share, 1 / 8)
-
-
-@claims.scaling("FSDP is ZeRO-3", "FSDP1, FSDP2 and our ZeRO-3 on one GPT")
-def fsdp_is_zero3():
-    found = {name: (step(name, toy).sent(), step(name, toy).state) for name in ("zero3", "fsdp1", "fsdp2")}
-    alike = all(about(one, ours) for run in found.values() for one, ours in zip(run, found["zero3"]))
-    return "sent and held: " + listed(found, "{} {}Ψ and {} bytes"), alike
-
-
 def adapted_gpt():
     """All frozen but the last matrix of each block's MLP, as fine-tuning freezes."""
     model = small_gpt()
@@ -195,24 +196,7 @@ def fsdp1_beside_fsdp2():
     return f"FSDP1 and FSDP2, {measured}", better["two thirds frozen"], better["all trained"]
 
 
-@claims.sharding_state("an all-reduce may be needed, depending on the strategy",
-                       "fully_shard over 8 and over 2 x 4 ranks")  # fmt: skip
-def sharded_replicas():
-    hybrid = [collective.kind for collective in collectives("fsdp2", replicas=2)].count(ALL_REDUCE)
-    full = step("fsdp2").count[ALL_REDUCE]
-    return f"all-reduces per step of 8 units: 2 copies x 4 shards {hybrid}, 8 shards {full}", hybrid > full == 0
-
-
 # Accumulation, buckets and units.
-
-
-@claims.frameworks("accumulating K micro-batches means K times fewer all-reduces", "real DDP, 4 micro-batches",
-                   "all but the last micro-batch run under no_sync()")  # fmt: skip
-def accumulation_in_ddp():
-    plain, quiet = (step("ddp", micro_batches=4, no_sync=no_sync).count[ALL_REDUCE] for no_sync in (False, True))
-    one = step("ddp").count[ALL_REDUCE]
-    measured = f"K = 4 under DDP: {plain} all-reduces as written, {quiet} with no_sync(), {one} without accumulation"
-    return measured, quiet == one, plain == one
 
 
 @claims.sharding_state("too-small buckets increase overhead", "ZeRO-2 on a GPT, collectives by bucket size")
@@ -293,7 +277,7 @@ def per_parameter_dtensor():
     with running("fsdp2") as engine:
         params = list(engine.model.parameters())
         share = storage_bytes(params) / whole
-        kept = {tuple(param.shape): tuple(param.to_local().shape) for param in params}
+        kept = {str(tuple(param.shape)): str(tuple(param.to_local().shape)) for param in params}
         kinds = {type(param).__name__ for param in params}
     measured = f"{'/'.join(kinds)} parameters, {listed(kept, '{0} kept as {1}')}; {share:g} of the bytes"
     return measured, kinds == {"DTensor"} and about(share, 1 / 8)
