@@ -45,12 +45,12 @@ class Claim:
 class Claims(list):
     """A subject's claims: `claims.frameworks(claim, ran, when, run)` adds one that the article of that name makes.
 
-    Without a `run` it is a decorator of the function that is the run.
+    Without a `run` it is a decorator of the function that is the run. `options`: a `tolerance` for all.
     """
 
-    def __init__(self):
+    def __init__(self, **options):
         self.multiple_gpus, self.sharding_state, self.frameworks, self.scaling, self.wordpress = (
-            partial(self.add, article) for article in ARTICLES
+            partial(self.add, article, **options) for article in ARTICLES
         )
 
     def add(self, article: str, claim: str, ran: str, when: str = "", run=None, **options):

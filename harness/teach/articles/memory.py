@@ -75,20 +75,17 @@ def before_the_first_batch() -> tuple:
 # fmt: off
 DRY = "dry run of {} at 7B on 8 ranks"
 BF16 = DRY.format("ZeRO-3") + ", bf16, batch 4 x 2048"
-claims.multiple_gpus("7B in fp32 under DDP: 28 + 28 + 56 = 112 GB", DRY.format("DDP"), "",
-                     partial(table_7b, "ddp", 28, 28, 56))
-claims.multiple_gpus("under ZeRO-1: 28 + 28 + 7 = 63 GB", DRY.format("ZeRO-1"), "",
-                     partial(table_7b, "zero1", 28, 28, 7))
-claims.multiple_gpus("under ZeRO-2: 28 + 3.5 + 7 = 38.5 GB", DRY.format("ZeRO-2"), "",
-                     partial(table_7b, "zero2", 28, 3.5, 7))
-claims.multiple_gpus("under ZeRO-3: 3.5 + 3.5 + 7 = 14 GB", DRY.format("ZeRO-3"), "",
-                     partial(table_7b, "zero3", 3.5, 3.5, 7))
+for article, words, name, engine, *claimed in (
+    (claims.multiple_gpus, "7B in fp32 under DDP: 28 + 28 + 56 = 112 GB", "DDP", "ddp", 28, 28, 56),
+    (claims.multiple_gpus, "under ZeRO-1: 28 + 28 + 7 = 63 GB", "ZeRO-1", "zero1", 28, 28, 7),
+    (claims.multiple_gpus, "under ZeRO-2: 28 + 3.5 + 7 = 38.5 GB", "ZeRO-2", "zero2", 28, 3.5, 7),
+    (claims.multiple_gpus, "under ZeRO-3: 3.5 + 3.5 + 7 = 14 GB", "ZeRO-3", "zero3", 3.5, 3.5, 7),
+    (claims.wordpress, "7B with Adam in FP32: about 112 GB on every GPU", "DDP", "ddp", 28, 28, 56),
+    (claims.wordpress, "ZeRO-1 still replicates parameters and gradients", "ZeRO-1", "zero1", 28, 28, 7),
+):
+    article(words, DRY.format(name), "", partial(table_7b, engine, *claimed))
 claims.multiple_gpus("ZeRO-3 on 8 GPUs: 8 times less memory", DRY.format("DDP and ZeRO-3") + ", state", "", lambda: (
     {name: gb(state(dry(name))) for name in ("ddp", "zero3")}, about(state(dry("ddp")) / state(dry("zero3")), 8)))
-claims.wordpress("7B with Adam in FP32: about 112 GB on every GPU", DRY.format("DDP"), "",
-                 partial(table_7b, "ddp", 28, 28, 56))
-claims.wordpress("ZeRO-1 still replicates parameters and gradients", DRY.format("ZeRO-1"), "",
-                 partial(table_7b, "zero1", 28, 28, 7))
 claims.scaling("each of 8 GPUs stores 1/8 of the optimizer state (the share is blank in our copy)",
                DRY.format("ZeRO-1"), "", lambda: (
     {"of DDP's": dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"]},

@@ -20,7 +20,7 @@ from harness.run.model import GPTConfig, preset
 from harness.teach.articles.claim import Claims, gb, listed
 from harness.teach.articles.runs import GATHER, gpt, step
 
-claims = Claims()
+claims = Claims(tolerance=0.05)  # versions of torch differ a little in the events that are replayed
 H100 = Cluster(GPUS["h100"])  # nodes of 8, 400 GB/s of network each
 ISLAND = replace(H100, per_node=128)  # all of 128 GPUs linked as those in a node are
 PCIE = Cluster(replace(GPUS["h100"], nvlink=False, link_gbps=64))  # generation 5, no other link
@@ -54,19 +54,15 @@ def ms(*predictions: Prediction) -> str:
 
 # What a network hides.
 
-
-@claims.frameworks("on NVLink overlap hides ZeRO-3's communication", ASSUMED, "units are prefetched")
-def nvlink_hides():
-    ahead, late = predicted(), predicted(prefetch=0)
-    measured = f"predicted, 7B on 8 GPUs: {ahead.exposed:.0%} of the step exposed, without prefetch {late.exposed:.0%}"
-    return measured, ahead.exposed < HIDDEN, late.exposed < HIDDEN
-
-
-@claims.sharding_state("bad setups serialize communication and compute", ASSUMED)
-def serialized():
-    ahead, late = predicted(), predicted(prefetch=0)
-    measured = f"predicted, 7B on 8 GPUs: steps with and without prefetch of {ms(ahead, late)}; without, the GPU waits "
-    return f"{measured}{late.exposed:.0%}", late.step > VITAL * ahead.step and late.exposed > HIDDEN
+# fmt: off
+claims.frameworks("on NVLink overlap hides ZeRO-3's communication", ASSUMED, "units are prefetched", lambda: (
+    f"predicted, 7B on 8 GPUs: {predicted().exposed:.0%} of the step exposed, without prefetch "
+    f"{predicted(prefetch=0).exposed:.0%}", predicted().exposed < HIDDEN, predicted(prefetch=0).exposed < HIDDEN))
+claims.sharding_state("bad setups serialize communication and compute", ASSUMED, "", lambda: (
+    f"predicted, 7B on 8 GPUs: steps with and without prefetch of {ms(predicted(), predicted(prefetch=0))}; without, "
+    f"the GPU waits {predicted(prefetch=0).exposed:.0%}",
+    predicted(prefetch=0).step > VITAL * predicted().step and predicted(prefetch=0).exposed > HIDDEN))
+# fmt: on
 
 
 @claims.frameworks("on InfiniBand at scale ZeRO-3's communication matters", ASSUMED,
@@ -190,16 +186,6 @@ def fsdp_for_all_that_is_larger():
     return measured, bool(fails), not trained
 
 
-@claims.frameworks("DDP breaks when the model exceeds the GPU's memory", ASSUMED,
-                   "the model counts with its gradients, optimizer state and activations")  # fmt: skip
-def when_ddp_breaks():
-    found = predicted("7b", 128, "ddp")
-    weights, state = 2 * found.parameters, 16 * found.parameters
-    measured = f"predicted: DDP needs {gb(found.needed_bytes)} for 7B: weights {gb(weights)} in bfloat16, state "
-    measured += f"{gb(state)}, 2,048 tokens; a GPU has {gb(GPU_BYTES)}"
-    return measured, not found.fits and state > GPU_BYTES, not found.fits and weights > GPU_BYTES
-
-
 @claims.wordpress("ZeRO-2 is the sweet spot for mid-sized models", ASSUMED,
                   "communication outweighs computation, as on many nodes with few tokens")  # fmt: skip
 def sweet_spot():
@@ -242,23 +228,6 @@ def trillions():
     return f"predicted, 512 GPUs with {512 * GPU_BYTES / 1e12:.0f} TB: {measured}", deep.fits, wide.fits
 
 
-@claims.sharding_state("under sharding activations still run out of memory", ASSUMED, "activations are not recomputed")
-def activations_run_out():
-    """What is left if the state were cut into ever more shards: does it fit then?"""
-    kept, recomputed = predicted(micro_batch=8), predicted(**LARGE)
-    state = 16 * kept.parameters / 8
-    measured = f"predicted, ZeRO-3, 7B on 8 GPUs: 8 x 2,048 tokens on each need {gb(kept.needed_bytes)}, of which "
-    measured += f"{gb(state)} state; 32 x 2,048 with blocks recomputed {gb(recomputed.needed_bytes)}"
-    return measured, *(one.needed_bytes - 1.05 * state > GPU_BYTES for one in (kept, recomputed))
-
-
-@claims.frameworks("activation checkpointing allows larger batches", ASSUMED)
-def larger_batches():
-    kept, recomputed = predicted(micro_batch=8), predicted(**LARGE)
-    measured = f"predicted, ZeRO-3, 7B on 8 GPUs of {gb(GPU_BYTES)}: 8 sequences need {gb(kept.needed_bytes)}, with "
-    return f"{measured}blocks recomputed 32 need {gb(recomputed.needed_bytes)}", recomputed.fits and not kept.fits
-
-
 @claims.frameworks("a third more compute is worth the larger batch", ASSUMED,
                    "communication is exposed, and the larger batch hides it")  # fmt: skip
 def worth_the_cost():
@@ -270,19 +239,31 @@ def worth_the_cost():
     return measured + listed(rows, "{} {} and {}", "; "), slow[1] > slow[0], fast[1] > fast[0]
 
 
-@claims.frameworks("accumulation is for batches that do not fit", ASSUMED, "it is the activations that do not fit")
-def accumulation_for_memory():
-    """The same 8 sequences in one piece and in two; and where not the batch but the state is too large."""
-    whole, halves = predicted(micro_batch=8), predicted(micro_batch=4, accumulate=2)
-    state = 16 * whole.parameters
-    measured = f"predicted, 7B, 8 sequences per step and GPU of {gb(GPU_BYTES)}: ZeRO-3 needs {gb(whole.needed_bytes)} "
-    measured += f"at once, {gb(halves.needed_bytes)} as 2 x 4; DDP's state alone is {gb(state)}"
-    return measured, halves.fits and not whole.fits, state < GPU_BYTES
-
-
-@claims.frameworks("forward in bfloat16 is for speed", ASSUMED, "the GPU has units for it")
-def bf16_for_speed():
-    half, full = predicted(), predicted(precision="fp32")
-    units = GPUS["t4"].bf16 is not None
-    measured = f"predicted, ZeRO-3, 7B on 8 H100: {ms(half, full)} in bfloat16 and float32 (TF32 off); a T4 has units "
-    return f"{measured}for bfloat16: {units}", half.step < full.step, units
+# fmt: off
+WITH_8, WITH_4 = {"micro_batch": 8}, {"micro_batch": 4, "accumulate": 2}  # sequences
+ON_8 = f"predicted, ZeRO-3, 7B on 8 GPUs of {gb(GPU_BYTES)}: "
+claims.frameworks("DDP breaks when the model exceeds the GPU's memory", ASSUMED,
+                  "the model counts with its gradients, optimizer state and activations", lambda: (
+    f"predicted: DDP needs {gb((ddp := predicted('7b', 128, 'ddp')).needed_bytes)} for 7B: weights "
+    f"{gb(2 * ddp.parameters)} in bfloat16, state {gb(16 * ddp.parameters)}, 2,048 tokens; a GPU has {gb(GPU_BYTES)}",
+    not ddp.fits and 16 * ddp.parameters > GPU_BYTES, not ddp.fits and 2 * ddp.parameters > GPU_BYTES))
+# What is left if the state were cut into ever more shards: does it fit then?
+claims.sharding_state("under sharding activations still run out of memory", ASSUMED,
+                      "activations are not recomputed", lambda: (
+    f"{ON_8}8 x 2,048 tokens on each need {gb(predicted(**WITH_8).needed_bytes)}, of which "
+    f"{gb(2 * predicted().parameters)} state; 32 x 2,048 with blocks recomputed {gb(predicted(**LARGE).needed_bytes)}",
+    *(predicted(**one).needed_bytes - 1.05 * 2 * predicted().parameters > GPU_BYTES for one in (WITH_8, LARGE))))
+claims.frameworks("activation checkpointing allows larger batches", ASSUMED, "", lambda: (
+    f"{ON_8}8 sequences need {gb(predicted(**WITH_8).needed_bytes)}, with blocks recomputed 32 need "
+    f"{gb(predicted(**LARGE).needed_bytes)}", predicted(**LARGE).fits and not predicted(**WITH_8).fits))
+# The same 8 sequences in one piece and in two; and where not the batch but the state is too large.
+claims.frameworks("accumulation is for batches that do not fit", ASSUMED, "it is the activations that do not fit",
+                  lambda: (
+    f"{ON_8}8 sequences need {gb(predicted(**WITH_8).needed_bytes)} at once, {gb(predicted(**WITH_4).needed_bytes)} as "
+    f"2 x 4; DDP's state alone is {gb(16 * predicted().parameters)}",
+    predicted(**WITH_4).fits and not predicted(**WITH_8).fits, 16 * predicted().parameters < GPU_BYTES))
+claims.frameworks("forward in bfloat16 is for speed", ASSUMED, "the GPU has units for it", lambda: (
+    f"predicted, ZeRO-3, 7B on 8 H100: {ms(predicted(), predicted(precision='fp32'))} in bfloat16 and float32 (TF32 "
+    f"off); a T4 has units for bfloat16: {GPUS['t4'].bf16 is not None}",
+    predicted().step < predicted(precision="fp32").step, GPUS["t4"].bf16 is not None))
+# fmt: on
