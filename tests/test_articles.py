@@ -14,7 +14,7 @@ from harness.teach.articles.claim import SCALING, WORDPRESS, Claims
 ROOT = Path(__file__).parent.parent
 ROWS = json.loads((ROOT / "results" / "articles.json").read_text())
 RECORDED = {(one["article"], one["claim"]): one for one in ROWS}
-NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?%?")
+NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?%?")
 
 
 def difference(found: str, recorded: str, tolerance: float) -> str:
