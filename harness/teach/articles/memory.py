@@ -85,10 +85,11 @@ for article, words, name, engine, *claimed in (
 ):
     article(words, DRY.format(name), "", partial(table_7b, engine, *claimed))
 claims.multiple_gpus("ZeRO-3 on 8 GPUs: 8 times less memory", DRY.format("DDP and ZeRO-3") + ", state", "", lambda: (
-    {name: gb(state(dry(name))) for name in ("ddp", "zero3")}, about(state(dry("ddp")) / state(dry("zero3")), 8)))
+    f"{gb(state(dry('ddp')))} / {gb(state(dry('zero3')))} = {state(dry('ddp')) / state(dry('zero3')):.4g}",
+    about(state(dry("ddp")) / state(dry("zero3")), 8)))
 claims.scaling("each of 8 GPUs stores 1/8 of the optimizer state (the share is blank in our copy)",
                DRY.format("ZeRO-1"), "", lambda: (
-    {"of DDP's": dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"]},
+    {"share of DDP's": dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"]},
     about(dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"], 1 / 8)))
 claims.sharding_state("real memory is above the ideal", DRY.format("ZeRO-3"), "", lambda: (
     f"peak {gb(dry('zero3')['peak_bytes'])} for {gb(state(dry('zero3')))} of state: "
@@ -214,7 +215,7 @@ def boxes_of_figure_two() -> tuple:
     measured = listed({name: (held[name], box) for name, (box, _) in boxes.items()}, "{} {} and not {}")
     met, kept = (all(about(held[name] - without * copy, box, 0.02) for name, (box, copy) in boxes.items())
                  for without in (1, 0))  # fmt: skip
-    return f"bytes per parameter, with float32 master weights: {measured}", met, kept
+    return f"bytes per parameter at N = 8, with float32 master weights: {measured}", met, kept
 
 
 # fmt: off

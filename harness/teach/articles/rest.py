@@ -67,7 +67,8 @@ claims.frameworks("140 GB over 256 GPUs are 0.55 GB each", COUNTED, "",
                   lambda: (f"2 bytes x {P70:,} / 256 = {gb(2 * P70 / 256)}", about(2 * P70 / 256, 0.55e9, 0.02)))
 claims.frameworks("model and optimizer over 64 ranks: 2.2 GB each", "float32 weights and moments, 12 bytes each",
                   "only bfloat16 weights are saved, not the optimizer of its snippet", lambda: (
-    f"{12 * 70 / 64:.3g} GB a rank for 70B", about(2 * 70 / 64, 2.2, 0.02), about(12 * 70 / 64, 2.2, 0.02)))
+    {"GB a rank for 70B": 12 * 70 / 64, "of its bfloat16 weights": 2 * 70 / 64},
+    about(2 * 70 / 64, 2.2, 0.02), about(12 * 70 / 64, 2.2, 0.02)))
 claims.frameworks("an all-reduce of 14 GB over 8 ranks at 25 GB/s takes 9.8 s", "its own formula", "", lambda: (
     f"{2 * 7 / 8 * 14 / 25:.2f} s; {2 * 7 / 8 * 28 / 25:.2f} s with the float32 gradients of its own table",
     about(2 * 7 / 8 * 14 / 25, 9.8, 0.05) or about(2 * 7 / 8 * 28 / 25, 9.8, 0.05)))
@@ -99,7 +100,8 @@ claims.frameworks("one rank at 140 ms instead of 100 makes every step 140 ms", "
                   lambda: (
     f"steps of {max(TIMES)} ms; the ranks wait {[max(TIMES) - own for own in TIMES]} ms", max(TIMES) == 140))
 claims.frameworks("one rank at 140 ms instead of 100 loses 40% of the throughput", SUM, "", lambda: (
-    f"a step takes {140 / 100 - 1:.0%} more time, {1 - 100 / 140:.1%} less throughput", about(1 - 100 / 140, 0.4)))
+    f"a step of 140 ms takes {140 / 100 - 1:.0%} more time, {1 - 100 / 140:.1%} less throughput",
+    about(1 - 100 / 140, 0.4)))
 claims.frameworks("asynchronous SGD lets fast GPUs run ahead", "gradients of its four ranks in 7 s", "", lambda: (
     {"gradients": sum(7_000 // time for time in TIMES), "if they wait": 4 * (7_000 // 140)},
     sum(7_000 // time for time in TIMES) > 1.1 * 4 * (7_000 // 140)))
@@ -119,8 +121,10 @@ claims.frameworks("saving takes ~30 seconds every ~4 hours", "set against its 5 
     f"hours are {30 / 14400:.1%}", about(12 / 2 * 5, 30), about(5, 30)))
 claims.frameworks("synchronous saves kill throughput", SUM, "one rank writes everything", lambda: (
     f"every hour: one file of 10 min {600 / 3600:.0%} of the time, 5 s by ranks {5 / 3600:.2%}", 600 > 360, 5 > 360))
-claims.frameworks("8 DP x 4 PP x 8 TP = 256 GPUs = 32 nodes of 8", SUM, "", lambda: (f"{8 * 4 * 8}", 8 * 4 * 8 == 256))
-claims.frameworks("4-way TP x 8-way PP x 8-way DP = 256 GPUs", SUM, "", lambda: (f"{4 * 8 * 8}", 4 * 8 * 8 == 256))
+claims.frameworks("8 DP x 4 PP x 8 TP = 256 GPUs = 32 nodes of 8", SUM, "",
+                  lambda: (f"8 x 4 x 8 = {8 * 4 * 8}", 8 * 4 * 8 == 256))
+claims.frameworks("4-way TP x 8-way PP x 8-way DP = 256 GPUs", SUM, "",
+                  lambda: (f"4 x 8 x 8 = {4 * 8 * 8}", 4 * 8 * 8 == 256))
 claims.frameworks("its figure 3 shows 8-way tensor parallelism", "GPUs drawn per stage, counted", "", lambda: (
     f"4 GPUs drawn per stage; 256 / (8 replicas x 4 stages) = {256 // (8 * 4)}", 256 // (8 * 4) == 4))
 claims.frameworks("its accumulation loop uses every micro-batch", "steps after each 4th of 8 and of 10 micro-batches",
@@ -197,7 +201,8 @@ claims.frameworks("interleaving halves the pipeline's bubble", "when the last of
     f"{late(4, 2) + 8:g}", late(4, 2) == late(4) / 2))
 claims.frameworks("the price of interleaving is twice the communication, in all-reduces",
                   "messages between 4 stages, and between 8 pieces of them", "", lambda: (
-    f"messages of 8 micro-batches: {8 * (4 - 1)} and {8 * (8 - 1)}, and none is an all-reduce", about(7 / 3, 2, 0.02)))
+    f"messages of 8 micro-batches: {8 * (4 - 1)} and {8 * (8 - 1)}, times {7 / 3:.3g}, and none is an all-reduce",
+    about(7 / 3, 2, 0.02)))
 # Of a step that hides its communication.
 claims.frameworks("a layer of 70B computes for 100 ms", ASSUMED, "one GPU computes the layer, for about 8,000 tokens",
                   lambda: (
@@ -492,7 +497,8 @@ claims.frameworks("bfloat16 has the range of float32", "torch.finfo", "", lambda
     BRAIN.tiny == SINGLE.tiny and about(BRAIN.max, SINGLE.max, 0.01) and HALF.max < BRAIN.max / 1e30))
 claims.frameworks("bfloat16 never overflows", "large numbers cast",
                   "the same run stays below 3.39e38, about where float32 ends too", lambda: (
-    {f"{value:.5g}": f"{cast(value, torch.bfloat16):.5g}" for value in (65_520.0, 1e30, SINGLE.max, 1e40)},
+    listed({f"{value:.5g}": f"{cast(value, torch.bfloat16):.5g}" for value in (65_520.0, 1e30, SINGLE.max, 1e40)},
+           "{} becomes {}"),
     cast(1e30, torch.bfloat16) < math.inf, cast(SINGLE.max, torch.bfloat16) < math.inf))
 claims.frameworks("float16 overflows easily", "numbers around 65,504 cast", "", lambda: (
     {f"{value:,.0f}": f"{cast(value):g}" for value in (65_504.0, 70_000.0)}, cast(70_000.0) == math.inf))

@@ -336,12 +336,15 @@ def gathered_of_a_gpt() -> dict[str, float]:
 
 # fmt: off
 AT_ONCE = "gathered bytes through a step of ZeRO-3"
+IN_WORDS = "most of an 8-block GPT that is gathered at once: "
 claims.scaling("no GPU ever holds the entire model, but for the transient window", AT_ONCE,
                "the model has several units, freed after forward", lambda: (
-    gathered_of_a_gpt(), gathered_of_a_gpt()["by units"] < 0.9, min(gathered_of_a_gpt().values()) == 1))
+    IN_WORDS + listed(gathered_of_a_gpt()),
+    gathered_of_a_gpt()["by units"] < 0.9, min(gathered_of_a_gpt().values()) == 1))
 claims.wordpress("under ZeRO-3 the model exists in full during forward and backward", AT_ONCE,
                  "units are kept after forward, or there is only one", lambda: (
-    gathered_of_a_gpt(), sorted(gathered_of_a_gpt().values())[1] > 0.9, gathered_of_a_gpt()["by units"] > 0.9))
+    IN_WORDS + listed(gathered_of_a_gpt()),
+    sorted(gathered_of_a_gpt().values())[1] > 0.9, gathered_of_a_gpt()["by units"] > 0.9))
 # fmt: on
 
 
