@@ -60,6 +60,7 @@ toy = partial(gpt, "toy")
 small_gpt = partial(gpt, "toy", layers=8, width=64)
 
 
+@functools.cache
 def parameters_of(name: str) -> int:
     """How many parameters a preset has, counted on a model without memory."""
     with torch.device("meta"):
