@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harness.measure.dry_run import DDPStandIn
+from harness.run.counterparts import DDPStandIn
 from harness.teach.articles.claim import Claims, listed
 from harness.teach.articles.runs import CHAPTERS, batch_for, build, chain, fake_ranks, forward, gpt, running
 

@@ -310,8 +310,9 @@ def planned_shares(model_of, name: str) -> list[float]:
             if name == "plain":  # on every rank the same, as DDP has it
                 state = dict(zip(("model", "optim"), get_state_dict(engine.model, engine.optimizer)))
             else:
-                state = checkpoint._state(engine, {}, copied=False)
-            planner.set_up_planner({part: state[part] for part in ("model", "optim")}, is_coordinator=rank == 0)
+                found = checkpoint._state(engine, {}, [[]], copied=False)
+                state = {".".join(map(str, path)): value for path, value in found.items() if path[0] != "extra"}
+            planner.set_up_planner(state, is_coordinator=rank == 0)
             plans.append(planner.create_local_plan())
     tensors = [[item.tensor_data for item in plan.items if item.tensor_data is not None]
                for plan in planner.create_global_plan(plans)[0]]  # fmt: skip
