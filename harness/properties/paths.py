@@ -654,7 +654,7 @@ def changed_and_hidden_outputs_reach_the_weights(engine, **case):
 
 @holds("values", **cases_of(GRADIENTS))
 def gradients_of_gradients_reach_the_weights(engine, **case):
-    """Frozen weights, gradients of gradients, parts without gradients and several forwards train as in plain PyTorch."""
+    """Frozen weights, gradients of gradients, parts without, and several forwards train as in plain PyTorch."""
     follow(engine, **case)
 
 
