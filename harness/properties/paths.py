@@ -625,15 +625,15 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
 
 
-def cases_of(paths: dict[str, Path]) -> dict:
+def cases_of(paths: dict[str, Path], size: int = 3) -> dict:
     """Every path once, in ZeRO-3 on a slow network; the first in the other stages, too. Further ones: more options."""
     others = [{"find_unused": True}, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
     others = [{"on": ("zero3",), **options} for options in others] + [{"on": ("zero1", "zero2")}]
     return {
+        "sizes": (size,),
         "cases": ({"path": next(iter(paths)), "on": ("zero1", "zero2")},
                   *({"path": path, "late": True, "on": ("zero3",)} for path in paths)),
         "further_cases": tuple({"path": path, **other} for path in paths for other in others),
-        "further_sizes": (3,),
     }  # fmt: skip
 
 
@@ -670,7 +670,7 @@ def weights_may_be_used_from_outside_their_unit(engine, **case):
     follow(engine, **case)
 
 
-@holds("values", **cases_of(COMPILED))
+@holds("values", **cases_of(COMPILED, size=2))
 def compiled_models_train_alike(engine, **case):
     """Blocks and models that are compiled, in place, before the build or after it, train as they do uncompiled."""
     torch.compiler.reset()  # how often a forward may be compiled is counted over all models of a process
