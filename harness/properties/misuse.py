@@ -90,17 +90,6 @@ def clipping_by_value_is_torchs_on_the_whole_model(engine):
             error=TypeError, step=3)  # fmt: skip
 
 
-@holds("misuse")
-def torchs_scaler_is_refused(engine):
-    """Torch's GradScaler would skip a step on one rank alone: the error names the engine's, and training goes on."""
-    pair = Pair(engine, parts.OddModel)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(of_output(pair.trained, *parts.token_batch(0, pair.rank))).backward()
-    refused(lambda: scaler.step(pair.trained.optimizer), "engine.gradients", "GradScaler", error=RuntimeError, step=4)
-    pair.trained.zero_grad()
-    trained_alike(pair)
-
-
 @holds("values", sizes=(2,), further_sizes=(3,))
 def the_optimizers_own_zero_grad_is_the_engines(engine):
     """`engine.optimizer.zero_grad()` is the engine's: after a step, and for gradients that are not wanted."""
@@ -116,22 +105,6 @@ def the_optimizers_own_zero_grad_is_the_engines(engine):
     pair.same_weights()
 
 
-@holds("values")
-def a_scheduler_sees_the_optimizers_steps(engine):
-    """A scheduler over the engine's optimizer warns of nothing, and changes the rate and the momentum that count."""
-    pair = Pair(engine, parts.OddModel)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, 0.2, total_steps=9) for _, each in pair.both]
-        for step in range(4):
-            pair.backward(step)
-            pair.step()
-            for scheduler in schedulers:
-                scheduler.step()
-    same("the rates", schedulers[1].get_last_lr(), schedulers[0].get_last_lr(), step=4)
-    pair.same_weights()
-
-
 @holds("misuse")
 def an_optimizer_that_steps_inside_backward_is_refused(engine):
     """An optimizer in a parameter's hook, as in recipes for small memory, would part the ranks: the weight is named."""
@@ -142,13 +115,37 @@ def an_optimizer_that_steps_inside_backward_is_refused(engine):
     refused(lambda: step_alone(pair), "'head.weight'", error=RuntimeError, step=3)
 
 
-@holds("misuse", sizes=(2,), further_sizes=(3,))
-def a_backward_of_weights_that_have_changed_is_refused(engine):
-    """A backward of a forward before the step is torch's own error: its weights have another version since."""
-    pair = Pair(engine, parts.OddModel)
+def with_torchs_scaler(pair):
+    """It would skip a step on one rank alone."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(of_output(pair.trained, *parts.token_batch(0, pair.rank))).backward()
+    scaler.step(pair.trained.optimizer)
+
+
+def backward_after_the_step(pair):
+    """Of a forward before it: torch itself refuses gradients of weights that have changed since."""
     old = of_output(pair.trained, *parts.token_batch(7, pair.rank))
-    trained_alike(pair)
-    refused(old.backward, "version", error=RuntimeError, step=2)
+    pair.train(1)
+    old.backward()
+
+
+def called_with_other_weights(pair):
+    others = {name: torch.zeros_like(value) for name, value in pair.plain.named_parameters()}
+    torch.func.functional_call(pair.trained.model, others, (parts.token_batch(0, pair.rank)[0],))
+
+
+LOOPS = {
+    "torch's GradScaler": (with_torchs_scaler, ("engine.gradients", "GradScaler")),
+    "a backward after the step": (backward_after_the_step, ("version",)),
+    "functional_call": (called_with_other_weights, (".weight'", "functional_call")),
+}
+
+
+@holds("misuse", sizes=(2,), further_sizes=(3,), cases=tuple({"what": what} for what in LOOPS))
+def loops_that_would_train_wrong_are_refused(engine, what):
+    """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
+    pair, (act, words) = Pair(engine, parts.OddModel), LOOPS[what]
+    refused(lambda: act(pair), *words, error=RuntimeError, step=None)
     pair.trained.zero_grad()
     trained_alike(pair)
 
@@ -395,7 +392,7 @@ def forwards_that_write_into_weights_are_refused(engine):
 
 @holds("misuse", cases=({},), further_cases=({"reshard_after_forward": False, "on": ("zero3",)},))
 def what_changes_nothing_is_no_misuse(engine, **options):
-    """Moves to where the model is, modes and flags as they are, a look: training goes on. `functional_call` is none."""
+    """Moves to where the model is, modes and flags as they are, a look: training goes on."""
     pair = Pair(engine, lambda: Acting(there_and_back), **options)
     trained_alike(pair)
     model = pair.trained.model
@@ -413,11 +410,6 @@ def what_changes_nothing_is_no_misuse(engine, **options):
     ):
         move()
         trained_alike(pair, 1)
-    others = {name: torch.zeros_like(value) for name, value in pair.plain.named_parameters()}
-    tokens, _ = parts.token_batch(0, pair.rank)
-    refused(lambda: torch.func.functional_call(model, others, (tokens,)), ".weight'", "functional_call",
-            error=RuntimeError, step=1)  # fmt: skip
-    trained_alike(pair)
 
 
 # Optimizer state.
@@ -561,18 +553,6 @@ def an_init_fn_that_raises_on_one_rank_is_an_error_on_all(engine):
     assert not any(value.is_meta for value in trained.full_state_dict().values())
 
 
-@holds("values", sizes=(3,))
-def groups_may_hold_names_and_parameters(engine):
-    """Groups of (name, parameter) pairs, in lists or iterators, train as they do in torch."""
-
-    def groups(model):
-        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        weights, others = ([each for each in named if (each[1].dim() > 1) == flag] for flag in (True, False))
-        return [{"params": weights, "lr": 0.02}, {"params": iter(others)}]
-
-    trained_alike(Pair(engine, parts.OddModel, groups=groups))
-
-
 class OneBuffer(parts.OddModel):
     """Two modules that share a buffer."""
 
@@ -602,31 +582,6 @@ def a_buffer_under_two_names_stays_one(engine):
 
 
 # What may be asked, and what users expect.
-
-
-@holds("life", engines=("zero3",))
-def freed_weights_answer_what_needs_no_values(engine):
-    """What reads no value of a freed weight answers as a whole one would; its bytes are gone."""
-    engine.needs("zero3")
-    trained = engine(parts.seeded(parts.OddModel), MOMENTUM)
-    whole, freed = parts.seeded(parts.OddModel).blocks[0].up.weight, trained.model.blocks[0].up.weight
-    for ask in (
-        len,
-        lambda p: p.type(),
-        lambda p: p.is_shared(),
-        lambda p: p.is_inference(),
-        lambda p: p.data.shape,
-        lambda p: p.data.dtype,
-        lambda p: torch.empty_like(p).shape,
-        lambda p: torch.empty_like(p, dtype=torch.int8).dtype,
-        lambda p: (p.size(), p.size(0), p.stride(), p.dim(), p.numel(), p.element_size(), p.is_contiguous()),
-        lambda p: (p.shape, p.dtype, p.device, p.layout, p.ndim, p.requires_grad, p.is_leaf, p.grad, p.grad_fn),
-        lambda p: isinstance(p, nn.Parameter),
-    ):
-        same("what a freed weight answers", ask(freed), ask(whole), step=0)
-    assert isinstance(freed._version, int) and isinstance(freed.data_ptr(), int)
-    same("the bytes under a freed weight", freed.untyped_storage().nbytes(), 0, step=0)
-    refused(lambda: freed.data.sum(), "sharded", error=RuntimeError)
 
 
 # (what a module has and an engine has not, a word of the error)

@@ -62,17 +62,21 @@ class TwoLayers(Layer):
         self.b = nn.Linear(5, 5)
 
 
-class Body(nn.Module):
-    """Three units of one kind, one after the other, and a head, which belongs to the root."""
+def call(block, x):
+    return block(x)
 
-    def __init__(self, unit: Callable[[], nn.Module] = Layer):
+
+class Body(nn.Module):
+    """Three units of one kind, used one after the other, and a head, which belongs to the root."""
+
+    def __init__(self, unit: Callable[[], nn.Module] = Layer, use: Callable = call):
         super().__init__()
         self.blocks = nn.ModuleList(unit() for _ in range(3))
-        self.head = nn.Linear(5, 3)
+        self.head, self.use = nn.Linear(5, 3), use
 
     def through(self, x):
         for block in self.blocks:
-            x = block(x)
+            x = self.use(block, x)
         return x
 
     def forward(self, x):
@@ -220,16 +224,11 @@ def in_a(form: str) -> Path:
             return wrap(super().forward(x))
 
     class Wrapped(Body):
-        def through(self, x):
-            for block in self.blocks:
-                x = unwrap(block(x))
-            return x
-
         def forward(self, x):
             return wrap(super().forward(x))
 
-    return Path(partial(Wrapped, Unit), lambda model, x, y: F.cross_entropy(unwrap(model(x)), y),
-                root_again=form not in SEEN)  # fmt: skip
+    build = partial(Wrapped, Unit, use=lambda block, x: unwrap(block(x)))
+    return Path(build, lambda model, x, y: F.cross_entropy(unwrap(model(x)), y), root_again=form not in SEEN)
 
 
 class Later(Layer):
@@ -237,13 +236,6 @@ class Later(Layer):
 
     def forward(self, x):
         return (torch.tanh(self.a(rows)) for rows in x.chunk(2))
-
-
-class Lazy(Body):
-    def through(self, x):
-        for block in self.blocks:
-            x = torch.cat(list(block(x)))
-        return x
 
 
 class OwnWeight(nn.Module):
@@ -272,7 +264,9 @@ OUTPUTS = {
     "in place, 3 layers": Path(partial(Inplace, 3), batch=parts.token_batch),
     "in place, 5 layers": Path(partial(Inplace, 5), batch=parts.token_batch),
     **{f"in a {form}": in_a(form) for form in FORMS},
-    "in a generator that computes later": Path(partial(Lazy, Later), again=False, warns=True),
+    "in a generator that computes later": Path(
+        partial(Body, Later, lambda block, x: torch.cat(list(block(x)))), again=False, warns=True
+    ),
     "views of own weights": Path(OwnWeight),
 }
 
@@ -363,28 +357,14 @@ def as_it_is():
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def saved(context):
-    """The loss under `context`."""
+def under(context, function):
+    """`function`, called under `context`."""
 
-    def loss(model, x, y):
+    def called(*arguments):
         with context():
-            return of_output(model, x, y)
+            return function(*arguments)
 
-    return loss
-
-
-class SavedInside(Body):
-    """A context around each unit."""
-
-    def __init__(self, context):
-        super().__init__()
-        self.context = context
-
-    def through(self, x):
-        for block in self.blocks:
-            with self.context():
-                x = block(x)
-        return x
+    return called
 
 
 class PartAgain(TwoLayers):
@@ -453,10 +433,10 @@ class Tables(nn.Module):
 
 
 SAVED = {
-    "saved on the CPU": Path(Body, saved(save_on_cpu)),
-    "saved as something else": Path(Body, saved(as_copies)),
-    "saved on the CPU inside": Path(partial(SavedInside, save_on_cpu)),
-    "saved by a context inside": Path(partial(SavedInside, as_it_is)),
+    "saved on the CPU": Path(Body, under(save_on_cpu, of_output)),
+    "saved as something else": Path(Body, under(as_copies, of_output)),
+    "saved on the CPU inside": Path(partial(Body, use=under(save_on_cpu, call))),
+    "saved by a context inside": Path(partial(Body, use=under(as_it_is, call))),
     "a part of a unit runs again": Path(partial(Body, PartAgain)),
     "units run again": Path(WholeAgain),
     "a function of one's own": Path(partial(Body, partial(Own, True))),
@@ -468,33 +448,16 @@ SAVED = {
 # Units whose weights are used by others.
 
 
-class Direct(Body):
-    def through(self, x):
-        for block in self.blocks:
-            x = torch.tanh(F.linear(x, block.a.weight, block.a.bias))
-        return x
-
-
-class OtherMethod(Body):
-    def through(self, x):
-        for block in self.blocks:
-            x = Layer.forward(block, x)
-        return x
+def directly(block, x):
+    return torch.tanh(F.linear(x, block.a.weight, block.a.bias))
 
 
 class Gained(Layer):
+    """The parent scales by a weight of no dimensions that belongs to the unit."""
+
     def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.tensor(0.7))
-
-
-class Scaling(Body):
-    """The parent scales by a weight of no dimensions that belongs to the unit."""
-
-    def through(self, x):
-        for block in self.blocks:
-            x = block(x) * block.gain
-        return x
 
 
 class Penalty(Body):
@@ -512,12 +475,13 @@ class Itself(Layer):
 
 
 OUTSIDE = {
-    "weights used directly": Path(Direct, warns=True),
-    "another method than forward": Path(OtherMethod, warns=True),
-    "a scalar used by the parent": Path(partial(Scaling, Gained), again=False, warns=True),
+    "weights used directly": Path(partial(Body, use=directly), warns=True),
+    "another method than forward": Path(partial(Body, use=lambda block, x: Layer.forward(block, x)), warns=True),
+    "a scalar used by the parent": Path(partial(Body, Gained, lambda block, x: block(x) * block.gain), again=False,
+                                        warns=True),
     "a penalty on weights": Path(Penalty, warns=True, again=False),
     "a block inside itself": Path(partial(Body, Itself), again=False, warns=True),
-}
+}  # fmt: skip
 
 # Compiled models.
 
@@ -541,8 +505,11 @@ def compiled(build) -> nn.Module:
     return model
 
 
-class PartlyDirect(Direct):
+class PartlyDirect(Body):
     """Hooks cut the graph of the whole model, of which one part uses a unit's weights itself."""
+
+    def __init__(self):
+        super().__init__(use=directly)
 
     def through(self, x):
         return self.blocks[0](super().through(x))

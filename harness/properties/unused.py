@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from harness.measure.memory import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
-from harness.properties.loops import UNITS, tripping
-from harness.properties.models import Checkpointed, TiedAcross
+from harness.properties.loops import tripping
 from harness.properties.property import expect, holds, refused, same
 from harness.properties.training import Pair
 
@@ -196,27 +195,3 @@ def gradients_that_wait_are_not_left_out(engine):
     loss_of(trained, 0, 0, rank, alike=True).backward()
     trained.step()
     trained.zero_grad()
-
-
-BUILDS = {
-    "odd": parts.OddModel,
-    "twice": parts.Twice,
-    "tied": TiedAcross,
-    **{where: partial(Checkpointed, where) for where in ("around", "inside", "around several")},
-}
-
-
-def of_two_halves(model, tokens, targets):
-    """Two forwards, one backward."""
-    return sum(F.cross_entropy(model(tokens), targets) / 2 for _ in range(2))
-
-
-@holds("values", sizes=(2,), further_sizes=(3,), cases=tuple({"model": name, "options": {}} for name in BUILDS),
-       further_cases=tuple({"model": name, **units} for name in BUILDS for units in UNITS[1:]))  # fmt: skip
-def find_unused_changes_nothing_where_all_is_used(engine, model, options):
-    """With `find_unused`, units that run twice, ties and recomputation train as they do without it."""
-    pair = Pair(engine, BUILDS[model], parts.DECAY, find_unused=True, **options)
-    for step in range(4):
-        pair.backward(step, loss=of_two_halves if step % 2 else None)
-        pair.step()
-    pair.same_weights()
