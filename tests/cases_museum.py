@@ -69,9 +69,10 @@ def findings(number: int, name: str) -> list:
     def build(model, optimizer_cls, group=None, **options):
         return exhibit.wrong(model, optimizer_cls, group=own if group is None else group, **options)
 
+    more = {key: getattr(exhibit.wrong, key) for key in ("save", "load", "scaler") if hasattr(exhibit.wrong, key)}
     case = next(case for _, engine, case in library()[name].asked() if engine == exhibit.stage)
     try:
-        return examine(name, Subject(f"bug {number}", build, like=exhibit.stage), case)
+        return examine(name, Subject(f"bug {number}", build, like=exhibit.stage, more=more), case)
     except Exception as error:
         if exhibit.differs.isdisjoint(("error", "timeout")):
             raise  # it may be a slip of the exhibit's own, which would look as if it were caught

@@ -15,10 +15,10 @@ import zero1
 import zero2
 import zero3
 from harness.engine import checkpoint, checkpoint_fit, layout
+from harness.run.shared_folder import shared_folder
 from harness.run.small_models import seeded
 from harness.teach.check import rectangles
 from harness.teach.check.sheet import ADAMW, SMALL, Sheet
-from harness.teach.shared_folder import shared_folder
 
 # Those first whose pictures say most; then every range of every shape.
 SHOWN = [
