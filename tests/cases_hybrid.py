@@ -1,12 +1,14 @@
 """Run on four ranks in a grid of 2 x 2: hybrid sharding."""
 
 from functools import partial
+from unittest import mock
 
 import parts
 import torch
 import torch.distributed as dist
 from cases_overlap import late_collectives
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -288,3 +290,23 @@ def a_grid_of_one_row_or_column(stage: str) -> None:
         engine = parts.STAGES[stage](gpt(), ADAMW, group=mesh)
         losses.append([engine.training_step(*batch(step, rank), next_token_loss).item() for step in range(3)])
     assert losses[0] == losses[1] == losses[2]
+
+
+def a_mesh_over_a_part_of_the_ranks() -> None:
+    """Ranks 0 and 1 of three, in two replicas. Their group must need nobody else.
+
+    With NCCL and a device that the world is bound to, torch would split the new group off the world's connections, and
+    wait for rank 2.
+    """
+    world, bound = dist.group.WORLD, torch.device("cuda", dist.get_rank())
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
+    world.bound_device_id = bound
+    try:
+        if dist.get_rank() < 2:
+            split = AssertionError("the new group would be split off the world's")
+            with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=split):
+                engine = parts.ZeRO2(parts.seeded(parts.OddModel), parts.OPTIMIZERS["sgd"], group=mesh)
+            assert dist.get_process_group_ranks(engine.placement.everyone) == [0, 1]
+        assert world.bound_device_id == bound
+    finally:
+        world.bound_device_id = None

@@ -13,6 +13,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.e
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_gpus(request):
+    """What a test starts sees no GPU, so that it is the same test on every machine. tests/test_cuda.py sees all."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem != "test_cuda":
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks():
     from pool import Pool

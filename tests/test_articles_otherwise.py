@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.measure.planner.predict import predict
+from harness.plan.predict import predict
 from harness.teach.articles import CLAIMS, choices, implementations, network, pipelines, planned, saving, stragglers
 
 FAST = replace(planned.H100, per_node=1 << 20, intra_gbps=1e6, latency=0.0)  # a network that takes no time

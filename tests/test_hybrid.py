@@ -37,3 +37,7 @@ def test_checkpoints_across_layouts(ranks, stage, tmp_path):
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_one_row_or_column(ranks, stage):
     ranks(2).run(cases.a_grid_of_one_row_or_column, stage=stage)
+
+
+def test_a_mesh_over_a_part_of_the_ranks_needs_no_other(ranks):
+    ranks(3).run(cases.a_mesh_over_a_part_of_the_ranks)

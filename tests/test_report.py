@@ -176,8 +176,8 @@ def test_every_command_of_the_plan_is_one_that_its_program_takes(count, quick, m
     from parts import STAGES
 
     import fsdp2_compare
-    from harness.measure import bench, dry_run, sweeps
-    from harness.run import process_group, walkthrough
+    from harness.measure import bench, dry_run, sweeps, walkthrough
+    from harness.run import process_group
 
     parsers = {"fsdp2_compare.py": fsdp2_compare.arguments, "harness.measure.dry_run": dry_run.arguments,
                "harness.measure.sweeps": sweeps.arguments, "harness.measure.bench": bench.arguments}  # fmt: skip

@@ -21,6 +21,7 @@ import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def undisturbed(options: list[str], folder: str) -> None:
         training.run(types.SimpleNamespace(asked=lambda: False), joined=0.0)
     finally:
         training.engine.close()
+
+
+def beside_a_gpu(options: list[str], folder: str) -> None:
+    """On ranks of the pool: there is a GPU, which a run on the CPU must not touch, as that takes memory on it."""
+    touched = mock.patch.object(torch.cuda, "_lazy_init", side_effect=AssertionError("a context on GPU 0"))
+    with mock.patch.object(torch.cuda, "is_available", lambda: True), touched:
+        undisturbed([*options, "--steps", "1"], folder)
+        undisturbed([*options, "--steps", "2"], folder)  # goes on from what the first has saved
 
 
 class Run:
@@ -234,6 +243,11 @@ def quiet(tmp_path_factory, own_pool) -> Path:
     folder = tmp_path_factory.mktemp("quiet")
     own_pool.run(undisturbed, options=OPTIONS, folder=str(folder))
     return folder
+
+
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path, own_pool):
+    own_pool.run(beside_a_gpu, options=["zero3", "--preset", "toy", "--batch", "2"], folder=str(tmp_path))
+    assert [line["step"] for line in read(tmp_path / "losses.jsonl") if "event" not in line] == [1, 2]
 
 
 def values(line: dict) -> dict:

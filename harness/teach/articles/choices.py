@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from harness.measure.planner.published import OUT_OF_MEMORY, ROWS
+from harness.plan.published import OUT_OF_MEMORY, ROWS
 from harness.run.model import GPTConfig
 from harness.teach.articles.claim import (
     FRAMEWORKS,

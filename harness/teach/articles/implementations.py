@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from harness.measure.planner.events import COMPUTE, Collective
+from harness.plan.events import COMPUTE, Collective
 from harness.run.model import preset
 from harness.teach.articles.claim import MULTIPLE_GPUS, NAMES, SCALING, Claim, holds_when, verdict
 from harness.teach.articles.planned import H100

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from harness.measure.gpus import flops_per_token
-from harness.measure.planner.events import COMPUTE, Collective, Operation
-from harness.measure.planner.hardware import GPUS
-from harness.measure.planner.published import ROWS
+from harness.plan.events import COMPUTE, Collective, Operation
+from harness.plan.hardware import GPUS
+from harness.plan.published import ROWS
 from harness.run.model import preset
 from harness.teach.articles.claim import (
     FRAMEWORKS,

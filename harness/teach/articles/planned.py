@@ -7,9 +7,9 @@ docs/planner.md says what the planner assumes, and how far it is from published 
 import functools
 from dataclasses import replace
 
-from harness.measure.planner.engines import Setup
-from harness.measure.planner.hardware import GPUS, Cluster
-from harness.measure.planner.predict import Prediction, predict
+from harness.plan.hardware import GPUS, Cluster
+from harness.plan.one_rank import Setup
+from harness.plan.predict import Prediction, predict
 from harness.run.model import GPTConfig, preset
 
 H100 = Cluster(GPUS["h100"])  # nodes of 8, 400 GB/s of network each

@@ -9,25 +9,20 @@ collective takes a little longer, as both use the GPU.
 from collections import deque
 from dataclasses import dataclass, field
 
-from harness.measure.planner.events import COMPUTE, Await, Collective, Event, Mark, Operation, Wait
-from harness.measure.planner.hardware import Cluster
+from harness.plan.events import COMPUTE, Await, Collective, Event, Mark, Operation, Wait
+from harness.plan.hardware import Cluster
 
 EPSILON = 1e-12
 
 
 @dataclass
 class Times:
-    """Seconds of one step: in all; in which kernels ran; of collectives by kind, and in which nothing was computed.
-
-    `spans` are (lane, name, begin, end), for a picture.
-    """
+    """Seconds of one step: in all; in which kernels ran; of collectives by kind, and in which nothing was computed."""
 
     step: float = 0.0
     compute: float = 0.0
     collectives: dict[str, float] = field(default_factory=dict)
     exposed: float = 0.0
-    host_bound: bool = False
-    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
 
     @property
     def communication(self) -> float:
@@ -92,8 +87,8 @@ def queues(events: tuple[Event, ...], cluster: Cluster) -> dict[str, deque[_Item
     return found
 
 
-def replay(events: tuple[Event, ...], cluster: Cluster, spans: bool = False) -> Times:
-    """How long these events take on `cluster`. `spans=True` keeps what ran when."""
+def replay(events: tuple[Event, ...], cluster: Cluster) -> Times:
+    """How long these events take on `cluster`."""
     waiting, running, times, now = queues(events, cluster), {}, Times(), 0.0
     left: dict[str, float] = {}
     while True:
@@ -126,11 +121,8 @@ def replay(events: tuple[Event, ...], cluster: Cluster, spans: bool = False) -> 
                 del running[name]
                 if item.collective:
                     times.collectives[item.name] = times.collectives.get(item.name, 0.0) + following - item.begin
-                if spans:
-                    times.spans.append((name, item.name, item.begin, following))
         now = following
     if any(waiting.values()):
         raise RuntimeError("some work waits for what never comes: the events are not those of a whole step")
     times.step = now
-    times.host_bound = times.compute + times.exposed < 0.9 * times.step
     return times

@@ -3,10 +3,10 @@
 import argparse
 import os
 
-from harness.measure.planner.engines import BUCKETED, BY_UNIT
-from harness.measure.planner.options import cluster_of, setup_of
-from harness.measure.planner.predict import Prediction, predict
-from harness.measure.planner.words import gpus
+from harness.plan.one_rank import BUCKETED, BY_UNIT
+from harness.plan.options import cluster_of, setup_of
+from harness.plan.predict import Prediction, predict
+from harness.plan.words import gpus
 
 HIDDEN = 0.05  # communication is called hidden when less of the step than this is exposed
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -97,15 +97,13 @@ def exact_bandwidth(options: argparse.Namespace, engine: str) -> float | None:
 
 def run(options: argparse.Namespace) -> dict:
     """Predict all points, say where the curves turn, draw the figure; returns what --json writes."""
-    from harness.measure.planner import pictures  # matplotlib is needed here alone
+    from harness.measure import pictures_of_plans, style  # matplotlib is needed here alone
 
     engines, rows, words = swept(options), {}, {}
     if options.left_out:
         print(options.left_out, flush=True)
-    print(
-        f"{_along(options)}; {gpus('N' if options.sweep == 'ranks' else options.ranks, cluster_of(options))}:",
-        flush=True,
-    )
+    where = gpus("N" if options.sweep == "ranks" else options.ranks, cluster_of(options))
+    print(f"{_along(options)}; {where}:", flush=True)
     for engine in engines:
         found = points(options, engine)
         words[engine] = break_even(options.sweep, found)
@@ -121,12 +119,9 @@ def run(options: argparse.Namespace) -> dict:
             print(f"  {value:>6g}  step {one.step * 1e3:,.1f} ms  exposed {one.exposed:.0%}  "
                   f"{one.tokens_per_s:,.0f} tokens/s/GPU{fits}")  # fmt: skip
     shape = f"{options.layers} blocks" if options.layers else options.preset or "7b"
-    title = (
-        f"{shape}, {gpus('N' if options.sweep == 'ranks' else options.ranks, cluster_of(options))}, {options.precision}"
-    )
+    title = f"{shape}, {where}, {options.precision}"
     results = {"predicted": True, "sweep": options.sweep, "title": title, "engines": rows, "break_even": words}
     os.makedirs(options.out, exist_ok=True)
-    print(
-        "predicted, not measured; written: " + ", ".join(pictures.save("sweep", pictures.sweep, results, options.out))
-    )
+    written = style.save(pictures_of_plans.sweep, results, os.path.join(options.out, "plan-sweep"))
+    print("predicted, not measured; written: " + ", ".join(written))
     return results

@@ -6,18 +6,9 @@ GPU peaks are the makers'. The bus bandwidths are measured with NCCL's own tests
 import math
 from dataclasses import dataclass
 
-from harness.measure.planner.events import Collective, Operation
+from harness.plan.events import Collective, Operation
 
 GB = 1e9
-
-# Assumed beside the live storages that a GPU must hold: CUDA's context, NCCL's buffers, and the allocator's gaps.
-CONTEXT_BYTES = 2 * GB
-GAPS = 0.05
-
-
-def needed_bytes(peak: float) -> float:
-    """Bytes that a GPU must have for `peak` live bytes. `memory` and `plan` both say "fits" by it."""
-    return peak * (1 + GAPS) + CONTEXT_BYTES
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import contextlib
 
 import torch
 
-from harness.measure.planner.events import COMPUTE
+from harness.plan.events import COMPUTE
 
 NAMES = ("Stream", "Event", "current_stream", "stream")
 

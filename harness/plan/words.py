@@ -2,21 +2,16 @@
 
 from collections.abc import Sequence
 
-from harness.measure.planner.engines import ENGINES
-from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, GB, Cluster
-from harness.measure.planner.predict import Prediction
-from harness.measure.planner.published import ROWS
+from harness.measure.gpus import CONTEXT_BYTES, GAPS
+from harness.measure.step_report import columns
+from harness.plan.hardware import GB, Cluster
+from harness.plan.one_rank import ENGINES
+from harness.plan.predict import Prediction
+from harness.plan.published import ROWS
+from harness.run import engines as registry
 
-TITLES = {
-    "ddp": "DDP",
-    "zero1": "ZeRO-1 (the chapter's, 3Ψ)",
-    "zero1_2psi": "ZeRO-1 (the paper's, 2Ψ)",
-    "zero2": "ZeRO-2",
-    "hybrid": "hybrid sharding (ZeRO-3 in each node)",
-    "zero3": "ZeRO-3",
-    "fsdp2": "FSDP2",
-    "fsdp2_no_reshard": "FSDP2 without resharding",
-}
+# The paper's ZeRO-1 stands beside the chapter's here, so the chapter's says which it is.
+TITLES = {name: engine.title for name, engine in registry.ENGINES.items()} | {"zero1": "ZeRO-1 (the chapter's, 3Ψ)"}
 PUBLISHED = {row.setup.engine for row in ROWS}
 FITTED = {row.gpu for row in ROWS if row.one_node}
 SAME = 0.02  # step times that differ by no more are called equal: the model is no finer
@@ -37,10 +32,8 @@ def table(predictions: Sequence[Prediction]) -> str:
             "yes" if found.fits else "no", f"{found.step * 1e3:,.0f}", f"{found.exposed:.0%}",
             f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
         ))  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        lines.append("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))
+    lines = columns(rows)
+    del lines[1]  # the rule under the first row
     if any("†" in row[0] for row in rows):
         lines.append("† no published measurement holds this engine to account")
     return "\n".join(lines)

@@ -17,13 +17,13 @@ from harness.measure import step_report, step_time
 from harness.measure.out_of_memory import explained
 from harness.measure.parts import PARTS, PartsLedger
 from harness.measure.places import PlacesLedger, in_rows
+from harness.measure.story import BucketStory, UnitStory, held
 from harness.measure.timeline import Timeline, chrome_trace, save_trace
 from harness.measure.traffic import TrafficLedger
 from harness.run import micro_batches, process_group
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, PRESETS, next_token_loss, preset
 from harness.run.recompute import checkpoint_blocks
-from harness.run.story import BucketStory, UnitStory, held
 
 STEPS = ("0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters")
 WATCHED_STEPS = 3  # after the told one, for the line that says where the time goes
@@ -130,10 +130,10 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     """One more step of all ranks, into one file; what step 0 was stands before it."""
     dist.barrier()  # the ranks' clocks start here
     with PlacesLedger(engine) as memory, Timeline(engine, me.device) as timeline:
+        memory.clock = timeline.now
         micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
-    live = [
-        (moment.seconds, {part: moment.parts[part] for part in PARTS}) for moment in memory.moments(timeline.opened)
-    ]
+        memory.clock = None
+    live = [(seconds, {part: parts[part] for part in PARTS}) for seconds, parts in memory.on_timeline(timeline)]
     everyone = [None] * me.world_size
     spans = in_rows(timeline.spans, timeline.collectives, memory)
     dist.all_gather_object(everyone, (partition, spans, live))

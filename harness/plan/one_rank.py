@@ -12,17 +12,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from harness.measure.dry_run import grid
 from harness.run import engines as registry
-from harness.run.counterparts import DDPStandIn, ZeRO1By2Psi
+from harness.run.counterparts import DDPStandIn
 from harness.run.model import GPT, GPTConfig, next_token_loss
 from harness.run.recompute import checkpoint_blocks
-from zero1 import ZeRO1
-from zero2 import ZeRO2
-from zero3 import ZeRO3
 
 # From the first that is enough for a model that fits to the last, for one that fits nowhere else.
 ENGINES = registry.named("plan")
-BY_UNIT = ("hybrid", "zero3")
-BUCKETED = ("ddp", "zero1", "zero1_2psi", "zero2")
+BY_UNIT = tuple(name for name in ENGINES if "prefetch" in registry.ENGINES[name].takes)
+BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in registry.ENGINES[name].takes)
 RECOMPUTED = ("none", "blocks", "selective")
 
 
@@ -52,8 +49,8 @@ class Setup:
 class CastByBlock(nn.Module):
     """Float32 weights, cast to a low precision block by block, as torch.autocast casts them: right before their use.
 
-    `MixedModule` casts all of them first. Then their gradients arrive last, when backward is over, and
-    DDP overlaps nothing.
+    `MixedModule` casts all of them first. Then their gradients arrive last, when backward is over, and DDP overlaps
+    nothing.
     """
 
     def __init__(self, model: GPT, dtype: torch.dtype):
@@ -77,6 +74,12 @@ class CastByBlock(nn.Module):
         return torch.func.functional_call(self.model, low, tokens, tie_weights=True)
 
 
+def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) pairs of a model of this shape, without values."""
+    with torch.device("meta"):
+        return list(GPT(config).named_parameters())
+
+
 def mesh_for(setup: Setup):
     """The mesh of FSDP2 and of hybrid sharding. It must be made before there are fake tensors."""
     if setup.engine == "hybrid":
@@ -92,17 +95,12 @@ def build(setup: Setup, mesh):
     model = GPT(setup.config)
     if setup.recompute != "none":
         more = {"context_fn": _every_second_product} if setup.recompute == "selective" else {}
-        checkpoint_blocks(model, casts=name == "ddp" and dtype is not None, **more)
-    options = {"param_dtype": dtype, "reduce_dtype": None if dtype is None else torch.float32}
-    if name == "ddp":
-        module = model if dtype is None else CastByBlock(model, dtype)
-        return DDPStandIn(module, adamw(module.parameters()), setup.bucket_mb or 25)
-    stages = {"zero1": ZeRO1, "zero1_2psi": ZeRO1By2Psi, "zero2": ZeRO2}
-    if name in stages:
-        return stages[name](model, adamw, bucket_mb=setup.bucket_mb, **options)
-    if name in BY_UNIT:
-        return ZeRO3(model, adamw, group=mesh, prefetch=setup.prefetch, **options)
-    return registry.build(name, model, adamw, torch.device("cpu"), dtype=dtype, mesh=mesh)
+        checkpoint_blocks(model, casts=registry.ENGINES[name].casts and dtype is not None, **more)
+    options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
+    if name == "ddp" and dtype is not None:
+        model = CastByBlock(model, options.pop("dtype"))
+    takes = {key: value for key, value in options.items() if key in registry.ENGINES[name].takes}
+    return registry.build(name, model, adamw, torch.device("cpu"), **takes)
 
 
 def _every_second_product():

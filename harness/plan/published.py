@@ -5,8 +5,8 @@ Tokens per second are per GPU. GB are of 10^9 bytes, GiB of 2^30; what kind of p
 
 from dataclasses import dataclass
 
-from harness.measure.planner.engines import Setup
-from harness.measure.planner.hardware import GPUS, Cluster
+from harness.plan.hardware import GPUS, Cluster
+from harness.plan.one_rank import Setup
 from harness.run.model import GPTConfig
 
 GB, GIB = 10**9, 2**30

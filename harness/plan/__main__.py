@@ -1,13 +1,13 @@
-"""`./launch.sh plan`: the command. It predicts; nothing that it prints was measured, but with --here."""
+"""`./launch.sh plan`: the command. It predicts; nothing that it prints was measured."""
 
 import json
 import sys
 import time
 from dataclasses import asdict
 
-from harness.measure.planner import words
-from harness.measure.planner.options import arguments, check_ranks, cluster_of, different, setup_of
-from harness.measure.planner.predict import Prediction, predict
+from harness.plan import scale, sweep, validate, words
+from harness.plan.options import arguments, check_ranks, cluster_of, different, setup_of
+from harness.plan.predict import Prediction, predict
 from harness.run import process_group
 
 
@@ -75,20 +75,10 @@ def main() -> None:
     try:
         options = arguments()
         if options.validate:
-            from harness.measure.planner import validate
-
             results = validate.run()
         elif options.scale:
-            from harness.measure.planner import scale
-
             results = scale.run(options)
-        elif options.here:
-            from harness.measure.planner import here
-
-            results = here.run()
         elif options.sweep:
-            from harness.measure.planner import sweep
-
             results = sweep.run(options)
         else:
             results = plan(options)

@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from harness.measure.gpus import flops_per_token
-from harness.measure.planner.engines import Setup
-from harness.measure.planner.hardware import GB, Cluster, needed_bytes
-from harness.measure.planner.repeat import recording
-from harness.measure.planner.replay import Times, replay
-from harness.run.model import GPT, GPTConfig
+from harness.measure.gpus import flops_per_token, needed_bytes
+from harness.plan.hardware import GB, Cluster
+from harness.plan.one_rank import Setup
+from harness.plan.repeat import recording
+from harness.plan.replay import Times, replay
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,3 @@ def predict(setup: Setup, cluster: Cluster) -> Prediction:
     mfu = tokens * flops_per_token(setup.config, events.parameters, seq) / cluster.gpu.flops(setup.precision)
     fits = needed <= cluster.gpu.memory_gb * GB
     return Prediction(setup, events.parameters, peak, needed, fits, times, tokens, mfu)
-
-
-def parameters_of(config: GPTConfig) -> int:
-    with torch.device("meta"):
-        return sum(param.numel() for param in GPT(config).parameters())

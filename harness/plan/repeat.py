@@ -5,17 +5,15 @@ with a block more than the other, tell the events with any number: what the long
 and is repeated. Where that is not so, for example as buckets end elsewhere in every block, all blocks are recorded.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
 from harness.engine import units
-from harness.measure.planner import record
-from harness.measure.planner.engines import BUCKETED, BY_UNIT, Setup
-from harness.measure.planner.events import Collective, Event, Memory, MicroBatch, Operation, Recording
+from harness.plan import record
+from harness.plan.events import Collective, Event, Memory, MicroBatch, Operation, Recording
+from harness.plan.one_rank import BUCKETED, BY_UNIT, Setup, parameters_of
 from harness.run.counterparts import ddp_runs
-from harness.run.model import GPT
 
 WINDOW = 24  # events after a loop that must be the same again
 MICRO_BATCHES = 4  # the first, two in the middle that must be equal, the last
@@ -96,10 +94,8 @@ def with_micro_batches(recorded: Recording, number: int) -> Recording:
 def recording(setup: Setup) -> Recording:
     """The events of a step of `setup`, with as few blocks and micro-batches recorded as are needed."""
     if setup.accumulate > MICRO_BATCHES:
-        try:
+        with suppress(NotRepeating):
             return with_micro_batches(recording(replace(setup, accumulate=MICRO_BATCHES)), setup.accumulate)
-        except NotRepeating:
-            return _blocks(setup)
     return _blocks(setup)
 
 
@@ -121,7 +117,7 @@ def _with_equal_buckets(setup: Setup, numbers: tuple[int, int]) -> Setup:
     if setup.engine not in BUCKETED:
         return setup
     if setup.bucket_mb is None and setup.engine != "ddp":
-        setup = replace(setup, bucket_mb=_default_bucket_mb(_parameters(setup, setup.config.layers)))
+        setup = replace(setup, bucket_mb=units.default_bucket_mb(parameters_of(setup.config)))
     whole, few, more = (_buckets(setup, number) for number in (setup.config.layers, *numbers))
     if not len(whole) == len(few) == len(more) == 1:  # one bucket of everything grows, and that is all
         recordings = (Recording(tuple(runs), 0, 0) for runs in (few, more))
@@ -130,20 +126,9 @@ def _with_equal_buckets(setup: Setup, numbers: tuple[int, int]) -> Setup:
     return setup
 
 
-def _default_bucket_mb(named_params: list) -> float:
-    """What `units.runs` takes for a model with these parameters, in MiB."""
-    total_mb = sum(param.numel() * param.element_size() for _, param in named_params) / 2**20
-    return min(25, max(1, total_mb / 6))
-
-
-def _parameters(setup: Setup, layers: int) -> list:
-    with torch.device("meta"):
-        return list(GPT(replace(setup.config, layers=layers)).named_parameters())
-
-
 def _buckets(setup: Setup, layers: int) -> list[tuple]:
     """What is in each bucket: names, with a block's number counted from the bucket's last block."""
-    named = _parameters(setup, layers)
+    named = parameters_of(replace(setup.config, layers=layers))
     if setup.engine == "ddp":
         names = {param: name for name, param in named}
         runs = [

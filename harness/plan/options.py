@@ -4,8 +4,8 @@ import argparse
 import math
 from dataclasses import replace
 
-from harness.measure.planner.engines import ENGINES, RECOMPUTED, Setup
-from harness.measure.planner.hardware import GPUS, Cluster
+from harness.plan.hardware import GPUS, Cluster
+from harness.plan.one_rank import ENGINES, RECOMPUTED, Setup
 from harness.run import process_group
 from harness.run.model import PRESETS, GPTConfig, preset
 
@@ -48,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
     add("--out", default="plans", help="folder for the figures of --sweep (default plans)")
     add("--validate", action="store_true", help="hold the planner against published measurements")
     add("--scale", action="store_true", help="7b and 70b on 8 to 4,096 GPUs")
-    add("--here", action="store_true", help="two CPU ranks of this machine: replayed, beside measured step times")
     add("--json", help="write the results to this file")
     return made
 
@@ -78,7 +77,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         _one_of("--engine", name, ENGINES)
     check_ranks(options.ranks, options.ranks_per_node)
     options.left_out = None  # what is not planned, in words
-    if options.sweep != "ranks" and not (options.validate or options.scale or options.here):
+    if options.sweep != "ranks" and not (options.validate or options.scale):
         given, options.engines = options.engines, different(options.engines, options.ranks, options.ranks_per_node)
         if options.engines != given:
             options.left_out = "hybrid: left out, one node: it would be zero3"

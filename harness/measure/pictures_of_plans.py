@@ -1,32 +1,18 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-import os
-
-from matplotlib import pyplot as plt
-
-from harness.measure import figures as shared
-
-
-def save(name: str, draw, results: dict, out: str) -> list[str]:
-    """Write `plan-NAME` in both themes into `out`; returns the paths."""
-    written = []
-    for suffix, theme in shared.THEMES.items():
-        figure = draw(results, theme)
-        written.append(os.path.join(out, f"plan-{name}{suffix}.png"))
-        figure.savefig(written[-1], dpi=110)
-        plt.close(figure)
-    return written
+from harness.measure.style import new
+from harness.run.engines import ENGINES
 
 
 def _style(engine: str) -> dict:
     """An engine's own mark and line."""
-    line = shared.ENGINE_LINES.get(engine, "-")
-    return {"color": shared.ENGINE_COLOURS[engine], "marker": shared.ENGINE_MARKS[engine], "linestyle": line}
+    one = ENGINES[engine]
+    return {"color": one.shade, "marker": one.mark, "linestyle": one.line}
 
 
 def sweep(results: dict, theme: dict):
     """Step time above, exposed share below, a line per engine along one option."""
-    figure, (above, below) = shared.new(theme, 2, height=5.6, sharex=True)
+    figure, (above, below) = new(theme, 2, height=5.6, sharex=True)
     for engine, rows in results["engines"].items():
         style = _style(engine)
         xs = [row["at"] for row in rows]
@@ -52,7 +38,7 @@ def sweep(results: dict, theme: dict):
 def scale(results: dict, theme: dict):
     """Step time, exposed share and live memory against the number of GPUs, a column per model."""
     presets = list(dict.fromkeys(point["preset"] for point in results["points"]))
-    figure, grid = shared.new(theme, 3, len(presets), height=7.2, sharex=True, squeeze=False)
+    figure, grid = new(theme, 3, len(presets), height=7.2, sharex=True, squeeze=False)
     rows = (
         ("step, s", "step_s", 1),
         ("exposed, fraction of the step", "exposed", 1),
@@ -95,7 +81,7 @@ def scale(results: dict, theme: dict):
 
 def validation(results: dict, theme: dict):
     """Predicted against published, throughput on the left and memory on the right; the shade is 10% off."""
-    figure, (left, right) = shared.new(theme, 1, 2, height=4.4)
+    figure, (left, right) = new(theme, 1, 2, height=4.4)
     for axes, published, predicted, factor, title in (
         (left, "published_tokens_per_s", "predicted_tokens_per_s", 1, "tokens/s per rank"),
         (right, "published_peak_bytes", "predicted_peak_bytes", 1e-9, "peak memory, GB"),
@@ -107,7 +93,7 @@ def validation(results: dict, theme: dict):
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
             used = row["fitted"] and axes is left
-            face = theme["paper"] if used else shared.ENGINE_COLOURS[row["engine"]]
+            face = theme["paper"] if used else ENGINES[row["engine"]].shade
             style = _style(row["engine"]) | {"markerfacecolor": face}
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
         axes.set_xscale("log")

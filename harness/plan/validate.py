@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from harness.measure.planner.hardware import GB, GPUS
-from harness.measure.planner.predict import Prediction, predict
-from harness.measure.planner.published import OUT_OF_MEMORY, ROWS, Row
-from harness.measure.planner.repeat import recording
-from harness.measure.planner.replay import replay
+from harness.plan.hardware import GB, GPUS
+from harness.plan.predict import Prediction, predict
+from harness.plan.published import OUT_OF_MEMORY, ROWS, Row
+from harness.plan.repeat import recording
+from harness.plan.replay import replay
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import argparse
 import time
 
-from harness.measure.planner.engines import Setup
-from harness.measure.planner.options import cluster_of
-from harness.measure.planner.predict import predict
-from harness.measure.planner.words import gpus
+from harness.plan.one_rank import Setup
+from harness.plan.options import cluster_of
+from harness.plan.predict import predict
+from harness.plan.words import gpus
 from harness.run.model import preset
 
 RANKS = (8, 32, 128, 512, 2048, 4096)

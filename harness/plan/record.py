@@ -12,11 +12,10 @@ from torch.utils.flop_counter import flop_registry
 
 from harness.measure.dry_run import fake_ranks
 from harness.measure.memory import MemoryLedger
-from harness.measure.planner.engines import Setup, build, mesh_for, train
-from harness.measure.planner.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
-from harness.measure.planner.streams import Streams
 from harness.measure.traffic import KINDS, group_of, whole_bytes
-from harness.run.model import GPT
+from harness.plan.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
+from harness.plan.one_rank import Setup, build, mesh_for, parameters_of, train
+from harness.plan.streams import Streams
 
 # The CPU's flash attention stands for the GPU's: the same products, and the same tensors saved. Its backward computes
 # the scores again. Operation: (where its arguments have the queries, products of matrices).
@@ -211,8 +210,6 @@ def _flops(func, name: str, args, kwargs, result) -> int:
 def record(setup: Setup) -> Recording:
     """The events of the second step of `setup`: the first makes the optimizer's state, and ZeRO-3 learns its order."""
     enabled = gc.isenabled()
-    with torch.device("meta"):
-        parameters = sum(param.numel() for param in GPT(setup.config).parameters())
     with fake_ranks(setup.ranks):
         mesh = mesh_for(setup)
         with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder:
@@ -228,4 +225,5 @@ def record(setup: Setup) -> Recording:
                 if enabled:
                     gc.enable()
             del engine
+    parameters = sum(param.numel() for _, param in parameters_of(setup.config))
     return Recording(tuple(recorder.events), recorder.live_bytes, parameters)
