@@ -85,6 +85,7 @@ STRANGERS = {
     "a large frame": b"\x80\x04\x95" + b"\xff" * 8 + b".",
     "a deep tuple": b")" + b"\x85" * 300_000 + b".",
     "a deep tuple as a key": b"})" + b"\x85" * 300_000 + b"Ns.",
+    "a tuple of 1,000 parts": b"(" + b"N" * 1000 + b"t.",
     "a key of 2**60 parts": DOUBLED + b"}h<Ns.",
     "a shape of 2**60 parts": DOUBLED + name("torch", "Size") + b"h<\x85R.",
     "a list that has itself": b"]\x94h\x00a.",

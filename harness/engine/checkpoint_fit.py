@@ -16,7 +16,7 @@ from harness.engine.waiting import name_some
 
 
 def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
-    """All values of this rank, in memory of their own: (pairs (place, value), optimizer, values of modules, extra)."""
+    """All values of this rank, in memory of their own: (what modules take, pairs (place, value), optimizer, extra)."""
     keys, extras, saved = keys_of(engine), extra_states(engine.model), {}
     for path, name in source.under("model").items():
         saved.setdefault(path[0], {})[path[1:]] = name
@@ -57,10 +57,9 @@ def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
         wanted[extra] = None
     source.read(wanted)
     values = [(place, wanted[name] if values is None else values) for place, name, values in places]
-    for key, module in extras.items():
-        values.append((module, nested({path: wanted[name] for path, name in saved[key].items()})))
+    modules = [(extras[key], nested({path: wanted[name] for path, name in saved[key].items()})) for key in extras]
     state = [(piece, {k: wanted[v] if isinstance(v, str) else v for k, v in own.items()}) for piece, own in state]
-    return values, options, [(piece, nested(own)) for piece, own in state], wanted.get(extra, {})
+    return modules, values, options, [(piece, nested(own)) for piece, own in state], wanted.get(extra, {})
 
 
 def _options(engine, source: Folder, groups: list[list[str]]) -> list[dict]:

@@ -198,4 +198,3 @@ class Folder:
 def is_folder(state) -> bool:
     """Whether `state`, which a user has passed as a model's values, names a checkpoint's folder."""
     return isinstance(state, (str, os.PathLike))
-

@@ -260,6 +260,35 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
 
 
 @holds("life")
+def a_module_that_does_not_take_its_state_changes_nothing(engine):
+    """If `set_extra_state` raises on one rank, all ranks raise, and weights, modules and optimizer are as they were."""
+    rank, model = dist.get_rank(), parts.seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
+    trained = engine(model, parts.ADAMW)
+    state, refuses = trained.full_state_dict(), {"now": False}
+    take = model[1].set_extra_state
+
+    def set_extra_state(value):
+        if rank == 1 and refuses["now"]:
+            refuses["now"] = False
+            raise ValueError("not mine")
+        take(value)
+
+    model[1].set_extra_state = set_extra_state
+    with shared_folder() as folder:
+        checkpoint.save(trained, folder)
+        trained.training_step(*[torch.ones(2, 3, dtype=torch.float64)] * 2, F.mse_loss)
+        model[0].kept = model[1].kept = 5
+        before, moments = trained.full_state_dict(), str(trained.optimizer.state_dict())
+        for load in (lambda: trained.load_full_state_dict(state), lambda: checkpoint.load(trained, folder)):
+            refuses["now"] = True
+            refused(load, "not mine", error=ValueError)
+            same("the whole state", trained.full_state_dict(), before)
+            same("the optimizer's state", str(trained.optimizer.state_dict()), moments)
+        checkpoint.load(trained, folder)
+    same("what modules keep", kept(model), "[1, 2]")
+
+
+@holds("life")
 def what_modules_keep_is_torchs_too(engine):
     """torch's own checkpoints of such modules are loaded, and torch loads an engine's.
 
