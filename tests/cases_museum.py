@@ -9,7 +9,6 @@ from unittest.mock import patch
 import parts
 import torch.distributed as dist
 
-from harness.engine import checkpoint
 from harness.properties.property import Subject, examine, library
 from harness.teach.museum import visit as bug
 from harness.teach.museum.exhibits import EXHIBITS
@@ -31,13 +30,11 @@ def with_the_bug(number: int, module: str, name: str, arguments: dict) -> tuple[
             super().__init__(*arguments, group=own if group is None else group, **options)
 
     stages = {**parts.STAGES, exhibit.stage: Exhibited}
-    files = {name: getattr(Exhibited, name) for name in ("save", "load") if hasattr(Exhibited, name)}
     module = importlib.import_module(module)
     scaler = {"GradScaler": Exhibited.scaler} if hasattr(Exhibited, "scaler") else {}
     with (
         patch.multiple(module, **scaler) if scaler else contextlib.nullcontext(),
         patch.multiple(parts, STAGES=stages, **{exhibit.right.__name__: Exhibited}),
-        patch.multiple(checkpoint, **files) if files else contextlib.nullcontext(),
     ):
         try:
             return True, getattr(module, name)(**arguments)

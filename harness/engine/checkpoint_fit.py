@@ -12,7 +12,7 @@ import torch
 from harness.engine.layout import elementwise, entries, extra_states, first_element, keys_of, nested, pieces
 from harness.engine.rectangles import Cut
 from harness.engine.safe_reader import Folder
-from harness.engine.waiting import name_some
+from harness.engine.waiting import name_some, not_alike
 
 
 def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
@@ -24,10 +24,7 @@ def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
     missing += [key for key in extras if key not in saved and keys[key] != {}]  # of an empty one torch saves nothing
     unexpected = [key for key in saved if key not in keys]
     if missing or unexpected:
-        raise ValueError(
-            f"{str(source.path)!r} is of another model: missing {name_some(missing) or 'nothing'}; "
-            f"unexpected {name_some(unexpected) or 'nothing'}"
-        )
+        raise ValueError(f"{str(source.path)!r} is of another model: {not_alike(missing, unexpected)}")
     wanted, places = {}, []
     names = {key: saved[key][()] for key in keys if key not in extras}
     name_of = {id(keys[key]): name for key, name in names.items()}

@@ -136,10 +136,8 @@ class Folder:
                 raise Damaged(f"{str(file)!r} was cut off: it has {found:,} bytes of {end:,} or more")
             if expected is None:
                 return
-            digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
             with file.open("rb", buffering=0) as stream:
-                while count := stream.readinto(block):
-                    digest.update(block[:count])
+                digest = hashlib.file_digest(stream, "sha256")
         except OSError as error:
             raise Damaged(f"{str(file)!r} cannot be read: {error}") from error
         if digest.hexdigest() != expected:

@@ -11,7 +11,7 @@ from harness.engine import guard, refusals, tensor_parallel
 from harness.engine.layout import extra_states, first_element, plain_name
 from harness.engine.precision import sendable
 from harness.engine.together import on_all, together
-from harness.engine.waiting import label, name_some, waiting_for
+from harness.engine.waiting import label, not_alike, waiting_for
 
 
 def broadcast_buffers(model, group) -> None:
@@ -114,10 +114,7 @@ def _state_problem(engine, state) -> Exception | None:
     own = engine.model.state_dict(keep_vars=True)
     missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
     if missing or unexpected:
-        return KeyError(
-            f"the state does not fit the model: missing {name_some(missing) or 'nothing'}; "
-            f"unexpected {name_some(unexpected) or 'nothing'}"
-        )
+        return KeyError(f"the state does not fit the model: {not_alike(missing, unexpected)}")
     extras = extra_states(engine.model)
     for key, tensor in own.items():
         a_tensor = isinstance(tensor, torch.Tensor) and plain_name(key) not in extras
