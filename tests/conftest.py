@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
         marked = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-    together = dict.fromkeys(("test_dry_run", "test_articles", "test_articles_otherwise"), "dry runs")
+    together = dict.fromkeys(("test_dry_run", "test_articles"), "dry runs")
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             on_ranks = "ranks" in getattr(item, "fixturenames", ())
