@@ -9,7 +9,6 @@ from unittest.mock import patch
 import parts
 import torch.distributed as dist
 
-from harness.engine import checkpoint
 from harness.properties.property import Subject, examine, library
 from harness.teach.museum import visit as bug
 from harness.teach.museum.exhibits import EXHIBITS
@@ -31,13 +30,11 @@ def with_the_bug(number: int, module: str, name: str, arguments: dict) -> tuple[
             super().__init__(*arguments, group=own if group is None else group, **options)
 
     stages = {**parts.STAGES, exhibit.stage: Exhibited}
-    files = {name: getattr(Exhibited, name) for name in ("save", "load") if hasattr(Exhibited, name)}
     module = importlib.import_module(module)
     scaler = {"GradScaler": Exhibited.scaler} if hasattr(Exhibited, "scaler") else {}
     with (
         patch.multiple(module, **scaler) if scaler else contextlib.nullcontext(),
         patch.multiple(parts, STAGES=stages, **{exhibit.right.__name__: Exhibited}),
-        patch.multiple(checkpoint, **files) if files else contextlib.nullcontext(),
     ):
         try:
             return True, getattr(module, name)(**arguments)
@@ -69,9 +66,10 @@ def findings(number: int, name: str) -> list:
     def build(model, optimizer_cls, group=None, **options):
         return exhibit.wrong(model, optimizer_cls, group=own if group is None else group, **options)
 
+    more = {key: getattr(exhibit.wrong, key) for key in ("save", "load", "scaler") if hasattr(exhibit.wrong, key)}
     case = next(case for _, engine, case in library()[name].asked() if engine == exhibit.stage)
     try:
-        return examine(name, Subject(f"bug {number}", build, like=exhibit.stage), case)
+        return examine(name, Subject(f"bug {number}", build, like=exhibit.stage, more=more), case)
     except Exception as error:
         if exhibit.differs.isdisjoint(("error", "timeout")):
             raise  # it may be a slip of the exhibit's own, which would look as if it were caught

@@ -820,7 +820,7 @@ _IN_ORDER = (
         "disk. A shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between "
         "steps, so that the weights are all that there is to save.)",
         read="harness/engine/rectangles.py, what a rank says of its part, `Cut.__create_write_items__`",
-        caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
+        caught_by=("what_is_loaded_is_what_was_saved",),
         training={"optimizer": "SGD", "resume_at": 2},
     ),
     dict(
@@ -835,7 +835,7 @@ _IN_ORDER = (
         "every element, however small the gradient is. The first loss comes from the weights alone, so a look at it "
         "tells nothing. In a long run the jump is easily taken for a bad batch.",
         read="harness/engine/checkpoint.py, after all was read, `_install`: `engine.optimizer.state`",
-        caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
+        caught_by=("what_is_loaded_is_what_was_saved",),
         training={"resume_at": 2},
     ),
     dict(
