@@ -59,7 +59,7 @@ def trains_like_fsdp2(engine, mesh, own, param_dtype=None, reduce_dtype=None, mi
             each.step()
             each.zero_grad()
     state = trained.full_state_dict()
-    expected = {name: param.full_tensor().detach() for name, param in fsdp.named_parameters()}
+    expected = {name: param.full_tensor().detach() for name, param in fsdp.named_parameters(remove_duplicate=False)}
     # The weights that the optimizer updates, not the low-precision ones that compute.
     same("the dtypes of the weights", {value.dtype for value in state.values()}, {own}, step=4)
     same("the weights, beside FSDP2's", state, expected, atol, step=5)

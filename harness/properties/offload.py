@@ -1,0 +1,163 @@
+"""Offload: shards, their gradients and the optimizer state in the host's memory (`CPUOffloadPolicy`)."""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from harness.engine import checkpoint
+from harness.engine.gradients import GradScaler
+from harness.properties import models, parts
+from harness.properties.precision import LOW
+from harness.properties.property import expect, holds, refused, same
+
+
+class PartlyFrozen(nn.Module):
+    """A GPT, and a parameter that is not trained."""
+
+    def __init__(self, seed: int, device: str):
+        super().__init__()
+        self.gpt = models.gpt(device=device, seed=seed)
+        self.frozen = nn.Parameter(torch.full((7,), float(seed), device=device), requires_grad=False)
+
+    def forward(self, tokens):
+        return self.gpt(tokens)
+
+
+@holds("values", sizes=(2, 4), cases=({"options": LOW},),
+       further_cases=({"options": {}}, {"options": {"param_dtype": torch.float16}}))  # fmt: skip
+def offload_changes_nothing(engine, options, device="cpu"):
+    """Losses, norms and weights are those without offload, through micro-batches, clipping, a scaler, a checkpoint.
+
+    To the bit where host and device are of one type: the same numbers are added in the same order, in other memory. On
+    four ranks the shards are on a grid of 2 x 2.
+    """
+    size = dist.get_world_size()
+    atol = 0.0 if device == "cpu" else 1e-3  # AdamW's kernels on host and device round differently
+    options = {**options, "group": parts.mesh(size // 2, 2, device=device) if size > 2 else None}
+
+    def build(seed=1, **more):
+        return engine(PartlyFrozen(seed, device), parts.ADAMW, **options, **more)
+
+    runs = []
+    for policy in (None, CPUOffloadPolicy(pin_memory=True)):
+        trained, seen = build(offload_policy=policy), []
+        scaler = GradScaler(device, init_scale=4.0, enabled=options.get("param_dtype") == torch.float16)
+        for step in range(4):
+            for part in range(2):
+                batch = models.byte_batch(2 * step + part, dist.get_rank(), device)
+                # In the first steps both backwards send, and shards add up; in the others the first sends nothing.
+                with trained.no_sync() if step > 1 and not part else torch.enable_grad():
+                    loss = models.of_bytes(trained, *batch)
+                    scaler.scale(loss / 2).backward()
+                seen.append(loss.detach())
+            scaler.unscale_(trained)
+            seen.append(trained.clip_grad_norm_(0.5))
+            scaler.step(trained)
+            scaler.update()
+            trained.zero_grad()
+            if step == 1 and policy is not None:  # saved from the host, and loaded into an engine without offload
+                with parts.folder() as folder:
+                    checkpoint.save(trained, folder, step=step)
+                    other = build(seed=5)
+                    same("what was saved besides", checkpoint.load(other, folder), {"step": step})
+                    same("the state that was loaded", other.full_state_dict(), trained.full_state_dict())  # copies
+                    checkpoint.load(trained, folder)  # and back onto the host
+        runs.append((torch.stack(seen), trained.full_state_dict()))
+        if policy is not None:
+            shards_are_on_the_host(trained, device)
+        trained.close()
+        same("where the closed model is", {param.device.type for param in trained.model.parameters()}, {device})
+    (seen, state), (seen_there, state_there) = runs
+    assert len(seen.unique()) > 8, "the losses are all the same: this proves nothing"
+    same("losses and norms", seen_there, seen, atol, step=2)
+    same("the weights", state_there, state, atol, step=5)
+    dist.barrier()
+
+
+def shards_are_on_the_host(trained, device: str) -> None:
+    for bucket in trained.trained:
+        own = [bucket.shard, *(piece for _, piece in bucket.pieces)]
+        own += [value for _, piece in bucket.pieces for value in trained.optimizer.state[piece].values()]
+        same("where shards, pieces and state are", {tensor.device.type for tensor in own}, {"cpu"}, step=4)
+        where = {bucket.flat.device.type, bucket.params[0].device.type}
+        same("where gathered parameters are", where, {device}, step=5)
+        shared = bucket.shard.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata
+        expect(not shared, "the shard's memory", "its own", "a part of the gathered buffer", step=0)
+    same("where the frozen parameter is", trained.model.frozen.device.type, device)
+
+
+@holds("misuse")
+def another_offload_policy_is_refused(engine):
+    """A policy that is none is refused, and so are ranks with different ones."""
+    refused(lambda: engine(nn.Linear(3, 3), parts.ADAMW, offload_policy="cpu"), "'cpu'", "CPUOffloadPolicy",
+            error=TypeError)  # fmt: skip
+    one_alone = CPUOffloadPolicy() if dist.get_rank() == 1 else None
+    refused(lambda: engine(nn.Linear(3, 3), parts.ADAMW, offload_policy=one_alone), "[1]", error=ValueError)
+
+
+class _Stream:
+    """A device's queue that only notes who waits for it."""
+
+    def __init__(self, name: str, noted: list[str]):
+        self.name, self.noted = name, noted
+
+    def wait_stream(self, stream) -> None:
+        self.noted.append(f"{self.name} waits for the computation")
+
+    def synchronize(self) -> None:
+        self.noted.append(f"the host waits for {self.name}")
+
+
+class _Device:
+    """torch's module of a device that computes at once, and notes what is started where."""
+
+    def __init__(self, noted: list[str]):
+        self.noted = noted
+
+    def synchronize(self) -> None:
+        self.noted.append("the host waits for all")
+
+    def current_stream(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.noted.append(f"on {stream.name}")
+        yield
+        self.noted.append("back")
+
+
+@holds("order")
+def the_host_waits_for_copies(engine):
+    """The host waits for copies before the update and before it adds to a gradient, and no copy overtakes.
+
+    A device that only notes who waits for it stands in.
+    """
+    noted, rank = [], dist.get_rank()
+    trained = engine(models.gpt(), parts.ADAMW, offload_policy=CPUOffloadPolicy())
+    place = trained.placement
+    place._device, place._up, place._down = _Device(noted), _Stream("up", noted), _Stream("down", noted)
+    trained.optimizer.register_step_pre_hook(lambda *_: noted.append("update"))
+    kept = "its memory is kept"
+    with mock.patch.object(torch.Tensor, "record_stream", lambda *_: noted.append(kept)):
+        models.of_bytes(trained, *models.byte_batch(0, rank)).backward()
+        same("waits before there is anything to add to", noted.count("the host waits for down"), 0, step=3)
+        models.of_bytes(trained, *models.byte_batch(1, rank)).backward()
+        trained.step()
+    # ZeRO-1 adds on the device.
+    same("whether it waits before it adds", "the host waits for down" in noted, engine.like != "zero1", step=3)
+    copies = [at for at, what in enumerate(noted) if what == "on down"]
+    assert copies, "nothing was copied down"
+    same("copies whose memory is kept", noted.count(kept), len(copies), step=3)
+    expect("the host waits for all" in noted, "waits before the update", "one for all", noted, step=4)
+    waits = noted.index("the host waits for all")
+    expect(copies[-1] < waits < noted.index("update"), "the order", "copies, a wait for all, the update", noted, step=4)
+    for first, what in zip(noted, noted[1:]):  # what is copied was computed, and what is written over is not in use
+        if what.startswith("on "):
+            same("what comes right before a copy", first, f"{what[3:]} waits for the computation", step=3)
+    same("whether copies up have a stream", "on up" in noted, engine.like == "zero3", step=5)
+    dist.barrier()
