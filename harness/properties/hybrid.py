@@ -2,27 +2,22 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
 from harness.engine.gradients import GradScaler
 from harness.measure.traffic import TrafficLedger
 from harness.properties import models, parts
+from harness.properties.groups import Branches
 from harness.properties.overlap import late_collectives, replaced
 from harness.properties.precision import FP32, FP64, LOW, trains_like_fsdp2
 from harness.properties.property import expect, holds, refused, same
-from harness.properties.training import EXACT, Pair
+from harness.properties.training import Pair
 from harness.run.model import next_token_loss
 
 
 def grid(replicas: int = 2, shards: int = 2):
     return parts.mesh(replicas, shards, names=("replicas", "shards"))
-
-
-def gpts(engine, **options) -> Pair:
-    """Two GPTs in float64, one of them on the grid. The other has the gradients of all ranks."""
-    return Pair(engine, models.gpt, parts.ADAMW, loss=models.of_bytes, batch=models.byte_batch, group=grid(), **options)
 
 
 @holds("values", sizes=(4,), cases=({"micro_batches": 3, "no_sync": True}, {"max_norm": 0.1}), further_cases=({}, LOW))
@@ -39,12 +34,15 @@ def hybrid_sharding_equals_fsdp2s(engine, max_norm=None, **how):
 
 @holds("values", sizes=(2, 4))
 def a_grid_trains_as_one_process(engine):
-    """On 2 x 2, 1 x 2 and 2 x 1 ranks the engine trains as one process on all data, also if it clips twice in a step.
+    """On 2 x 2, 1 x 2 and 2 x 1 ranks the engine trains as one process on all data, from what rank 0 begins with.
 
-    What was averaged stays averaged when a later backward of the same step adds to it.
+    Also if it clips twice in a step: what was averaged stays averaged when a later backward adds to it.
     """
     for shape in ((2, 2),) if dist.get_world_size() == 4 else ((1, 2), (2, 1)):
-        pair = Pair(engine, parts.OddModel, parts.DECAY, group=grid(*shape))
+        plain, model = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel, seed=dist.get_rank())
+        model.shift.add_(dist.get_rank())  # a buffer, which comes from rank 0 as well, and not from a row's first rank
+        given = iter((plain, model))
+        pair = Pair(engine, lambda: next(given), parts.DECAY, group=grid(*shape))  # noqa: B023  called at once
         same("rank and size of the row", (pair.trained.rank, pair.trained.world_size), (pair.rank % shape[1], shape[1]))
         pair.train(2)
         for step in range(2, 4):
@@ -62,8 +60,8 @@ def replicas_answer_while_backward_goes_on(engine):
 
     It is not waited for before the next bucket is sent.
     """
-    pair = gpts(engine, **({"bucket_mb": 0.01} if engine.like == "zero2" else {}))
-    meanwhile = []
+    options = {"bucket_mb": 0.001} if engine.like == "zero2" else {}
+    pair, meanwhile = Pair(engine, parts.OddModel, group=grid(), **options), []
     with late_collectives() as pending:
         issue = dist.reduce_scatter_single
 
@@ -82,24 +80,6 @@ def replicas_answer_while_backward_goes_on(engine):
         expected = ([0] + [1] * (buckets - 1)) * 3
         same("all-reduces that travel when a reduce-scatter is issued", meanwhile, expected, step=3)
     pair.same_weights()
-    dist.barrier()
-
-
-@holds("values", sizes=(4,))
-def rank_0_decides_how_all_replicas_begin(engine):
-    """Parameters and buffers of all four are those of rank 0, not of each row's first rank."""
-
-    def build(seed):
-        model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
-        with torch.no_grad():
-            for number, value in enumerate([*model.parameters(), model[1].running_mean]):
-                value.fill_(10 * seed + number)
-        return model
-
-    trained = engine(build(dist.get_rank()), parts.ADAMW, group=grid())
-    if dist.get_rank():
-        trained.model[1].running_mean.add_(1)  # `full_state_dict` has rank 0's
-    same("the state", trained.full_state_dict(), build(0).state_dict(), step=0)  # copies
     dist.barrier()
 
 
@@ -130,18 +110,6 @@ def only_shards_gradients_cross_to_the_replicas(engine):
     dist.barrier()
 
 
-class Branches(nn.Module):
-    """Heads, of which a replica uses one."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
-        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(5, 3)])
-
-    def forward(self, x, head):
-        return self.heads[head](torch.tanh(self.blocks[0](x)))
-
-
 @holds("values", sizes=(4,))
 def replicas_agree_on_what_is_unused_and_on_overflows(engine):
     """Each replica uses a head of its own and nobody the third; one rank of four overflows, and all skip the step."""
@@ -163,31 +131,21 @@ def replicas_agree_on_what_is_unused_and_on_overflows(engine):
 @holds("values", sizes=(4,))
 def a_checkpoint_goes_on_in_another_layout(engine):
     """Saved on 2 x 2, loaded on all four, saved and loaded on 2 x 2 again: the run is one run."""
-    rank, mesh = dist.get_rank(), grid()
-
-    def build(group):
-        return engine(models.gpt(FP64, seed=rank), parts.ADAMW, group=group)
-
-    def train(trained, steps):
-        return [trained.training_step(*models.byte_batch(step, rank), next_token_loss) for step in steps]
-
-    whole = build(mesh)
-    first = whole.full_state_dict()
-    expected = train(whole, range(6))
-    trained = build(mesh)
-    trained.load_full_state_dict(first)
-    losses = train(trained, range(2))
+    rank = dist.get_rank()
+    pair = Pair(engine, parts.OddModel, parts.ADAMW, group=grid())
     with parts.folder() as folder:
-        saved = checkpoint.save(trained, folder, mine=rank)
-        expect((saved.nbytes > 10_000) == (rank < 2), "who writes", "one replica", f"{saved.nbytes} bytes of this rank")
-        trained = build(None)
-        same("what was saved besides", checkpoint.load(trained, folder), {"mine": rank})
-        losses += train(trained, range(2, 4))
-        checkpoint.async_save(trained, folder, mine=rank).result()
-        trained = build(mesh)
-        same("what was saved besides", checkpoint.load(trained, folder), {"mine": rank})
-        losses += train(trained, range(4, 6))
-    same("the losses", torch.stack(losses), torch.stack(expected), EXACT)
+        for replicas, group in ((True, None), (False, grid())):
+            pair.train(2)
+            if replicas:
+                saved = checkpoint.save(pair.trained, folder, mine=rank)
+            else:
+                saved = checkpoint.async_save(pair.trained, folder, mine=rank).result()
+            writes = rank < 2 or not replicas
+            expect((saved.nbytes > 1000) == writes, "who writes", "one replica", f"{saved.nbytes} bytes of this rank")
+            pair.trained = engine(parts.seeded(parts.OddModel, seed=rank), parts.ADAMW, group=group)
+            same("what was saved besides", checkpoint.load(pair.trained, folder), {"mine": rank})
+        pair.train(2)
+    pair.same_weights()
 
 
 @holds("misuse", sizes=(4,))

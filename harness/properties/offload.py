@@ -1,30 +1,18 @@
 """Offload: shards, their gradients and the optimizer state in the host's memory (`CPUOffloadPolicy`)."""
 
-import contextlib
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn import functional as F
 
 from harness.engine import checkpoint
 from harness.engine.gradients import GradScaler
 from harness.properties import models, parts
 from harness.properties.precision import LOW
 from harness.properties.property import expect, holds, refused, same
-
-
-class PartlyFrozen(nn.Module):
-    """A GPT, and a parameter that is not trained."""
-
-    def __init__(self, seed: int, device: str):
-        super().__init__()
-        self.gpt = models.gpt(device=device, seed=seed)
-        self.frozen = nn.Parameter(torch.full((7,), float(seed), device=device), requires_grad=False)
-
-    def forward(self, tokens):
-        return self.gpt(tokens)
 
 
 @holds("values", sizes=(2, 4), cases=({"options": LOW},),
@@ -39,8 +27,11 @@ def offload_changes_nothing(engine, options, device="cpu"):
     atol = 0.0 if device == "cpu" else 1e-3  # AdamW's kernels on host and device round differently
     options = {**options, "group": parts.mesh(size // 2, 2, device=device) if size > 2 else None}
 
-    def build(seed=1, **more):
-        return engine(PartlyFrozen(seed, device), parts.ADAMW, **options, **more)
+    def build(seed=0, **more):
+        model = parts.seeded(parts.OddModel, seed, torch.float32, device)
+        with torch.no_grad():
+            model.frozen.add_(seed)
+        return engine(model, parts.ADAMW, **options, **more)
 
     runs = []
     for policy in (None, CPUOffloadPolicy(pin_memory=True)):
@@ -48,10 +39,10 @@ def offload_changes_nothing(engine, options, device="cpu"):
         scaler = GradScaler(device, init_scale=4.0, enabled=options.get("param_dtype") == torch.float16)
         for step in range(4):
             for part in range(2):
-                batch = models.byte_batch(2 * step + part, dist.get_rank(), device)
+                tokens, targets = (each.to(device) for each in parts.token_batch(2 * step + part, dist.get_rank()))
                 # In the first steps both backwards send, and shards add up; in the others the first sends nothing.
                 with trained.no_sync() if step > 1 and not part else torch.enable_grad():
-                    loss = models.of_bytes(trained, *batch)
+                    loss = F.cross_entropy(trained(tokens).float(), targets)
                     scaler.scale(loss / 2).backward()
                 seen.append(loss.detach())
             scaler.unscale_(trained)
@@ -99,65 +90,34 @@ def another_offload_policy_is_refused(engine):
     refused(lambda: engine(nn.Linear(3, 3), parts.ADAMW, offload_policy=one_alone), "[1]", error=ValueError)
 
 
-class _Stream:
-    """A device's queue that only notes who waits for it."""
-
-    def __init__(self, name: str, noted: list[str]):
-        self.name, self.noted = name, noted
-
-    def wait_stream(self, stream) -> None:
-        self.noted.append(f"{self.name} waits for the computation")
-
-    def synchronize(self) -> None:
-        self.noted.append(f"the host waits for {self.name}")
-
-
-class _Device:
-    """torch's module of a device that computes at once, and notes what is started where."""
-
-    def __init__(self, noted: list[str]):
-        self.noted = noted
-
-    def synchronize(self) -> None:
-        self.noted.append("the host waits for all")
-
-    def current_stream(self) -> None:
-        return None
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        self.noted.append(f"on {stream.name}")
-        yield
-        self.noted.append("back")
-
-
 @holds("order")
 def the_host_waits_for_copies(engine):
     """The host waits for copies before the update and before it adds to a gradient, and no copy overtakes.
 
-    A device that only notes who waits for it stands in.
+    A device that only notes what is asked of it stands in. On a GPU each direction has a stream of its own.
     """
-    noted, rank = [], dist.get_rank()
+    device, rank = mock.MagicMock(), dist.get_rank()
     trained = engine(models.gpt(), parts.ADAMW, offload_policy=CPUOffloadPolicy())
-    place = trained.placement
-    place._device, place._up, place._down = _Device(noted), _Stream("up", noted), _Stream("down", noted)
-    trained.optimizer.register_step_pre_hook(lambda *_: noted.append("update"))
-    kept = "its memory is kept"
-    with mock.patch.object(torch.Tensor, "record_stream", lambda *_: noted.append(kept)):
+    trained.placement._device, trained.placement._up, trained.placement._down = device, device.up, device.down
+    trained.optimizer.register_step_pre_hook(lambda *_: device.update())
+    with mock.patch.object(torch.Tensor, "record_stream", lambda *_: device.memory_is_kept()):
         models.of_bytes(trained, *models.byte_batch(0, rank)).backward()
-        same("waits before there is anything to add to", noted.count("the host waits for down"), 0, step=3)
+        same("waits before there is anything to add to", device.down.synchronize.call_count, 0, step=3)
         models.of_bytes(trained, *models.byte_batch(1, rank)).backward()
         trained.step()
     # ZeRO-1 adds on the device.
-    same("whether it waits before it adds", "the host waits for down" in noted, engine.like != "zero1", step=3)
-    copies = [at for at, what in enumerate(noted) if what == "on down"]
-    assert copies, "nothing was copied down"
-    same("copies whose memory is kept", noted.count(kept), len(copies), step=3)
-    expect("the host waits for all" in noted, "waits before the update", "one for all", noted, step=4)
-    waits = noted.index("the host waits for all")
-    expect(copies[-1] < waits < noted.index("update"), "the order", "copies, a wait for all, the update", noted, step=4)
-    for first, what in zip(noted, noted[1:]):  # what is copied was computed, and what is written over is not in use
-        if what.startswith("on "):
-            same("what comes right before a copy", first, f"{what[3:]} waits for the computation", step=3)
-    same("whether copies up have a stream", "on up" in noted, engine.like == "zero3", step=5)
+    same("whether the host waits before it adds", device.down.synchronize.called, engine.like != "zero1", step=3)
+    stream = {id(device.up): "copies up", id(device.down): "copies down"}
+    calls = [stream[id(args[0])] if name == "stream" else name for name, args, _ in device.mock_calls]
+    calls = [name for name in calls if name != "current_stream" and not name.startswith("stream()")]
+    assert "copies down" in calls, "nothing was copied down"
+    same("copies whose memory is kept", calls.count("memory_is_kept"), calls.count("copies down"), step=3)
+    # What is copied was computed, and what is written over is not in use.
+    for before, call in zip(calls, calls[1:]):
+        if call.startswith("copies"):
+            same(f"what comes right before {call}", before, f"{call.split()[1]}.wait_stream", step=3)
+    ends = [call for call in calls[: calls.index("update")] if call in ("copies down", "synchronize")]
+    same("the last before the update", ends[-2:], ["copies down", "synchronize"], step=4)
+    same("copies down after the update", calls[calls.index("update") :].count("copies down"), 0, step=4)
+    same("whether copies up have a stream", "copies up" in calls, engine.like == "zero3", step=5)
     dist.barrier()

@@ -3,91 +3,57 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
 from harness.engine.gradients import GradScaler
 from harness.measure.traffic import TrafficLedger
-from harness.properties import parts
+from harness.properties import models, parts
 from harness.properties.property import expect, holds, refused, same
 from harness.properties.training import Pair
+from harness.run.model import next_token_loss
 
-WIDTH, HEADS, VOCAB, SEQ = 16, 4, 32, 8
+WIDTH = 16
 
 
 class Block(nn.Module):
-    """A transformer block whose matrices are apart, as tensor parallelism wants them."""
+    """The MLP of a transformer: a matrix to be cut by columns, and one by rows."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        h = self.norm(x)
-        q, k, v = (m(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for m in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def small() -> nn.Module:
+    head = nn.Linear(WIDTH, 256, bias=False)
+    return nn.Sequential(nn.Embedding(256, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), head)
 
 
-COLUMNS_AND_ROWS = {
-    "q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel, "out": RowwiseParallel,
-    "up": ColwiseParallel, "down": RowwiseParallel,
-}  # fmt: skip
-
-
-def parallel(mesh, sequence: bool) -> Small:
+def cut_by(mesh, sequence: bool) -> nn.Module:
     """Megatron's cut of each block; with `sequence` the norms are DTensors too, and work on a part of the sequence."""
-    model = parts.seeded(Small)
-    for block in model.blocks:
-        plan = {name: style() for name, style in COLUMNS_AND_ROWS.items()}
-        if sequence:
-            plan |= {"norm": SequenceParallel(use_local_output=True), "norm2": SequenceParallel(use_local_output=True)}
-            plan |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")}
-            plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("out", "down")}
-        parallelize_module(block, mesh, plan)
+    model = parts.seeded(small)
+    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
     if sequence:
+        norm, part = parallel.SequenceParallel(use_local_output=True), Shard(1)
         plan = {
-            "embed": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
-            "norm": SequenceParallel(use_local_output=True),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "norm": norm,
+            "up": parallel.ColwiseParallel(input_layouts=part),
+            "down": parallel.RowwiseParallel(output_layouts=part),
         }
-        parallelize_module(model, mesh, plan)
+        outside = {  # the embedding's output is cut, and the logits are whole again
+            "0": parallel.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=part),
+            "3": norm,
+            "4": parallel.ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
+        }
+        parallel.parallelize_module(model, mesh, outside)
+    for block in (model[1], model[2]):
+        parallel.parallelize_module(block, mesh, plan)
     return model
-
-
-def batch(step: int, who: int):
-    generator = torch.Generator().manual_seed(1_000 * step + who)
-    rows = torch.randint(VOCAB, (3, SEQ + 1), generator=generator)
-    return rows[:, :-1], rows[:, 1:]
-
-
-def of_logits(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @holds("values", sizes=(4,), cases=({"sequence": True},), further_cases=({"sequence": False},))
@@ -97,11 +63,11 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     Products are cut, and their sums have another order: in float64, to 1e-11.
     """
     mesh = parts.mesh(2, 2, names=("data", "tensor"))
-    given = iter((parts.seeded(Small), model := parallel(mesh["tensor"], sequence)))
-    pair = Pair(engine, lambda: next(given), parts.ADAMW, batch=batch, group=mesh["data"], atol=1e-11,
-                loss=lambda model, tokens, targets: of_logits(model(tokens), targets))  # fmt: skip
-    trained, weight = pair.trained, model.blocks[0].up.weight
-    assert isinstance(weight, DTensor), "nothing is parallel"
+    given = iter((parts.seeded(small), model := cut_by(mesh["tensor"], sequence)))
+    pair = Pair(engine, lambda: next(given), parts.ADAMW, loss=models.of_bytes, batch=models.byte_batch, atol=1e-11,
+                group=mesh["data"])  # fmt: skip
+    trained = pair.trained
+    assert isinstance(model[1].up.weight, DTensor), "nothing is parallel"
 
     def spoil(trained):
         if dist.get_rank() == 3:  # in one part of one rank
@@ -126,7 +92,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     expect(least <= held <= most, "elements of this rank's shards", f"{least:.0f} to {most:.0f}", held, step=0)
     row, column = (tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in ("data", "tensor"))
     with TrafficLedger() as traffic:
-        trained.training_step(*batch(9, pair.rank), of_logits)
+        trained.training_step(*models.byte_batch(9, pair.rank), next_token_loss)
     own = [one for one in traffic.collectives if one.step.startswith(("step 3", "step 5"))]
     same("who sends gradients and parameters", {one.ranks for one in own} | {column}, {row, column}, step=3)
     kinds = {one.kind for one in own if one.ranks == row and one.whole_bytes > 8 * WIDTH}
@@ -138,7 +104,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     for act in (checkpoint.save, checkpoint.load):
         refused(lambda act=act: act(trained, "/nowhere"), "full_state_dict", error=ValueError)
     trained.close()
-    expect(isinstance(model.blocks[0].up.weight, DTensor), "the closed model's weights", "DTensors", "other tensors")
+    expect(isinstance(model[1].up.weight, DTensor), "the closed model's weights", "DTensors", "other tensors")
     dist.barrier()
 
 
@@ -151,6 +117,6 @@ def sharding_over_the_tensor_dimension_is_refused(engine):
         ({"group": mesh["tensor"]}, "another* dimension"),
         ({"group": mesh["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
     ):
-        model = parallel(mesh["tensor"], sequence=False)
+        model = cut_by(mesh["tensor"], sequence=False)
         refused(lambda m=model, o=options: engine(m, parts.ADAMW, **o), word, error=ValueError)
     dist.barrier()
