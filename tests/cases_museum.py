@@ -33,9 +33,7 @@ def with_the_bug(number: int, module: str, name: str, arguments: dict) -> tuple[
     stages = {**parts.STAGES, exhibit.stage: Exhibited}
     files = {name: getattr(Exhibited, name) for name in ("save", "load") if hasattr(Exhibited, name)}
     module = importlib.import_module(module)
-    scaler = {"GradScaler": Exhibited.scaler} if hasattr(Exhibited, "scaler") else {}
     with (
-        patch.multiple(module, **scaler) if scaler else contextlib.nullcontext(),
         patch.multiple(parts, STAGES=stages, **{exhibit.right.__name__: Exhibited}),
         patch.multiple(checkpoint, **files) if files else contextlib.nullcontext(),
     ):
@@ -70,8 +68,9 @@ def findings(number: int, name: str) -> list:
         return exhibit.wrong(model, optimizer_cls, group=own if group is None else group, **options)
 
     case = next(case for _, engine, case in library()[name].asked() if engine == exhibit.stage)
+    more = {what: getattr(exhibit.wrong, what) for what in ("save", "load", "scaler") if hasattr(exhibit.wrong, what)}
     try:
-        return examine(name, Subject(f"bug {number}", build, like=exhibit.stage), case)
+        return examine(name, Subject(f"bug {number}", build, like=exhibit.stage, more=more), case)
     except Exception as error:
         if exhibit.differs.isdisjoint(("error", "timeout")):
             raise  # it may be a slip of the exhibit's own, which would look as if it were caught

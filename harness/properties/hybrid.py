@@ -118,7 +118,10 @@ def replicas_agree_on_what_is_unused_and_on_overflows(engine):
         x, y = parts.vector_batch(step, who, 5, torch.float64)
         return x, y[:, :3], who // 2, torch.inf if step == 1 and who == 3 else 1.0
 
-    pair = Pair(engine, Branches, parts.DECAY, batch=batch, group=grid(), find_unused=True,
+    given = iter((parts.seeded(Branches), model := parts.seeded(Branches)))
+    # All ranks must run the same units; a head, which is none here, is gathered with the root.
+    options = {"units": [model.blocks[0]]} if engine.like == "zero3" else {}
+    pair = Pair(engine, lambda: next(given), parts.DECAY, batch=batch, group=grid(), find_unused=True, **options,
                 loss=lambda model, x, y, head, factor: F.mse_loss(model(x, head), y) * factor)  # fmt: skip
     scaler = engine.more.get("scaler", GradScaler)("cpu", init_scale=4.0)
     for step in range(4):
@@ -131,7 +134,7 @@ def replicas_agree_on_what_is_unused_and_on_overflows(engine):
 @holds("values", sizes=(4,))
 def a_checkpoint_goes_on_in_another_layout(engine):
     """Saved on 2 x 2, loaded on all four, saved and loaded on 2 x 2 again: the run is one run."""
-    rank = dist.get_rank()
+    rank, written = dist.get_rank(), []
     pair = Pair(engine, parts.OddModel, parts.ADAMW, group=grid())
     with parts.folder() as folder:
         for replicas, group in ((True, None), (False, grid())):
@@ -140,12 +143,13 @@ def a_checkpoint_goes_on_in_another_layout(engine):
                 saved = checkpoint.save(pair.trained, folder, mine=rank)
             else:
                 saved = checkpoint.async_save(pair.trained, folder, mine=rank).result()
-            writes = rank < 2 or not replicas
-            expect((saved.nbytes > 1000) == writes, "who writes", "one replica", f"{saved.nbytes} bytes of this rank")
+            written.append(saved.nbytes)
             pair.trained = engine(parts.seeded(parts.OddModel, seed=rank), parts.ADAMW, group=group)
             same("what was saved besides", checkpoint.load(pair.trained, folder), {"mine": rank})
         pair.train(2)
     pair.same_weights()
+    # On the grid one replica writes, and the other some small things.
+    same("whether this rank wrote shards", [nbytes > 10_000 for nbytes in written], [rank < 2, True])
 
 
 @holds("misuse", sizes=(4,))
