@@ -11,7 +11,7 @@ from harness.properties import models, parts
 from harness.properties.groups import Branches
 from harness.properties.overlap import late_collectives, replaced
 from harness.properties.precision import FP32, FP64, LOW, trains_like_fsdp2
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import holds, refused, same
 from harness.properties.training import Pair
 from harness.run.model import next_token_loss
 
