@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from harness.measure import step_report, step_time
 from harness.measure.gpus import flops_per_token, peak_flops
-from harness.measure.memory import held_bytes, warm_up
+from harness.measure.memory import held_bytes, let_go, warm_up
 from harness.measure.out_of_memory import explained
 from harness.measure.parts import PartsLedger
 from harness.measure.traffic import TrafficLedger
@@ -170,6 +170,7 @@ class Referee:
         losses, held, peak, sent = [], {"parameters": 0, "gradients": 0, "optimizer": 0}, 0, 0
         reserved = 0
         started = time.perf_counter()
+        let_go(self.me.device)
         if self.mine(name):
             batches = [self.batch(name, step) for step in range(self.options.steps)]
             if self.me.device.type == "cuda":
@@ -208,6 +209,7 @@ class Referee:
                     started = time.perf_counter()
             del engine, look, handle, memory
         gc.collect()
+        self.meet(name)
         everyone = self.over_ranks([*held.values(), peak, sent, reserved])
         result = {
             "losses": [round(loss.item(), 10) for loss in losses],
@@ -218,6 +220,11 @@ class Referee:
         if self.me.device.type == "cuda":
             result["reserved_bytes"] = everyone[5]  # what the allocator has taken from the GPU, fragments included
         return result
+
+    def meet(self, name: str) -> None:
+        """After the work of `name`: where rank 0 did it alone, the others wait for it here, and in no collective."""
+        if name == "single":
+            process_group.wait_for_rank_0(self.me)
 
     def over_ranks(self, values: list[float]) -> list[int]:
         """The maximum over the ranks of each value."""
@@ -266,7 +273,7 @@ class Referee:
             shown = time.perf_counter()
             for turn in range(-2, rounds):  # two rounds to warm up
                 for name in group[turn % len(group) :] + group[: turn % len(group)]:  # nobody is always the first
-                    seconds = self._time_step(engines.get(name), batches.get(name))
+                    seconds = self._time_step(name, engines.get(name), batches.get(name))
                     if turn >= 0:
                         times[name].append(seconds)
                 if time.perf_counter() - shown > 2:
@@ -284,7 +291,7 @@ class Referee:
     def rates(self, name: str, tokens_per_s: float) -> dict[str, float | None]:
         """`tokens_per_s_per_rank`; the model's FLOP per second and rank; and on CUDA `mfu`, their share of the peak.
 
-        MFU is None for a GPU whose peak is not known. Ranks that share a GPU share its peak.
+        MFU is None for a GPU whose peak is not known, and with TF32. Ranks that share a GPU share its peak.
         """
         ranks, config = 1 if name == "single" else self.me.world_size, preset(self.options.preset)
         with torch.device("meta"):
@@ -293,6 +300,8 @@ class Referee:
         found = {"tokens_per_s_per_rank": round(tokens_per_s / ranks, 1), "flops_per_s_per_rank": round(flops / ranks)}
         if self.me.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(self.me.device), self.options.dtype)
+            if self.dtype is None and process_group.tf32():
+                peak = None  # the table has float32 without TF32
             here = int(os.environ.get("LOCAL_WORLD_SIZE", self.me.world_size))
             gpus = 1 if name == "single" else self.me.world_size * min(here, torch.cuda.device_count()) / here
             found["mfu"] = round(flops / (gpus * peak), 4) if peak else None
@@ -303,11 +312,12 @@ class Referee:
         self._offset = step_time.clock_offset() if self._offset is None else self._offset
         steps = max(1, min(WATCHED_STEPS, self.options.timed_steps))
         train = None if engine is None else partial(self.timed_step, engine, batch)
-        found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self._offset[0]))
+        meet = partial(self.meet, name)
+        found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self._offset[0], meet))
         unsure = process_group.largest([self._offset[1]], self.me)[0]
         return {"clocks_unsure_by_ms": round(unsure * 1e3, 4), **found}
 
-    def _time_step(self, engine, batch) -> float:
+    def _time_step(self, name: str, engine, batch) -> float:
         dist.barrier()
         started = time.perf_counter()
         if engine is not None:
@@ -315,7 +325,9 @@ class Referee:
                 self.timed_step(engine, batch)
                 if self.me.device.type == "cuda":
                     torch.cuda.synchronize()
-        slowest = torch.tensor([time.perf_counter() - started if engine is not None else 0.0], device=self.me.device)
+        seconds = time.perf_counter() - started if engine is not None else 0.0
+        self.meet(name)
+        slowest = torch.tensor([seconds], device=self.me.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return slowest.item()
 
@@ -402,7 +414,7 @@ def main() -> None:
         f"{micro_batches.words(options)}{', activations recomputed' * options.checkpoint_activations}, "
         f"{options.steps} steps, AdamW lr {options.lr:g}, "
         + ("float32" if referee.dtype is None else "bfloat16 with float32 reduction and master weights")
-        + ", TF32 off" * (me.device.type == "cuda")
+        + f", TF32 {'on' if process_group.tf32() else 'off'}" * (me.device.type == "cuda")
     )
     runs = {}
     deterministic = me.device.type == "cuda"
@@ -433,6 +445,7 @@ def main() -> None:
         "timed_steps": options.timed_steps,
         "seed": options.seed,
         "dtype": options.dtype,
+        "tf32": process_group.tf32() if me.device.type == "cuda" else None,
         "command": " ".join(["./launch.sh compare", os.environ["LOCAL_WORLD_SIZE"], *sys.argv[1:]]),
         "runs": runs,
         "match": match,

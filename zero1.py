@@ -241,7 +241,7 @@ class ZeRO1(Interface):
 
 
 def main() -> None:
-    from harness.run import walkthrough
+    from harness.measure import walkthrough
 
     walkthrough.run(ZeRO1, __doc__)
 

@@ -175,7 +175,7 @@ class ZeRO2(Interface):
 
 
 def main() -> None:
-    from harness.run import walkthrough
+    from harness.measure import walkthrough
 
     walkthrough.run(ZeRO2, __doc__)
 

@@ -280,7 +280,7 @@ class ZeRO3(Interface):
 
 
 def main() -> None:
-    from harness.run import walkthrough
+    from harness.measure import walkthrough
 
     walkthrough.run(ZeRO3, __doc__)
 

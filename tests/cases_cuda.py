@@ -1,6 +1,7 @@
 """Run on every rank, with a GPU each or one that they share: what only CUDA can show."""
 
 import copy
+import gc
 from functools import partial
 
 import parts
@@ -8,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.memory import MemoryLedger, held_bytes, storage_bytes, warm_up
+from harness.measure.memory import MemoryLedger, held_bytes, let_go, storage_bytes, warm_up
 from harness.properties.layout import padded
 from harness.run.model import GPT, PRESETS, initialize, next_token_loss
 
@@ -17,6 +19,15 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 CYCLES = 20_000_000  # of the GPU's clock: some 10 ms, far longer than any kernel here
 LAYERS = 8
 WIDTHS = {"cuda": 1024, "cpu": 128}  # a layer of 4 MiB: what the allocator adds to it is little
+
+
+def allocated_before_a_case() -> int:
+    """Bytes that are no engine's: what the case before has left is gone, and CUDA's libraries have theirs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    warm_up(device)
+    gc.collect()
+    let_go(device)
+    return torch.cuda.memory_allocated()
 
 
 def wide(device: str, layers: int = LAYERS, width: int | None = None) -> nn.Module:
@@ -40,9 +51,7 @@ def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
     world_size = dist.get_world_size()
     numel = LAYERS * padded([WIDTHS[device] ** 2], world_size)[0]
     batches, held = [batch_on(device, step) for step in range(2)], {}
-    if device == "cuda":
-        warm_up(torch.device(device))
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    before = allocated_before_a_case() if device == "cuda" else 0
     adamw = partial(ADAMW, fused=True)
     engine = parts.engine_class(engine_name or stage)(wide(device), adamw)
     engine.training_step(*batches[0], F.mse_loss)
@@ -69,8 +78,7 @@ def allocators_peak(stage: str) -> float:
     """The allocator's peak of a step over the ledger's. Both see the same storages; the allocator rounds up."""
     device = "cuda"
     batches = [batch_on(device, step) for step in range(3)]
-    warm_up(torch.device(device))
-    before = torch.cuda.memory_allocated()
+    before = allocated_before_a_case()
     with MemoryLedger() as memory:
         engine = parts.STAGES[stage](wide(device), partial(ADAMW, fused=True))
         for batch in batches[:2]:
@@ -85,6 +93,18 @@ def allocators_peak(stage: str) -> float:
     assert ledger <= allocated + 2**16, f"the ledger counts {ledger - allocated} bytes that were never allocated"
     assert allocated <= 1.25 * ledger + 8 * 2**20 + unseen, (allocated, ledger)
     return allocated / ledger
+
+
+def ddp_leaves_nothing() -> None:
+    """After `let_go` the allocator has nothing of an engine that is gone, nor of what its collectives have sent."""
+    device, before = torch.device("cuda", torch.cuda.current_device()), allocated_before_a_case()
+    model = DistributedDataParallel(wide("cuda"), device_ids=[device], gradient_as_bucket_view=True)
+    F.mse_loss(model(batch_on("cuda", 0)[0]), batch_on("cuda", 0)[1]).backward()
+    assert torch.cuda.memory_allocated() > before
+    del model
+    gc.collect()
+    let_go(device)
+    assert torch.cuda.memory_allocated() == before, torch.cuda.memory_allocated() - before
 
 
 class _Sleep(torch.autograd.Function):
@@ -178,9 +198,9 @@ def compute_waits_for_collectives(stage: str, options: dict, forget: bool = Fals
     finally:
         for name, function in real.items():
             setattr(dist, name, function)
-        for _, work in kept if forget else ():
-            work.wait()
-        torch.cuda.synchronize()
+    for _, work in kept if forget else ():  # not after an error: it would hide the first one
+        work.wait()
+    torch.cuda.synchronize()
     assert kept, "no collective was asynchronous: nothing was late"
     return all(torch.equal(found[name], expected[name]) for name in expected)
 

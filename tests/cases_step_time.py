@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2_compare as referee
-from harness.measure import step_time, timeline
-from harness.run import process_group, walkthrough
+from harness.measure import step_time, timeline, walkthrough
+from harness.run import process_group
 from harness.run.model import GPTConfig
 
 DELAY = 0.12  # seconds

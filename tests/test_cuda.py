@@ -76,6 +76,12 @@ def test_the_allocators_peak_is_the_ledgers(at, where, stage):
 
 
 @pytest.mark.parametrize("where", CUDA)
+def test_ddp_leaves_nothing_behind(at, where):
+    pool, _ = at(where)
+    pool.run(cases.ddp_leaves_nothing)
+
+
+@pytest.mark.parametrize("where", CUDA)
 @pytest.mark.parametrize("prefetch", (0, 1, 2))
 def test_order_of_collectives(at, where, prefetch):
     pool, device = at(where)

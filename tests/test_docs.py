@@ -14,10 +14,9 @@ import forked
 import pytest
 
 import fsdp2_compare
-from harness.measure import dry_run, figures, ratios, sweeps
-from harness.measure.planner import options as plan
+from harness.measure import dry_run, figures, ratios, sweeps, walkthrough
 from harness.measure.report import __main__ as report
-from harness.run import walkthrough
+from harness.plan import options as plan
 from harness.teach import changes, docs, exercise
 from harness.teach.articles import __main__ as articles
 from harness.teach.check import report as check

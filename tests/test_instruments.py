@@ -251,6 +251,28 @@ def test_a_collective_ends_when_it_is_complete(ranks):
     ranks(2).run(cases.a_collectives_span)
 
 
+def test_a_collective_of_gloo_on_the_second_gpu(ranks):
+    ranks(2).run(cases.gloo_on_the_second_gpu)
+
+
+def test_a_collective_without_a_work_is_a_wait(ranks):
+    ranks(2).run(cases.a_collective_without_a_work)
+
+
+def test_a_moment_of_the_hosts_clock_on_a_gpus_timeline():
+    cases.a_moment_of_the_hosts_clock()
+
+
+def test_a_trace_has_memory_and_spans_on_one_clock(ranks, tmp_path):
+    ranks(2).run(cases.memory_and_spans_on_one_clock, folder=str(tmp_path))
+
+
+def test_a_gpu_that_waits_for_a_slow_host_does_not_compute():
+    assert cases.computing_with(dispatch=1.0, kernel=0.25) == (4, 4 * 0.25, 1.0)
+    operations, seconds, first = cases.computing_with(dispatch=0.125, kernel=1.0)  # the host is far ahead
+    assert (operations, seconds, first) == (4, 4.0, 0.125)
+
+
 def test_the_timeline_of_an_unsharded_engine():
     engine = Unsharded(two_layers())
     plain = dist.Work.wait

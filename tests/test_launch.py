@@ -345,7 +345,7 @@ def test_mistakes_in_the_options(command, arguments, words):
     from parts import STAGES
 
     import fsdp2_compare
-    from harness.run import walkthrough
+    from harness.measure import walkthrough
 
     with pytest.raises(ValueError) as raised:
         if command == "compare":
@@ -447,6 +447,33 @@ def test_when_a_rank_dies_or_hangs_every_other_one_leaves_and_says_where(tmp_pat
         assert f"[rank {rank}] error: rank {rank} waited in vain for the {collective}" in other.stderr, other.stderr
         assert "another rank" in other.stderr.lower()  # where to look
         assert "Warning" not in other.stderr
+
+
+ALONE = """
+import time
+import fsdp2_compare
+from harness.run import process_group
+
+steps, plain = [], fsdp2_compare.Referee.step
+
+def step(self, engine, batch):
+    if len(steps) in (0, 1, 4):  # one of each pass
+        time.sleep(process_group.timeout() + 1)
+    steps.append(engine)
+    return plain(self, engine, batch)
+
+fsdp2_compare.Referee.step = step
+process_group.run(fsdp2_compare.main)
+"""
+
+
+def test_rank_0_alone_may_take_longer_than_a_collective(tmp_path):
+    """`single`: the other ranks wait for it, and not in a collective, which would end them."""
+    file = tmp_path / "alone.py"
+    file.write_text(ALONE)
+    options = ("--engines", "single", "--preset", "toy", "--steps", "1", "--timed-steps", "1")
+    for rank in forked.on_ranks([str(file), *options], 2, ZERO_TIMEOUT="5"):
+        assert rank.status == 0, rank.stderr[-3000:]
 
 
 def test_two_machines_on_loopback(quick_python):

@@ -76,9 +76,9 @@ def swap(whole):
     whole.data = torch.empty(4, 4)
 
 
-def gather(whole, shard, dist):
-    whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-    dist.all_gather_single(whole, shard)
+def gather(whole, shard, dist, nbytes=64, into=lambda whole: whole):
+    whole.untyped_storage().resize_(nbytes)
+    dist.all_gather_single(into(whole), shard)
 
 
 def wrap(model, blocks=True, root=True):
@@ -90,11 +90,6 @@ def wrap(model, blocks=True, root=True):
         fully_shard(model)
 
 
-def gather_elements(whole, shard, dist):
-    whole.untyped_storage().resize_(whole.numel())
-    dist.all_gather_single(whole, shard)
-
-
 def gather_twice(whole, shard, dist):
     second = torch.empty(4, 4)
     dist.all_gather_single(second, shard)
@@ -103,8 +98,7 @@ def gather_twice(whole, shard, dist):
 
 
 def gather_reshaped(whole, shard, dist):
-    whole.untyped_storage().resize_(64)
-    dist.all_gather_single(whole.view(-1), shard)
+    gather(whole, shard, dist, into=lambda whole: whole.view(-1))
 
 
 def delete(whole):
@@ -158,11 +152,7 @@ WRONG = [
     ("reduction", with_(sums=True), "that is the sum"),
     ("gather", (gather, swap), "keeps the old storage"),
     ("gather", (lambda whole, shard, dist: dist.all_gather_single(whole, shard), free), "storage has 0 bytes"),
-    (
-        "gather",
-        (gather_elements, free),
-        "needs 64 bytes, its storage has 16. Does resize_() get bytes (numel() *",
-    ),
+    ("gather", (lambda *a: gather(*a, nbytes=16), free), "its storage has 16. Does resize_() get bytes (numel() *"),
     ("gather", (gather_twice, free), "at twice the memory"),
     ("gather", (gather, resize_tensor), "`Tensor.resize_` changes the tensor and not its memory"),
     ("gather", (gather, delete), "to delete a name"),
@@ -177,17 +167,17 @@ def test_every_task_is_tried_here():
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
-def test_a_blank_is_not_yet_and_a_solution_is_right(name, capsys):
+def test_a_blank_is_not_yet_a_solution_is_right_and_hints_come_one_by_one(name, capsys):
     assert practice.check(name, BLANK[name]) is False
     assert capsys.readouterr().out.startswith("not yet: ")
     assert practice.check(name, RIGHT[name]) is True
     right, onward = capsys.readouterr().out.splitlines()
     assert right.startswith("right: ") and onward.startswith("Next: ")
-
-
-def test_the_papers_zero1_is_right_too(capsys):
-    assert practice.check("zero1", lambda *a: step(*a, scatter=True))
-    assert "2Ψ" in capsys.readouterr().out
+    hints = tasks.TASKS[name].hints
+    practice._shown.clear()
+    for hint in (*hints, hints[0]):
+        practice.hint(name)
+        assert hint in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, solution, said", WRONG)
@@ -197,33 +187,16 @@ def test_a_mistake_is_told(name, solution, said, capsys):
     assert out.startswith("not right yet: ") and said in out, out
 
 
-def test_a_blank_is_known_by_its_body(capsys):
-    """And not by what it has not done: `del` does nothing that can be seen from outside either."""
-    assert practice.check("gather", (gather, dots)) is False
-    assert capsys.readouterr().out.startswith("not yet: my_free has freed nothing")
-    assert practice.check("gather", (dots_gather, free)) is False
-    assert capsys.readouterr().out.startswith("not yet: my_gather has called no collective")
-
-
-def test_what_is_gathered_into_a_view_is_gathered_in_place(capsys):
-    assert practice.check("gather", (gather_reshaped, free)) is True, capsys.readouterr().out
-
-
-def test_hints_come_one_after_the_other(capsys):
-    hints = tasks.TASKS["cut"].hints
-    practice._shown.clear()
-    for hint in (*hints, hints[0]):
-        practice.hint("cut")
-        assert hint in capsys.readouterr().out
-
-
-def test_a_rank_that_skips_a_collective_is_named():
-    def alone(rank, dist):
-        if rank != 1:
-            dist.all_reduce(torch.ones(2))
-
-    with pytest.raises(RuntimeError, match="rank 0 waits in all_reduce, and rank 1 never calls it"):
-        ranks.run(3, alone)
+def test_other_ways_that_are_right_and_blanks_of_another_form(capsys):
+    """A blank is known by its body, and not by what it has not done: nor does `del` do anything that can be seen."""
+    for name, solution, said in (
+        ("zero1", lambda *a: step(*a, scatter=True), "2Ψ"),
+        ("gather", (gather_reshaped, free), "right: "),
+        ("gather", (gather, dots), "not yet: my_free has freed nothing"),
+        ("gather", (dots_gather, free), "not yet: my_gather has called no collective"),
+    ):
+        assert practice.check(name, solution) is ("not yet" not in said)
+        assert said in capsys.readouterr().out
 
 
 def test_the_threads_collectives_are_torchs():
@@ -238,3 +211,5 @@ def test_the_threads_collectives_are_torchs():
 
     total = [0.0, 11.0, 22.0, 33.0]
     assert ranks.run(2, one) == [(False, total[2 * rank : 2 * rank + 2], total, total) for rank in (0, 1)]
+    with pytest.raises(RuntimeError, match="rank 0 waits in all_reduce, and rank 1 never calls it"):
+        ranks.run(3, lambda rank, dist: dist.all_reduce(torch.ones(2)) if rank != 1 else None)

@@ -2,6 +2,7 @@
 
 import parts
 import pytest
+import torch
 
 from harness.run import process_group
 
@@ -38,6 +39,20 @@ def test_choice_of_backend_and_device(backend, device, ranks_here, gpus, expecte
         with pytest.raises(ValueError) as raised:
             process_group.choose(backend, device, 1, ranks_here, gpus)
         assert all(words in str(raised.value) for words in expected)
+
+
+def test_the_reason_says_whether_ranks_share_a_gpu():
+    for ranks, gpus, shared in ((2, 1, True), (5, 4, True), (2, 2, False), (2, 4, False)):
+        why = process_group.choose("gloo", "auto", 0, ranks, gpus)[2]
+        assert ("share" in why) == shared and str(ranks) in why and str(gpus) in why and "slow" in why, why
+
+
+def test_tf32_is_what_torch_says(monkeypatch):
+    """Also what a container has set, by a variable that torch reads when it is imported."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
+    assert not process_group.tf32()
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert process_group.tf32()
 
 
 def test_how_many_ranks_when_nobody_says():

@@ -11,9 +11,9 @@ def told(prefetch: int) -> dict:
     import torch.distributed as dist
 
     from harness.measure.memory import MemoryLedger
+    from harness.measure.story import UnitStory
     from harness.measure.traffic import TrafficLedger
     from harness.run.model import GPT, GPTConfig, next_token_loss
-    from harness.run.story import UnitStory
     from zero3 import ZeRO3
 
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -76,7 +76,7 @@ def test_without_prefetching_nothing_stands_left_of_another_units_work(ranks):
 
 def test_micro_batches_are_numbered():
     """Each forward and the backward behind it; with one of each there is nothing to number."""
-    from harness.run.story import MicroBatches
+    from harness.measure.story import MicroBatches
 
     several, one = MicroBatches(2), MicroBatches(1)
     steps = ["1 forward", "2 backward", "1 forward", "2 backward", "3 reduce gradients"]

@@ -50,7 +50,8 @@ class _Hashed:
 
 class _Writer(dcp.FileSystemWriter):
     def __init__(self, path):
-        super().__init__(path)
+        # Copied ahead: nothing. Else torch asks for a stream of GPU 0, also in a run on the CPU.
+        super().__init__(path, per_thread_copy_ahead=0)
         self.fs = _Files()
 
     def storage_meta(self):

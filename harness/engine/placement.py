@@ -172,4 +172,20 @@ def _everyone(mesh: DeviceMesh):
     if mesh.size() == dist.get_world_size():
         return None
     row = mesh.get_group(1)
-    return groups.beside(row, dist.get_backend(row), sorted(mesh.mesh.flatten().tolist()))
+    with _unbound(dist.group.WORLD):
+        return groups.beside(row, dist.get_backend(row), sorted(mesh.mesh.flatten().tolist()))
+
+
+@contextlib.contextmanager
+def _unbound(world):
+    """A new NCCL group has connections of its own in here, and waits for none but its own ranks.
+
+    After `init_process_group(device_id=...)` torch would split them off those of `world`. That takes all ranks of
+    `world`, and those outside the mesh build no engine: the others would wait for them for ever.
+    """
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

@@ -3,16 +3,20 @@
 from torch import nn
 
 
+def default_bucket_mb(named_params) -> float:
+    """At most 25 MiB, and at most a sixth of the parameters but not less than 1 MiB. So a small model has several
+    buckets too: one is sent while backward fills the next."""
+    total_mb = sum(param.numel() * param.element_size() for _, param in named_params) / 2**20
+    return min(25, max(1, total_mb / 6))
+
+
 def runs(named_params, bucket_mb: float | None) -> list[list[tuple[str, nn.Parameter]]]:
     """(name, parameter) pairs in runs of at most `bucket_mb` MiB, last parameter first.
 
-    By default (None) a run has at most 25 MiB, and at most a sixth of the parameters but not less than 1 MiB. So a
-    small model has several buckets too: one is sent while backward fills the next. A larger parameter has a run of its
-    own. A buffer has one dtype, so another dtype begins another run.
+    By default (None) a run has `default_bucket_mb`. A larger parameter has a run of its own. A buffer has one dtype, so
+    another dtype begins another run.
     """
-    if bucket_mb is None:
-        total_mb = sum(param.numel() * param.element_size() for _, param in named_params) / 2**20
-        bucket_mb = min(25, max(1, total_mb / 6))
+    bucket_mb = default_bucket_mb(named_params) if bucket_mb is None else bucket_mb
     found, run_bytes = [], 0.0
     for name, param in reversed(named_params):
         nbytes = param.numel() * param.element_size()

@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero1
 from harness.measure import fake_gpu
+from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.memory import held_bytes, held_tensors, warm_up
 from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
-from harness.measure.planner.hardware import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import engines as registry
 from harness.run import micro_batches, process_group

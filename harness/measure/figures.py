@@ -11,12 +11,10 @@ import sys
 
 from matplotlib.patches import Patch
 
+from harness.measure import pictures_of_plans
 from harness.measure.pictures_of_memory import live, memory, scaling, stages
 from harness.measure.pictures_of_steps import lanes, losses, sweeps
 from harness.measure.style import (  # noqa: F401 (others draw with them)
-    ENGINE_COLOURS,
-    ENGINE_LINES,
-    ENGINE_MARKS,
     LANE_COLOURS,
     PART_COLOURS,
     THEMES,
@@ -25,6 +23,7 @@ from harness.measure.style import (  # noqa: F401 (others draw with them)
     look,
     new,
     plt,
+    save,
 )
 from harness.run import journal
 
@@ -60,17 +59,6 @@ def run(lines: list[dict], theme: dict):
     headline(figure, finding, f"{starts[0]['stage']}, GPT {starts[0]['preset']}")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
-
-
-def _of_a_plan(name: str):
-    """A figure of the planner's, which has a file of its own."""
-
-    def draw(results: dict, theme: dict):
-        from harness.measure.planner import pictures  # it draws with what stands above
-
-        return getattr(pictures, name)(results, theme)
-
-    return draw
 
 
 def step_time(results: list[tuple[str, dict]], theme: dict):
@@ -131,8 +119,8 @@ FIGURES = {
     "step-time": (step_time, ["step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"]),
     "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),
     "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"]),
-    "plan-scale": (_of_a_plan("scale"), ["plan-scale.json"]),
-    "plan-validation": (_of_a_plan("validation"), ["plan-validation.json"]),
+    "plan-scale": (pictures_of_plans.scale, ["plan-scale.json"]),
+    "plan-validation": (pictures_of_plans.validation, ["plan-validation.json"]),
     "run": (run, ["train-zero2-cpu.jsonl"]),
 }
 
@@ -173,18 +161,13 @@ def load(name: str, paths: list[str]):
 
 def draw(name: str, paths: list[str], out: str) -> list[str]:
     """Write the figure in both themes; returns the paths."""
-    written, results = [], load(name, paths)
-    for suffix, theme in THEMES.items():
-        try:
-            figure = FIGURES[name][0](results, theme)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(
-                f"{', '.join(paths)} is not what figure {name!r} is drawn from: {SOURCES[name]} writes that"
-            ) from error
-        written.append(os.path.join(out, f"{name}{suffix}.png"))
-        figure.savefig(written[-1], dpi=110)
-        plt.close(figure)
-    return written
+    results = load(name, paths)
+    try:
+        return save(FIGURES[name][0], results, os.path.join(out, name))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"{', '.join(paths)} is not what figure {name!r} is drawn from: {SOURCES[name]} writes that"
+        ) from error
 
 
 def main() -> None:

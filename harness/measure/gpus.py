@@ -1,4 +1,4 @@
-"""What GPUs are sold with: dense peak rates, which a measured rate is held against (MFU)."""
+"""What GPUs are sold with: dense peak rates, which a measured rate is held against (MFU); and what fits on one."""
 
 import re
 
@@ -23,6 +23,15 @@ PEAK_TFLOPS = (
 # Words in torch's name of a GPU that do not change how fast it computes. Any other word does: an "RTX 4090 D", a
 # "Laptop GPU", a "MIG" (a part of a GPU) and an H100 with the slower HBM2e are other models.
 NO_MODEL = re.compile(r"nvidia|tesla|geforce|\d+gb|hbm3e?|sxm[456]")
+
+# Assumed beside the live storages that a GPU must hold: CUDA's context, NCCL's buffers, and the allocator's gaps.
+CONTEXT_BYTES = 2e9
+GAPS = 0.05
+
+
+def needed_bytes(peak: float) -> float:
+    """Bytes that a GPU must have for `peak` live bytes. `memory` and `plan` both say "fits" by it."""
+    return peak * (1 + GAPS) + CONTEXT_BYTES
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

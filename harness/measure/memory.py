@@ -4,9 +4,11 @@ Memory means live storages: whole ones, each counted once, whoever keeps it aliv
 autograd for backward). On CUDA use the allocator's own peak, which sees temporaries of kernels as well.
 """
 
+import time
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -145,6 +147,18 @@ def engine_tensors(engine) -> list[torch.Tensor]:
     """All that can be reached from an engine: what it holds, and its buffers."""
     tensors = [tensor for held in held_tensors(engine).values() for tensor in held]
     return [*tensors, *engine.model.buffers()]
+
+
+def let_go(device: torch.device) -> None:
+    """Have torch give back what earlier engines have sent, before `torch.cuda.memory_allocated` is read. A collective.
+
+    Over NCCL it keeps the tensors of a collective that only C++ has waited for (DDP's buckets) until a thread that
+    looks ten times a second has seen it end, and the group's next collective begins.
+    """
+    if device.type == "cuda" and dist.get_backend() == "nccl":
+        torch.cuda.synchronize(device)
+        time.sleep(0.2)
+        dist.barrier()
 
 
 def warm_up(device: torch.device) -> None:

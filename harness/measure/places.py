@@ -1,5 +1,6 @@
 """The ledger that also says where bytes belong: to which unit or bucket, and to which ranks' cells of it."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -85,6 +86,14 @@ class PlacesLedger(PartsLedger):
                 total[cell] += new - old
             freed = layer == WHOLE and not nbytes and (number in self._sent if column else not any(total))
             yield Change(moment, row, column, layer, [*total], freed and row is not None, before)
+
+    def on_timeline(self, timeline) -> list[tuple[float, Counter]]:
+        """(seconds on `timeline`, {part: bytes}) after each event since `begin`, with `clock` as `timeline.now`.
+
+        On a GPU the times are the GPU's, as those of the spans are: the host may be far ahead.
+        """
+        moments = zip(self._moments, self.moments())
+        return [(0.0 if when is None else timeline.seconds(when), moment.parts) for when, moment in moments]
 
     # Where storages belong.
 

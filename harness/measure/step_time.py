@@ -141,7 +141,7 @@ def clock_offset(here: str | None = None, clock: Callable[[], float] = time.perf
     for _ in range(20):
         entered = clock()
         dist.barrier()
-        if torch.cuda.is_available():
+        if dist.get_backend() == "nccl":
             torch.cuda.synchronize()
         moments.append((entered, clock()))
     theirs = [moments]
@@ -152,11 +152,11 @@ def clock_offset(here: str | None = None, clock: Callable[[], float] = time.perf
 
 
 def watch(train: Callable[[], None] | None, steps: int, engine=None, device: torch.device | None = None,
-          offset: float = 0.0) -> list[list[dict]]:  # fmt: skip
+          offset: float = 0.0, meet: Callable[[], None] = lambda: None) -> list[list[dict]]:  # fmt: skip
     """[what `divide` returns for each step] for each rank, of `steps` calls of `train` in a row. A collective.
 
     `train` is None on a rank that takes no part. `offset` is this rank's `clock_offset`. There is no barrier between
-    the steps, as in training.
+    the steps, as in training. `meet` is called after them, before the ranks tell each other.
     """
     dist.barrier()
     with Timeline(engine, device) as timeline:
@@ -164,6 +164,7 @@ def watch(train: Callable[[], None] | None, steps: int, engine=None, device: tor
             timeline.mark()
             train()
         timeline.mark()
+    meet()
     shift = timeline.opened - offset  # from the timeline's seconds to rank 0's clock
     issued = [None] * dist.get_world_size()
     dist.all_gather_object(issued, [(span.ranks, span.start + shift) for span in timeline.collectives])

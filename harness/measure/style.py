@@ -84,6 +84,17 @@ def headline(figure, finding: str, shape: str) -> None:
     figure.suptitle(f"{finding}\n{shape}", fontsize=11, linespacing=1.35)
 
 
+def save(draw, results, path: str) -> list[str]:
+    """Write what `draw(results, theme)` draws in every theme: PATH.png and PATH-dark.png. Returns the paths."""
+    written = []
+    for suffix, theme in THEMES.items():
+        figure = draw(results, theme)
+        written.append(f"{path}{suffix}.png")
+        figure.savefig(written[-1], dpi=110)
+        plt.close(figure)
+    return written
+
+
 def unit(nbytes: float) -> tuple[str, float]:
     """The unit in which `nbytes` reads well, and its bytes: ("MB (10⁶ bytes)", 1e6)."""
     for name, size in (("GB (10⁹ bytes)", 1e9), ("MB (10⁶ bytes)", 1e6), ("kB (10³ bytes)", 1e3)):

@@ -53,6 +53,8 @@ class Timeline(TorchDispatchMode):
     Watches from outside, like the ledgers. A collective ends when its backend says so, or when somebody has waited for
     it, whichever is first (gloo's reduce-scatter says nothing: it ends inside `wait`). On CUDA the times are those of
     the GPU: an event on the stream that computes before and after each operation, and one where the collective ends.
+    There an operation begins when the GPU has come to it *and* the host has launched it: a GPU that waits for a slow
+    host does not compute.
 
     Beside the spans, for harness/measure/step_time.py, in seconds as theirs: `collectives` in the order of their issue;
     `operations`, (start, end) of each on the stream that computes; `waits`; and `marks`, what `mark()` has noted.
@@ -64,13 +66,14 @@ class Timeline(TorchDispatchMode):
         model = None if engine is None else engine.model
         self._units = set() if model is None else unit_names(model)
         self._where, self._model = Where(), model
-        self._cuda = device is not None and device.type == "cuda"
+        self._cuda, self._device = device is not None and device.type == "cuda", device
         self._open_steps: list[tuple] = []
         self._raw: list[list] = []  # [lane, name, start, end, step, nbytes], times not yet in seconds
         self._computing: list | None = None  # the entry that goes on, until the rank waits or works for another unit
         self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its entry in `_raw`)
         self.collectives: list[Span] = []
         self.operations: list[tuple[float, float]] = []
+        self._between: list[tuple] = []  # the same, each with the dispatch before it: between them nobody does anything
         self.waits: list[Wait] = []
         self.marks: list[float] = []
         self._futures: list[tuple] = []  # (future, entry) of collectives under way
@@ -93,7 +96,7 @@ class Timeline(TorchDispatchMode):
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # a thread of the backend may have another device
         return event
 
     def _unit(self) -> str:
@@ -120,13 +123,15 @@ class Timeline(TorchDispatchMode):
             if name in KINDS:
                 self._collective(KINDS[name], args, result, start)
             return result
+        begun = (start, time.perf_counter()) if self._cuda else start  # the GPU has come to it, the host launched it
         unit, step, last = self._unit(), self._where.step, self._computing
         if last is None or (last[1], last[4]) != (unit, step):
-            self._computing = last = [COMPUTE, unit, start, None, step, 0]
+            self._computing = last = [COMPUTE, unit, begun, None, step, 0]
             self._raw.append(last)
         last[3] = self._now()
         if self._is_computing():
-            self.operations.append((start, last[3]))
+            self.operations.append((begun, last[3]))
+            self._between.append((start, last[3]))
         return result
 
     def _is_computing(self) -> bool:
@@ -141,7 +146,16 @@ class Timeline(TorchDispatchMode):
         for leaf in torch.utils._pytree.tree_leaves(result):
             if isinstance(leaf, torch.ScriptObject):
                 work = dist.Work.unbox(leaf)
+                if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
+                    self._computing = None
+                    self._ended(entry)
+                    if self._is_computing():
+                        self._waited.append((start, entry[3], entry))
+                    return
                 self._under_way[id(work)] = (work, entry)
+                if self._cuda and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
+                    entry[7] = False
+                    return
                 try:
                     future = work.get_future()
                 except RuntimeError:  # gloo's reduce-scatter has none
@@ -199,13 +213,14 @@ class Timeline(TorchDispatchMode):
         for entry in self._raw:
             lane, name, start, stop, step, nbytes, *more = entry
             stop = end if stop is None else stop  # nobody has waited for it inside the `with`
-            made[id(entry)] = Span(lane, name, self._seconds(start), self._seconds(stop), step, nbytes, *more)
+            made[id(entry)] = Span(lane, name, *self._interval(start, stop), step, nbytes, *more)
         self.spans = sorted(made.values(), key=lambda span: span.start)
         self.collectives = [made[id(entry)] for entry in self._issued]
-        self.operations = [(self._seconds(start), self._seconds(stop)) for start, stop in self.operations]
+        self.operations = [self._interval(*operation) for operation in self.operations]
+        self._between = [self._interval(*operation) for operation in self._between]
         self.marks = [self._seconds(moment) for moment in self.marks]
         self.waits = self._find_waits()
-        self._raw, self._issued, self._waited, self._futures, self._under_way = [], [], [], [], {}
+        self._raw, self._issued, self._waited, self._futures, self._between, self._under_way = [], [], [], [], [], {}
         return result
 
     def _find_waits(self) -> list[Wait]:
@@ -219,7 +234,7 @@ class Timeline(TorchDispatchMode):
         known = {wait.collective for wait in waits}
         slack = 5e-5 if self._cuda else 0.0  # a collective's end is noted on another stream, a moment later
         ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
-        for (_, before), (after, _) in pairwise(self.operations):
+        for (_, before), (after, _) in pairwise(self._between):
             while ends and ends[0][0] <= before:
                 ends.pop(0)
             while ends and ends[0][0] <= after + slack:
@@ -229,8 +244,16 @@ class Timeline(TorchDispatchMode):
                 before = end
         return sorted(waits, key=lambda wait: wait.start)
 
+    def _interval(self, start, stop) -> tuple[float, float]:
+        """In seconds. `start` may be a pair of moments: the later one counts."""
+        start = max(map(self._seconds, start)) if isinstance(start, tuple) else self._seconds(start)
+        stop = self._seconds(stop)
+        return min(start, stop), stop  # the clocks of host and GPU are some microseconds apart
+
     def _seconds(self, moment) -> float:
-        return self._origin.elapsed_time(moment) / 1000 if self._cuda else moment - self._origin
+        if isinstance(moment, float):  # of the host's clock
+            return moment - self.opened
+        return self._origin.elapsed_time(moment) / 1000
 
 
 def unit_of(module: str, units: set[str]) -> str:

@@ -1,7 +1,10 @@
 """Hybrid sharding: a DeviceMesh of two dimensions, replicated over the first and sharded over the second."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
@@ -162,3 +165,24 @@ def meshes_that_do_not_fit_are_refused(engine):
     options = {"group": cube["a", "b"], "find_unused": dist.get_rank() > 1}
     refused(lambda: engine(models.gpt(), parts.ADAMW, **options), "rank(s) [2, 3]", error=ValueError)
     dist.barrier()
+
+
+@holds("life", sizes=(3,))
+def a_grid_over_some_of_the_ranks_needs_no_other(engine):
+    """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything.
+
+    With NCCL and a device that the world is bound to, torch would split the new group off the world's connections, and
+    wait for rank 2.
+    """
+    world, bound = dist.group.WORLD, torch.device("cuda", dist.get_rank())
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
+    world.bound_device_id = bound
+    try:
+        if dist.get_rank() < 2:
+            split = AssertionError("the new group would be split off the world's")
+            with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=split):
+                trained = engine(parts.seeded(parts.OddModel), parts.SGD, group=mesh)
+            same("the ranks of both dimensions", dist.get_process_group_ranks(trained.placement.everyone), [0, 1])
+        same("the device that the world is bound to", world.bound_device_id, bound)
+    finally:
+        world.bound_device_id = None

@@ -15,8 +15,8 @@ from harness.properties.precision import LOW
 from harness.properties.property import expect, holds, refused, same
 
 
-@holds("values", sizes=(2, 4), cases=({"options": LOW},),
-       further_cases=({"options": {}}, {"options": {"param_dtype": torch.float16}}))  # fmt: skip
+@holds("values", sizes=(2, 4), cases=({"options": {}}, {"options": LOW}),
+       further_cases=({"options": {"param_dtype": torch.float16}},))  # fmt: skip
 def offload_changes_nothing(engine, options, device="cpu"):
     """Losses, norms and weights are those without offload, through micro-batches, clipping, a scaler, a checkpoint.
 

@@ -1,5 +1,6 @@
 """Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
 
+import itertools
 import os
 import platform
 import signal
@@ -56,11 +57,11 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
         return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"
     if backend == "nccl" or (backend == "auto" and ranks_here <= gpus):
         return "nccl", f"cuda:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
-    return (
-        "gloo",
-        f"cuda:{local_rank % gpus}",
-        f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses; gloo goes through host memory: right, but slow",
-    )
+    if ranks_here > gpus:
+        why = f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses"
+    else:
+        why = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without NCCL as --backend gloo asks"
+    return "gloo", f"cuda:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
 
 
 def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
@@ -129,6 +130,9 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
     chosen = torch.device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # before anything else touches a GPU
+    else:
+        # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     dist.init_process_group(
         backend,
         # Nothing waits for ever: a rank that never comes is an error on the others after this time.
@@ -139,10 +143,9 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
 
 
 def hardware(device: torch.device) -> str:
-    """The name of what was measured on: the GPU with its CUDA and driver versions, or the processor and its cores."""
+    """The name of what was measured on: the GPU with the version of CUDA, or the processor and its cores."""
     if device.type == "cuda":
-        driver = torch._C._cuda_getDriverVersion()
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, driver for CUDA {driver // 1000}"
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     name = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
@@ -155,6 +158,33 @@ def largest(values: list[float], me: Rank) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=me.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
+
+
+def tf32() -> bool:
+    """Whether float32 products on a GPU may use TF32, which keeps 10 of 23 bits of each factor: what torch says.
+
+    Programs can turn it on, and so can TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which some containers set.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+_works_alone = itertools.count()  # of `wait_for_rank_0`; the same number on all ranks
+
+
+def wait_for_rank_0(me: Rank) -> None:
+    """The other ranks wait here until rank 0 has come, for as long as that takes. All ranks call it.
+
+    For work that rank 0 does alone. A collective would not do: after ZERO_TIMEOUT seconds it ends the ranks that wait.
+    Here they ask the store, again and again. If rank 0 dies, torchrun ends them, or the store does not answer.
+    """
+    store, key = dist.distributed_c10d._get_default_store(), f"rank 0 worked alone/{next(_works_alone)}"
+    if me.rank == 0:
+        store.set(key, "done")
+    while me.rank != 0:
+        try:
+            return store.wait([key], timedelta(seconds=1))  # not longer: others in this process may need the store
+        except dist.DistStoreError:  # it is not there yet
+            continue
 
 
 def check_writable(option: str, path: str | None) -> None:

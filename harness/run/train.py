@@ -39,10 +39,11 @@ class Training:
     def __init__(self, options: argparse.Namespace, me: process_group.Rank, text, held_out):
         config = preset(options.preset)
         self.options, self.me, self.step, self.next = options, me, 0, 0  # next: number of the next sequence
+        self.on_gpu = me.device.type == "cuda"  # asking a GPU that is not used would take memory on it
         self.text = Sequences(text, config.seq, options.seed, me.device)
         self.held_out = Sequences(held_out, config.seq, options.seed, me.device)
         torch.manual_seed(hash((options.seed, me.rank)))  # dropout, if a model has it: another one on every rank
-        adamw = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1, fused=me.device.type == "cuda")
+        adamw = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1, fused=self.on_gpu)
         low = DTYPES[options.dtype]
         dtypes = {} if low is None else {"param_dtype": low, "reduce_dtype": torch.float32}
         stage = getattr(import_module(options.stage), STAGES[options.stage])
@@ -108,7 +109,7 @@ class Training:
         self.watchdog.progress("saving")
         about = {"step": self.step, "next": self.next, "rank": self.me.rank, "ranks": self.me.world_size}
         about["options"] = kept(self.options)
-        about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+        about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.on_gpu else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
         self.told = threading.Event()
         self.saving.add_done_callback(partial(said.saved, self.step, self.me.rank == 0, self.told))
@@ -136,7 +137,7 @@ class Training:
             self.step, self.next = about["step"], about["next"]
             if (about["rank"], about["ranks"]) == (rank, self.me.world_size):  # else they begin anew
                 torch.set_rng_state(about["random"][0])
-                if torch.cuda.is_available() and len(about["random"]) > 1:
+                if self.on_gpu and len(about["random"]) > 1:
                     torch.cuda.set_rng_state(about["random"][1])
             self.me.print(said.going_on(self.step, path, made, about, self.options))
             return

@@ -40,7 +40,6 @@ OFFLOAD = "memory-7b-8ranks-offload.json"
 HOST_UPDATE = "host-update-cpu.json"
 SWEEPS = "sweeps-cpu-2ranks.json"
 PLAN_VALIDATION = "plan-validation.json"
-PLAN_HERE = "plan-here.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
 ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
 
@@ -266,24 +265,6 @@ def plan_summary() -> str:
     return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
 
 
-def plan_here() -> str:
-    """This machine: measured steps beside the replay."""
-    kept = result(PLAN_HERE)
-    rows = [
-        [f"`{row['engine']}`", f"{row['measured_ms']:.0f}", f"{row['lowest_ms']:.0f}", f"{row['highest_ms']:.0f}"]
-        + [f"{row['predicted_ms']:.0f}", f"{row['error']:+.0%}"]
-        for row in kept["rows"]
-    ]
-    rates = kept["rates"]
-    said = (
-        f"{kept['hardware']}, torch {kept['torch']}. Measured in the same run: products "
-        f"{rates['flops'] / 1e9:.0f} GFLOP/s, memory\n{rates['memory'] / 1e9:.1f} GB/s, a tiny operation "
-        f"{rates['kernel'] * 1e6:.1f} us, gloo's collectives by size (`results/{PLAN_HERE}`)."
-    )
-    columns = ["engine", "measured step, ms", "lowest", "highest", "replayed, ms", "difference"]
-    return f"{table(columns, rows)}\n\n{said}"
-
-
 # The machines that a report was sent from.
 
 
@@ -316,10 +297,21 @@ def claims() -> str:
     return counts(result("articles.json"))
 
 
+def recorded(claims: list[articles.Claim]) -> list[dict]:
+    """The rows of these claims."""
+    rows = {(row["article"], row["claim"]): row for row in result("articles.json")}
+    return [rows[claim.article, claim.claim] for claim in claims]
+
+
 def article(name: str) -> str:
-    """The claims of the article that is called `name` in harness/teach/articles/claim.py, each with its run."""
+    """What the article that is called `name` in harness/teach/articles/claim.py says of ZeRO, memory and traffic."""
     title = getattr(articles.claim, name)
-    return markdown([row for row in result("articles.json") if row["article"] == title])
+    return markdown(recorded([claim for claim in articles.ZERO if claim.article == title]))
+
+
+def other_claims() -> str:
+    """What the articles say of anything else."""
+    return markdown(recorded(articles.OTHERS))
 
 
 def changed(first: str, second: str) -> str:
@@ -359,8 +351,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "memory-peaks": memory_peaks,
     "memory-state": memory_state,
     "offload": offload,
+    "other-claims": other_claims,
     "outline": outline,
-    "plan-here": plan_here,
     "plan-summary": plan_summary,
     "plan-validation": plan_validation,
     "referee": referee,

@@ -7,7 +7,6 @@ first `with`, the assignment to `self.flat`), never by how a line is spelt. What
 
 import argparse
 import ast
-import contextlib
 import hashlib
 import re
 import sys
@@ -24,9 +23,7 @@ HINTS = 1  # of each blank's two, unless another number is asked for
 # Names one statement of a body, by its kind and a number or a name:
 #     ("With", 0)               the first `with` (-1: the last one)
 #     ("Assign", "self.flat")   the only assignment to self.flat
-#     ("Call", "self._free")    the only statement that is a call of self._free
-#     ("For", "self.trained")   the only loop over something that mentions self.trained; likewise the condition of "If"
-#                               and "While", and what "With" is given
+#     ("For", "self.trained")   the only loop over self.trained
 Selector = tuple[str, int | str]
 
 
@@ -37,8 +34,8 @@ class Blank:
     Without `first` from the beginning of the body, without `last` to its end; `inside` names a statement, such as a
     `with`, whose body is meant in place of the function's. `task` is what the error says. Above it stand as many of its
     `hints` as were asked for, and `target`, in which {lines} is the number of lines of code in the reference. `read`
-    says where to look when a check fails. With `source` the body is that of a function in another file, and becomes a
-    method.
+    says where to look when a check fails. With `source` the class has the method from a function in that file: the
+    exercise gets a method with its docstring and nothing else.
     """
 
     where: str
@@ -119,8 +116,7 @@ _CLIP = Blank(
     "ranks may lose a NaN; all values do not. dist.all_gather_single(output, input, group=self.group) gathers N "
     "numbers.",
     "about {lines} lines with those that only ZeRO-1 needs; sends a number per rank, never gradients; the same norm as "
-    "torch.nn.utils.clip_grad_norm_ on the whole model. (The engine's helpers `common_dtype`, `waiting_for` and "
-    "`tensor_parallel` are not needed here)",
+    "torch.nn.utils.clip_grad_norm_ on the whole model",
     "torch.nn.utils.clip_grad_norm_'s documentation; a norm over shards is the norm of the shards' norms",
     source="harness/engine/gradients.py",
 )
@@ -322,40 +318,6 @@ EXERCISES = {
             ),
         ),
     ),
-    "checkpoint": Exercise(
-        "harness/engine/rectangles.py",
-        "Cut",
-        "cuts what a rank has of a tensor into rectangles, as few as possible (at most 2(n-1)+1 of a tensor of n "
-        "dimensions), and copies nothing; every element is written once, so that any number of ranks can load it",
-        (
-            Blank(
-                "rectangles",
-                "Step 1: cut a range of elements into rectangles",
-                "Elements `first` to `end` - 1 of a row-major tensor of `shape`, a tuple of n sizes. Give the "
-                "rectangles that they consist of, in the order of memory, as pairs (offsets, sizes) of tuples of n "
-                "numbers. The elements of each must follow each other in memory. A tensor of n dimensions is shape[0] "
-                "rows, and each row is a tensor of shape[1:]. Think of a matrix first: a rest of a row, whole rows, a "
-                "beginning of a row. Each of the three may be missing, and all may lie in one row. Then a row of a "
-                "larger tensor is cut as a tensor is (`_in_row` puts what was found in a row into its place). "
-                "And what if there is no dimension, or no element?",
-                "about {lines} lines; every element of the range in one rectangle, no other element in any; as few "
-                "rectangles as possible, at most 2(n-1)+1; an empty range has none, one number without dimensions "
-                "has one, ((), ())",
-                "the picture at the top of the file",
-            ),
-            Blank(
-                "Cut.of",
-                "Step 2: give each rectangle its elements",
-                "`part` has the elements of the range in the order of memory. Walk through rectangles(...) of the "
-                "range, which begins at `first` and has part.numel() elements. Set cut.boxes[offsets] to the elements "
-                "of each, in the rectangle's shape. `start` counts the elements that have a place already.",
-                "about {lines} lines; views of `part`, not a byte is copied",
-                "Cut's docstring, and the picture at the top of the file",
-                first=("For", 0),
-                last=("For", 0),
-            ),
-        ),
-    ),
 }
 
 
@@ -370,34 +332,30 @@ def find(tree: ast.Module, where: str) -> ast.FunctionDef:
     return node
 
 
-def _is_selected(statement: ast.stmt, kind: str, name: str | None) -> bool:
-    """Whether `statement` is of that kind, and has to do with `name` in the way that `Selector` says."""
-    match kind, statement:
-        case "Assign", ast.Assign(targets=targets):
-            targets = [each for target in targets for each in getattr(target, "elts", [target])]
-        case "Assign", ast.AnnAssign(target=target) | ast.AugAssign(target=target):
-            targets = [target]
-        case "Call", ast.Expr(value=ast.Call(func=function)):
-            targets = [function]
-        case ("For", ast.For(iter=head)) | ("If", ast.If(test=head)) | ("While", ast.While(test=head)):
-            targets = ast.walk(head)
-        case "With", ast.With(items=items):
-            targets = [node for item in items for node in ast.walk(item.context_expr)]
+def _head(statement: ast.stmt) -> set[str]:
+    """What an assignment sets, or what a loop goes over."""
+    match statement:
+        case ast.Assign(targets=heads):
+            heads = [each for head in heads for each in getattr(head, "elts", [head])]
+        case ast.For(iter=head):
+            heads = [head]
         case _:
-            return name is None and type(statement).__name__ == kind
-    return name is None or any(ast.unparse(target) == name for target in targets if not isinstance(target, ast.Load))
+            heads = []
+    return {ast.unparse(head) for head in heads}
 
 
 def select(body: list[ast.stmt], selector: Selector) -> int:
     """The place in `body` of the statement that `selector` names. Raises LookupError if it names none, or several."""
     kind, which = selector
-    name = which if isinstance(which, str) else None
-    found = [place for place, statement in enumerate(body) if _is_selected(statement, kind, name)]
-    if name is None and -len(found) <= which < len(found):
-        return found[which]
-    if name is None or len(found) != 1:
-        raise LookupError(f"{selector} names {len(found)} of its statements" if name else f"it has no {selector}")
-    return found[0]
+    found = [place for place, statement in enumerate(body) if type(statement).__name__ == kind]
+    if isinstance(which, str):
+        found = [place for place in found if which in _head(body[place])]
+        if len(found) != 1:
+            raise LookupError(f"{selector} names {len(found)} of its statements")
+        return found[0]
+    if not -len(found) <= which < len(found):
+        raise LookupError(f"it has no {selector}")
+    return found[which]
 
 
 def statements(tree: ast.Module, blank: Blank) -> list[ast.stmt]:
@@ -413,32 +371,41 @@ def statements(tree: ast.Module, blank: Blank) -> list[ast.stmt]:
     return body[first : last + 1]
 
 
-def generate(name: str, open_blanks=None, hints: int = HINTS) -> str:
-    """The text of the exercise: the chapter, with these blanks open (names of functions; default: all).
+def _opened(text: str, blank: Blank, hints: int) -> str:
+    """The chapter's `text` with this blank in it. Raises LookupError for what is not found."""
+    lines = text.split("\n")
+    if not blank.source:
+        taken = statements(ast.parse(text), blank)
+        first, last, indent = taken[0].lineno - 1, taken[-1].end_lineno, taken[0].col_offset
+        lines[first:last] = _instead(blank, lines[first:last], indent, hints)
+        return "\n".join(lines)
+    class_name, name = blank.where.split(".")
+    borrowed = (ROOT / blank.source).read_text()
+    function, theirs = find(ast.parse(borrowed), name), borrowed.split("\n")
+    docstring = function.body[0].end_lineno
+    head = "\n".join(theirs[function.lineno - 1 : docstring])
+    head = textwrap.indent(head.replace(f"{name}({function.args.args[0].arg}", f"{name}(self", 1), " " * 4)
+    body = _instead(blank, theirs[docstring : function.end_lineno], 8, hints)
+    end = find(ast.parse(text), class_name).end_lineno
+    lines[end:end] = ["", *head.split("\n"), *body]
+    return "\n".join(lines)
 
-    Above a blank stands its target, and so many of its hints.
+
+def generate(name: str, hints: int = HINTS) -> str:
+    """The text of the exercise: the chapter with its blanks. Above each stands its target, and so many of its hints.
 
     Raises LookupError, with the chapter, the function and the selector, for what is not in the chapter any more.
     """
     exercise = EXERCISES[name]
     text = (ROOT / exercise.source).read_text()
     for blank in exercise.blanks:
-        if blank.source:
-            with _naming(exercise, blank):
-                text = _as_method(text, blank)
-    tree, lines = ast.parse(text), text.split("\n")
-    places = []
-    for blank in exercise.blanks:
-        with _naming(exercise, blank):
-            places.append((statements(tree, blank), blank))
-    for taken, blank in sorted(places, key=lambda place: -place[0][0].lineno):  # from the end upwards
-        if open_blanks is None or blank.where in open_blanks:
-            first, last = taken[0].lineno - 1, taken[-1].end_lineno
-            lines[first:last] = _instead(blank, lines[first:last], taken[0].col_offset, hints)
-    if open_blanks is not None:
-        return "\n".join(lines)
-    after = tree.body[0].end_lineno  # the chapter's docstring; it is above all blanks
-    lines[after:after] = ["", *_head(name, exercise)]
+        try:
+            text = _opened(text, blank, hints)
+        except LookupError as error:
+            where = f"{exercise.source}, {blank.where}"
+            raise LookupError(f"{where}: {error}; change EXERCISES in harness/teach/exercise.py") from None
+    lines, after = text.split("\n"), ast.parse(text).body[0].end_lineno  # the chapter's docstring, above all blanks
+    lines[after:after] = ["", *_goal(name, exercise)]
     text = re.sub(r"^Run it: .*$", f"Check it: ./launch.sh check {name}", "\n".join(lines), count=1, flags=re.MULTILINE)
     return f"{text}\n{SEAL}{_digest(text)}\n"
 
@@ -456,96 +423,6 @@ def edited(text: str) -> bool:
     return seal.strip() != _digest(before)
 
 
-@contextlib.contextmanager
-def _naming(exercise: Exercise, blank: Blank):
-    """What is not found inside: in which chapter, in which function, by which selector."""
-    try:
-        yield
-    except LookupError as error:
-        raise LookupError(
-            f"{exercise.source}, {blank.where}: {error}; change EXERCISES in harness/teach/exercise.py"
-        ) from None
-
-
-def _as_method(text: str, blank: Blank) -> str:
-    """The chapter with the function of `blank.source` as a method at the end of the class.
-
-    Until now the class has had it by an assignment (`name = module.name`, which goes) or from a base class.
-    """
-    class_name, name = blank.where.split(".")
-    tree, lines = ast.parse(text), text.split("\n")
-    method, imports = _of_the_chapter(tree, blank.source, name)
-    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    lines[cls.end_lineno : cls.end_lineno] = ["", *textwrap.indent(method, "    ").split("\n")]
-    for node in cls.body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            raise LookupError(f"the class writes {name} itself, so nothing is to be taken from {blank.source}")
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
-            del lines[node.lineno - 1 : node.end_lineno]
-    after = [node.end_lineno for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)][-1]
-    lines[after:after] = sorted(imports)
-    return "\n".join(lines)
-
-
-def borrowed_function(tree: ast.Module, name: str) -> ast.FunctionDef:
-    """The function `name` of a module, or the method of one of its classes. Raises LookupError if there is none."""
-    for scope in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
-        with contextlib.suppress(LookupError):
-            return find(scope, name)
-    raise LookupError(f"there is no {name} where it is to be taken from")
-
-
-def _globals(tree: ast.Module) -> dict[str, ast.stmt]:
-    """{name: the statement that gives it} of a module's own names, the imported ones included."""
-    names = {}
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name.partition(".")[0]): node for alias in node.names}
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names[node.name] = node
-        elif isinstance(node, ast.Assign):
-            names |= {name.id: node for target in node.targets for name in ast.walk(target) if type(name) is ast.Name}
-    return names
-
-
-def _of_the_chapter(chapter: ast.Module, source: str, name: str) -> tuple[str, set[str]]:
-    """(the function `name` of the file `source` as the chapter would write it, the imports that this takes).
-
-    Its first argument becomes `self`. What its module defines is now `module.name`, and what its module imports is
-    imported by the chapter as well.
-    """
-    text = (ROOT / source).read_text()
-    function, theirs, known = borrowed_function(ast.parse(text), name), _globals(ast.parse(text)), _globals(chapter)
-    package, _, module = source.removesuffix(".py").replace("/", ".").rpartition(".")
-    for node in chapter.body:  # under which name has the chapter imported that module?
-        for alias in node.names if isinstance(node, ast.ImportFrom) and node.module == package else ():
-            module = (alias.asname or alias.name) if alias.name == module else module
-    first, imports = function.args.args[0], set()
-    changes = {(first.lineno, first.col_offset, first.end_col_offset, "self")}
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    local = {arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg)}
-    local |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    for node in names:
-        place = node.lineno, node.col_offset, node.end_col_offset
-        given = None if node.id in local else theirs.get(node.id)
-        if node.id == first.arg:
-            changes.add((*place, "self"))
-        elif isinstance(given, ast.Import | ast.ImportFrom) and node.id not in known:
-            alias = next(each for each in given.names if (each.asname or each.name.partition(".")[0]) == node.id)
-            imports.add(ast.unparse(type(given)(**{**vars(given), "names": [alias]})))
-        elif given is not None and not isinstance(given, ast.Import | ast.ImportFrom):
-            if module in local:
-                raise LookupError(f"it has a variable {module}, which would hide the module that {node.id} comes from")
-            changes.add((*place, f"{module}.{node.id}"))
-            if module not in known:
-                imports.add(f"from {package} import {module}")
-    lines = [line.encode() for line in text.split("\n")]  # columns count bytes
-    for line, start, end, new in sorted(changes, reverse=True):
-        lines[line - 1] = lines[line - 1][:start] + new.encode() + lines[line - 1][end:]
-    begin = min([function.lineno, *(mark.lineno for mark in function.decorator_list)])
-    return textwrap.dedent(b"\n".join(lines[begin - 1 : function.end_lineno]).decode()), imports
-
-
 def _instead(blank: Blank, taken: list[str], indent: int, hints: int) -> list[str]:
     target = blank.target.format(lines=sum(bool(line.strip()) and line.strip()[0] != "#" for line in taken))
     said = [*blank.hints[:hints], f"Target: {target}."]
@@ -557,7 +434,7 @@ def _instead(blank: Blank, taken: list[str], indent: int, hints: int) -> list[st
     ]
 
 
-def _head(name: str, exercise: Exercise) -> list[str]:
+def _goal(name: str, exercise: Exercise) -> list[str]:
     said = [
         f"An exercise, made from {exercise.source}. In all it {exercise.goal}.",
         f"Write what raises NotImplementedError, in this order, which is that of work and not of lines, and ask after "
@@ -580,7 +457,7 @@ def told(name: str, text: str) -> str:
             *(f"  line {lines[task]:>3}  {task}" for task in blanks),
             f"In all it {exercise.goal}.",
             f"Write them in this order, the order of work and not of lines. Ask after each: ./launch.sh check {name}",
-            f"It takes about half a minute. A hint comes at once: ./launch.sh check {name} --hint",
+            f"It takes about half a minute. A hint beside it: ./launch.sh check {name} --hint",
         ]
     )
 

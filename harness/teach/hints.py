@@ -36,7 +36,4 @@ IDEAS = {
     "Step 2: free after backward": "Will anybody read these weights again in this step?",
     "Step 3: reduce a unit whose gradients are final": "Which of the unit's buckets have gradients at all? Is every "
     "weight of the unit done with, now that these are final?",
-    "Step 1: cut a range of elements into rectangles": "Draw a matrix, and a range that begins in the middle of one "
-    "row and ends in the middle of another. Which three rectangles are there, and which is cut like a row?",
-    "Step 2: give each rectangle its elements": "The rectangles come in the order of memory, and so do the elements.",
 }

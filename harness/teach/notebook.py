@@ -1,6 +1,7 @@
 """What the notebooks share: the project's commands, run as a reader would type them, and text that fits a screen."""
 
 import atexit
+import contextlib
 import inspect
 import json
 import os
@@ -19,6 +20,7 @@ from matplotlib.lines import Line2D
 
 from harness.measure import dry_run, style
 from harness.measure.style import PART_STYLES, key, look, unit
+from harness.run import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 THEME = style.THEMES["-dark" if os.environ.get("ZERO_NOTEBOOK_THEME") == "dark" else ""]
@@ -43,30 +45,22 @@ def run(line: str, show: bool = True) -> str:
     words = shlex.split(line)
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    outside = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZERO_PREFLIGHT", "MPLBACKEND")
-    environment = {key: value for key, value in os.environ.items() if key not in outside}
-    environment["PYTHON"] = sys.executable
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment = {key: value for key, value in ranks.environment().items() if key != "MPLBACKEND"}
     say(f"$ {line}", indent="      ")
     printed, errors = [], deque(maxlen=40)
-    process = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, encoding="utf-8",
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-    reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
-    reader.start()
-    waiting = None if show else _Dots()
-    try:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    with contextlib.ExitStack() as stack:  # it ends also when the reader interrupts the kernel
+        environment["PYTHON"] = sys.executable
+        process = stack.enter_context(ranks.started(words, cwd=ROOT, env=environment, **streams))
+        reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
+        reader.start()
+        if not show:
+            stack.callback(_Dots().stop)
         for text in process.stdout:
             printed.append(text)
             if show:
                 print(text, end="", flush=True)
         process.wait()
-    finally:  # also when the reader interrupts the kernel
-        if waiting:
-            waiting.stop()
-        if process.poll() is None:
-            process.terminate()  # torchrun passes it on to the ranks
-            process.wait()
     reader.join(timeout=10)
     if process.returncode:
         end = "".join([*printed[-10:], *errors])

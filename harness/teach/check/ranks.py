@@ -1,17 +1,12 @@
 """What `./launch.sh check` runs on every rank: load the student's file, try step after step, write down what was found.
 
-A verdict is a small file per rank and step, and not a message through torch.distributed: a rank that hangs, or is
-killed, takes no part in a collective any more. `harness/teach/check/report.py` starts the ranks and reads the verdicts.
+`harness/teach/check/report.py` starts the ranks and reads the verdicts.
 """
 
-import ast
 import contextlib
-import faulthandler
-import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import re
 import sys
@@ -26,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from harness.engine.unit_moments import tensors_in
-from harness.run import process_group
+from harness.run import process_group, ranks
 from harness.teach.check.sheet import MIXED, MIXED_AT, Sheet, Work
 from harness.teach.check.steps import checks_of
-from harness.teach.exercise import EXERCISES, ROOT, Blank, find, generate
+from harness.teach.exercise import EXERCISES, ROOT
 
 FINDINGS = 3  # that are written down per step
 PATIENCE = 3  # seconds
@@ -117,80 +112,20 @@ class _Watch:
         return Work(result, self, what, tensors_in(inputs), nbytes)
 
 
-_refused: set[str] = set()  # files that must not be read or run now
-
-
-def _audit(event: str, arguments) -> None:
-    """Sees what all ways of importing a file, and of reading it, come down to."""
-    if _refused and event in ("open", "exec"):
-        path = arguments[0] if event == "open" else getattr(arguments[0], "co_filename", None)
-        if isinstance(path, str) and path in _refused:
-            raise Broken(f"it reads {os.path.basename(path)}, the reference, which it is to replace")
-
-
-_install_audit = functools.cache(partial(sys.addaudithook, _audit))  # once: there is no taking it away
-
-
-def _module(source: str) -> str:
-    """ "harness/engine/gradients.py" as it is imported."""
-    return source.removesuffix(".py").replace("/", ".")
-
-
-def _owners(source: str, function: str) -> list:
-    """The module `source` ("harness/engine/gradients.py"), or its class, that has this function, and who takes it over.
-
-    A class of harness/engine may offer it as a method of its own, and the student's class may inherit it from there.
-    """
-    module = importlib.import_module(_module(source))
-    own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
-    body = next(vars(owner)[function] for owner in (module, *own) if function in vars(owner))
-    modules = [each for name, each in sys.modules.items() if name.startswith("harness.engine.")]
-    classes = [value for each in modules for value in vars(each).values() if inspect.isclass(value)]
-    return list({id(owner): owner for owner in (*modules, *classes) if vars(owner).get(function) is body}.values())
-
-
 @contextlib.contextmanager
-def without_reference(name: str, file: str):
-    """Inside, to import or read the exercise's reference is an error, and to call what a blank was made from."""
-    exercise = EXERCISES[name]
-    module = _module(exercise.source)
-
-    def refusing(source: str, body):
-        @functools.wraps(body)
-        def refuse(*args, **kwargs):
-            raise Broken(f"it calls the function in {source}, the reference, which it is to replace")
-
-        return refuse
-
-    known = importlib.import_module(module)  # with all that it imports, before anything is taken away
-    real = []
-    for blank in exercise.blanks:
-        source = blank.source or exercise.source * exercise.source.startswith("harness/")
-        if source:  # the engine has it, too, and goes on without importing anything
-            function = blank.where.rpartition(".")[2]
-            for owner in _owners(source, function):
-                real.append((owner, function, vars(owner)[function]))
-                setattr(owner, function, refusing(source, vars(owner)[function]))
-    package, _, attribute = module.rpartition(".")
-    if package:  # `from package import module` would find it there
-        real.append((sys.modules[package], attribute, known))
-        delattr(sys.modules[package], attribute)
-    sys.modules[module] = None
-    _install_audit()
-    _refused.update({str(ROOT / exercise.source)} - {file})
+def without_reference(name: str):
+    """Inside, to import the exercise's reference is an error: `zero2` in place of `zero1` is easily written."""
+    module = EXERCISES[name].source.removesuffix(".py")
+    known, sys.modules[module] = importlib.import_module(module), None
     try:
         yield
     finally:
-        _refused.clear()
-        for owner, function, body in real:
-            setattr(owner, function, body)
         sys.modules[module] = known
 
 
 def load(name: str, file: str) -> types.ModuleType:
     """The student's module, from this path. Raises Broken if there is none, or if it is the reference in disguise."""
     exercise, path = EXERCISES[name], os.path.realpath(file)
-    reference = _module(exercise.source)
     spec = importlib.util.spec_from_file_location(f"student_{name}", path)
     module = importlib.util.module_from_spec(spec)
     try:
@@ -198,7 +133,7 @@ def load(name: str, file: str) -> types.ModuleType:
     except SyntaxError as error:
         raise Broken(f"line {error.lineno}: {error.msg}") from error
     except ImportError as error:
-        if error.name == reference:
+        if f"{error.name}.py" == exercise.source:
             raise Broken(f"it imports {exercise.source}, the reference, which it is to replace") from error
         raise
     for blank in exercise.blanks:
@@ -216,35 +151,10 @@ def load(name: str, file: str) -> types.ModuleType:
     return module
 
 
-def returns_values(tree: ast.Module, where: str) -> bool:
-    """Whether the function of that name gives something back anywhere: a `return` with a value, or a `yield`."""
-    nodes = ast.walk(find(tree, where))
-    return any(isinstance(n, ast.Yield | ast.YieldFrom) or (isinstance(n, ast.Return) and n.value) for n in nodes)
-
-
-def without_return(name: str, blank: Blank, text: str) -> dict | None:
-    """A verdict on a solution (`text` is its file) that gives nothing back where the reference does; else None."""
-    tree = ast.parse(text)
-    source = ast.parse(generate(name, ()))
-    with contextlib.suppress(LookupError):
-        written = find(tree, blank.where)
-        raises = [n for n in ast.walk(written) if isinstance(n, ast.Raise)]
-        if returns_values(source, blank.where) and not returns_values(tree, blank.where) and not raises:
-            end = written.end_lineno
-            found = f"none in lines {written.lineno} to {end}: is a return missing?"
-            finding = {"what": f"what {blank.where} gives back", "expected": "a return with a value", "found": found}
-            return {"status": "failed", "findings": [finding]}
-    return None
-
-
 def examine(name, file: str, folder: str, seconds: float, device="cpu", first: int = 0, exit_on_hang=False) -> None:
     """Try step after step on this rank, from number `first` to one that some rank fails; verdicts go to `folder`."""
-    file, rank = os.path.realpath(file), dist.get_rank()
-    sheet, empty = None, {}
-    with contextlib.suppress(SyntaxError, ValueError):
-        text = Path(file).read_text()
-        empty = {blank.where: without_return(name, blank, text) for blank in EXERCISES[name].blanks}
-    with without_reference(name, file), _Watch(file, Path(folder, f"now.{rank}")) as watch:
+    file, rank, world_size, sheet = os.path.realpath(file), dist.get_rank(), dist.get_world_size(), None
+    with without_reference(name), _Watch(file, Path(folder, f"now.{rank}")) as watch:
         for number, check in list(enumerate(checks_of(name)))[first:]:
             over = threading.Event()
             watch.begin()
@@ -253,17 +163,20 @@ def examine(name, file: str, folder: str, seconds: float, device="cpu", first: i
             try:
                 if sheet is None:
                     sheet = Sheet(name, load(name, file), torch.device(device))
-                found = check.blank and empty.get(check.blank.where)
-                verdict = found or sheet.verdict(check, FINDINGS)
+                verdict = sheet.verdict(check, FINDINGS)
             except BaseException as error:
                 verdict = _verdict(error, watch, sheet)
                 if verdict["status"] == "error" and sheet and sheet.findings:  # of which it may be a consequence
                     verdict = {"status": "failed", "findings": sheet.findings[:FINDINGS]}
             over.set()
-            _write(folder, number, {**verdict, "issued": [*watch.issued]})
+            ranks.say(folder, number, rank, {**verdict, "issued": [*watch.issued]})
             patience = PATIENCE if verdict["status"] == "lost" else 2 * seconds + 10  # who is lost sends no verdict
-            if any(other["status"] != "passed" for other in _everyone(folder, number, patience)):
+            if any(not_passed(other) for other in ranks.everyone(folder, number, world_size, patience)):
                 return
+
+
+def not_passed(verdict: dict | None) -> bool:
+    return verdict is None or verdict["status"] != "passed"
 
 
 def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
@@ -324,50 +237,30 @@ def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, nu
 
     A collective that this rank is in when another has failed, it is in in vain: PATIENCE is the time for that.
     """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     until, since, last = time.monotonic() + seconds, time.monotonic(), watch.count
     while time.monotonic() < until:
         if over.wait(0.1):
             return
         if not watch.now or watch.count != last:
             since, last = time.monotonic(), watch.count
-        elif time.monotonic() > since + PATIENCE and any(v["status"] != "passed" for v in _verdicts(folder, number)):
+        elif time.monotonic() > since + PATIENCE and any(
+            verdict and not_passed(verdict) for verdict in ranks.said(folder, number, world_size)
+        ):
             break
     line = watch.line(sys._current_frames().get(threading.main_thread().ident))
     where = f"waits in {watch.now}" if watch.now else "is in no collective"
     # Issued at one line, waited for at another.
     at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
-    _write(folder, number, {"status": "hang", "line": line, "error": where + at, "issued": [*watch.issued]})
-    with contextlib.suppress(TimeoutError):
-        _everyone(folder, number, 5)
+    hang = {"status": "hang", "line": line, "error": where + at, "issued": [*watch.issued]}
+    ranks.say(folder, number, rank, hang)
+    ranks.everyone(folder, number, world_size, 5)
     os._exit(3)
 
 
-def _write(folder: str, number: int, verdict: dict) -> None:
-    file = Path(folder, f"{number}.{dist.get_rank()}")
-    part = Path(f"{file}.part")
-    part.write_text(json.dumps(verdict))
-    part.rename(file)  # whole, or not there
-
-
-def _verdicts(folder: str, number: int) -> list[dict]:
-    """The ranks' verdicts on one step, as many as are there."""
-    files = [Path(folder, f"{number}.{rank}") for rank in range(dist.get_world_size())]
-    return [json.loads(file.read_text()) for file in files if file.exists()]
-
-
-def _everyone(folder: str, number: int, seconds: float) -> list[dict]:
-    """All ranks' verdicts on one step, when they are there. Raises TimeoutError."""
-    until = time.monotonic() + seconds
-    while len(verdicts := _verdicts(folder, number)) < dist.get_world_size():
-        if time.monotonic() > until:
-            raise TimeoutError(f"some rank gives no verdict on step {number}")
-        time.sleep(0.002)
-    return verdicts
-
-
 def main() -> None:
-    name, file, folder, seconds, backend, device = sys.argv[1:]
-    faulthandler.enable(open(Path(folder, f"crash.{os.environ['RANK']}"), "w"))  # noqa: SIM115
+    name, file, seconds, backend, device, folder = sys.argv[1:]
+    ranks.begin(folder)
     me = process_group.start(backend, device)
     examine(name, file, folder, float(seconds), me.device, exit_on_hang=True)
 

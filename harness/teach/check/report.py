@@ -1,26 +1,20 @@
 """`./launch.sh check zero2 [N]`: is the exercise solved? Says so step by step, with what was expected and found.
 
-This process has no rank: it starts the ranks with torchrun, reads the verdicts they write (`ranks.py`),
-and so has something to say when they hang, crash or never start.
+This process has no rank: it starts those that try the steps (`ranks.py`), and puts their verdicts into words.
 """
 
 import argparse
 import ast
 import contextlib
-import hashlib
 import itertools
-import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import textwrap
-import time
 from pathlib import Path
 
-from harness.run.ending import killed_by, one_line
+from harness.run import ranks
+from harness.run.ending import one_line
 from harness.teach.exercise import EXERCISES, FOLDER, ROOT, Blank, answer, find, generate
 
 SECONDS = 30  # for one step; each takes a second or two
@@ -47,35 +41,10 @@ def first_open(name: str, text: str) -> Blank | None:
     """
     blank = EXERCISES[name].blanks[0]
     with contextlib.suppress(LookupError):
-        trees = ast.parse(text), ast.parse(generate(name, [blank.where]))
+        trees = ast.parse(text), ast.parse(generate(name))
         written, blank_one = (ast.dump(find(tree, blank.where)) for tree in trees)
         return blank if written == blank_one else None
     return None
-
-
-class LastCheck:
-    """What the last check of a file has found, kept beside it: at which step the file did not pass.
-
-    It holds as long as the file's code is the same, comments aside, and the check is asked for in the same way.
-    """
-
-    def __init__(self, name: str, file: Path, text: str, *asked):
-        self._file = file.with_name(f".{file.name}.checked")
-        code = ast.dump(ast.parse(text))
-        self._key = hashlib.sha256(repr((name, code, asked)).encode()).hexdigest()
-
-    def keep(self, passed: int) -> None:
-        """So many steps have passed, and the next one has not."""
-        with contextlib.suppress(OSError):  # a folder that cannot be written to: then the next hint takes a check
-            self._file.write_text(json.dumps({"key": self._key, "passed": passed}))
-
-    @property
-    def passed(self) -> int | None:
-        """How many steps have passed, or None if nothing is known."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(self._file.read_text())
-            return int(known["passed"]) if known["key"] == self._key else None
-        return None
 
 
 def merge(verdicts: list[dict]) -> dict:
@@ -140,7 +109,6 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
             f"  {rank}{finding['what']}",
             f"    expected  {finding['expected']}",
             f"    found     {finding['found']}",
-            *(f"      {line}" for line in finding.get("picture", ())),
         ]
     if status == "error":
         lines.append(f"  {rank}{verdict['error']}")
@@ -176,123 +144,56 @@ def _wrapped(line: str) -> list[str]:
 class Report:
     """Prints the verdicts as they come in, step by step."""
 
-    def __init__(self, checks, folder: str, world_size: int, shown: str, source: str):
-        self.checks, self.folder, self.world_size = checks, folder, world_size
-        self.shown, self.source = shown, source.split("\n")
+    def __init__(self, checks, shown: str, source: str):
+        self.checks, self.shown, self.source = checks, shown, source.split("\n")
         self.verdicts: list[dict] = []
 
     @property
     def over(self) -> bool:
         return len(self.verdicts) == len(self.checks) or any(v["status"] != "passed" for v in self.verdicts)
 
-    def read(self, died: dict[int, str] | None = None) -> None:
-        """Print what is new. `died` says how ranks ended; then what is missing will never come."""
-        while not self.over:
-            files = [Path(self.folder, f"{len(self.verdicts)}.{rank}") for rank in range(self.world_size)]
-            there = [file.exists() for file in files]
-            if not all(there) and (died is None or not (died or any(there))):
-                return
-            verdicts = [
-                json.loads(file.read_text()) if file.exists() else self._died(rank, died.get(rank, "ended"))
-                for rank, file in enumerate(files)
-            ]
-            verdict = merge(verdicts)
-            lines = lines_of(self.checks[len(self.verdicts)], verdict, self.shown, self.source)
-            self.verdicts.append(verdict)
-            print("\n".join(lines), flush=True)
+    @property
+    def passed(self) -> int:
+        return sum(verdict["status"] == "passed" for verdict in self.verdicts)
 
-    def _died(self, rank: int, how: str) -> dict:
-        """The verdict in place of a rank's own that has ended. What it had issued it has written down (`ranks.py`)."""
-        log = Path(self.folder, f"now.{rank}.issued")
-        return {"status": "died", "error": how, **({"issued": log.read_text().splitlines()} if log.exists() else {})}
+    def add(self, verdicts: list[dict]) -> None:
+        """All ranks' verdicts on the next step."""
+        check, verdict = self.checks[len(self.verdicts)], merge(verdicts)
+        self.verdicts.append(verdict)
+        print("\n".join(lines_of(check, verdict, self.shown, self.source)), flush=True)
 
 
-def _how_they_died(folder: str, errors: str, world_size: int, file: str) -> dict[int, str]:
-    """{rank: what is known}, of ranks that ended without a verdict."""
-    codes = {
-        int(rank): int(code)
-        for rank, code in re.findall(r"rank\s*: (\d+) \(.*?exitcode\s*: (-?\d+)", errors, re.DOTALL)
-    }
-    died = {}
-    for rank in range(world_size):
-        crash, now = Path(folder, f"crash.{rank}"), Path(folder, f"now.{rank}")
-        if not crash.exists():
-            continue  # it never began
-        text, code = crash.read_text(), codes.get(rank, 0)
-        last = now.read_text().strip() if now.exists() else ""
-        last = f"; the last collective it was in: {last}" * bool(last)
-        if text:
-            what = text.split("\n")[0].removeprefix("Fatal Python error: ")
-            line = re.search(rf'File "{re.escape(file)}", line (\d+)', text)
-            at = f" in line {line[1]}" if line else ""
-            freed = " (is it a tensor whose memory was freed?)" * ("Segmentation" in what)
-            died[rank] = f"died: {what}{at}{freed}{last}"
-        elif code < 0 and code != -signal.SIGTERM:
-            died[rank] = f"was {killed_by(-code)}{last}"
-        elif code > 0:
-            died[rank] = f"ended with exit status {code}{last}"
-        else:
-            died[rank] = f"ended without a word: os._exit(), or it was stopped when another rank had ended{last}"
-    return died
+def with_issued(folder: Path, rank: int, verdict: dict) -> dict:
+    """The verdict; of a rank that has ended without its own, with what it had written down that it issues."""
+    log = folder / f"now.{rank}.issued"
+    return {**verdict, "issued": log.read_text().splitlines()} if "issued" not in verdict and log.exists() else verdict
 
 
-def run(name: str, ranks: int, seconds: float, backend: str, device: str, file: Path):
-    """Start the ranks on `file` and print the report: (whether all steps passed, the Report)."""
+def run(name: str, world_size: int, seconds: float, backend: str, device: str, file: Path) -> Report:
+    """Start the ranks on `file`, and print the report."""
     from harness.teach.check import steps as check_steps
 
-    source = file.read_text()
-    shown = os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
-    environment = {**os.environ, "ZERO_TIMEOUT": str(12 * seconds + 60), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment.pop("ZERO_PREFLIGHT", None)
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "errors"), "w+") as errors:
-        arguments = [name, str(file), folder, str(seconds), backend, device]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        print(f"+ torchrun {' '.join(torchrun[2:])} -m harness.teach.check.ranks {name} {shown}\n", flush=True)
-        report = Report(check_steps.checks_of(name), folder, ranks, shown, source)
-        process = subprocess.Popen(
-            [sys.executable, *torchrun, "-m", "harness.teach.check.ranks", *arguments],
-            cwd=ROOT, env=environment, stderr=errors, start_new_session=True,
-        )  # fmt: skip
-        until = time.monotonic() + 60 + (seconds + 5) * len(report.checks)
-        try:
-            while process.poll() is None and not report.over and time.monotonic() < until:
-                report.read()
-                time.sleep(0.05)
-            with_verdict = report.over
-            if not with_verdict and process.poll() is None:
-                _stop(process)
-            elif with_verdict:
-                with _patience():
-                    process.wait(10)
-        finally:
-            _stop(process)
-        errors.seek(0)
-        said = errors.read()
-        report.read(_how_they_died(folder, said, ranks, str(file)))
+    shown = _shown(file)
+    print(
+        f"+ torchrun {' '.join(ranks.torchrun(world_size)[2:])} -m harness.teach.check.ranks {name} {shown}\n",
+        flush=True,
+    )
+    command = ["-m", "harness.teach.check.ranks", name, str(file), str(seconds), backend, device]
+    report = Report(check_steps.checks_of(name), shown, file.read_text())
+    together = 60 + (seconds + 5) * len(report.checks)
+    variables = {"ZERO_TIMEOUT": str(12 * seconds + 60), "OMP_NUM_THREADS": "1"}
+    with ranks.Ranks(command, world_size, together, file=str(file), **variables) as there:
+        for _, verdicts in there.verdicts(range(len(report.checks))):
+            report.add([with_issued(there.folder, rank, verdict) for rank, verdict in enumerate(verdicts)])
+            if report.over:
+                break
     if not report.over:
-        print(f"the ranks ended without a verdict, the last they said:\n{said[-2000:]}", file=sys.stderr)
-    return report.over and all(verdict["status"] == "passed" for verdict in report.verdicts), report
+        print(f"the ranks ended without a verdict, the last they said:\n{there.text[-2000:]}", file=sys.stderr)
+    return report
 
 
-class _patience:
-    """Let a process have its time, and no more."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *exception):
-        return kind is subprocess.TimeoutExpired
-
-
-def _stop(process: subprocess.Popen) -> None:
-    """End torchrun and its ranks, if they have not."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, number)
-        with _patience():
-            process.wait(10)
+def _shown(file: Path) -> str:
+    return os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
 
 
 def tell_rest(checks, passed: int, told: int, text: str, hints: int, lines: dict[str, int]) -> None:
@@ -305,35 +206,45 @@ def tell_rest(checks, passed: int, told: int, text: str, hints: int, lines: dict
         print(f"then      {check.title}{blank}")
 
 
+def number_of_ranks(text: str) -> int:
+    if text == "1":
+        raise argparse.ArgumentTypeError("must be 2 or more: with one rank nothing is cut, and everything would pass")
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+        raise argparse.ArgumentTypeError(f"must be a number of ranks, 2 or more, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return float(text)
+
+
 def main(argv=None) -> None:
     parser = answer(argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0]))
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
-    parser.add_argument("ranks", nargs="?", help="number of ranks, 2 or more (default: one per GPU, else 2)")
+    parser.add_argument("ranks", nargs="?", metavar="N", type=number_of_ranks,
+                        help="number of ranks, 2 or more (default: one per GPU, else 2)")  # fmt: skip
     parser.add_argument("--hint", action="count", default=0,
                         help="the next hint for the step that is not passed; twice: the next two")  # fmt: skip
     parser.add_argument("--file", help="another file than exercises/NAME.py")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for one step (default {SECONDS})")
+    parser.add_argument("--seconds", type=seconds, default=SECONDS, help=f"time for one step (default {SECONDS})")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(argv)
     name = options.name
     if name not in EXERCISES:
         parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
-    if options.ranks is not None and not re.fullmatch(r"[1-9][0-9]{0,3}", options.ranks):
-        parser.error(f"N must be a number of ranks, 2 or more, got {options.ranks!r}")
-    if options.ranks == "1":
-        parser.error("N must be 2 or more: with one rank nothing is cut, and everything would pass")
-    if not options.seconds > 0:
-        parser.error(f"--seconds must be above 0, got {options.seconds:g}")
     if os.environ.get("NNODES", "1") != "1":
         parser.error("runs on one machine: unset NNODES")
     file = Path(options.file).resolve() if options.file else FOLDER / f"{name}.py"
     if not file.is_file():
         how = "" if options.file else f": ./launch.sh exercise {name} writes it"
         parser.error(f"there is no {options.file or file.relative_to(ROOT)}{how}")
-    shown = os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
+    shown = _shown(file)
     try:
-        blanks = to_write(file.read_text())
+        text = file.read_text()
+        lines = {task: line for line, task in to_write(text)}
     except SyntaxError as error:
         place = f", line {error.lineno}" * bool(error.lineno)
         print(f"{shown}{place}: {error.msg}: {(error.text or '').strip()}".rstrip(": "), file=sys.stderr)
@@ -347,35 +258,26 @@ def main(argv=None) -> None:
 
     gpus = torch.cuda.device_count()
     try:
-        ranks = int(options.ranks or process_group.default_ranks(options.backend, options.device, gpus, 1))
-        ranks = max(ranks, 2) if options.ranks is None else ranks
-        _, device, why = process_group.choose(options.backend, options.device, 0, ranks, gpus)
+        default = process_group.default_ranks(options.backend, options.device, gpus, 1)
+        world_size = options.ranks or max(default, 2)
+        _, device, why = process_group.choose(options.backend, options.device, 0, world_size, gpus)
     except ValueError as error:
         parser.error(str(error))
-    text, lines = file.read_text(), {task: line for line, task in blanks}
-    last = LastCheck(name, file, text, options.ranks, options.backend, options.device)
-    unwritten = first_open(name, text)
-    passed = 0 if unwritten else last.passed if options.hint else None
-    if passed is not None:  # no rank is needed to tell
+    if unwritten := first_open(name, text):  # no rank is needed to tell
         from harness.teach.check import steps as check_steps
 
-        checks = check_steps.checks_of(name)
-        if unwritten:
-            verdict = {"status": "open", "task": unwritten.task, "line": lines[unwritten.task]}
-            print("\n".join(lines_of(checks[0], verdict, shown, text.split("\n"))))
-        else:
-            print(f"{shown} has not changed since its last check, which ended at: {checks[passed].title}")
-        tell_rest(checks, passed, 1, text, options.hint, lines)
-        sys.exit(1)
-    print(f"{shown} on {ranks} ranks, {'CPU' if device == 'cpu' else 'GPU'}: {why}. It takes about half a minute")
-    with one_line():
-        right, report = run(name, ranks, options.seconds, options.backend, options.device, file)
-    checks = report.checks
-    done = sum(verdict["status"] == "passed" for verdict in report.verdicts)
-    if right:
-        print(f"\n{done} of {len(checks)} passed: {shown} is right. It {EXERCISES[name].goal}.")
-        sys.exit(0)
-    if report.verdicts:
-        last.keep(done)
-    tell_rest(checks, done, len(report.verdicts) - done, text, options.hint, lines)
+        checks, done, told = check_steps.checks_of(name), 0, 1
+        verdict = {"status": "open", "task": unwritten.task, "line": lines[unwritten.task]}
+        print("\n".join(lines_of(checks[0], verdict, shown, text.split("\n"))))
+    else:
+        print(
+            f"{shown} on {world_size} ranks, {'CPU' if device == 'cpu' else 'GPU'}: {why}. It takes about half a minute"
+        )
+        with one_line():
+            report = run(name, world_size, options.seconds, options.backend, options.device, file)
+        checks, done, told = report.checks, report.passed, len(report.verdicts) - report.passed
+        if done == len(checks):
+            print(f"\n{done} of {len(checks)} passed: {shown} is right. It {EXERCISES[name].goal}.")
+            sys.exit(0)
+    tell_rest(checks, done, told, text, options.hint, lines)
     sys.exit(1)

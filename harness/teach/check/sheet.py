@@ -162,15 +162,15 @@ class Sheet:
         check.look(self)
         return {"status": "failed" if self.findings else "passed", "findings": self.findings[:most]}
 
-    def expect(self, right: bool, what: str, expected, found, picture=(), read: str = "") -> None:
-        """Write down what is not `right`, with the lines of a `picture`; and what to `read`, if not what its step says.
+    def expect(self, right: bool, what: str, expected, found, read: str = "") -> None:
+        """Write down what is not `right`; and what to `read`, if not what its step says.
 
         No rank leaves a check early: the others may wait for it in a collective.
         """
         if not right and self._wrong_at in (None, self.at):  # the first way of building engines that goes wrong
             self._wrong_at = self.at
-            finding = {"what": what + self.at, "expected": str(expected), "found": str(found)}
-            self.findings.append({**finding, "picture": list(picture), "read": read})
+            finding = {"what": what + self.at, "expected": str(expected), "found": str(found), "read": read}
+            self.findings.append(finding)
 
     def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT, backwards: int = 1,
              none: str = "NoneType: is a return missing?") -> None:  # fmt: skip

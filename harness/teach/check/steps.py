@@ -22,7 +22,6 @@ from harness.engine.waiting import label
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import KINDS
 from harness.run.small_models import seeded
-from harness.teach.check import checkpoint
 from harness.teach.check.sheet import (
     ACTIVATIONS,
     EXACT,
@@ -886,12 +885,9 @@ def checks_of(name: str) -> list[Check]:
             zero3_after_backward,
             zero3_gradients_final,
         ],
-        "checkpoint": checkpoint.LOOKS,
     }
     blanks = EXERCISES[name].blanks
     of_steps = [Check(blank.task, look, blank) for blank, look in zip(blanks, looks[name], strict=True)]
-    if name == "checkpoint":
-        return [*of_steps, *(Check(title, look) for title, look in checkpoint.FOR_ALL)]
     kinds, times, shards = {  # collectives, how many Ψ are sent, what is cut by N beside the optimizer state
         "zero1": (["all-reduce", "all-gather"], 3, ()),
         "zero1_2psi": (["reduce-scatter", "all-gather"], 2, ()),

@@ -43,9 +43,8 @@ def held(solution) -> str:
             cut = {"parameters": (4, 3), "gradients": (4, 2), "optimizer state": (8, 1)}
             expected = sum(nbytes * parameters / (ranks if stage >= first else 1) for nbytes, first in cut.values())
             found = _filled(solution(stage, parameters, ranks), "my_held")
-            assert abs(found - expected) <= 1e-6 * expected, (
-                f"{name}, {parameters:,} parameters, {ranks} ranks: expected {expected:,.0f} bytes, found {found:,.0f}"
-            )
+            case = f"{name}, {parameters:,} parameters, {ranks} ranks"
+            assert abs(found / expected - 1) <= 1e-6, f"{case}: expected {expected:,.0f} bytes, found {found:,.0f}"
     return "all four stages, on 1, 4 and 8 ranks"
 
 
@@ -70,38 +69,27 @@ def ring(solution) -> str:
     """Notebook 2: `my_round(buffers, turn)` does one round of the ring's reduce-scatter, in place."""
     for ranks in (2, 4, 5):
         buffers = [[number * 10**rank for number in range(1, ranks + 1)] for rank in range(ranks)]
-        before, sent = [list(buffer) for buffer in buffers], []
-        total = [sum(column) for column in zip(*buffers)]
+        before, total, sent = [list(buffer) for buffer in buffers], [sum(column) for column in zip(*buffers)], []
         for turn in range(ranks - 1):
             last = [list(buffer) for buffer in buffers]
             solution(buffers, turn)
-            changed = [sum(a != b for a, b in zip(one, other)) for one, other in zip(last, buffers)]
-            sent.append(changed)
+            sent.append([sum(a != b for a, b in zip(one, other)) for one, other in zip(last, buffers)])
         if buffers == before:
             raise NotYet("my_round changes nothing")
-        case = f"{ranks} ranks"
         for turn, changed in enumerate(sent):
-            assert set(changed) == {1}, (
-                f"{case}, round {turn}: each rank must receive one number, but {changed} numbers changed"
-            )
-        for rank in range(ranks):
-            assert buffers[rank][rank] == total[rank], (
-                f"{case}: after {ranks - 1} rounds rank {rank} must have {total[rank]} in place {rank}, "
-                f"it has {buffers[rank][rank]}"
-            )
+            wrong = f"each rank must receive one number, but {changed} numbers changed"
+            assert set(changed) == {1}, f"{ranks} ranks, round {turn}: {wrong}"
+        for rank, buffer in enumerate(buffers):
+            wrong = f"rank {rank} must have {total[rank]} in place {rank}, it has {buffer[rank]}"
+            assert buffer[rank] == total[rank], f"{ranks} ranks: after {ranks - 1} rounds {wrong}"
     return "2, 4 and 5 ranks: shard r of the sum is on rank r after N - 1 rounds, one number sent in each"
 
 
 def zero1(solution) -> str:
     """Notebook 3: `my_step(rank, ranks, dist, weights, gradients, momentum)`: steps 3 to 5 of ZeRO-1 on one rank."""
     ranks, length, steps = 4, 12, 2
-    gradients = [
-        [torch.arange(length).mul(rank + 1).add(step).float() for rank in range(ranks)] for step in range(steps)
-    ]
     weights, momentum = torch.arange(length).float(), torch.zeros(length)
-    for step in range(steps):
-        momentum = momentum / 2 + sum(gradients[step]) / ranks
-        weights = weights - momentum / 4
+    gradients = [[weights * (rank + 1) + step for rank in range(ranks)] for step in range(steps)]
 
     def one(rank, dist):
         mine, own = torch.arange(length).float(), torch.zeros(length // ranks)
@@ -113,19 +101,20 @@ def zero1(solution) -> str:
     kinds = found[0][1]
     if not kinds:
         raise NotYet("no rank has called a collective: steps 3 and 5 are blank")
+    for step in range(steps):
+        momentum = momentum / 2 + sum(gradients[step]) / ranks
+        weights = weights - momentum / 4
     for rank, (mine, _) in enumerate(found):
         own = slice(rank * 3, rank * 3 + 3)
-        if not torch.equal(mine[own], weights[own]):
-            summed = "; are the gradients summed, and not averaged?" if "all_reduce" in kinds else ""
-            raise AssertionError(f"rank {rank}'s own weights are {mine[own].tolist()}, expected "
-                                 f"{weights[own].tolist()}{summed}")  # fmt: skip
+        summed = "; are the gradients summed, and not averaged?" if "all_reduce" in kinds else ""
+        wrong = f"{mine[own].tolist()}, expected {weights[own].tolist()}{summed}"
+        assert torch.equal(mine[own], weights[own]), f"rank {rank}'s own weights are {wrong}"
     for rank, (mine, _) in enumerate(found):
-        assert torch.equal(mine, weights), (
-            f"rank {rank} has the right shard, and not the others' updated weights: {mine.tolist()}"
-        )
-    expected = ["all_reduce", "all_gather_single"] * steps
+        wrong = f"and not the others' updated weights: {mine.tolist()}"
+        assert torch.equal(mine, weights), f"rank {rank} has the right shard, {wrong}"
     if kinds == ["reduce_scatter_single", "all_gather_single"] * steps:
         return "and by a reduce-scatter: that is the paper's ZeRO-1, which sends 2Ψ and not 3Ψ"
+    expected = ["all_reduce", "all_gather_single"] * steps
     assert kinds == expected, f"the weights are right, by {', '.join(kinds)}; {', '.join(expected)} are enough"
     return "4 ranks, 2 steps, the weights of one process to the bit, by one all-reduce and one all-gather per step"
 
@@ -135,27 +124,24 @@ def reduction(solution) -> str:
     ranks = 4
 
     def one(rank, dist):
-        gradients = [torch.full((2, 3), float(rank + 1)), torch.arange(6.0) * 4 * rank]
-        bucket = solution(dist, gradients)
-        unwaited = [work for work in dist.works if not work.waited]
+        bucket = solution(dist, [torch.full((2, 3), float(rank + 1)), torch.arange(6.0) * 4 * rank])
         if not dist.calls:
             raise NotYet("nothing was sent: `work` is blank")
         assert dist.calls == [("reduce_scatter_single", 12)], f"expected one reduce-scatter of 12, found {dist.calls}"
-        assert unwaited, "the collective was waited for at once: backward cannot go on meanwhile. Use async_op=True"
+        at_once = "the collective was waited for at once: backward cannot go on meanwhile. Use async_op=True"
+        assert not all(work.waited for work in dist.works), at_once
         whole = weakref.ref(bucket.flat)
         bucket.finish(ranks)
         assert all(work.waited for work in dist.works), "finish() must wait for the collective"
-        left = whole()
-        freed = left is None or left.untyped_storage().nbytes() == 0
-        return bucket.shard.clone(), freed
+        return bucket.shard.clone(), whole() is None or whole().untyped_storage().nbytes() == 0
 
     found = run(ranks, one)
     whole = torch.cat([torch.full((6,), 2.5), torch.arange(6.0) * 6])
     for rank, (shard, _) in enumerate(found):
         expected = whole[3 * rank : 3 * rank + 3]
-        assert torch.equal(shard, expected), f"rank {rank} has {shard.tolist()}, expected {expected.tolist()}" + (
-            "; that is the sum: divide by the number of ranks" if torch.equal(shard, ranks * expected) else ""
-        )
+        summed = "; that is the sum: divide by the number of ranks" * torch.equal(shard, ranks * expected)
+        wrong = f"rank {rank} has {shard.tolist()}, expected {expected.tolist()}{summed}"
+        assert torch.equal(shard, expected), wrong
     assert all(freed for _, freed in found), "the whole gradients (`self.flat`) are still alive after finish()"
     return "sent and not waited for, the mean is right, and the whole gradients are gone: that is ZeRO-2"
 
@@ -163,7 +149,18 @@ def reduction(solution) -> str:
 def gather(solution) -> str:
     """Notebook 5: (my_gather, my_free). `my_gather(whole, shard, dist)` and `my_free(whole)`, again and again."""
     my_gather, my_free = solution
-    ranks = 4
+    alive = (
+        "64 bytes are still alive: to delete a name, or to give it another value, frees nothing, as the view that "
+        "autograd has saved keeps the old storage. Free the storage itself"
+    )
+    tensor_resized = (
+        "all 64 bytes are still there: `Tensor.resize_` changes the tensor and not its memory. The memory is its "
+        "storage, which has a resize_() of its own"
+    )
+    copied = (
+        "the values are right, at twice the memory: they are gathered into a second buffer of 64 bytes and copied. "
+        "Give all_gather_single `whole` itself as its output"
+    )
 
     def one(rank, dist):
         values = torch.arange(16.0).view(4, 4)
@@ -171,21 +168,9 @@ def gather(solution) -> str:
         storage, saved = whole.untyped_storage(), whole.t()  # autograd keeps such a view for backward
         for turn in range(2):
             my_free(whole)
-            if storage.nbytes() == 64 and not turn and whole.untyped_storage().data_ptr() == storage.data_ptr():
-                if _is_blank(my_free):
-                    raise NotYet("my_free has freed nothing")
-                assert whole.shape == (4, 4), (
-                    "all 64 bytes are still there: `Tensor.resize_` changes the tensor and not its memory. The memory "
-                    "is its storage, which has a resize_() of its own"
-                )
-                raise AssertionError(
-                    "all 64 bytes are still there: to delete a name, or to give it another value, frees nothing while "
-                    "autograd has a view. Free the storage itself"
-                )
-            assert storage.nbytes() == 0, (
-                "64 bytes are still alive: the name stands for another tensor now, and the view that autograd has "
-                "saved keeps the old storage. Free the storage itself"
-            )
+            if storage.nbytes() and _is_blank(my_free):
+                raise NotYet("my_free has freed nothing")
+            assert storage.nbytes() == 0, alive if whole.shape == (4, 4) else tensor_resized
             assert whole.shape == (4, 4), f"the freed tensor must keep its shape, it has {tuple(whole.shape)}"
             my_gather(whole, shard, dist)
             if len(dist.calls) == turn:
@@ -193,13 +178,10 @@ def gather(solution) -> str:
             assert storage.nbytes() == 64, f"the storage has {storage.nbytes()} bytes after the gather, expected 64"
             assert torch.equal(whole, values), f"gathered {whole.tolist()}, expected {values.tolist()}"
             assert torch.equal(saved, values.t()), "the saved view must see the gathered values too"
-            assert dist.filled[turn] == storage._cdata, (
-                "the values are right, at twice the memory: they are gathered into a second buffer of 64 bytes and "
-                "copied. Give all_gather_single `whole` itself as its output"
-            )
+            assert dist.filled[turn] == storage._cdata, copied
         return dist.calls
 
-    calls = run(ranks, one)[0]
+    calls = run(4, one)[0]
     assert calls == [("all_gather_single", 4)] * 2, f"expected one all-gather of the shard per gather, found {calls}"
     return "freed to 0 bytes and gathered again, twice, and the view that autograd saved sees the weights"
 

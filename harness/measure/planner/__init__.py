@@ -1,4 +1,0 @@
-"""`./launch.sh plan`: how long a step would take on hardware that is not here, from the events of the real engines.
-
-events, record, repeat: what a step does; hardware, replay: how long that takes; the rest: its uses.
-"""

@@ -1,0 +1,147 @@
+"""The engines that can be planned, as one rank builds and runs them on fake tensors."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from harness.measure.dry_run import grid
+from harness.run import engines as registry
+from harness.run.counterparts import DDPStandIn
+from harness.run.model import GPT, GPTConfig, next_token_loss
+from harness.run.recompute import checkpoint_blocks
+
+# From the first that is enough for a model that fits to the last, for one that fits nowhere else.
+ENGINES = registry.named("plan")
+BY_UNIT = tuple(name for name in ENGINES if "prefetch" in registry.ENGINES[name].takes)
+BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in registry.ENGINES[name].takes)
+RECOMPUTED = ("none", "blocks", "selective")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is run: an engine on one of `ranks` ranks, and its options. Two that are equal have the same events.
+
+    `micro_batch` sequences of `seq` tokens, `accumulate` times per step. `bucket_mb` (MiB) is for buckets, `prefetch`
+    for ZeRO-3's units; `recompute` is one of `RECOMPUTED`: nothing, whole blocks, or torch's selective checkpointing
+    with every second matrix product and all attention kept. `row` is for `hybrid`, which is ZeRO-3 in rows of so many
+    ranks that are replicas of each other.
+    """
+
+    config: GPTConfig
+    engine: str
+    ranks: int
+    precision: str = "bf16"
+    micro_batch: int = 1
+    accumulate: int = 1
+    seq: int | None = None
+    recompute: str = "none"
+    prefetch: int = 1
+    bucket_mb: float | None = None
+    row: int | None = None
+
+
+class CastByBlock(nn.Module):
+    """Float32 weights, cast to a low precision block by block, as torch.autocast casts them: right before their use.
+
+    `MixedModule` casts all of them first. Then their gradients arrive last, when backward is over, and DDP overlaps
+    nothing.
+    """
+
+    def __init__(self, model: GPT, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+        inside = {param for block in model.blocks for param in block.parameters()}
+        self._root = [name for name, param in model.named_parameters() if param not in inside]
+        for block in model.blocks:
+            block.forward = partial(self._lend, block, block.forward)
+
+    def _lend(self, block, plain, x):
+        low = {name: param.to(self.dtype) for name, param in block.named_parameters()}
+        block.forward, lending = plain, block.forward
+        try:
+            return torch.func.functional_call(block, low, x)
+        finally:
+            block.forward = lending
+
+    def forward(self, tokens):
+        low = {name: self.model.get_parameter(name).to(self.dtype) for name in self._root}
+        return torch.func.functional_call(self.model, low, tokens, tie_weights=True)
+
+
+def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) pairs of a model of this shape, without values."""
+    with torch.device("meta"):
+        return list(GPT(config).named_parameters())
+
+
+def mesh_for(setup: Setup):
+    """The mesh of FSDP2 and of hybrid sharding. It must be made before there are fake tensors."""
+    if setup.engine == "hybrid":
+        return grid(setup.ranks, setup.ranks // setup.row, "cpu")
+    return DeviceMesh.from_group(dist.group.WORLD, "cpu") if setup.engine.startswith("fsdp2") else None
+
+
+def build(setup: Setup, mesh):
+    """The engine around a fresh model, inside FakeTensorMode and a process group."""
+    dtype, name = registry.DTYPES[setup.precision], setup.engine
+    # fused, as on a GPU: one kernel reads and writes each number once.
+    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    model = GPT(setup.config)
+    if setup.recompute != "none":
+        more = {"context_fn": _every_second_product} if setup.recompute == "selective" else {}
+        checkpoint_blocks(model, casts=registry.ENGINES[name].casts and dtype is not None, **more)
+    options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
+    if name == "ddp" and dtype is not None:
+        model = CastByBlock(model, options.pop("dtype"))
+    takes = {key: value for key, value in options.items() if key in registry.ENGINES[name].takes}
+    return registry.build(name, model, adamw, torch.device("cpu"), **takes)
+
+
+def _every_second_product():
+    """The policy of torchtitan's "selective by operator": keep attention and every second product of matrices."""
+    seen = {False: 0, True: 0}
+
+    def keep(context, operation, *args, **kwargs):
+        name = operation._schema.name
+        if name in ("aten::mm", "aten::addmm"):
+            seen[context.is_recompute] += 1
+            kept = seen[context.is_recompute] % 2 == 1
+        else:
+            kept = name.startswith("aten::_scaled_dot_product")
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keep)
+
+
+def train(engine, setup: Setup, begins=lambda: None) -> None:
+    """One step of `accumulate` micro-batches; `begins()` is called before each. What it sends in each is the engine's.
+
+    DDP and ZeRO-1 add up and send once; ZeRO-2, ZeRO-3 and FSDP2 send in every backward, as they keep no whole
+    gradients.
+    """
+    seq = setup.seq or setup.config.seq
+    tokens = torch.zeros(setup.micro_batch, seq + 1, dtype=torch.int64)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    call = engine if callable(engine) else engine.model
+    for number in range(setup.accumulate):
+        if isinstance(engine, DDPStandIn):
+            engine.sends = number == setup.accumulate - 1
+        begins()
+        with record_function("step 1 forward"):
+            loss = next_token_loss(call(inputs), targets)
+        with record_function("step 2 backward"):
+            loss.backward()
+        del loss
+    if hasattr(engine, "step"):
+        engine.step()
+        engine.zero_grad()
+        return
+    with record_function("step 4 update the shard"):
+        engine.optimizer.step()
+    engine.optimizer.zero_grad()

@@ -1,0 +1,50 @@
+"""What a step would take and need: the real engine's events, replayed with a cluster's times. A prediction."""
+
+from dataclasses import dataclass
+
+from harness.measure.gpus import flops_per_token, needed_bytes
+from harness.plan.hardware import GB, Cluster
+from harness.plan.one_rank import Setup
+from harness.plan.repeat import recording
+from harness.plan.replay import Times, replay
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """For one engine: seconds, bytes, tokens per second and GPU. None of it was measured.
+
+    `peak_bytes` are live storages, from the dry run's ledger; `needed_bytes` with the assumed rest. `mfu` is the share
+    of the GPU's peak by the PaLM paper's count of FLOPs, which leaves out what is computed twice.
+    """
+
+    setup: Setup
+    parameters: int
+    peak_bytes: int
+    needed_bytes: float
+    fits: bool
+    times: Times
+    tokens_per_s: float
+    mfu: float
+
+    @property
+    def step(self) -> float:
+        return self.times.step
+
+    @property
+    def exposed(self) -> float:
+        """The share of the step in which the GPU communicates and computes nothing."""
+        return self.times.exposed / self.times.step
+
+
+def predict(setup: Setup, cluster: Cluster) -> Prediction:
+    """Raises ValueError for what the engine refuses, or a GPU without the precision."""
+    cluster.gpu.flops(setup.precision)
+    events = recording(setup)
+    times = replay(events.events, cluster)
+    peak = events.peak_bytes()
+    needed = needed_bytes(peak)
+    seq = setup.seq or setup.config.seq
+    tokens = setup.micro_batch * setup.accumulate * seq / times.step
+    mfu = tokens * flops_per_token(setup.config, events.parameters, seq) / cluster.gpu.flops(setup.precision)
+    fits = needed <= cluster.gpu.memory_gb * GB
+    return Prediction(setup, events.parameters, peak, needed, fits, times, tokens, mfu)

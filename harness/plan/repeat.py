@@ -1,0 +1,145 @@
+"""Equal blocks, and equal micro-batches, are recorded a few times and repeated.
+
+A model of L blocks does with each block in the middle what it does with the next. So the events of two recordings, one
+with a block more than the other, tell the events with any number: what the longer one has more is a loop's last round,
+and is repeated. Where that is not so, for example as buckets end elsewhere in every block, all blocks are recorded.
+"""
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+
+from harness.engine import units
+from harness.plan import record
+from harness.plan.events import Collective, Event, Memory, MicroBatch, Operation, Recording
+from harness.plan.one_rank import BUCKETED, BY_UNIT, Setup, parameters_of
+from harness.run.counterparts import ddp_runs
+
+WINDOW = 24  # events after a loop that must be the same again
+MICRO_BATCHES = 4  # the first, two in the middle that must be equal, the last
+
+
+class NotRepeating(ValueError):
+    """The longer recording is not the shorter one with another round of its loops."""
+
+
+def extend(shorter: Recording, longer: Recording, rounds: int) -> Recording:
+    """The recording with `rounds` more rounds than `longer`, which has one more than `shorter`. Raises NotRepeating."""
+    try:
+        return _extend(shorter, longer, rounds, _strictly)
+    except NotRepeating:
+        return _extend(shorter, longer, rounds, _but_for_size)
+
+
+def _strictly(event: Event):
+    """What must be equal for two events to be the same. The optimizer's kernels grow with the model."""
+    if type(event) is Operation and event.step.startswith("4"):
+        return event.stream, event.name, event.step
+    return event
+
+
+def _but_for_size(event: Event):
+    """Where a bucket holds the whole model, what is done with buckets grows with the model too."""
+    if type(event) is Operation and not event.step.startswith(("1", "2")):
+        return event.stream, event.name, event.step
+    if type(event) is Collective:
+        return event._replace(nbytes=0)
+    return event.nbytes > 0 if type(event) is Memory else event
+
+
+def _extend(shorter: Recording, longer: Recording, rounds: int, key) -> Recording:
+    a, b = [list(map(key, recording.events)) for recording in (shorter, longer)]
+    events, i, j = [], 0, 0
+    while i < len(a) or j < len(b):
+        if i < len(a) and j < len(b) and a[i] == b[j]:
+            events.append(_grown(shorter.events[i], longer.events[j], rounds))
+            i, j = i + 1, j + 1
+            continue
+        length = _round(a, b, i, j)
+        events.extend(longer.events[j : j + length] * (1 + rounds))
+        j += length
+    more = longer.live_bytes - shorter.live_bytes, longer.parameters - shorter.parameters
+    return Recording(tuple(events), longer.live_bytes + rounds * more[0], longer.parameters + rounds * more[1])
+
+
+def _round(a: list, b: list, i: int, j: int) -> int:
+    """How many events from `j` on the longer recording `b` has more: a round that repeats what stands before it."""
+    for length in range(1, min(j, len(b) - j) + 1):
+        after = b[j + length : j + length + WINDOW]
+        if a[i : i + len(after)] == after and (after or i == len(a)) and b[j - length : j] == b[j : j + length]:
+            return length
+    raise NotRepeating(f"event {j} of the longer recording belongs to no loop")
+
+
+def _grown(short: Event, long: Event, rounds: int) -> Event:
+    """`long`, of a model with so many blocks more: sizes that grow with the model grow by as much for each."""
+    if short == long:
+        return long
+    grow = {name: getattr(long, name) - getattr(short, name) for name in ("flops", "nbytes") if hasattr(long, name)}
+    return long._replace(**{name: getattr(long, name) + rounds * more for name, more in grow.items()})
+
+
+def with_micro_batches(recorded: Recording, number: int) -> Recording:
+    """The recording of `MICRO_BATCHES` micro-batches, with `number` of them. Raises NotRepeating."""
+    events = recorded.events
+    starts = [place for place, event in enumerate(events) if type(event) is MicroBatch]
+    middle = events[starts[-2] : starts[-1]]
+    if len(starts) != MICRO_BATCHES or events[starts[-3] : starts[-2]] != middle:
+        raise NotRepeating("the micro-batches in the middle differ")
+    repeated = events[: starts[-1]] + middle * (number - MICRO_BATCHES) + events[starts[-1] :]
+    return Recording(repeated, recorded.live_bytes, recorded.parameters)
+
+
+@lru_cache(maxsize=256)
+def recording(setup: Setup) -> Recording:
+    """The events of a step of `setup`, with as few blocks and micro-batches recorded as are needed."""
+    if setup.accumulate > MICRO_BATCHES:
+        with suppress(NotRepeating):
+            return with_micro_batches(recording(replace(setup, accumulate=MICRO_BATCHES)), setup.accumulate)
+    return _blocks(setup)
+
+
+def _blocks(setup: Setup) -> Recording:
+    blocks = 4 + (setup.prefetch if setup.engine in BY_UNIT else 1)
+    if setup.config.layers <= blocks + 2:
+        return record.record(setup)
+    numbers = blocks, blocks + 1
+    try:
+        setup = _with_equal_buckets(setup, numbers)
+        few, more = (record.record(replace(setup, config=replace(setup.config, layers=number))) for number in numbers)
+        return extend(few, more, setup.config.layers - blocks - 1)
+    except NotRepeating:
+        return record.record(setup)
+
+
+def _with_equal_buckets(setup: Setup, numbers: tuple[int, int]) -> Setup:
+    """`setup` with buckets of one size for any number of blocks. Raises NotRepeating if they end elsewhere then."""
+    if setup.engine not in BUCKETED:
+        return setup
+    if setup.bucket_mb is None and setup.engine != "ddp":
+        setup = replace(setup, bucket_mb=units.default_bucket_mb(parameters_of(setup.config)))
+    whole, few, more = (_buckets(setup, number) for number in (setup.config.layers, *numbers))
+    if not len(whole) == len(few) == len(more) == 1:  # one bucket of everything grows, and that is all
+        recordings = (Recording(tuple(runs), 0, 0) for runs in (few, more))
+        if list(_extend(*recordings, setup.config.layers - numbers[1], key=lambda run: run).events) != whole:
+            raise NotRepeating("the buckets do not end at the same places in every block")
+    return setup
+
+
+def _buckets(setup: Setup, layers: int) -> list[tuple]:
+    """What is in each bucket: names, with a block's number counted from the bucket's last block."""
+    named = parameters_of(replace(setup.config, layers=layers))
+    if setup.engine == "ddp":
+        names = {param: name for name, param in named}
+        runs = [
+            [names[param] for param in run] for run in ddp_runs([param for _, param in named], setup.bucket_mb or 25)
+        ]
+    else:
+        runs = [[name for name, _ in run] for run in units.runs(named, setup.bucket_mb)]
+    found = []
+    for run in runs:
+        parts = [name.split(".") for name in run]
+        numbers = [int(part[1]) for part in parts if part[0] == "blocks"]
+        last = max(numbers, default=0)
+        found.append(tuple((last - int(part[1]), *part[2:]) if part[0] == "blocks" else tuple(part) for part in parts))
+    return found

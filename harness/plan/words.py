@@ -1,0 +1,117 @@
+"""A plan in words: the table of predictions, the recommendation with its reason, and the assumptions."""
+
+from collections.abc import Sequence
+
+from harness.measure.gpus import CONTEXT_BYTES, GAPS
+from harness.measure.step_report import columns
+from harness.plan.hardware import GB, Cluster
+from harness.plan.one_rank import ENGINES
+from harness.plan.predict import Prediction
+from harness.plan.published import ROWS
+from harness.run import engines as registry
+
+# The paper's ZeRO-1 stands beside the chapter's here, so the chapter's says which it is.
+TITLES = {name: engine.title for name, engine in registry.ENGINES.items()} | {"zero1": "ZeRO-1 (the chapter's, 3Ψ)"}
+PUBLISHED = {row.setup.engine for row in ROWS}
+FITTED = {row.gpu for row in ROWS if row.one_node}
+SAME = 0.02  # step times that differ by no more are called equal: the model is no finer
+
+
+def gpus(ranks: int | str, cluster: Cluster) -> str:
+    """ "8 x a100 (80 GB)": how many of which, and what each can hold."""
+    return f"{ranks} x {cluster.gpu.name} ({cluster.gpu.memory_gb:g} GB)"
+
+
+def table(predictions: Sequence[Prediction]) -> str:
+    """A row per engine; a dagger for those that no published row holds to account. Memory in GB of 10^9 bytes."""
+    rows = [("engine", "live GB", "needed GB", "fits", "step ms", "exposed", "tokens/s/GPU", "MFU")]
+    for found in predictions:
+        name = found.setup.engine
+        rows.append((
+            name + " †" * (name not in PUBLISHED), f"{found.peak_bytes / GB:.1f}", f"{found.needed_bytes / GB:.1f}",
+            "yes" if found.fits else "no", f"{found.step * 1e3:,.0f}", f"{found.exposed:.0%}",
+            f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
+        ))  # fmt: skip
+    lines = columns(rows)
+    del lines[1]  # the rule under the first row
+    if any("†" in row[0] for row in rows):
+        lines.append("† no published measurement holds this engine to account")
+    return "\n".join(lines)
+
+
+def choose(predictions: Sequence[Prediction]) -> Prediction | None:
+    """The fastest that fits; among equals the one that comes first in `ENGINES`. None if nothing fits."""
+    fitting = [found for found in predictions if found.fits]
+    if not fitting:
+        return None
+    best = min(found.step for found in fitting)
+    equals = [found for found in fitting if found.step <= best * (1 + SAME)]
+    return min(equals, key=lambda found: ENGINES.index(found.setup.engine))
+
+
+def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
+    """One sentence or two: which engine, and what the others would cost."""
+    chosen = choose(predictions)
+    if chosen is None:
+        least = min(predictions, key=lambda found: found.needed_bytes)
+        more = f"{least.needed_bytes / GB:.0f} GB of {cluster.gpu.memory_gb:.0f}"
+        ways = ["more ranks", "a smaller micro-batch" if least.setup.micro_batch > 1 else "shorter sequences"]
+        if least.setup.recompute == "none":
+            ways.insert(0, "--checkpoint-activations blocks")
+        return f"Nothing fits: {TITLES[least.setup.engine]} needs least, {more}. Try {' or '.join(ways)}."
+    name, others = TITLES[chosen.setup.engine], [found for found in predictions if found is not chosen]
+    rank = ENGINES.index
+    simpler = [found for found in others if rank(found.setup.engine) < rank(chosen.setup.engine)]
+    fastest = min((found for found in predictions if found.fits), key=lambda found: found.step)
+    if fastest is not chosen:
+        why = [f"within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}: that counts as equal, and of equals "
+               f"the first in the order {', '.join(ENGINES)} is taken"]  # fmt: skip
+    else:
+        why = ["the first that fits" if not any(found.fits for found in simpler) else "the fastest that fits"]
+    quicker = [found for found in others if not found.fits and found.step < chosen.step * (1 - SAME)]
+    if len(predictions) == 1:
+        return f"{name} fits."
+    if quicker:
+        one = min(quicker, key=lambda found: found.step)
+        why.append(f"{chosen.step / one.step - 1:.0%} slower than {TITLES[one.setup.engine]}, which does not fit")
+    said = f"{name}: {', and '.join(why)}."
+    slower = [found for found in others if found.fits and found.needed_bytes < chosen.needed_bytes]
+    slower = [found for found in slower if found.step > chosen.step * (1 + SAME)]
+    if slower:
+        one = min(slower, key=lambda found: found.step)
+        said += (
+            f" {TITLES[one.setup.engine]} would pay {one.step / chosen.step - 1:.0%} more time "
+            f"for {(chosen.needed_bytes - one.needed_bytes) / GB:.0f} GB that you do not need."
+        )
+    return said
+
+
+def changed(before: Prediction | None, after: Prediction | None, condition: str, alone: bool = False) -> str:
+    """What the recommendation would be under another condition; `alone`: there is but one engine to choose from."""
+    if after is None:
+        return f"With {condition} nothing fits."
+    name = TITLES[after.setup.engine]
+    if alone and before is not None:
+        return f"With {condition}: {after.tokens_per_s / before.tokens_per_s - 1:+.0%} tokens/s per GPU."
+    if before is not None and after.setup.engine == before.setup.engine:
+        ratio = after.tokens_per_s / before.tokens_per_s - 1
+        return f"With {condition} it stays {name}, with {ratio:+.0%} tokens/s per GPU."
+    return f"With {condition} it would be {name}."
+
+
+def assumptions(cluster: Cluster) -> str:
+    """What the prediction rests on, in a few lines."""
+    gpu, share = cluster.gpu, cluster.efficiency or cluster.gpu.efficiency
+    origin = "as given" if cluster.efficiency else "fitted" if gpu.name in FITTED else "assumed, not fitted"
+    return "\n".join([
+        "Predicted, not measured. Assumed:",
+        f"  {gpu.name}: matrix products at {share:.0%} of the peak ({origin}), flash attention at "
+        f"{gpu.attention:.0%}, other operations at {cluster.memory_efficiency:.0%} of {gpu.memory_gbps:,.0f} GB/s",
+        f"  links {cluster.intra_gbps or gpu.link_gbps:g} GB/s, network {cluster.inter_gbps:g} GB/s per node of "
+        f"{cluster.per_node}; of it NCCL's share by collective and nodes, as others measured it on H100 with EFA",
+        f"  a collective {cluster.latency * 1e6:.0f} us and {cluster.hop * 1e6:.0f} us per further node; the host "
+        f"{cluster.launch * 1e6:.0f} us per kernel",
+        f"  beside a collective, computation takes {cluster.slowdown:.0%} longer",
+        f"  needed: live bytes, {GAPS:.0%} for the allocator's gaps, {CONTEXT_BYTES / GB:.0f} GB for CUDA and NCCL",
+        "  every rank does the same at the same time: no stragglers, no loading of data, no checkpoints, no clipping",
+    ])  # fmt: skip

@@ -1,0 +1,201 @@
+"""Ranks in processes of their own: start them, hand them work, collect what each says of it, and always an end.
+
+    with Ranks(["-m", "my.module", "zero2"], 2, seconds=60) as ranks:    # my.module is given ranks.folder as well
+        for item, verdicts in ranks.verdicts(["values", "bytes"]):       # a verdict per rank
+            ...
+
+A rank says its verdict on an item by a small file (`say`), and not by a message through torch.distributed: a rank that
+hangs, or is killed, takes no part in a collective any more. Whoever starts the ranks has no rank, so it has something
+to say when they hang, crash or never start. Nothing here imports torch.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from harness.run.ending import killed_by
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 10  # seconds for ranks that have said everything, to leave by themselves
+ENDING = 40  # seconds from SIGTERM to SIGKILL: torchrun gives its ranks 30, and they are in sessions of their own
+
+# What a rank does.
+
+
+def begin(folder: str | Path) -> int:
+    """First of all: from here on it is known how this rank ends. Returns its number."""
+    rank = int(os.environ["RANK"])
+    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
+    faulthandler.enable(open(Path(folder, f"crash.{rank}"), "w"))  # noqa: SIM115
+    return rank
+
+
+def say(folder: str | Path, item, rank: int, verdict: dict) -> None:
+    """This rank's verdict on `item`, a number or a name, as JSON."""
+    file = Path(folder, f"{item}.{rank}.json")
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(verdict))
+    part.rename(file)  # whole, or not there
+
+
+def said(folder: str | Path, item, world_size: int) -> list[dict | None]:
+    """Every rank's verdict on `item`, None where there is none yet."""
+    files = [Path(folder, f"{item}.{rank}.json") for rank in range(world_size)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def everyone(folder: str | Path, item, world_size: int, seconds: float) -> list[dict | None]:
+    """`said`, when all are there or the time is over: for a rank that must not leave before the others say theirs.
+
+    One that leaves makes the others fail in another way than they would have.
+    """
+    until = time.monotonic() + seconds
+    while None in (verdicts := said(folder, item, world_size)) and time.monotonic() < until:
+        time.sleep(0.002)
+    return verdicts
+
+
+# What starts them.
+
+
+def torchrun(world_size: int) -> list[str]:
+    """What Python is given to start so many ranks on this machine; a script or `-m module` follows."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of this process for one that it starts: the project can be imported, one thread, and no rank's number."""
+    outside = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZERO_PREFLIGHT")
+    found = {key: value for key, value in os.environ.items() if key not in outside}
+    path = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
+    return {"OMP_NUM_THREADS": "1", **found, "PYTHONPATH": path, **more}
+
+
+@contextlib.contextmanager
+def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
+    """A process in a session of its own, which has ended when the block is left, in whatever way.
+
+    Also when this process is told to end: what has a session of its own does not hear of it, nor of a closed terminal.
+    """
+
+    def leave(number, frame):
+        sys.exit(128 + number)
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP) if here}
+    process = None
+    try:
+        process = subprocess.Popen(command, start_new_session=True, **options)
+        yield process
+    finally:
+        if process is not None:
+            end(process)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end(process: subprocess.Popen, seconds: float = 0) -> None:
+    """Let the process have so many seconds to end by itself, then end it, and whatever is in its session."""
+    for number, patience in ((None, seconds), (signal.SIGTERM, ENDING), (signal.SIGKILL, None)):
+        if number is not None:
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            return
+
+
+class Ranks:
+    """So many ranks that run the Python `command`, whose last argument is the `folder` for their verdicts.
+
+    All of them have `seconds`. What they print is shown, unless `quiet`; then it is in `text` when they have ended, and
+    so is what came on stderr in any case. `file` is the path of the code in which the line of a crash is looked for.
+    `variables` are set in the ranks' environment.
+    """
+
+    def __init__(self, command: list[str], world_size: int, seconds: float, quiet=False, file: str = "", **variables):
+        self.command, self.world_size, self.seconds, self.quiet = command, world_size, seconds, quiet
+        self.file, self.variables = file, variables
+
+    def __enter__(self) -> "Ranks":
+        with contextlib.ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            output = stack.enter_context(open(self.folder / "output", "w"))
+            command = [sys.executable, *torchrun(self.world_size), *self.command, str(self.folder)]
+            streams = {"stdout": output if self.quiet else None, "stderr": output}
+            self.until, self.late, self.text = time.monotonic() + self.seconds, False, ""
+            self.process = stack.enter_context(started(command, env=environment(**self.variables), **streams))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind, *exception) -> None:
+        try:
+            self._end(0 if kind or self.late else PATIENCE)
+        finally:
+            self._stack.close()
+
+    def _end(self, seconds: float) -> None:
+        end(self.process, seconds)
+        if self.process.returncode < 0:  # torchrun was killed, and has not ended its ranks
+            for file in self.folder.glob("pid.*"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(file.read_text()), signal.SIGKILL)
+        self.text = (self.folder / "output").read_text(errors="replace")
+
+    def verdicts(self, items: Iterable) -> Iterator[tuple[object, list[dict]]]:
+        """(item, every rank's verdict), one item after the other, as soon as all ranks have said theirs.
+
+        In the place of a verdict that will never come stands {"status": "died", "error": how that rank ended}. Of what
+        no rank has begun there is none: if all ranks end before they say a word, `text` may tell why.
+        """
+        for item in items:
+            while None in (verdicts := said(self.folder, item, self.world_size)):
+                self.late = self.late or time.monotonic() > self.until
+                if self.late or self.process.poll() is not None:
+                    self._end(0)
+                    verdicts = said(self.folder, item, self.world_size)  # they may have come by now
+                    died = self.deaths()
+                    if not died and not any(verdicts):
+                        return
+                    lost = ({"status": "died", "error": died.get(rank, "ended")} for rank in range(self.world_size))
+                    verdicts = [verdict or instead for verdict, instead in zip(verdicts, lost)]
+                    break
+                time.sleep(0.05)
+            yield item, verdicts
+
+    def deaths(self) -> dict[int, str]:
+        """{rank: how it has ended, in words} of all that had begun, when all have ended."""
+        report = re.findall(r"rank\s*: (\d+) \(.*?exitcode\s*: (-?\d+)", self.text, re.DOTALL)  # torchrun's
+        codes = {int(rank): int(code) for rank, code in report}
+        died = {}
+        for rank in range(self.world_size):
+            crash, now = self.folder / f"crash.{rank}", self.folder / f"now.{rank}"
+            if not crash.exists():
+                continue  # it never began
+            text, code = crash.read_text(), codes.get(rank, 0)
+            last = now.read_text().strip() if now.exists() else ""
+            last = f"; the last collective it was in: {last}" * bool(last)
+            if text:
+                what = text.split("\n")[0].removeprefix("Fatal Python error: ")
+                line = self.file and re.search(rf'File "{re.escape(self.file)}", line (\d+)', text)
+                at = f" in line {line[1]}" if line else ""
+                freed = " (is it a tensor whose memory was freed?)" * ("Segmentation" in what)
+                died[rank] = f"died: {what}{at}{freed}{last}"
+            elif self.late:
+                died[rank] = f"had not come to its end after {self.seconds:g} s, and was ended{last}"
+            elif code < 0 and code != -signal.SIGTERM:
+                died[rank] = f"was {killed_by(-code)}{last}"
+            elif code > 0:
+                died[rank] = f"ended with exit status {code}{last}"
+            else:
+                died[rank] = f"ended without a word: os._exit(), or it was stopped when another rank had ended{last}"
+        return died

@@ -1,0 +1,127 @@
+"""Ranks in processes of their own (harness/run/ranks.py): what they say arrives, how they end is told, and they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.run import ranks
+
+# What a rank runs: it says a verdict on "first", then does what its case does.
+HEAD = """\
+import os, signal, sys, time
+from harness.run import ranks
+folder = sys.argv[-1]
+rank = ranks.begin(folder)
+ranks.say(folder, "first", rank, {"status": "passed", "of": rank})
+ranks.everyone(folder, "first", 2, 60)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, quick_python):
+    monkeypatch.setattr(sys, "executable", quick_python)
+
+    def of(body: str, seconds: float = 100, **options) -> ranks.Ranks:
+        (tmp_path / "ranks.py").write_text(HEAD + textwrap.dedent(body))
+        return ranks.Ranks([str(tmp_path / "ranks.py")], 2, seconds, file=str(tmp_path / "ranks.py"), **options)
+
+    return of
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of the processes that are there; what has ended and is not yet asked for does not count."""
+    found = subprocess.run(["ps", "-o", "pid=,stat=", "-p", ",".join(map(str, pids))], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in found.stdout.splitlines() if "Z" not in line.split()[1]]
+
+
+def all_end(pids: list[int]) -> bool:
+    """What was killed is gone a moment later."""
+    until = time.monotonic() + 60
+    while alive(pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not alive(pids)
+
+
+def test_what_the_ranks_say_arrives_item_by_item(start):
+    both = "ranks.say(folder, 'second', rank, {'of': 10 + rank, 'n': os.environ['WORLD_SIZE'], 'v': os.environ['V']})"
+    with start(f"{both}\nprint('hello')", V="7", quiet=True) as there:
+        found = dict(there.verdicts(["first", "second"]))
+    assert [verdict["of"] for verdict in found["first"]] == [0, 1]
+    assert found["second"] == [{"of": 10 + rank, "n": "2", "v": "7"} for rank in (0, 1)]
+    assert there.text.count("hello") == 2 and not there.folder.exists()
+
+
+def test_a_rank_that_is_killed_is_told_and_keeps_to_its_item(start):
+    with start("""
+        open(f"{folder}/now.{rank}", "w").write("barrier")
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ranks.say(folder, "second", rank, {"status": "passed"})
+    """) as there:
+        found = dict(there.verdicts(["first", "second", "third"]))
+    assert found["second"][0] == {"status": "passed"}
+    said = "was killed by SIGKILL: out of memory?; the last collective it was in: barrier"
+    assert found["second"][1] == {"status": "died", "error": said}
+
+
+def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
+    """Also those that do not hear the signal by which torchrun ends them: it is killed here, as it would wait long."""
+    monkeypatch.setattr(ranks, "ENDING", 1)
+    with start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", seconds=5) as there:
+        found = dict(there.verdicts(["first", "second"]))
+        pids = [int((there.folder / f"pid.{rank}").read_text()) for rank in (0, 1)]
+    assert [verdict["error"] for verdict in found["second"]] == [
+        "had not come to its end after 5 s, and was ended"
+    ] * 2, found
+    assert all_end(pids)
+
+
+def test_ranks_that_never_begin_say_nothing_and_their_last_words_are_kept(start, tmp_path):
+    there = start("")
+    (tmp_path / "ranks.py").write_text("nonsense\n")
+    with there:
+        assert list(there.verdicts(["first"])) == []
+    assert "NameError: name 'nonsense' is not defined" in there.text
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+def test_they_end_with_the_process_that_has_started_them(tmp_path, quick_python, number):
+    """Even though they are in a session of their own."""
+    (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")
+    (tmp_path / "starts.py").write_text(f"""\
+import sys
+from harness.run import ranks
+sys.executable = {quick_python!r}
+with ranks.Ranks([{str(tmp_path / "ranks.py")!r}], 2, 100) as there:
+    for item, _ in there.verdicts(["first", "second"]):
+        print(*[(there.folder / f"pid.{{rank}}").read_text() for rank in (0, 1)], flush=True)
+""")
+    with subprocess.Popen([sys.executable, tmp_path / "starts.py"], stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(alive(pids)) == 2
+        os.kill(process.pid, number)
+        process.communicate(timeout=100)
+    assert process.returncode == 128 + number and all_end(pids)
+
+
+def test_how_ranks_have_ended(tmp_path):
+    """Of four ranks the first ended by os._exit(), the others by a signal, a crash, and an exit status."""
+    for rank, crash in enumerate(("", "", 'Fatal Python error: Segmentation fault\nFile "a.py", line 7 in step', "")):
+        (tmp_path / f"crash.{rank}").write_text(crash)
+    Path(tmp_path, "now.0").write_text("barrier")
+    there = ranks.Ranks([], 5, 1, file="a.py")
+    report = "rank : {0} (local_rank: {0})\n exitcode : {1} (pid: 9)\n"
+    there.folder, there.late, there.text = tmp_path, False, report.format(1, -9) + report.format(3, 5)
+    assert there.deaths() == {
+        0: "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
+        "was in: barrier",
+        1: "was killed by SIGKILL: out of memory?",
+        2: "died: Segmentation fault in line 7 (is it a tensor whose memory was freed?)",
+        3: "ended with exit status 5",
+    }  # the fifth never began
