@@ -167,7 +167,7 @@ def meshes_that_do_not_fit_are_refused(engine):
     dist.barrier()
 
 
-@holds("life", sizes=(3,))
+@holds("life", engines=("zero2",), sizes=(3,))
 def a_grid_over_some_of_the_ranks_needs_no_other(engine):
     """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything.
 
