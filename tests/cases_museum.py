@@ -31,9 +31,7 @@ def with_the_bug(number: int, module: str, name: str, arguments: dict) -> tuple[
 
     stages = {**parts.STAGES, exhibit.stage: Exhibited}
     module = importlib.import_module(module)
-    scaler = {"GradScaler": Exhibited.scaler} if hasattr(Exhibited, "scaler") else {}
     with (
-        patch.multiple(module, **scaler) if scaler else contextlib.nullcontext(),
         patch.multiple(parts, STAGES=stages, **{exhibit.right.__name__: Exhibited}),
     ):
         try:
@@ -68,6 +66,7 @@ def findings(number: int, name: str) -> list:
 
     more = {key: getattr(exhibit.wrong, key) for key in ("save", "load", "scaler") if hasattr(exhibit.wrong, key)}
     case = next(case for _, engine, case in library()[name].asked() if engine == exhibit.stage)
+    more = {what: getattr(exhibit.wrong, what) for what in ("save", "load", "scaler") if hasattr(exhibit.wrong, what)}
     try:
         return examine(name, Subject(f"bug {number}", build, like=exhibit.stage, more=more), case)
     except Exception as error:
