@@ -14,14 +14,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from harness.run import ranks as run_ranks
 from harness.teach import exercise
 from harness.teach.check import ranks as check_ranks
 from harness.teach.check import report as check
-from harness.teach.check import sheet as check_sheet
 from harness.teach.check import steps as check_steps
 from harness.teach.exercise import EXERCISES, ROOT, generate
 
@@ -559,10 +557,8 @@ def test_unsharded_adamw_under_ddp_fails_on_bytes_and_order(ranks, tmp_path):
 def _all_steps(text: str, folder: str) -> list[dict]:
     file = Path(folder, f"impostor{dist.get_rank()}.py")
     file.write_text(text)
-    sheet = check_sheet.Sheet("zero1", check_ranks.load("zero1", str(file)), torch.device("cpu"))
-    for each in check_steps.checks_of("zero1")[-2:]:
-        each.look(sheet)
-    return sheet.findings
+    sheet = check_ranks.sheet_of("zero1", check_ranks.load("zero1", str(file)))
+    return [finding for check in check_steps.checks_of("zero1")[-2:] for finding in sheet.look(check.look)]
 
 
 # As a student runs it.

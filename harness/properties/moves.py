@@ -1,12 +1,11 @@
-"""What `./launch.sh check` looks at, step by step: values against plain PyTorch, bytes, and the order of collectives.
+"""What each move of a stage must do, looked at alone: values against plain PyTorch, bytes, order of collectives.
 
-A check is a function of a `Sheet`, run on every rank (`ranks.py`), and writes down what differs from what
-is expected. It looks at a step alone, with the steps behind it replaced, as long as that is possible.
+A check is a function of a `Sheet`, run on every rank, and writes down what differs from what is expected. It looks at
+a step alone, with the steps behind it replaced, as long as that is possible. So it can be asked of a class of which the
+steps behind are not written yet: `./launch.sh check` does.
 """
 
 import itertools
-from dataclasses import dataclass
-from functools import partial
 from unittest import mock
 
 import torch
@@ -19,31 +18,35 @@ from harness.engine import guard
 from harness.engine.unit_moments import tensors_in
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import label
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.memory import held_bytes
 from harness.measure.traffic import KINDS
-from harness.run.small_models import seeded
-from harness.teach.check.sheet import (
+from harness.properties import parts
+from harness.properties.layout import padded
+from harness.properties.sheet import (
     ACTIVATIONS,
     EXACT,
     LAYER,
     LAYERS,
     MIXED,
     ROUNDED,
-    SMALL,
+    Alive,
     Issued,
     Lanes,
     Sheet,
     Stack,
     Traffic,
     Work,
+    move,
     padding,
-    reduced_bytes,
+    shard_of,
     trained_numel,
     vectors,
 )  # fmt: skip
-from harness.teach.exercise import EXERCISES, Blank
 
 # Step 0, with no rank needed.
+
+SHAPES = [[(6,)], [()], [(5,), (3,), (1,)], [(2, 2), (4,)], [(5, 7), (7,), (9, 5), (), (2,)], [(17,)], [(8, 8), (8,)]]
+DTYPES = [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16)]
 
 
 def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
@@ -54,68 +57,63 @@ def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
         at = f"N = {world_size}, parameters of {said} elements, {str(dtype)[6:]}"
         at += f" with param_dtype {str(param_dtype)[6:]}" * (param_dtype is not None)
         for rank in range(world_size):
-            yield at, named, world_size, rank, sheet.student.Bucket(named, rank, world_size, (param_dtype, None))
+            yield at, named, world_size, rank, sheet.chapter.Bucket(named, rank, world_size, (param_dtype, None))
 
 
-SHAPES = [[(6,)], [()], [(5,), (3,), (1,)], [(2, 2), (4,)], [(5, 7), (7,), (9, 5), (), (2,)], [(17,)], [(8, 8), (8,)]]
-DTYPES = [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16)]
-
-
+@move("bytes", "zero1", step=0)
 def layout(sheet: Sheet) -> None:
+    """Parameters lie end to end on 16-byte boundaries, in N equal shards, with no more padding than needed."""
     shapes_of = [*SHAPES, [(0,)], [(3,), (0, 2), (2,)]]
     for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES, (1, 2, 3, 4, 7), shapes_of):
         sizes = [param.numel() for _, param in named]
         align = 16 // min(bucket.param_dtype.itemsize, named[0][1].dtype.itemsize)
-        end = sum(-(-size // align) * align for size in sizes)
-        least = max(1, -(-end // (align * world_size))) * align * world_size
-        offsets = list(bucket.offsets)
+        most = max(padded(sizes, world_size, align)[0], align * world_size)
+        offsets, whole = list(bucket.offsets), bucket.shard_numel * world_size
         if len(offsets) != len(sizes):
             return sheet.expect(False, f"offsets at {at}", f"{len(sizes)} of them", offsets)
         unaligned = [offset for offset in (*offsets, bucket.shard_numel) if offset % align]
-        sheet.expect(not unaligned, f"offsets and shard_numel at {at}", f"multiples of {align} (16 bytes)", unaligned)
+        sheet.equal(f"offsets and shard_numel at {at}", unaligned, [], f"multiples of {align} (16 bytes)")
         ends = [offset + size for offset, size in zip(offsets, sizes)]
         apart = offsets[0] >= 0 and all(a <= b for a, b in zip(ends, offsets[1:]))
         sheet.expect(apart, f"offsets at {at}", "one parameter behind the other, none over another", offsets)
-        sheet.expect(bucket.numel == bucket.shard_numel * world_size, f"numel at {at}",
-                     f"N x shard_numel = {bucket.shard_numel * world_size}", bucket.numel)  # fmt: skip
-        sheet.expect(max(1, *ends) <= bucket.numel <= least, f"numel at {at}",
-                     f"room for all, so {max(1, *ends)} or more, and no more padding than needed, so {least} at most",
-                     bucket.numel)  # fmt: skip
-        sheet.expect(bucket.start == rank * bucket.shard_numel, f"start of rank {rank} at {at}",
-                     rank * bucket.shard_numel, bucket.start)  # fmt: skip
+        sheet.equal(f"numel at {at}", bucket.numel, whole, f"N x shard_numel = {whole}")
+        least = max(1, *ends)
+        room = f"room for all, so {least} or more, and no more padding than needed, so {most} at most"
+        sheet.expect(least <= bucket.numel <= most, f"numel at {at}", room, bucket.numel)
+        sheet.equal(f"start of rank {rank} at {at}", bucket.start, rank * bucket.shard_numel)
         if sheet.findings:
             return
 
 
+@move("values", "zero1", step=0)
 def cut(sheet: Sheet) -> None:
+    """The parts of all ranks' shards are views, and hold every element of every parameter exactly once."""
     found = {}
     for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES[:1], (1, 2, 3, 5), SHAPES):
         found = [[] for _ in named] if rank == 0 else found
         flat = torch.arange(bucket.numel)
-        shard = flat[bucket.start : bucket.start + bucket.shard_numel]
-        parts = bucket.cut(shard)
-        if parts is None:
+        cuts = bucket.cut(flat[bucket.start : bucket.start + bucket.shard_numel])
+        if cuts is None:
             return sheet.expect(False, "what Bucket.cut returns", "pairs (index, part)", "None: is a return missing?")
-        for index, part in parts:
+        for index, part in cuts:
             what = f"the part of p{index} on rank {rank} at {at}"
             view = part.untyped_storage()._cdata == flat.untyped_storage()._cdata
             sheet.expect(view, what, "a view of the shard", "a copy")
-            sheet.expect(part.numel() > 0 and part.dim() == 1, what, "one dimension, and no empty parts",
-                         f"a tensor of shape {tuple(part.shape)}")  # fmt: skip
+            shape = f"a tensor of shape {tuple(part.shape)}"
+            sheet.expect(part.numel() > 0 and part.dim() == 1, what, "one dimension, and no empty parts", shape)
             found[index] += part.flatten().tolist()
         for index, expected in enumerate(bucket.views(flat) if rank == world_size - 1 else ()):
             what = f"places in the buffer of all ranks' parts of p{index} at {at}"
-            expected = expected.flatten().tolist()
-            sheet.expect(found[index] == expected, what, expected, found[index])
+            sheet.equal(what, found[index], expected.flatten().tolist())
         if sheet.findings:
             return
 
 
-# ZeRO-1.
+# Gradients, of all stages.
 
 
 def _keeping_in_flight(sheet: Sheet):
-    """The student's class, whose `gradients_final` must return before what it has sent is received."""
+    """The class under test, whose `gradients_final` must return before what it has sent is received."""
 
     def gradients_final(self, part) -> None:
         first = len(Work.issued)
@@ -129,56 +127,68 @@ def _keeping_in_flight(sheet: Sheet):
     return sheet.probe(gradients_final=gradients_final)
 
 
-def gradients(sheet: Sheet, kind: str, times: float, before: tuple[str, ...] = ()) -> None:
+def gradients(sheet: Sheet) -> None:
     """Backward and step 3 leave the right gradients on the pieces, however many backwards there were."""
+    kind, times = sheet.promise.reduce
+    in_backward = sheet.name in ("zero2", "zero3")  # is where step 3 is
     twice, unsent = ", after two backwards", ", after a backward under no_sync() and another"
     for options in sheet.setups((twice, {}), (unsent, {}), (", with find_unused=True", {"find_unused": True})):
-        cls = _keeping_in_flight(sheet) if sheet.name in ("zero2", "zero3") else None
-        engine = sheet.build(sheet.odd(), cls, **({} if sheet.name == "zero3" else SMALL), **options)
+        engine = sheet.build_odd(_keeping_in_flight(sheet) if in_backward else None, **options)
+        passes = 2 if sheet.at in (twice, unsent) else 1
+        sending = 2 if sheet.at == twice and in_backward else 1  # backwards that send
         with Traffic(sheet.group) as traffic, sheet.received("backward and step 3"):
             if sheet.at == unsent:
                 with engine.no_sync():
                     sheet.backward(engine)
-            backwards = 2 if sheet.at == twice and sheet.name in ("zero2", "zero3") else 1
             for _ in range(2 if sheet.at == twice else 1):
                 sheet.backward(engine)
-            if sheet.name in ("zero2", "zero3"):
-                inside, buckets = sum(c.kind.startswith(kind) for c in traffic.collectives), len(engine.trained)
-                sheet.expect(inside == buckets * backwards, "reduce-scatters inside backward",
-                             f"{buckets * backwards}: one per bucket and backward", inside)  # fmt: skip
+            if in_backward:
+                inside, expected = (
+                    sum(c.kind.startswith(kind) for c in traffic.collectives),
+                    len(engine.trained) * sending,
+                )
+                said = f"{expected}: one per bucket and backward"
+                sheet.equal("reduce-scatters inside backward", inside, expected, said)
             engine._reduce_gradients()
-        sheet.right_gradients(engine, times=2 if sheet.at in (twice, unsent) else 1)
+        sheet.right_gradients(engine, times=passes)
         if options.get("find_unused"):
             traffic.collectives.pop()  # which parameters were used
-        gathers = [c for c in traffic.collectives if c.kind in before]
-        if before:  # in forward and in backward; the root for both together
-            once = 2 * len(engine.buckets) - len(engine.root.buckets)
-            passes = 2 if sheet.at in (twice, unsent) else 1
-            sheet.expect(len(gathers) == once * passes, "all-gathers of forward and backward",
-                         f"{once * passes}: one per bucket in forward and one in backward, but for the root; none for "
-                         "what was freed too early", len(gathers))  # fmt: skip
-        traffic.collectives = [c for c in traffic.collectives if c not in gathers]
-        sheet.traffic(traffic, [kind], times * backwards, reduced_bytes(engine), "for the gradients")
+        if sheet.name == "zero3":  # in forward and in backward; the root for both together
+            gathers = [c for c in traffic.collectives if c.kind == "all-gather"]
+            once = (2 * len(engine.buckets) - len(engine.root.buckets)) * passes
+            sheet.equal("all-gathers of forward and backward", len(gathers), once,
+                        f"{once}: one per bucket in forward and one in backward, but for the root; none for what was "
+                        "freed too early")  # fmt: skip
+            traffic.collectives = [c for c in traffic.collectives if c not in gathers]
+        nbytes = sum(bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained)
+        sheet.traffic(traffic, [kind], times * sending, nbytes, "for the gradients")
 
 
-def zero1_gradients(sheet: Sheet, kind: str, times: float) -> None:
-    gradients(sheet, kind, times)
+# ZeRO-1.
+
+
+@move("values", "zero1", step=3)
+def zero1_gradients(sheet: Sheet) -> None:
+    """Step 3 puts the mean of all ranks' gradients on the pieces, sends it once, and makes no second copy."""
+    gradients(sheet)
     with sheet.ledger() as (memory, engine):
         inputs, targets = sheet.batch(0, vectors)
         F.mse_loss(engine(inputs), targets).backward()
-        before = memory.live
-        memory.reset_peak()
+        memory.mark()
         engine._reduce_gradients()
-        most, after = memory.peak - before, memory.live - before
+    scattered = sheet.promise.reduce[0] == "reduce-scatter"
     shard = LAYERS * LAYER / sheet.world_size
-    allowed = shard * (kind == "reduce-scatter") + padding(engine.buckets)
-    means = "4Ψ/N: a shard" if kind == "reduce-scatter" else "none: sum and mean in place, and pieces take views"
-    sheet.at_most("bytes alive after step 3, more than before", after, allowed, means)
+    allowed = shard * scattered + padding(engine.buckets)
+    means = "4Ψ/N: a shard" if scattered else "none: sum and mean in place, and pieces take views"
+    sheet.at_most("bytes alive after step 3, more than before", memory.more, allowed, means)
     # In place or not, a shard more may exist for a moment.
-    sheet.at_most("bytes alive in step 3, more than before", most, allowed + shard, "no second copy of the gradients")
+    means = "no second copy of the gradients"
+    sheet.at_most("bytes alive in step 3, more than before", memory.most, allowed + shard, means)
 
 
+@move("order", "zero1", step=4)
 def zero1_update(sheet: Sheet) -> None:
+    """A step reduces, then updates this rank's pieces alone, then gathers what was trained, in the engine's group."""
     gathered, order = [], []
 
     def gather(buckets, group):
@@ -189,15 +199,15 @@ def zero1_update(sheet: Sheet) -> None:
         order.append("reduce")
         sheet.engine_cls._reduce_gradients(self)
 
-    engine = sheet.build(sheet.odd(), sheet.probe(_reduce_gradients=reduce), **SMALL)
+    engine = sheet.build_odd(sheet.probe(_reduce_gradients=reduce))
     engine.optimizer.register_step_post_hook(lambda *_: order.append("update"))
     sheet.backward(engine)
-    with mock.patch.object(sheet.student, "gather_parameters", gather):
+    with mock.patch.object(sheet.chapter, "gather_parameters", gather):
         engine.step()
-    early = order.index("update") < order.index("reduce") if {"update", "reduce"} <= {*order} else False
-    sheet.expect(order == ["reduce", "update", "gather"], "the order of steps 3, 4 and 5",
-                 "reduce, then update, then gather",
-                 (", then ".join(order) or "none of them") + ": updated before reduced" * early)  # fmt: skip
+    early = {"update", "reduce"} <= {*order} and order.index("update") < order.index("reduce")
+    found = (", then ".join(order) or "none of them") + ": updated before reduced" * early
+    right = order == ["reduce", "update", "gather"]
+    sheet.expect(right, "the order of steps 3, 4 and 5", "reduce, then update, then gather", found)
     plain, _ = sheet.oracle(1)
     values = dict(plain.named_parameters())
     for name, piece, part in sheet.pieces(engine):
@@ -208,42 +218,35 @@ def zero1_update(sheet: Sheet) -> None:
     elsewhere = [group for _, group in gathered if group is not engine.group]
     sheet.expect(not elsewhere, "the group that gather_parameters is given", "self.group", "another one")
     owned = sum(param.numel() for group in engine.optimizer.param_groups for param in group["params"])
-    owned = torch.tensor([owned], device=sheet.device)
-    dist.all_reduce(owned)
-    sheet.expect(owned.item() == trained_numel(plain), "elements that the ranks' optimizers update, all ranks together",
-                 f"{trained_numel(plain)}, each once", owned.item())  # fmt: skip
+    owned, all_of_it = int(sum(_of_all_ranks(sheet, torch.tensor(owned)))), trained_numel(plain)
+    what = "elements that the ranks' optimizers update, all ranks together"
+    sheet.equal(what, owned, all_of_it, f"{all_of_it}, each once")
 
 
+@move("values", "zero1", step=5)
 def zero1_gather(sheet: Sheet) -> None:
+    """Step 5 brings every shard into all ranks' weights, which stay views, with one all-gather and no copy."""
     for options in sheet.setups():
-        engine = sheet.build(sheet.odd(), **SMALL, **options)
+        engine = sheet.build_odd(**options)
         right = [torch.arange(bucket.numel, device=sheet.device) / 16 for bucket in engine.buckets]
         for bucket, values in zip(engine.buckets, right):
             bucket.flat.zero_()
             bucket.shard.copy_(values[bucket.start : bucket.start + bucket.shard_numel])
         with Traffic(sheet.group) as traffic, sheet.received("step 5"):
-            sheet.student.gather_parameters(engine.buckets, engine.group)
+            sheet.chapter.gather_parameters(engine.buckets, engine.group)
         for bucket, values in zip(engine.buckets, right):
-            views = zip(bucket.names, bucket.params, bucket.views(values), bucket.views(bucket.flat))
-            for name, param, expected, view in views:
+            views = zip(bucket.names, bucket.params, bucket.views(bucket.flat), bucket.views(values))
+            for name, param, view, expected in views:
                 sheet.same(f"the weight {name} on this rank", param, expected)
-                sheet.expect(param.data_ptr() == view.data_ptr(), f"the weight {name}", "still a view of bucket.flat",
-                             "a tensor of its own")  # fmt: skip
+                still = param.data_ptr() == view.data_ptr()
+                sheet.expect(still, f"the weight {name}", "still a view of bucket.flat", "a tensor of its own")
         sent = sum(bucket.flat.nbytes for bucket in engine.buckets)
         sheet.traffic(traffic, ["all-gather"], 1, sent, "in step 5")
     with sheet.ledger() as (memory, engine):
-        before = memory.live
-        memory.reset_peak()
-        sheet.student.gather_parameters(engine.buckets, engine.group)
-    allowed = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
-    sheet.at_most("bytes alive in step 5, more than before", memory.peak - before, allowed,
-                  "at most a shard, 4Ψ/N: gather into bucket.flat itself")  # fmt: skip
-    sheet.at_most("bytes alive after step 5, more than before", memory.live - before, 0, "none")
-
-
-def _right_weights(sheet: Sheet, found: dict, plain: nn.Module) -> None:
-    for name, expected in plain.state_dict().items():
-        sheet.same(f"the weight {name} on this rank", found.get(name), expected.cpu())
+        sheet.chapter.gather_parameters(engine.buckets, engine.group)
+    means = "at most a shard, 4Ψ/N: gather into bucket.flat itself"
+    sheet.at_most("bytes alive in step 5, more than before", memory.most, shard_of(engine.buckets), means)
+    sheet.at_most("bytes alive after step 5, more than before", memory.more, 0, "none")
 
 
 # ZeRO-2.
@@ -255,7 +258,7 @@ def _keep(self, part) -> None:
 
 def _own_gradients(sheet: Sheet, options):
     """(engine, {parameter: this rank's own gradient}) after a backward that reduced nothing."""
-    engine = sheet.build(sheet.odd(), sheet.probe(gradients_final=_keep), **SMALL, **options)
+    engine = sheet.build_odd(sheet.probe(gradients_final=_keep), **options)
     sheet.backward(engine)
     return engine, {param: param.grad.clone() for bucket in engine.trained for param in bucket.params}
 
@@ -268,7 +271,9 @@ def _still_in_flight(sheet: Sheet, what: str, collectives: int, first: int = 0, 
     sheet.expect(late, what, "in flight: it travels while the rank computes, and is waited for later", found, read=read)
 
 
+@move("values", "zero2", step=3)
 def zero2_send(sheet: Sheet) -> None:
+    """A reduction starts one reduce-scatter of all that a bucket has, zeros for what is missing, and takes it away."""
     for options in sheet.setups():
         engine, own = _own_gradients(sheet, options)
         for bucket in engine.trained:
@@ -283,12 +288,12 @@ def zero2_send(sheet: Sheet) -> None:
                     view.add_(bucket.kept[number])
             Work.issued.clear()
             with Traffic(sheet.group) as traffic:
-                reduction = sheet.student.Reduction(bucket, sheet.group)
+                reduction = sheet.chapter.Reduction(bucket, sheet.group)
             _still_in_flight(sheet, "the reduce-scatter when Reduction() returns", len(traffic.collectives))
             sheet.traffic(traffic, ["reduce-scatter"], 1, right.nbytes, f"for a bucket of {right.nbytes} bytes")
             sent = torch.cat(traffic.reduced) if traffic.reduced else right[:0]
-            sheet.expect(sent.dtype == right.dtype, "the dtype of what is sent", right.dtype, sent.dtype)
-            sheet.expect(len(sent) == len(right), "elements that are sent", len(right), len(sent))
+            sheet.equal("the dtype of what is sent", sent.dtype, right.dtype)
+            sheet.equal("elements that are sent", len(sent), len(right))
             if not sheet.findings:
                 for name, a, b in zip(bucket.names, bucket.views(sent), bucket.views(right)):
                     what = f"what is sent of {name} (gradients.take: param.grad, zeros for None, and bucket.kept)"
@@ -296,12 +301,14 @@ def zero2_send(sheet: Sheet) -> None:
                 sheet.same("the buffer that is sent, with its padding", sent, right, ROUNDED)
             left = [name for name, param in zip(bucket.names, bucket.params) if param.grad is not None]
             sheet.expect(not left, "parameters with a .grad after sending", "none", ", ".join(left))
-            sheet.expect(not bucket.kept, "gradients left in bucket.kept", "none", len(bucket.kept))
+            sheet.equal("gradients left in bucket.kept", len(bucket.kept), 0, "none")
             dist.barrier(sheet.group)  # before its buffers go
             del reduction
 
 
+@move("values", "zero2", step=3)
 def zero2_receive(sheet: Sheet) -> None:
+    """A reduction that has finished has added the mean to the pieces, and holds nothing of the whole buffer."""
     for options in sheet.setups():
         engine, own = _own_gradients(sheet, options)
         for times in (1, 2):  # a second backward before the step adds up
@@ -309,24 +316,26 @@ def zero2_receive(sheet: Sheet) -> None:
                 for bucket in engine.trained:
                     for param in bucket.params:
                         param.grad = own[param].clone()
-                    sheet.student.Reduction(bucket, sheet.group).finish(len(sheet.ranks))
+                    sheet.chapter.Reduction(bucket, sheet.group).finish(len(sheet.ranks))
             sheet.right_gradients(engine, times=times)
     with sheet.ledger(sheet.probe(gradients_final=_keep)) as (memory, engine):
-        before, (bucket,) = memory.live, engine.trained
+        (bucket,) = engine.trained
         for param in bucket.params:
             param.grad = torch.zeros_like(param)
-        reduction = sheet.student.Reduction(bucket, sheet.groups.silent)
+        reduction = sheet.chapter.Reduction(bucket, sheet.groups.silent)
         reduction.finish(sheet.world_size)
-        held = memory.live - before
+        held = memory.more
         del reduction
-        left = memory.live - before
-    share = LAYERS * LAYER / sheet.world_size + padding([bucket])
+        left = memory.more
+    share = shard_of([bucket])
     means = "4Ψ/N on the pieces, 4Ψ/N that came, and nothing of the whole buffer"
     sheet.at_most("bytes of gradients alive after finish", held, 2 * share, means)
     sheet.at_most("bytes of gradients alive after finish, when the Reduction is gone", left, share, "4Ψ/N")
 
 
+@move("order", "zero2", step=3)
 def zero2_in_flight(sheet: Sheet) -> None:
+    """One bucket travels at a time: sending one receives the one before, first."""
     for options in sheet.setups():
         engine, _ = _own_gradients(sheet, options)
         with Traffic(sheet.group) as traffic, sheet.received("self._send and self._receive"):
@@ -338,37 +347,39 @@ def zero2_in_flight(sheet: Sheet) -> None:
             engine._receive()
         sheet.right_gradients(engine)
         sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained]
-        sheet.expect(traffic.sizes == sizes, "bytes of the collectives", sizes, traffic.sizes)
+        sheet.equal("bytes of the collectives", traffic.sizes, sizes)
         sheet.traffic(traffic, ["reduce-scatter"], 1, sum(sizes), "for all buckets")
     with sheet.ledger(sheet.probe(gradients_final=_keep), bucket_mb=LAYER / 2**20) as (memory, engine):
-        before = memory.live
-        memory.reset_peak()
         for bucket in engine.trained:
             for param in bucket.params:  # as backward fills it
                 param.grad = torch.zeros_like(param)
             engine._send(bucket)
         engine._receive()
-    allowed = 2 * LAYER + LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
-    sheet.at_most("bytes of gradients alive, bucket after bucket", memory.peak - before, allowed,
-                  f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first")  # fmt: skip
+    allowed, means = (
+        2 * LAYER + shard_of(engine.buckets),
+        f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first",
+    )
+    sheet.at_most("bytes of gradients alive, bucket after bucket", memory.most, allowed, means)
 
 
+@move("order", "zero2", step=3)
 def zero2_turns(sheet: Sheet) -> None:
-    gradients(sheet, "reduce-scatter", 1)
+    """Backward sends every bucket once, in one order, and two are whole at most."""
+    gradients(sheet)
     # Gradients that finish in the opposite order must not change the order of the buckets.
     for way, what in (
         ([0, 1, 2, 3], "backward"),
         ([3, 2, 1, 0], "backward, when the first layer's gradients come first"),
     ):
-        model = seeded(Lanes, 0, torch.float32, sheet.device)
+        model = sheet.seeded(Lanes)
         model.way = way
         engine = sheet.build(model, bucket_mb=0)
         inputs, _ = sheet.batch(0, vectors, width=8)
         with Traffic(sheet.group) as traffic:
             engine(inputs).square().mean().backward()
         sizes = [4 * bucket.numel for bucket in engine.trained]
-        sheet.expect(traffic.sizes == sizes, f"bytes of the collectives inside {what}",
-                     f"{sizes}: every bucket once, in the order of self.trained", traffic.sizes)  # fmt: skip
+        said = f"{sizes}: every bucket once, in the order of self.trained"
+        sheet.equal(f"bytes of the collectives inside {what}", traffic.sizes, sizes, said)
     if not sheet.findings:
         _worst_moment(sheet, 2 * LAYER, f"2 buckets of {LAYER:,}", bucket_mb=LAYER / 2**20)
 
@@ -380,17 +391,16 @@ def _worst_moment(sheet: Sheet, allowed: int, means: str, cls=None, **options) -
         F.mse_loss(engine(batches[0][0]), batches[0][1]).backward()
         engine._reduce_gradients()
         engine.zero_grad()
-        between = memory.live
+        memory.mark()
         loss = F.mse_loss(engine(batches[1][0]), batches[1][1])
         memory.reset_peak()
         loss.backward()
-        most = memory.peak - between
+        most = memory.most
         engine._reduce_gradients()
-        after = memory.live - between
-    share = LAYERS * LAYER / sheet.world_size + padding(engine.buckets)
+        after = memory.more
+    share, means = shard_of(engine.buckets), f"4Ψ/N of gradients, {means}, and activations"
     at = f", with prefetch {options['prefetch']}" if "prefetch" in options else ""
-    sheet.at_most(f"bytes alive at backward's worst moment{at}", most, share + allowed + ACTIVATIONS,
-                  f"4Ψ/N of gradients, {means}, and activations")  # fmt: skip
+    sheet.at_most(f"bytes alive at backward's worst moment{at}", most, share + allowed + ACTIVATIONS, means)
     sheet.at_most("bytes of gradients alive after step 3", after, share + 64, "4Ψ/N")
 
 
@@ -402,43 +412,19 @@ def _of_all_ranks(sheet: Sheet, number) -> list[float]:
     return everyone.tolist()
 
 
+@move("values", "zero2", step=3)
 def clip(sheet: Sheet) -> None:
+    """Clipping scales all pieces by the norm of the whole gradient, which is the same on every rank, as is its NaN."""
     for options in sheet.setups():
         for max_norm, norm_type in ((0.05, 2.0), (1e3, 2.0), (0.05, float("inf")), (0.05, 1.0)):
-            engine = sheet.build(sheet.odd(), **SMALL, **options)
-            sheet.backward(engine)
-            right = {name: gradient.clone() for name, gradient in sheet.gradients().items() if gradient is not None}
-            if norm_type == 1:  # a parameter that no rank has used, as find_unused leaves it
-                engine._reduce_gradients()
-                right.pop("head.bias")
-                for name, piece, _ in sheet.pieces(engine):
-                    piece.grad = None if name == "head.bias" else piece.grad
-            with Traffic(sheet.group) as traffic:
-                norm = engine.clip_grad_norm_(max_norm, norm_type)
-            whole = [torch.zeros_like(gradient) for gradient in right.values()]
-            for tensor, gradient in zip(whole, right.values()):
-                tensor.grad = gradient
-            expected = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
-            at = f"with max_norm {max_norm:g}, norm_type {norm_type:g}"
-            norm = torch.tensor(norm) if isinstance(norm, float) else norm
-            norms = _of_all_ranks(sheet, norm)
-            if len(sheet.ranks) > 1 and len({f"{each:.9g}" for each in norms}) > 1:
-                said = ", ".join(f"{each:.6g} on rank {rank}" for rank, each in enumerate(norms))
-                sheet.expect(False, f"the norm that is returned {at}", f"{expected.item():.6g} on every rank",
-                             f"the ranks' norms differ: {said}. Is it the norm of each rank's own shards?")  # fmt: skip
-            sheet.same(f"the norm that is returned {at}", norm, expected, ROUNDED if options is MIXED else EXACT)
-            sheet.right_gradients(engine, right)
-            allowed = 64 * sheet.world_size
-            sheet.at_most(f"bytes sent {at}", traffic.sent_bytes, allowed, "some numbers per rank, and no gradients")
-            kinds = [c.kind for c in traffic.collectives if "outside" in c.kind]
-            sheet.expect(not kinds, f"collectives {at}", "in group=self.group", ", ".join(kinds))
+            _clip_once(sheet, options, max_norm, norm_type)
     # Three elements: from three ranks on, the last own nothing but padding. And one rank's NaN is everybody's.
     engine = sheet.build(nn.Linear(3, 1, bias=False).to(sheet.device))
     engine(torch.ones((1, 3), device=sheet.device)).sum().backward()
     norm = engine.clip_grad_norm_(1.0)
     sheet.expect(abs(norm.item() - 3**0.5) < 1e-5, "the norm of three gradients of 1", 1.732, norm.item())
     for source, norm_type in itertools.product((0, sheet.world_size - 1), (2.0, float("inf"))):
-        engine = sheet.build(sheet.odd(), **SMALL)
+        engine = sheet.build_odd()
         sheet.backward(engine)
         engine._reduce_gradients()
         for _, piece, _ in list(sheet.pieces(engine))[:1] if sheet.rank == source else ():
@@ -448,7 +434,67 @@ def clip(sheet: Sheet) -> None:
         sheet.expect(norm.isnan().item(), what, "NaN on every rank", norm.item())
 
 
+def _clip_once(sheet: Sheet, options, max_norm: float, norm_type: float) -> None:
+    engine = sheet.build_odd(**options)
+    sheet.backward(engine)
+    right = {name: gradient.clone() for name, gradient in sheet.gradients().items() if gradient is not None}
+    if norm_type == 1:  # a parameter that no rank has used, as find_unused leaves it
+        engine._reduce_gradients()
+        right.pop("head.bias")
+        for name, piece, _ in sheet.pieces(engine):
+            piece.grad = None if name == "head.bias" else piece.grad
+    with Traffic(sheet.group) as traffic:
+        norm = engine.clip_grad_norm_(max_norm, norm_type)
+    whole = [torch.zeros_like(gradient) for gradient in right.values()]
+    for tensor, gradient in zip(whole, right.values()):
+        tensor.grad = gradient
+    expected = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
+    at = f"with max_norm {max_norm:g}, norm_type {norm_type:g}"
+    norm = torch.tensor(norm) if isinstance(norm, float) else norm
+    norms = _of_all_ranks(sheet, norm)
+    if len(sheet.ranks) > 1 and len({f"{each:.9g}" for each in norms}) > 1:
+        said = ", ".join(f"{each:.6g} on rank {rank}" for rank, each in enumerate(norms))
+        said = f"the ranks' norms differ: {said}. Is it the norm of each rank's own shards?"
+        sheet.expect(False, f"the norm that is returned {at}", f"{expected.item():.6g} on every rank", said)
+    sheet.same(f"the norm that is returned {at}", norm, expected, ROUNDED if options is MIXED else EXACT)
+    sheet.right_gradients(engine, right)
+    means = "some numbers per rank, and no gradients"
+    sheet.at_most(f"bytes sent {at}", traffic.sent_bytes, 64 * sheet.world_size, means)
+    kinds = [c.kind for c in traffic.collectives if "outside" in c.kind]
+    sheet.expect(not kinds, f"collectives {at}", "in group=self.group", ", ".join(kinds))
+
+
 # ZeRO-3.
+
+
+@move("values", "zero3", step=0)
+def zero3_units(sheet: Sheet) -> None:
+    """Every parameter is in exactly one unit, in the order of the modules, or in the root."""
+    shared = nn.Linear(4, 4)
+    models = {
+        "a model with blocks, and weights outside of them": sheet.start(),
+        "a model whose blocks share a weight": nn.Sequential(shared, nn.ReLU(), nn.Sequential(shared, nn.Linear(4, 2))),
+    }
+
+    def names_in(unit) -> list[str]:
+        return sorted(name for bucket in unit.buckets for name in bucket.names)
+
+    for (said, model), given in itertools.product(models.items(), (False, True)):
+        modules = [*reversed([module for module in model.modules() if not list(module.children())])] if given else None
+        held, rest = parameters_by_unit(model, default_units(model) if modules is None else modules)
+        names = {module: name for name, module in model.named_modules()}
+        expected = {names[module]: sorted(name for name, _ in params) for module, params in held.items() if params}
+        at = f"of {said}{', with the modules given' * given}"
+        found = sheet.chapter.make_units(model, modules, 0, 2, (None, None))
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list)):
+            said = "None: is a return missing?" if found is None else type(found).__name__
+            return sheet.expect(False, f"what make_units returns {at}", "(list of units, root)", said)
+        units, root = found
+        inside = {unit.name: names_in(unit) for unit in units}
+        sheet.equal(f"names of the units {at}", list(inside), list(expected))
+        sheet.equal(f"parameters by unit {at}", inside, expected)
+        sheet.equal(f"parameters of the root {at}", names_in(root), sorted(name for name, _ in rest))
+        sheet.expect(root.module is model, f"the root's module {at}", "the model itself", type(root.module).__name__)
 
 
 class _Pending:
@@ -461,54 +507,17 @@ class _Pending:
         self.nbytes = self.buffer.untyped_storage().nbytes()
 
 
-def zero3_units(sheet: Sheet) -> None:
-    shared = nn.Linear(4, 4)
-    models = {
-        "a model with blocks, and weights outside of them": sheet.start(),
-        "a model whose blocks share a weight": nn.Sequential(shared, nn.ReLU(), nn.Sequential(shared, nn.Linear(4, 2))),
-    }
-    for (said, model), given in itertools.product(models.items(), (False, True)):
-        modules = [*reversed([module for module in model.modules() if not list(module.children())])] if given else None
-        held, rest = parameters_by_unit(model, default_units(model) if modules is None else modules)
-        names = {module: name for name, module in model.named_modules()}
-        expected = {names[module]: [name for name, _ in params] for module, params in held.items() if params}
-        at = f"of {said}{', with the modules given' * given}"
-        found = sheet.student.make_units(model, modules, 0, 2, (None, None))
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list)):
-            said = "None: is a return missing?" if found is None else type(found).__name__
-            return sheet.expect(False, f"what make_units returns {at}", "(list of units, root)", said)
-        units, root = found
-        inside = {unit.name: [name for bucket in unit.buckets for name in bucket.names] for unit in units}
-        sheet.expect(list(inside) == list(expected), f"names of the units {at}", list(expected), list(inside))
-        sheet.expect({name: sorted(params) for name, params in inside.items()}
-                     == {name: sorted(params) for name, params in expected.items()},
-                     f"parameters by unit {at}", expected, inside)  # fmt: skip
-        rest, others = [name for name, _ in rest], [name for bucket in root.buckets for name in bucket.names]
-        sheet.expect(sorted(others) == sorted(rest), f"parameters of the root {at}", rest, others)
-        sheet.expect(root.module is model, f"the root's module {at}", "the model itself", type(root.module).__name__)
-
-
-def _freed(self, unit) -> None:
-    """`_free`, for the construction of an engine whose own is looked at."""
-    if unit.gathered:
-        for bucket in unit.buckets:
-            bucket.flat.untyped_storage().resize_(0)
-        guard.close(unit.params)
-        unit.gathered = False
-
-
+@move("life", "zero3", step=5)
 def zero3_free(sheet: Sheet) -> None:
+    """A unit that is freed holds no byte, whoever keeps views of it; it is guarded, and its shard stays."""
     inputs, _ = sheet.batch(0, vectors)
-
-    def free(self, unit) -> None:
-        (sheet.engine_cls._free if self.tried else _freed)(self, unit)
-
-    cls = sheet.probe(_free=free, tried=False)
-    with MemoryLedger() as memory:
-        model = seeded(Stack, 0, torch.float32, sheet.device)
+    with Alive() as memory:
+        model = sheet.seeded(Stack)
         model.layers[0].bias.requires_grad_(False)  # so that the unit has two buckets
-        engine = sheet.build(model, cls, group=sheet.groups.silent)
-        engine.tried, unit, before = True, engine.units[0], memory.live
+        with mock.patch.object(sheet.engine_cls, "_free", parts.STAGES["zero3"]._free):  # one that is right
+            engine = sheet.build(model, group=sheet.groups.silent)
+        unit = engine.units[0]
+        memory.mark()
         for bucket in unit.buckets:
             bucket.flat.untyped_storage().resize_(bucket.numel * 4)
             bucket.flat.zero_()
@@ -516,64 +525,63 @@ def zero3_free(sheet: Sheet) -> None:
         guard.open(unit.params)
         flats = [bucket.flat for bucket in unit.buckets]
         saved = F.linear(inputs, model.layers[0].weight, model.layers[0].bias)  # autograd keeps a view of the weight
-        unit.works = pending = [_Pending(bucket.flat) for bucket in unit.buckets]
-        pending = list(pending)
+        pending = [_Pending(bucket.flat) for bucket in unit.buckets]
+        unit.works = [*pending]
         engine._free(unit)
-        kept = [bucket.flat is flat for bucket, flat in zip(unit.buckets, flats)]
         left = sum(flat.untyped_storage().nbytes() for flat in flats)
-        left = max(left, memory.live - before - saved.untyped_storage().nbytes())
+        left = max(left, memory.more - saved.untyped_storage().nbytes())
+        kept = [bucket.flat is flat for bucket, flat in zip(unit.buckets, flats)]
         engine._free(unit)  # already freed: nothing to do
     places = {flat.untyped_storage()._cdata for flat in flats}
     shapes = [tuple(shape) for bucket in unit.buckets for shape in bucket.shapes]
     with torch._C.DisableTorchFunctionSubclass():  # they may be guarded
         here = [(param.untyped_storage()._cdata in places, tuple(param.shape)) for param in unit.params]
-    same = here == [(True, shape) for shape in shapes]
+    none = "None" if None in [bucket.flat for bucket in unit.buckets] else "another tensor"
+    waited = [work.nbytes == 4 * bucket.numel for work, bucket in zip(pending, unit.buckets)]
+    guarded = all(isinstance(param, guard.Freed) for param in unit.params)
+    there = all(bucket.shard.untyped_storage().nbytes() for bucket in unit.buckets)
     sheet.expect(all(kept), "bucket.flat after freeing a unit", "the tensor that it was, on a storage of 0 bytes: the "
-                 "weights and what autograd has saved are views of it", "None" if None in [bucket.flat for bucket in
-                 unit.buckets] else "another tensor")  # fmt: skip
-    sheet.expect(same, "the weights of a unit that was freed", "still views of bucket.flat",
-                 "tensors of their own: was param.data set?")  # fmt: skip
+                 "weights and what autograd has saved are views of it", none)  # fmt: skip
+    sheet.expect(here == [(True, shape) for shape in shapes], "the weights of a unit that was freed",
+                 "still views of bucket.flat", "tensors of their own: was param.data set?")  # fmt: skip
     sheet.at_most("bytes of gathered parameters alive after freeing a unit of a trained and a frozen bucket", left, 0,
                   "autograd holds a view of the weight, and must hold no memory with it")  # fmt: skip
     sheet.expect(unit.gathered is False, "unit.gathered after freeing", False, unit.gathered)
-    waited = [work.nbytes == 4 * bucket.numel for work, bucket in zip(pending, unit.buckets)]
-    sheet.expect(all(waited), "an all-gather in flight",
-                 "waited for, before the memory goes", "not waited for, or too late")  # fmt: skip
-    guarded = all(isinstance(param, guard.Freed) for param in unit.params)
+    sheet.expect(all(waited), "an all-gather in flight", "waited for, before the memory goes",
+                 "not waited for, or too late")  # fmt: skip
     sheet.expect(guarded, "freed parameters", "guarded: guard.close(unit.params)", "a use of them would crash")
-    there = all(bucket.shard.untyped_storage().nbytes() for bucket in unit.buckets)
     sheet.expect(there, "this rank's shard", "still there", "freed as well")
 
 
-PREFETCH = "the sentence on **Prefetch** at the top of exercises/zero3.py"  # where somebody waits too early
-
-
+@move("order", "zero3", step=5)
 def zero3_gather(sheet: Sheet) -> None:
+    """Gathering a unit starts one all-gather per bucket, straight into the weights, and waits for none."""
+    read = f"the sentence on **Prefetch** at the top of {sheet.file}"  # where somebody waits too early
     for options in sheet.setups():
-        engine = sheet.build(sheet.odd(), **options)
+        engine = sheet.build_odd(**options)
         right = dict(sheet.start().named_parameters())
         for unit in engine.units:
             Work.issued.clear()
+            name, works = f"unit {unit.name!r}", len(unit.buckets)
             with Traffic(sheet.group) as traffic, sheet.received("gathering a unit"):
                 engine._gather(unit)
-                name = f"unit {unit.name!r}"
                 sheet.expect(unit.gathered is True, f"unit.gathered after _gather of {name}", True, unit.gathered)
-                sheet.expect(len(unit.works) == len(unit.buckets), f"works in unit.works after _gather of {name}",
-                             f"{len(unit.buckets)}: one per bucket, not waited for yet", len(unit.works),
-                             read=PREFETCH)  # fmt: skip
+                sheet.equal(f"works in unit.works after _gather of {name}", len(unit.works), works,
+                            f"{works}: one per bucket, not waited for yet", read)  # fmt: skip
                 if unit.buckets and not sheet.findings:
-                    what = f"the all-gather of {name} when _gather returns"
-                    _still_in_flight(sheet, what, len(unit.buckets), read=PREFETCH)
+                    _still_in_flight(sheet, f"the all-gather of {name} when _gather returns", works, read=read)
                 engine._gather(unit)  # gathered already: nothing to do
                 engine._wait(unit)
             found = [(c.kind, c.whole_bytes) for c in traffic.collectives]
             expected = [("all-gather", bucket.flat.nbytes) for bucket in unit.buckets]
-            sheet.expect(found == expected, f"collectives of gathering {name}, and of _gather once more",
-                         f"{expected}: one per bucket, in bytes", found)  # fmt: skip
+            what, said = (
+                f"collectives of gathering {name}, and of _gather once more",
+                f"{expected}: one per bucket, in bytes",
+            )
+            sheet.equal(what, found, expected, said)
             for bucket in unit.buckets:
                 nbytes = bucket.flat.untyped_storage().nbytes()
-                what = f"bytes of the buffer of {', '.join(bucket.names)}"
-                sheet.expect(nbytes == bucket.flat.nbytes, what, bucket.flat.nbytes, nbytes)
+                sheet.equal(f"bytes of the buffer of {', '.join(bucket.names)}", nbytes, bucket.flat.nbytes)
                 there = nbytes >= bucket.flat.nbytes  # or reading it would be the end
                 views = bucket.views(bucket.flat) if there else ()
                 for name, param, view in zip(bucket.names, bucket.params, views):
@@ -583,11 +591,9 @@ def zero3_gather(sheet: Sheet) -> None:
             dist.barrier(sheet.group)  # nothing is on its way any more, whoever has waited
             engine._free(unit)
     with sheet.ledger() as (memory, engine):
-        before = memory.live
-        memory.reset_peak()
         engine._gather(engine.units[0])
-    sheet.at_most("bytes alive while a unit is gathered", memory.peak - before, LAYER + padding(engine.buckets),
-                  "the unit: gather into bucket.flat itself")  # fmt: skip
+    means = "the unit: gather into bucket.flat itself"
+    sheet.at_most("bytes alive while a unit is gathered", memory.most, LAYER + padding(engine.buckets), means)
 
 
 class _Events(TorchDispatchMode):
@@ -614,14 +620,17 @@ class _Events(TorchDispatchMode):
         self._patch.stop()
         return super().__exit__(*exception)
 
+    def _note(self, verb: str, numel: int) -> None:
+        self.events.append(f"{verb} {self._units.get(numel, '?')}")
+
     def _resized(self, storage, nbytes: int):
         if storage.nbytes() and nbytes == 0:
-            self.events.append(f"free {self._units.get(storage.nbytes() // 4, '?')}")
+            self._note("free", storage.nbytes() // 4)
         return self._resize(storage, nbytes)
 
     def _waited(self, issued: Issued) -> None:
         if issued.what.startswith("all_gather"):
-            self.events.append(f"wait {self._units.get(issued.nbytes // 4, '?')}")
+            self._note("wait", issued.nbytes // 4)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, result = func._schema.name, func(*args, **(kwargs or {}))
@@ -629,8 +638,7 @@ class _Events(TorchDispatchMode):
         tensors = tensors_in(list(args)) if kind else []
         if kind and tensors and tensors[0].is_floating_point():  # not what the ranks compare
             sizes = [sum(tensor.numel() for tensor in tensors_in([arg])) for arg in args[:2]]
-            verb = {"all-gather": "gather", "reduce-scatter": "reduce"}.get(kind, kind)
-            self.events.append(f"{verb} {self._units.get(max(sizes), '?')}")
+            self._note({"all-gather": "gather", "reduce-scatter": "reduce"}.get(kind, kind), max(sizes))
         elif name == "aten::addmm" and args[2].numel() in self._weights:
             self.events.append(f"forward {self._weights[args[2].numel()]}")
         elif name == "aten::mm" and result.numel() in self._weights:
@@ -695,7 +703,7 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
     # As declared, again, another way, that again, and a longer way.
     ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
     for prefetch in (1, 0, 2):
-        model = seeded(Lanes, 0, torch.float32, sheet.device)
+        model = sheet.seeded(Lanes)
         engine = sheet.build(model, cls, prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way
@@ -717,8 +725,10 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
             engine.zero_grad()
 
 
+@move("order", "zero3", step=1)
 def zero3_before_forward(sheet: Sheet) -> None:
-    engine, plain = sheet.build(sheet.odd()), sheet.start()
+    """Forward gathers each unit once, `prefetch` ahead, waits for the one at work alone, and keeps none."""
+    engine, plain = sheet.build_odd(), sheet.start()
     inputs, _ = sheet.batch(0)
     sizes = [bucket.flat.nbytes for unit in (engine.root, *engine.units) for bucket in unit.buckets]
     with torch.no_grad():
@@ -732,20 +742,19 @@ def zero3_before_forward(sheet: Sheet) -> None:
     inputs, _ = sheet.batch(0, vectors)
     for prefetch, training in ((0, True), (1, True), (3, True), (1, False)) if not sheet.findings else ():
         with sheet.ledger(prefetch=prefetch) as (memory, engine), torch.set_grad_enabled(training):
-            before = memory.live
-            memory.reset_peak()
             engine(inputs)
-            most, after = memory.peak - before, memory.live - before
+            most, after = memory.most, memory.more
         units, noise = 1 + prefetch, ACTIVATIONS + padding(engine.buckets)
-        means = f"{units} unit(s) of {LAYER:,}, and activations"
-        sheet.at_most(f"bytes of gathered parameters alive in forward, with prefetch {prefetch}", most,
-                      units * LAYER + noise, means)  # fmt: skip
+        what, means = "bytes of gathered parameters alive in forward", f"{units} unit(s) of {LAYER:,}, and activations"
+        sheet.at_most(f"{what}, with prefetch {prefetch}", most, units * LAYER + noise, means)
         sheet.at_most("bytes alive after forward, more than before", after, noise, "activations")
 
 
+@move("order", "zero3", step=2)
 def zero3_before_backward(sheet: Sheet) -> None:
+    """Backward gathers each unit once more, `prefetch` ahead, and leaves this rank its own gradients."""
     cls = sheet.probe(after_backward=lambda self, unit: None, gradients_final=_keep)
-    engine, plain = sheet.build(sheet.odd(), cls), sheet.start()
+    engine, plain = sheet.build_odd(cls), sheet.start()
     inputs, targets = sheet.batch(0)
     F.cross_entropy(plain(inputs), targets).backward()
     with Traffic(sheet.group) as traffic:
@@ -759,7 +768,9 @@ def zero3_before_backward(sheet: Sheet) -> None:
     _order_of_events(sheet, cls, backward=True, free=False)
 
 
+@move("order", "zero3", step=2)
 def zero3_after_backward(sheet: Sheet) -> None:
+    """Backward frees each unit right after its use, also what `reshard_after_forward=False` has kept."""
     left = []
 
     def drop(self, unit) -> None:
@@ -772,7 +783,7 @@ def zero3_after_backward(sheet: Sheet) -> None:
 
     cls = sheet.probe(gradients_final=drop)
     for reshard in (True, False):
-        engine = sheet.build(sheet.odd(), cls, reshard_after_forward=reshard)
+        engine = sheet.build_odd(cls, reshard_after_forward=reshard)
         sheet.backward(engine)
         frozen = ", ".join(unit.name for unit in engine.units if len(unit.trained) < len(unit.buckets))
         what = f"units still gathered when their gradients are final, with reshard_after_forward={reshard}"
@@ -785,8 +796,10 @@ def zero3_after_backward(sheet: Sheet) -> None:
         _worst_moment(sheet, (2 + prefetch) * LAYER, means, cls, prefetch=prefetch)
 
 
+@move("order", "zero3", step=3)
 def zero3_gradients_final(sheet: Sheet) -> None:
-    gradients(sheet, "reduce-scatter", 1, before=("all-gather",))
+    """Each trained bucket is reduced once, right after its unit's backward, and two of whole gradients are alive."""
+    gradients(sheet)
     model = sheet.odd()
     model.blocks[0].pair.data = model.blocks[0].pair.data.float()  # two dtypes in a unit are two buckets
     engine = sheet.build(model)
@@ -802,29 +815,34 @@ def zero3_gradients_final(sheet: Sheet) -> None:
 # All together.
 
 
-def training(sheet: Sheet, kinds: list[str], times: float, **options) -> None:
+@move("values", "zero1", "zero2", "zero3")
+def training(sheet: Sheet) -> None:
+    """Training is that of one process on all data, and sends what the stage promises."""
     steps = 4
     plain, losses = sheet.oracle(steps)
-    engine = sheet.build(sheet.odd(), **options)
+    engine = sheet.build_odd()
     for step in range(steps):
         inputs, targets = sheet.batch(step)
         with Traffic(sheet.group) as traffic:
             loss = engine.training_step(inputs, targets, F.cross_entropy)
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        sheet.same(f"the ranks' mean loss in training step {step + 1}", mean / sheet.world_size, losses[step])
+        mean = parts.mean_over_ranks(loss.detach())
+        sheet.same(f"the ranks' mean loss in training step {step + 1}", mean, losses[step])
         if sheet.findings:
             return
     psi = 8 * (sum(param.numel() for param in plain.parameters()) if sheet.name == "zero3" else trained_numel(plain))
+    kinds, times = sheet.promise.kinds, sheet.promise.times
     sheet.traffic(traffic, kinds, times, psi + padding(engine.buckets), "in a training step")
-    _right_weights(sheet, engine.full_state_dict(), plain)
+    found = engine.full_state_dict()
+    for name, expected in plain.state_dict().items():
+        sheet.same(f"the weight {name} on this rank", found.get(name), expected.cpu())
 
 
-def memory(sheet: Sheet, shares: dict[str, bool], extra: bool = False, **options) -> None:
-    """What is held when the optimizer runs, by kind, and that nothing else is alive; `shares` says what is cut by N."""
+@move("bytes", "zero1", "zero2", "zero3")
+def memory(sheet: Sheet) -> None:
+    """When the optimizer runs, each kind takes what the stage promises, and nothing else is alive."""
     batches = [sheet.batch(step, vectors) for step in range(2)]
-    held, total = {}, LAYERS * LAYER
-    with sheet.ledger(**options) as (ledger, engine):
+    held, total, cut = {}, LAYERS * LAYER, sheet.promise.cut
+    with sheet.ledger() as (ledger, engine):
         for tensor in itertools.chain(*batches):
             ledger.track(tensor)
         outside = sum(tensor.untyped_storage().nbytes() for tensor in itertools.chain(*batches))
@@ -842,64 +860,27 @@ def memory(sheet: Sheet, shares: dict[str, bool], extra: bool = False, **options
     if not held:
         return sheet.expect(False, "engine.step()", "a step of engine.optimizer", "none")
     live, slack, noise = held.pop("live"), padding(engine.buckets), 64 + loss.untyped_storage().nbytes()
-    for kind, cut in shares.items():
+    for kind in ("parameters", "gradients", "optimizer"):
         psis = 2 if kind == "optimizer" else 1
-        more = total / sheet.world_size if kind == "gradients" and extra else 0
-        allowed = psis * total / (sheet.world_size if cut else 1) + more + psis * slack
+        # The whole gradients stay in their buffer, and the mean comes into another one.
+        more = total / sheet.world_size if kind == "gradients" and sheet.name == "zero1_2psi" else 0
+        allowed = psis * total / (sheet.world_size if kind in cut else 1) + more + psis * slack
         allowed += 4 * 2 * LAYERS if kind == "optimizer" else 0  # AdamW's counters
-        means = f"{4 * psis}Ψ{'/N' * cut}{' + 4Ψ/N' * bool(more)}, and padding"
+        means = f"{4 * psis}Ψ{'/N' * (kind in cut)}{' + 4Ψ/N' * bool(more)}, and padding"
         sheet.at_most(f"{kind} held in step 4", held[kind], allowed, means)
     means = "what is held, by name, and a loss"
     sheet.at_most("bytes alive in step 4", live, sum(held.values()) + noise, means)
-    keeps = 0 if shares["gradients"] else total + slack
-    allowed = held["parameters"] + held["optimizer"] + keeps + noise
-    sheet.at_most("bytes alive between two steps", between, allowed,
-                  "parameters, optimizer state" + ", the gradients' buffer" * bool(keeps))  # fmt: skip
+    keeps = 0 if "gradients" in cut else total + slack
+    allowed, means = held["parameters"] + held["optimizer"] + keeps + noise, "parameters, optimizer state"
+    sheet.at_most("bytes alive between two steps", between, allowed, means + ", the gradients' buffer" * bool(keeps))
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line of the report: what it looks at (`blank`, or all steps together) and how."""
-
-    title: str
-    look: object
-    blank: Blank | None = None
-
-    @property
-    def read(self) -> str:
-        return self.blank.read if self.blank else "what stands at the top of the file, and its class's docstring"
-
-
-def checks_of(name: str) -> list[Check]:
-    """The checks of an exercise, in the order of the steps."""
-    looks = {
-        "zero1": [layout, cut, partial(zero1_gradients, kind="all-reduce", times=2), zero1_update, zero1_gather],
-        "zero1_2psi": [partial(zero1_gradients, kind="reduce-scatter", times=1)],
-        "zero2": [zero2_send, zero2_receive, zero2_in_flight, zero2_turns, clip],
-        "zero3": [
-            zero3_units,
-            zero3_free,
-            zero3_gather,
-            zero3_before_forward,
-            zero3_before_backward,
-            zero3_after_backward,
-            zero3_gradients_final,
-        ],
-    }
-    blanks = EXERCISES[name].blanks
-    of_steps = [Check(blank.task, look, blank) for blank, look in zip(blanks, looks[name], strict=True)]
-    kinds, times, shards = {  # collectives, how many Ψ are sent, what is cut by N beside the optimizer state
-        "zero1": (["all-reduce", "all-gather"], 3, ()),
-        "zero1_2psi": (["reduce-scatter", "all-gather"], 2, ()),
-        "zero2": (["reduce-scatter", "all-gather"], 2, ("gradients",)),
-        "zero3": (["all-gather", "reduce-scatter"], 3, ("gradients", "parameters")),
-    }[name]
-    shares = {kind: kind in (*shards, "optimizer") for kind in ("parameters", "gradients", "optimizer")}
-    options = {} if name == "zero3" else SMALL
-    train = partial(training, kinds=kinds, times=times, **options)
-    held = partial(memory, shares=shares, extra=name == "zero1_2psi")
-    return [
-        *of_steps,
-        Check("All steps: training like one process on all data, and what it sends", train),
-        Check("All steps: what is held, and that nothing else is alive", held),
-    ]
+# The checks of a class that is written step by step, in the order of the steps; ALL_STEPS are asked at the end.
+MOVES = {
+    "zero1": (layout, cut, zero1_gradients, zero1_update, zero1_gather),
+    "zero1_2psi": (zero1_gradients,),
+    "zero2": (zero2_send, zero2_receive, zero2_in_flight, zero2_turns, clip),
+    "zero3": (zero3_units, zero3_free, zero3_gather, zero3_before_forward, zero3_before_backward,
+              zero3_after_backward, zero3_gradients_final),
+}  # fmt: skip
+ALL_STEPS = (training, memory)
