@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine import guard
-from harness.engine.unit_moments import tensors_in
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import label
 from harness.measure.memory import held_bytes
-from harness.measure.traffic import KINDS
 from harness.properties import parts
 from harness.properties.layout import padded
 from harness.properties.sheet import (
@@ -29,19 +26,12 @@ from harness.properties.sheet import (
     LAYERS,
     MIXED,
     ROUNDED,
-    Alive,
-    Issued,
-    Lanes,
+    Events,
     Sheet,
-    Stack,
-    Traffic,
     Work,
     move,
-    padding,
-    shard_of,
-    trained_numel,
     vectors,
-)  # fmt: skip
+)
 
 # Step 0, with no rank needed.
 
@@ -136,7 +126,7 @@ def gradients(sheet: Sheet) -> None:
         engine = sheet.build_odd(_keeping_in_flight(sheet) if in_backward else None, **options)
         passes = 2 if sheet.at in (twice, unsent) else 1
         sending = 2 if sheet.at == twice and in_backward else 1  # backwards that send
-        with Traffic(sheet.group) as traffic, sheet.received("backward and step 3"):
+        with sheet.listen() as traffic, sheet.received("backward and step 3"):
             if sheet.at == unsent:
                 with engine.no_sync():
                     sheet.backward(engine)
@@ -178,7 +168,7 @@ def zero1_gradients(sheet: Sheet) -> None:
         engine._reduce_gradients()
     scattered = sheet.promise.reduce[0] == "reduce-scatter"
     shard = LAYERS * LAYER / sheet.world_size
-    allowed = shard * scattered + padding(engine.buckets)
+    allowed = shard * scattered + sheet.padding(engine.buckets)
     means = "4Ψ/N: a shard" if scattered else "none: sum and mean in place, and pieces take views"
     sheet.at_most("bytes alive after step 3, more than before", memory.more, allowed, means)
     # In place or not, a shard more may exist for a moment.
@@ -218,9 +208,9 @@ def zero1_update(sheet: Sheet) -> None:
     elsewhere = [group for _, group in gathered if group is not engine.group]
     sheet.expect(not elsewhere, "the group that gather_parameters is given", "self.group", "another one")
     owned = sum(param.numel() for group in engine.optimizer.param_groups for param in group["params"])
-    owned, all_of_it = int(sum(_of_all_ranks(sheet, torch.tensor(owned)))), trained_numel(plain)
-    what = "elements that the ranks' optimizers update, all ranks together"
-    sheet.equal(what, owned, all_of_it, f"{all_of_it}, each once")
+    owned = int(sum(_of_all_ranks(sheet, torch.tensor(owned))))
+    every = sum(param.numel() for param in plain.parameters() if param.requires_grad)
+    sheet.equal("elements that the ranks' optimizers update, all ranks together", owned, every, f"{every}, each once")
 
 
 @move("values", "zero1", step=5)
@@ -232,7 +222,7 @@ def zero1_gather(sheet: Sheet) -> None:
         for bucket, values in zip(engine.buckets, right):
             bucket.flat.zero_()
             bucket.shard.copy_(values[bucket.start : bucket.start + bucket.shard_numel])
-        with Traffic(sheet.group) as traffic, sheet.received("step 5"):
+        with sheet.listen() as traffic, sheet.received("step 5"):
             sheet.chapter.gather_parameters(engine.buckets, engine.group)
         for bucket, values in zip(engine.buckets, right):
             views = zip(bucket.names, bucket.params, bucket.views(bucket.flat), bucket.views(values))
@@ -245,7 +235,7 @@ def zero1_gather(sheet: Sheet) -> None:
     with sheet.ledger() as (memory, engine):
         sheet.chapter.gather_parameters(engine.buckets, engine.group)
     means = "at most a shard, 4Ψ/N: gather into bucket.flat itself"
-    sheet.at_most("bytes alive in step 5, more than before", memory.most, shard_of(engine.buckets), means)
+    sheet.at_most("bytes alive in step 5, more than before", memory.most, sheet.share(engine.buckets), means)
     sheet.at_most("bytes alive after step 5, more than before", memory.more, 0, "none")
 
 
@@ -287,7 +277,7 @@ def zero2_send(sheet: Sheet) -> None:
                     bucket.kept[number] = own[param].to(bucket.reduce_dtype)
                     view.add_(bucket.kept[number])
             Work.issued.clear()
-            with Traffic(sheet.group) as traffic:
+            with sheet.listen() as traffic:
                 reduction = sheet.chapter.Reduction(bucket, sheet.group)
             _still_in_flight(sheet, "the reduce-scatter when Reduction() returns", len(traffic.collectives))
             sheet.traffic(traffic, ["reduce-scatter"], 1, right.nbytes, f"for a bucket of {right.nbytes} bytes")
@@ -327,7 +317,7 @@ def zero2_receive(sheet: Sheet) -> None:
         held = memory.more
         del reduction
         left = memory.more
-    share = shard_of([bucket])
+    share = sheet.share([bucket])
     means = "4Ψ/N on the pieces, 4Ψ/N that came, and nothing of the whole buffer"
     sheet.at_most("bytes of gradients alive after finish", held, 2 * share, means)
     sheet.at_most("bytes of gradients alive after finish, when the Reduction is gone", left, share, "4Ψ/N")
@@ -338,7 +328,7 @@ def zero2_in_flight(sheet: Sheet) -> None:
     """One bucket travels at a time: sending one receives the one before, first."""
     for options in sheet.setups():
         engine, _ = _own_gradients(sheet, options)
-        with Traffic(sheet.group) as traffic, sheet.received("self._send and self._receive"):
+        with sheet.listen() as traffic, sheet.received("self._send and self._receive"):
             for bucket in engine.trained:
                 sent = len(Work.issued), len(traffic.collectives)
                 engine._send(bucket)
@@ -356,7 +346,7 @@ def zero2_in_flight(sheet: Sheet) -> None:
             engine._send(bucket)
         engine._receive()
     allowed, means = (
-        2 * LAYER + shard_of(engine.buckets),
+        2 * LAYER + sheet.share(engine.buckets),
         f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first",
     )
     sheet.at_most("bytes of gradients alive, bucket after bucket", memory.most, allowed, means)
@@ -371,11 +361,11 @@ def zero2_turns(sheet: Sheet) -> None:
         ([0, 1, 2, 3], "backward"),
         ([3, 2, 1, 0], "backward, when the first layer's gradients come first"),
     ):
-        model = sheet.seeded(Lanes)
+        model = sheet.lanes()
         model.way = way
         engine = sheet.build(model, bucket_mb=0)
         inputs, _ = sheet.batch(0, vectors, width=8)
-        with Traffic(sheet.group) as traffic:
+        with sheet.listen() as traffic:
             engine(inputs).square().mean().backward()
         sizes = [4 * bucket.numel for bucket in engine.trained]
         said = f"{sizes}: every bucket once, in the order of self.trained"
@@ -398,7 +388,7 @@ def _worst_moment(sheet: Sheet, allowed: int, means: str, cls=None, **options) -
         most = memory.most
         engine._reduce_gradients()
         after = memory.more
-    share, means = shard_of(engine.buckets), f"4Ψ/N of gradients, {means}, and activations"
+    share, means = sheet.share(engine.buckets), f"4Ψ/N of gradients, {means}, and activations"
     at = f", with prefetch {options['prefetch']}" if "prefetch" in options else ""
     sheet.at_most(f"bytes alive at backward's worst moment{at}", most, share + allowed + ACTIVATIONS, means)
     sheet.at_most("bytes of gradients alive after step 3", after, share + 64, "4Ψ/N")
@@ -443,7 +433,7 @@ def _clip_once(sheet: Sheet, options, max_norm: float, norm_type: float) -> None
         right.pop("head.bias")
         for name, piece, _ in sheet.pieces(engine):
             piece.grad = None if name == "head.bias" else piece.grad
-    with Traffic(sheet.group) as traffic:
+    with sheet.listen() as traffic:
         norm = engine.clip_grad_norm_(max_norm, norm_type)
     whole = [torch.zeros_like(gradient) for gradient in right.values()]
     for tensor, gradient in zip(whole, right.values()):
@@ -511,27 +501,23 @@ class _Pending:
 def zero3_free(sheet: Sheet) -> None:
     """A unit that is freed holds no byte, whoever keeps views of it; it is guarded, and its shard stays."""
     inputs, _ = sheet.batch(0, vectors)
-    with Alive() as memory:
-        model = sheet.seeded(Stack)
-        model.layers[0].bias.requires_grad_(False)  # so that the unit has two buckets
-        with mock.patch.object(sheet.engine_cls, "_free", parts.STAGES["zero3"]._free):  # one that is right
-            engine = sheet.build(model, group=sheet.groups.silent)
+    cls = sheet.probe(_free=parts.STAGES["zero3"]._free)  # one that is right, for the construction
+    with sheet.ledger(cls, frozen="layers.0.bias") as (memory, engine):  # so that the unit has two buckets
         unit = engine.units[0]
-        memory.mark()
         for bucket in unit.buckets:
             bucket.flat.untyped_storage().resize_(bucket.numel * 4)
             bucket.flat.zero_()
         unit.gathered = True
         guard.open(unit.params)
         flats = [bucket.flat for bucket in unit.buckets]
-        saved = F.linear(inputs, model.layers[0].weight, model.layers[0].bias)  # autograd keeps a view of the weight
+        saved = F.linear(inputs, unit.module.weight, unit.module.bias)  # autograd keeps a view of the weight
         pending = [_Pending(bucket.flat) for bucket in unit.buckets]
         unit.works = [*pending]
-        engine._free(unit)
+        sheet.engine_cls._free(engine, unit)
         left = sum(flat.untyped_storage().nbytes() for flat in flats)
         left = max(left, memory.more - saved.untyped_storage().nbytes())
         kept = [bucket.flat is flat for bucket, flat in zip(unit.buckets, flats)]
-        engine._free(unit)  # already freed: nothing to do
+        sheet.engine_cls._free(engine, unit)  # already freed: nothing to do
     places = {flat.untyped_storage()._cdata for flat in flats}
     shapes = [tuple(shape) for bucket in unit.buckets for shape in bucket.shapes]
     with torch._C.DisableTorchFunctionSubclass():  # they may be guarded
@@ -563,7 +549,7 @@ def zero3_gather(sheet: Sheet) -> None:
         for unit in engine.units:
             Work.issued.clear()
             name, works = f"unit {unit.name!r}", len(unit.buckets)
-            with Traffic(sheet.group) as traffic, sheet.received("gathering a unit"):
+            with sheet.listen() as traffic, sheet.received("gathering a unit"):
                 engine._gather(unit)
                 sheet.expect(unit.gathered is True, f"unit.gathered after _gather of {name}", True, unit.gathered)
                 sheet.equal(f"works in unit.works after _gather of {name}", len(unit.works), works,
@@ -593,57 +579,7 @@ def zero3_gather(sheet: Sheet) -> None:
     with sheet.ledger() as (memory, engine):
         engine._gather(engine.units[0])
     means = "the unit: gather into bucket.flat itself"
-    sheet.at_most("bytes alive while a unit is gathered", memory.most, LAYER + padding(engine.buckets), means)
-
-
-class _Events(TorchDispatchMode):
-    """Gathers, waits for them, frees, reductions, and the matrix products of forward and backward, by layer, in order.
-
-    A unit is freed by whoever takes the last byte from a storage of its size.
-    """
-
-    def __init__(self, engine):
-        super().__init__()
-        self.events = []
-        self._units = {unit.buckets[0].numel: number for number, unit in enumerate(engine.units)}
-        self._weights = {unit.buckets[0].params[0].numel(): number for number, unit in enumerate(engine.units)}
-        self._resize = torch.UntypedStorage.resize_
-        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", lambda *args: self._resized(*args))
-
-    def __enter__(self):
-        Work.on_wait = self._waited
-        self._patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        Work.on_wait = None
-        self._patch.stop()
-        return super().__exit__(*exception)
-
-    def _note(self, verb: str, numel: int) -> None:
-        self.events.append(f"{verb} {self._units.get(numel, '?')}")
-
-    def _resized(self, storage, nbytes: int):
-        if storage.nbytes() and nbytes == 0:
-            self._note("free", storage.nbytes() // 4)
-        return self._resize(storage, nbytes)
-
-    def _waited(self, issued: Issued) -> None:
-        if issued.what.startswith("all_gather"):
-            self._note("wait", issued.nbytes // 4)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, result = func._schema.name, func(*args, **(kwargs or {}))
-        kind = KINDS.get(name.removeprefix("c10d::"), name) if name.startswith("c10d::") else None
-        tensors = tensors_in(list(args)) if kind else []
-        if kind and tensors and tensors[0].is_floating_point():  # not what the ranks compare
-            sizes = [sum(tensor.numel() for tensor in tensors_in([arg])) for arg in args[:2]]
-            self._note({"all-gather": "gather", "reduce-scatter": "reduce"}.get(kind, kind), max(sizes))
-        elif name == "aten::addmm" and args[2].numel() in self._weights:
-            self.events.append(f"forward {self._weights[args[2].numel()]}")
-        elif name == "aten::mm" and result.numel() in self._weights:
-            self.events.append(f"backward {self._weights[result.numel()]}")
-        return result
+    sheet.at_most("bytes alive while a unit is gathered", memory.most, LAYER + sheet.padding(engine.buckets), means)
 
 
 def _expected_events(way, known, prefetch: int, backward: bool, free: bool, reduce: bool) -> list[str]:
@@ -703,12 +639,12 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
     # As declared, again, another way, that again, and a longer way.
     ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
     for prefetch in (1, 0, 2):
-        model = sheet.seeded(Lanes)
+        model = sheet.lanes()
         engine = sheet.build(model, cls, prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way
             inputs, _ = sheet.batch(step, vectors, width=8)
-            with _Events(engine) as mode, torch.set_grad_enabled(backward):
+            with Events(engine) as mode, torch.set_grad_enabled(backward):
                 loss = engine(inputs).square().mean()
                 if backward:
                     loss.backward()
@@ -733,7 +669,7 @@ def zero3_before_forward(sheet: Sheet) -> None:
     sizes = [bucket.flat.nbytes for unit in (engine.root, *engine.units) for bucket in unit.buckets]
     with torch.no_grad():
         for _ in range(2):
-            with Traffic(sheet.group) as traffic:
+            with sheet.listen() as traffic:
                 output = engine(inputs)
             sheet.same("the model's output", output, plain(inputs))
     _order_of_events(sheet)  # of a model whose root is empty
@@ -744,7 +680,7 @@ def zero3_before_forward(sheet: Sheet) -> None:
         with sheet.ledger(prefetch=prefetch) as (memory, engine), torch.set_grad_enabled(training):
             engine(inputs)
             most, after = memory.most, memory.more
-        units, noise = 1 + prefetch, ACTIVATIONS + padding(engine.buckets)
+        units, noise = 1 + prefetch, ACTIVATIONS + sheet.padding(engine.buckets)
         what, means = "bytes of gathered parameters alive in forward", f"{units} unit(s) of {LAYER:,}, and activations"
         sheet.at_most(f"{what}, with prefetch {prefetch}", most, units * LAYER + noise, means)
         sheet.at_most("bytes alive after forward, more than before", after, noise, "activations")
@@ -757,7 +693,7 @@ def zero3_before_backward(sheet: Sheet) -> None:
     engine, plain = sheet.build_odd(cls), sheet.start()
     inputs, targets = sheet.batch(0)
     F.cross_entropy(plain(inputs), targets).backward()
-    with Traffic(sheet.group) as traffic:
+    with sheet.listen() as traffic:
         sheet.backward(engine)
     sent = any("reduce" in collective.kind for collective in traffic.collectives)
     none = "None" + ": it was sent away already. Was a unit reduced before backward had finished its gradients?" * sent
@@ -823,15 +759,16 @@ def training(sheet: Sheet) -> None:
     engine = sheet.build_odd()
     for step in range(steps):
         inputs, targets = sheet.batch(step)
-        with Traffic(sheet.group) as traffic:
+        with sheet.listen() as traffic:
             loss = engine.training_step(inputs, targets, F.cross_entropy)
         mean = parts.mean_over_ranks(loss.detach())
         sheet.same(f"the ranks' mean loss in training step {step + 1}", mean, losses[step])
         if sheet.findings:
             return
-    psi = 8 * (sum(param.numel() for param in plain.parameters()) if sheet.name == "zero3" else trained_numel(plain))
+    sent = [param for param in plain.parameters() if param.requires_grad or sheet.name == "zero3"]
+    psi = 8 * sum(param.numel() for param in sent)
     kinds, times = sheet.promise.kinds, sheet.promise.times
-    sheet.traffic(traffic, kinds, times, psi + padding(engine.buckets), "in a training step")
+    sheet.traffic(traffic, kinds, times, psi + sheet.padding(engine.buckets), "in a training step")
     found = engine.full_state_dict()
     for name, expected in plain.state_dict().items():
         sheet.same(f"the weight {name} on this rank", found.get(name), expected.cpu())
@@ -859,7 +796,7 @@ def memory(sheet: Sheet) -> None:
         between = ledger.live - outside
     if not held:
         return sheet.expect(False, "engine.step()", "a step of engine.optimizer", "none")
-    live, slack, noise = held.pop("live"), padding(engine.buckets), 64 + loss.untyped_storage().nbytes()
+    live, slack, noise = held.pop("live"), sheet.padding(engine.buckets), 64 + loss.untyped_storage().nbytes()
     for kind in ("parameters", "gradients", "optimizer"):
         psis = 2 if kind == "optimizer" else 1
         # The whole gradients stay in their buffer, and the mean comes into another one.

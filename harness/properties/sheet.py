@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,8 +101,8 @@ class Alive(MemoryLedger):
 class Traffic(TrafficLedger):
     """Every collective and every message, also those that no stage needs; those outside of `group` under that name."""
 
-    def __init__(self, group):
-        super().__init__()
+    def __init__(self, group, on_event=None):
+        super().__init__(on_event)
         self.group, self.reduced = group, []  # what reduce-scatters were given
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -110,6 +111,7 @@ class Traffic(TrafficLedger):
         if func.namespace in ("c10d", "_c10d_functional") and name not in KINDS and name not in quiet:
             whole = sum(tensor.nbytes for tensor in tensors_in(list(args)))
             self.collectives.append(Collective(name.strip("_"), whole, whole, ""))
+            self._on_event(name, len(self._steps), self.collectives[-1])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note(self, kind, args) -> None:
@@ -160,6 +162,57 @@ class Work:
 
     def __getattr__(self, name):
         return getattr(self._work, name)
+
+
+class Events(Traffic):
+    """Gathers, waits for them, frees, reductions, and the matrix products of forward and backward, by layer, in order.
+
+    A unit is freed by whoever takes the last byte from a storage of its size.
+    """
+
+    def __init__(self, engine):
+        super().__init__(engine.group, on_event=self._issued)
+        self.events = []
+        self._units = {unit.buckets[0].numel: number for number, unit in enumerate(engine.units)}
+        self._weights = {unit.buckets[0].params[0].numel(): number for number, unit in enumerate(engine.units)}
+        self._resize = torch.UntypedStorage.resize_
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", lambda *args: self._resized(*args))
+
+    def __enter__(self):
+        Work.on_wait = self._waited
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        Work.on_wait = None
+        self._patch.stop()
+        return super().__exit__(*exception)
+
+    def _of_unit(self, verb: str, nbytes: int) -> None:
+        self.events.append(f"{verb} {self._units.get(nbytes // 4, '?')}")
+
+    def _resized(self, storage, nbytes: int):
+        if storage.nbytes() and nbytes == 0:
+            self._of_unit("free", storage.nbytes())
+        return self._resize(storage, nbytes)
+
+    def _waited(self, issued: Issued) -> None:
+        if issued.what.startswith("all_gather"):
+            self._of_unit("wait", issued.nbytes)
+
+    def _issued(self, what: str, depth: int, collective: Collective | None) -> None:
+        if collective is None:  # a label
+            return
+        verb = {"all-gather": "gather", "reduce-scatter": "reduce"}.get(collective.kind, collective.kind)
+        self._of_unit(verb, collective.whole_bytes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.name == "aten::addmm" and args[2].numel() in self._weights:
+            self.events.append(f"forward {self._weights[args[2].numel()]}")
+        elif func._schema.name == "aten::mm" and result.numel() in self._weights:
+            self.events.append(f"backward {self._weights[result.numel()]}")
+        return result
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "reduce_scatter",
@@ -323,10 +376,6 @@ class Sheet:
         """The class under test with some methods replaced: those whose turn comes later."""
         return type(self.engine_cls.__name__, (self.engine_cls,), methods)
 
-    def seeded(self, kind) -> nn.Module:
-        """A model for bytes and order."""
-        return parts.seeded(kind, 0, torch.float32, self.device)
-
     def odd(self, rank: int | None = None) -> nn.Module:
         """The model for values: the group's first rank's start is the right one, the others' is another."""
         return parts.seeded(Odd, self.rank if rank is None else rank, torch.float64, self.device)
@@ -334,13 +383,31 @@ class Sheet:
     def start(self) -> nn.Module:
         return self.odd(self.ranks[0])
 
+    def lanes(self) -> nn.Module:
+        """The model for the order of events."""
+        return parts.seeded(Lanes, 0, torch.float32, self.device)
+
     @contextlib.contextmanager
-    def ledger(self, cls=None, **options):
+    def ledger(self, cls=None, frozen: str | None = None, **options):
         """(what is alive, an engine over `Stack` that was built under it, in a group that moves nothing)."""
         with Alive() as memory:
-            engine = self.build(self.seeded(Stack), cls, **{"group": self.groups.silent, **options})
+            model = parts.seeded(Stack, 0, torch.float32, self.device)
+            if frozen:
+                model.get_parameter(frozen).requires_grad_(False)
+            engine = self.build(model, cls, **{"group": self.groups.silent, **options})
             memory.mark()
             yield memory, engine
+
+    def padding(self, buckets) -> float:
+        """Bytes of padding that a layout may need: 16 behind a parameter, 16 per rank behind a bucket."""
+        return sum(16 * (len(bucket.params) + self.world_size) for bucket in buckets)
+
+    def share(self, buckets) -> float:
+        """Bytes of this rank's part of a `Stack`, with its padding."""
+        return LAYERS * LAYER / self.world_size + self.padding(buckets)
+
+    def listen(self) -> Traffic:
+        return Traffic(self.group)
 
     def batch(self, step: int, of=parts.token_batch, rank: int | None = None, **options) -> tuple[torch.Tensor, ...]:
         rank = self.rank if rank is None else rank
@@ -392,20 +459,6 @@ class Sheet:
         allowed = times * nbytes * (len(self.ranks) - 1) / len(self.ranks)
         means = f"{times:g}Ψ (N-1)/N elements; Ψ of them take {nbytes:,.0f} bytes, padding included"
         self.at_most(f"bytes sent {when}", traffic.sent_bytes, allowed, means)
-
-
-def padding(buckets) -> float:
-    """Bytes of padding that a layout may need: 16 behind a parameter, 16 per rank behind a bucket."""
-    return sum(16 * (len(bucket.params) + dist.get_world_size()) for bucket in buckets)
-
-
-def shard_of(buckets) -> float:
-    """Bytes of this rank's share of a `Stack`, with its padding."""
-    return LAYERS * LAYER / dist.get_world_size() + padding(buckets)
-
-
-def trained_numel(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters() if param.requires_grad)
 
 
 # The library.
