@@ -648,7 +648,8 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
                 loss = engine(inputs).square().mean()
                 if backward:
                     loss.backward()
-            expected = _expected_events(way, known, prefetch, backward, free, reduce)
+            ahead = prefetch if sheet.world_size > 1 else 0  # a rank that is alone waits for nothing
+            expected = _expected_events(way, known, ahead, backward, free, reduce)
             if mode.events != expected and not sheet.findings:
                 pairs = itertools.zip_longest(mode.events, expected)
                 at = max(0, next(i for i, (found, right) in enumerate(pairs) if found != right) - 2)
@@ -659,6 +660,12 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
                 what += "as the model declares them" if step == 1 else as_what
                 sheet.expect(False, what, show[0], show[1] + _why(mode.events, expected))
             engine.zero_grad()
+
+
+@move("order", "zero3")
+def zero3_order(sheet: Sheet) -> None:
+    """Units are gathered `prefetch` ahead, waited for, used, freed and reduced in one order, also where it changes."""
+    _order_of_events(sheet, backward=True, reduce=True)
 
 
 @move("order", "zero3", step=1)
@@ -742,7 +749,7 @@ def zero3_gradients_final(sheet: Sheet) -> None:
     sheet.backward(engine)
     engine._reduce_gradients()
     sheet.right_gradients(engine)
-    _order_of_events(sheet, backward=True, reduce=True)
+    zero3_order(sheet)
     for prefetch in (0, 1) if not sheet.findings else ():
         means = f"{1 + prefetch} unit(s)' parameters and 2 units' gradients of {LAYER:,} each"
         _worst_moment(sheet, (3 + prefetch) * LAYER, means, prefetch=prefetch)

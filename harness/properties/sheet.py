@@ -464,22 +464,22 @@ class Sheet:
 # The library.
 
 
-def of_subject(engine: Subject) -> Sheet:
+def of_subject(engine: Subject, device: str) -> Sheet:
     """A sheet about the class under test, with the other parts of the chapter that it promises to be."""
     if not isinstance(engine.build, type):
         raise NotApplicable(f"{engine.name} has no methods of a stage")
     chapter = importlib.import_module(engine.like)
-    return Sheet(engine.like, chapter, engine.build, torch.device("cpu"), f"{engine.like}.py")
+    return Sheet(engine.like, chapter, engine.build, torch.device(device), f"{engine.like}.py")
 
 
 def move(group: str, *stages: str, step: int | None = None):
     """Enter a check of one step, a function of a `Sheet`, into the library: what must be true of a move of `stages`."""
 
     def enter(check):
-        def examined(engine: Subject) -> None:
+        def examined(engine: Subject, device: str = "cpu") -> None:
             engine.needs(*stages)
             with Recorder():
-                for first in of_subject(engine).look(check)[:1]:
+                for first in of_subject(engine, device).look(check)[:1]:
                     raise Differs(first.what, first.expected, first.found, first.step)
 
         check.step = step
