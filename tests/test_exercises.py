@@ -16,12 +16,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from harness.properties import property as properties
 from harness.run import ranks as run_ranks
 from harness.teach import exercise
 from harness.teach.check import ranks as check_ranks
 from harness.teach.check import report as check
 from harness.teach.check import steps as check_steps
 from harness.teach.exercise import EXERCISES, ROOT, generate
+from zero3 import ZeRO3
 
 
 def bodies(text: str) -> dict[str, str]:
@@ -519,6 +521,19 @@ def test_slips_are_found_at_their_step(ranks, tmp_path, capsys, name, number):
     assert body.count(right) == 1, right
     text = solution(name, **{method: body.replace(right, wrong)})
     fails(ranks(3), tmp_path, capsys, name, text, step, *said)
+
+
+def _never_frees() -> list:
+    cls = type("ZeRO3", (ZeRO3,), {"after_backward": lambda self, unit: None})
+    return properties.examine("zero3_after_backward", properties.Subject("a wrong class", cls, like="zero3"))
+
+
+def test_the_checks_of_the_steps_are_properties_of_a_class(ranks):
+    """tests/test_properties.py asks them of the chapters; asked of a wrong class, they give its finding."""
+    for name in EXERCISES:
+        assert {each.look.__name__ for each in check_steps.checks_of(name)} <= set(properties.library())
+    for (finding,) in ranks(2).run(_never_frees):
+        assert finding.step == 2 and finding.what.startswith("units still gathered") and "blocks.2" in finding.found
 
 
 IMPOSTOR = """

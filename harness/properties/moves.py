@@ -19,19 +19,7 @@ from harness.engine.waiting import label
 from harness.measure.memory import held_bytes
 from harness.properties import parts
 from harness.properties.layout import padded
-from harness.properties.sheet import (
-    ACTIVATIONS,
-    EXACT,
-    LAYER,
-    LAYERS,
-    MIXED,
-    ROUNDED,
-    Events,
-    Sheet,
-    Work,
-    move,
-    vectors,
-)
+from harness.properties.sheet import ACTIVATIONS, EXACT, LAYER, LAYERS, MIXED, ROUNDED, Events, Sheet, Work, move
 
 # Step 0, with no rank needed.
 
@@ -51,7 +39,7 @@ def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
 
 
 @move("bytes", "zero1", step=0)
-def layout(sheet: Sheet) -> None:
+def zero1_layout(sheet: Sheet) -> None:
     """Parameters lie end to end on 16-byte boundaries, in N equal shards, with no more padding than needed."""
     shapes_of = [*SHAPES, [(0,)], [(3,), (0, 2), (2,)]]
     for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES, (1, 2, 3, 4, 7), shapes_of):
@@ -76,7 +64,7 @@ def layout(sheet: Sheet) -> None:
 
 
 @move("values", "zero1", step=0)
-def cut(sheet: Sheet) -> None:
+def zero1_cut(sheet: Sheet) -> None:
     """The parts of all ranks' shards are views, and hold every element of every parameter exactly once."""
     found = {}
     for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES[:1], (1, 2, 3, 5), SHAPES):
@@ -133,12 +121,10 @@ def gradients(sheet: Sheet) -> None:
             for _ in range(2 if sheet.at == twice else 1):
                 sheet.backward(engine)
             if in_backward:
-                inside, expected = (
-                    sum(c.kind.startswith(kind) for c in traffic.collectives),
-                    len(engine.trained) * sending,
-                )
-                said = f"{expected}: one per bucket and backward"
-                sheet.equal("reduce-scatters inside backward", inside, expected, said)
+                inside = sum(c.kind.startswith(kind) for c in traffic.collectives)
+                once = len(engine.trained) * sending
+                said = f"{once}: one per bucket and backward"
+                sheet.equal("reduce-scatters inside backward", inside, once, said)
             engine._reduce_gradients()
         sheet.right_gradients(engine, times=passes)
         if options.get("find_unused"):
@@ -162,7 +148,7 @@ def zero1_gradients(sheet: Sheet) -> None:
     """Step 3 puts the mean of all ranks' gradients on the pieces, sends it once, and makes no second copy."""
     gradients(sheet)
     with sheet.ledger() as (memory, engine):
-        inputs, targets = sheet.batch(0, vectors)
+        inputs, targets = sheet.vectors(0)
         F.mse_loss(engine(inputs), targets).backward()
         memory.mark()
         engine._reduce_gradients()
@@ -345,10 +331,8 @@ def zero2_in_flight(sheet: Sheet) -> None:
                 param.grad = torch.zeros_like(param)
             engine._send(bucket)
         engine._receive()
-    allowed, means = (
-        2 * LAYER + sheet.share(engine.buckets),
-        f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first",
-    )
+    allowed = 2 * LAYER + sheet.share(engine.buckets)
+    means = f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first"
     sheet.at_most("bytes of gradients alive, bucket after bucket", memory.most, allowed, means)
 
 
@@ -357,14 +341,12 @@ def zero2_turns(sheet: Sheet) -> None:
     """Backward sends every bucket once, in one order, and two are whole at most."""
     gradients(sheet)
     # Gradients that finish in the opposite order must not change the order of the buckets.
-    for way, what in (
-        ([0, 1, 2, 3], "backward"),
-        ([3, 2, 1, 0], "backward, when the first layer's gradients come first"),
-    ):
+    reverse = "backward, when the first layer's gradients come first"
+    for what, way in {"backward": [0, 1, 2, 3], reverse: [3, 2, 1, 0]}.items():
         model = sheet.lanes()
         model.way = way
         engine = sheet.build(model, bucket_mb=0)
-        inputs, _ = sheet.batch(0, vectors, width=8)
+        inputs, _ = sheet.vectors(0, width=8)
         with sheet.listen() as traffic:
             engine(inputs).square().mean().backward()
         sizes = [4 * bucket.numel for bucket in engine.trained]
@@ -376,7 +358,7 @@ def zero2_turns(sheet: Sheet) -> None:
 
 def _worst_moment(sheet: Sheet, allowed: int, means: str, cls=None, **options) -> None:
     """In the second backward: at its worst moment 4Ψ/N bytes of gradients and `allowed`, after step 3 only 4Ψ/N."""
-    batches = [sheet.batch(step, vectors) for step in range(2)]
+    batches = [sheet.vectors(step) for step in range(2)]
     with sheet.ledger(cls, **options) as (memory, engine):
         F.mse_loss(engine(batches[0][0]), batches[0][1]).backward()
         engine._reduce_gradients()
@@ -403,7 +385,7 @@ def _of_all_ranks(sheet: Sheet, number) -> list[float]:
 
 
 @move("values", "zero2", step=3)
-def clip(sheet: Sheet) -> None:
+def zero2_clip(sheet: Sheet) -> None:
     """Clipping scales all pieces by the norm of the whole gradient, which is the same on every rank, as is its NaN."""
     for options in sheet.setups():
         for max_norm, norm_type in ((0.05, 2.0), (1e3, 2.0), (0.05, float("inf")), (0.05, 1.0)):
@@ -500,7 +482,7 @@ class _Pending:
 @move("life", "zero3", step=5)
 def zero3_free(sheet: Sheet) -> None:
     """A unit that is freed holds no byte, whoever keeps views of it; it is guarded, and its shard stays."""
-    inputs, _ = sheet.batch(0, vectors)
+    inputs, _ = sheet.vectors(0)
     cls = sheet.probe(_free=parts.STAGES["zero3"]._free)  # one that is right, for the construction
     with sheet.ledger(cls, frozen="layers.0.bias") as (memory, engine):  # so that the unit has two buckets
         unit = engine.units[0]
@@ -560,11 +542,8 @@ def zero3_gather(sheet: Sheet) -> None:
                 engine._wait(unit)
             found = [(c.kind, c.whole_bytes) for c in traffic.collectives]
             expected = [("all-gather", bucket.flat.nbytes) for bucket in unit.buckets]
-            what, said = (
-                f"collectives of gathering {name}, and of _gather once more",
-                f"{expected}: one per bucket, in bytes",
-            )
-            sheet.equal(what, found, expected, said)
+            said = f"{expected}: one per bucket, in bytes"
+            sheet.equal(f"collectives of gathering {name}, and of _gather once more", found, expected, said)
             for bucket in unit.buckets:
                 nbytes = bucket.flat.untyped_storage().nbytes()
                 sheet.equal(f"bytes of the buffer of {', '.join(bucket.names)}", nbytes, bucket.flat.nbytes)
@@ -643,7 +622,7 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
         engine = sheet.build(model, cls, prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way
-            inputs, _ = sheet.batch(step, vectors, width=8)
+            inputs, _ = sheet.vectors(step, width=8)
             with Events(engine) as mode, torch.set_grad_enabled(backward):
                 loss = engine(inputs).square().mean()
                 if backward:
@@ -682,7 +661,7 @@ def zero3_before_forward(sheet: Sheet) -> None:
     _order_of_events(sheet)  # of a model whose root is empty
     sheet.expect(sheet.findings or traffic.sizes == sizes, "bytes of the collectives in forward",
                  f"{sizes}: the root first, then the units in their order", traffic.sizes)  # fmt: skip
-    inputs, _ = sheet.batch(0, vectors)
+    inputs, _ = sheet.vectors(0)
     for prefetch, training in ((0, True), (1, True), (3, True), (1, False)) if not sheet.findings else ():
         with sheet.ledger(prefetch=prefetch) as (memory, engine), torch.set_grad_enabled(training):
             engine(inputs)
@@ -759,7 +738,7 @@ def zero3_gradients_final(sheet: Sheet) -> None:
 
 
 @move("values", "zero1", "zero2", "zero3")
-def training(sheet: Sheet) -> None:
+def all_steps_train(sheet: Sheet) -> None:
     """Training is that of one process on all data, and sends what the stage promises."""
     steps = 4
     plain, losses = sheet.oracle(steps)
@@ -782,9 +761,9 @@ def training(sheet: Sheet) -> None:
 
 
 @move("bytes", "zero1", "zero2", "zero3")
-def memory(sheet: Sheet) -> None:
+def all_steps_hold(sheet: Sheet) -> None:
     """When the optimizer runs, each kind takes what the stage promises, and nothing else is alive."""
-    batches = [sheet.batch(step, vectors) for step in range(2)]
+    batches = [sheet.vectors(step) for step in range(2)]
     held, total, cut = {}, LAYERS * LAYER, sheet.promise.cut
     with sheet.ledger() as (ledger, engine):
         for tensor in itertools.chain(*batches):
@@ -821,10 +800,10 @@ def memory(sheet: Sheet) -> None:
 
 # The checks of a class that is written step by step, in the order of the steps; ALL_STEPS are asked at the end.
 MOVES = {
-    "zero1": (layout, cut, zero1_gradients, zero1_update, zero1_gather),
+    "zero1": (zero1_layout, zero1_cut, zero1_gradients, zero1_update, zero1_gather),
     "zero1_2psi": (zero1_gradients,),
-    "zero2": (zero2_send, zero2_receive, zero2_in_flight, zero2_turns, clip),
+    "zero2": (zero2_send, zero2_receive, zero2_in_flight, zero2_turns, zero2_clip),
     "zero3": (zero3_units, zero3_free, zero3_gather, zero3_before_forward, zero3_before_backward,
               zero3_after_backward, zero3_gradients_final),
 }  # fmt: skip
-ALL_STEPS = (training, memory)
+ALL_STEPS = (all_steps_train, all_steps_hold)

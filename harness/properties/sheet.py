@@ -61,7 +61,6 @@ PROMISES = {
 
 Odd = partial(parts.OddModel, frozen_block=1)
 Stack = partial(parts.Stack, LAYERS, WIDTH)
-vectors = partial(parts.vector_batch, width=WIDTH, batch=2)
 
 
 class Lanes(nn.Module):
@@ -409,16 +408,19 @@ class Sheet:
     def listen(self) -> Traffic:
         return Traffic(self.group)
 
-    def batch(self, step: int, of=parts.token_batch, rank: int | None = None, **options) -> tuple[torch.Tensor, ...]:
-        rank = self.rank if rank is None else rank
-        return tuple(tensor.to(self.device) for tensor in of(step, rank, **options))
+    def batch(self, step: int, rank: int | None = None) -> tuple[torch.Tensor, ...]:
+        tensors = parts.token_batch(step, self.rank if rank is None else rank)
+        return tuple(tensor.to(self.device) for tensor in tensors)
+
+    def vectors(self, step: int, width: int = WIDTH) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.to(self.device) for tensor in parts.vector_batch(step, self.rank, width, batch=2))
 
     def oracle(self, steps: int) -> tuple[nn.Module, torch.Tensor]:
         """One process, plain PyTorch, all ranks' data: (the model after `steps`, with the last gradients, losses)."""
         key = steps, *self.ranks
         if key not in self._oracles:
-            model, loss = self.start(), F.cross_entropy
-            losses, _ = parts.oracle(model, ADAMW, loss, lambda *at: self.batch(at[0], rank=at[1]), steps, self.ranks)
+            model = self.start()
+            losses, _ = parts.oracle(model, ADAMW, F.cross_entropy, self.batch, steps, self.ranks)
             self._oracles[key] = model, losses
         return self._oracles[key]
 
