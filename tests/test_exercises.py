@@ -542,6 +542,9 @@ from harness.properties.parts import DDPInDisguise
 class ZeRO1(DDPInDisguise):
     trained = buckets = ()
 
+    def step(self):  # what the exercise is to write, it writes itself
+        super().step()
+
     def _reduce_gradients(self): ...
 """
 
