@@ -9,73 +9,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.properties import parts
-from harness.properties.layout import padded
 from harness.properties.models import PartlyFrozen, Skipping
 from harness.properties.property import holds, same
 from harness.properties.training import Pair
-
-
-class _Order(TorchDispatchMode):
-    """Names of all-gathers and reduce-scatters (by their buffer's size) and of matrix products, as they are issued."""
-
-    def __init__(self, layer_of_size: dict[int, int]):
-        super().__init__()
-        self.layer_of_size, self.events = layer_of_size, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name == "c10d::_allgather_base_" and args[0].is_floating_point():  # not what the first step compares
-            self.events.append(("gather", self.layer_of_size[args[0].numel()]))
-        elif name == "c10d::_reduce_scatter_base_":
-            self.events.append(("reduce", self.layer_of_size[args[1].numel()]))
-        elif name == "aten::addmm":  # a Linear's forward
-            self.events.append(("forward", self.layer_of_size[-args[2].shape[0] * args[2].shape[1]]))
-        return func(*args, **(kwargs or {}))
-
-
-class Funnel(nn.Module):
-    """Linear layers of different sizes, so that a collective's size names the layer."""
-
-    def __init__(self, widths=(3, 5, 7, 9, 11)):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@holds("order", engines=("zero3",), sizes=(2,), further_sizes=(3,), cases=tuple({"prefetch": n} for n in (0, 1, 2)))
-def zero3_issues_the_next_gather_before_it_computes(engine, prefetch, device="cpu"):
-    """Gathers are issued `prefetch` units ahead, a reduction before the next unit's backward."""
-    engine.needs("zero3")
-    world_size = dist.get_world_size()
-    ahead = prefetch if world_size > 1 else 0  # a rank that is alone waits for nothing
-    model = parts.seeded(Funnel, dtype=torch.float32, device=device)
-    names, count = {}, len(model.layers)
-    for index, layer in enumerate(model.layers):
-        names[padded([layer.weight.numel(), layer.bias.numel()], world_size)[0]] = index
-        names[-layer.weight.numel()] = index
-    expected = []
-
-    def gather(*indices):
-        expected.extend(each for index in indices if (each := ("gather", index)) not in expected and 0 <= index < count)
-
-    gather(*range(ahead))
-    for index in range(count):
-        gather(*range(index, index + ahead + 1))
-        expected.append(("forward", index))
-    forward, expected = expected, []
-    for index in reversed(range(count)):
-        gather(*range(index, index - ahead - 1, -1))
-        expected.append(("reduce", index))  # hidden behind the next layer's backward
-    trained = engine(model, parts.ADAMW, prefetch=prefetch)
-    for _ in range(2):
-        x, y = torch.randn(2, 3, device=device), torch.randn(2, 11, device=device)
-        with _Order(names) as order:
-            trained.training_step(x, y, F.mse_loss)
-        same("the order of gathers, products and reductions", order.events, forward + expected, step=1)
 
 
 class _Watched:

@@ -1,6 +1,6 @@
 """Small models of awkward shapes, data that differs per rank, and what plain PyTorch makes of both.
 
-Used by the tests (tests/parts.py) and by `./launch.sh check` (harness/teach/check/sheet.py).
+Used by harness/properties, and so by the tests and by `./launch.sh check`.
 """
 
 from collections.abc import Callable, Sequence
