@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from harness.measure import tables
-from harness.plan.hardware import GB, Cluster
 from harness.measure.gpus import CONTEXT_BYTES, GAPS
+from harness.plan.hardware import GB, Cluster
 from harness.plan.one_rank import ENGINES
 from harness.plan.predict import Prediction
 from harness.plan.published import ROWS

@@ -87,7 +87,7 @@ TITLES = {"params MB": "parameters MB", "grads MB": "gradients MB", "optim MB": 
 
 
 def of_referee(report: dict, *titles: str, digits: int = 2) -> str:
-    """These columns of the referee's results: as it prints them itself, but for the digits, and what is held (with `digits`)."""
+    """These columns of the referee's results: as it prints them itself, but for digits; held: with `digits`."""
     columns = step_report.columns(report["runs"], "ddp") | {
         "engine": lambda name, run: f"`{name}`",
         "difference from DDP": difference,
