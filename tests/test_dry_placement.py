@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure import dry_run, host_update
+from harness.measure import dry_run
 from harness.measure.parts import GRADIENTS, HELD, IN_FLIGHT, OPTIMIZER, PARAMETERS, PARTS
 from harness.run.model import PRESETS
 
@@ -215,16 +215,3 @@ def test_pinned_buffers_are_powers_of_two(offload, stage, preset, ranks):
     expected = sum(2 * next(2**power for power in range(64) if 2**power >= 4 * shard) for shard in shards)
     held = row["host"]["held_bytes"]
     assert row["host"]["pinned_bytes"] == expected > held[PARAMETERS] + held[GRADIENTS]
-
-
-def test_the_update_on_the_host_by_each_way(tmp_path, capsys, monkeypatch):
-    """All ways make the same update, and the command says how long each takes."""
-    ends = [torch.cat(host_update.update(1000, **way)[1]) for way in host_update.WAYS.values()]
-    for end in ends[1:]:
-        torch.testing.assert_close(end, ends[0], rtol=0, atol=1e-6)
-    file = tmp_path / "host.json"
-    monkeypatch.setattr("sys.argv", ["host_update", "--elements", "20000", "--json", str(file)])
-    host_update.main()
-    found = json.loads(file.read_text())
-    assert list(found["nanoseconds"]) == list(host_update.WAYS) and min(found["nanoseconds"].values()) > 0
-    assert "20,000 float32 elements" in capsys.readouterr().out
