@@ -27,7 +27,7 @@ from harness.measure.turns import take_turns
 from harness.run import engines, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
-from harness.run.model import GPT, GPTConfig, next_token_loss
+from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = engines.named("bench")
@@ -62,26 +62,19 @@ def arguments(argv=None) -> argparse.Namespace:
     return options
 
 
-class Untied(GPT):
-    """The project's GPT with a head of its own weight, as many models have it."""
-
-    def __init__(self, config: GPTConfig):
-        super().__init__(config)
-        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
-
-
 def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str, list[float]]:
     """{engine: milliseconds of each timed step, of the slowest rank}. A collective."""
-    config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq)
+    config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq, tied=False)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda")
     batch = Batches(load_text(None, config.seq), options.batch, config.seq, 0, me.device)(0, me.rank)
     built = {}
     for name in options.engines:
-        model = Untied(config).to(me.device)
+        model = GPT(config).to(me.device)
         more = {"bucket_mb": options.bucket_mb} if name in ("zero1", "zero2") else {}
         built[name] = engines.build(name, model, adamw, me.device, **more)
-    numel = sum(param.numel() for param in Untied(config).parameters())
-    me.print(f"a GPT of {numel:,} parameters, {me.world_size} ranks over {me.backend}; {options.rounds} rounds")
+    me.print(
+        f"a GPT of {number_of_parameters(config):,} parameters, {me.world_size} ranks over {me.backend}; {options.rounds} rounds"
+    )
     steps = {name: partial(engine.training_step, *batch, next_token_loss) for name, engine in built.items()}
     times = take_turns(steps, options.rounds, me)
     return {name: [seconds * 1e3 for seconds in values] for name, values in times.items()}

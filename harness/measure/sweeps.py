@@ -42,28 +42,27 @@ def pairs_of_blocks(model: GPT) -> list[nn.Module]:
     return list(model.blocks)
 
 
-def variants(sweep: str) -> dict[str, tuple]:
-    """{label: (engine class, what to do to the model, options)}; an option may be a function of the model."""
-    if sweep in ("bucket size, zero1", "bucket size, zero2"):
-        stage = ZeRO1 if sweep.endswith("1") else ZeRO2
-        sizes = {"one parameter": 0, "0.25 MiB": 0.25, "1 MiB": 1, "4 MiB": 4, "25 MiB": 25}
-        return {label: (stage, None, {"bucket_mb": size}) for label, size in sizes.items()}
-    if sweep == "units":
-        return {
-            "layers": (ZeRO3, None, {"units": every_layer}),
-            "blocks": (ZeRO3, None, {}),
-            "pairs of blocks": (ZeRO3, None, {"units": pairs_of_blocks}),
-            "the whole model": (ZeRO3, None, {"units": lambda model: [model]}),
-        }
-    if sweep == "prefetch":
-        return {f"{ahead} ahead": (ZeRO3, None, {"prefetch": ahead}) for ahead in (0, 1, 2, 4)}
-    return {
+def _buckets(stage) -> dict[str, tuple]:
+    sizes = {"one parameter": 0, "0.25 MiB": 0.25, "1 MiB": 1, "4 MiB": 4, "25 MiB": 25}
+    return {label: (stage, None, {"bucket_mb": size}) for label, size in sizes.items()}
+
+
+# sweep: {label: (engine class, what to do to the model, options)}; an option may be a function of the model.
+SWEEPS = {
+    "bucket size, zero1": _buckets(ZeRO1),
+    "bucket size, zero2": _buckets(ZeRO2),
+    "units": {
+        "layers": (ZeRO3, None, {"units": every_layer}),
+        "blocks": (ZeRO3, None, {}),
+        "pairs of blocks": (ZeRO3, None, {"units": pairs_of_blocks}),
+        "the whole model": (ZeRO3, None, {"units": lambda model: [model]}),
+    },
+    "prefetch": {f"{ahead} ahead": (ZeRO3, None, {"prefetch": ahead}) for ahead in (0, 1, 2, 4)},
+    "activations": {
         "activations kept": (ZeRO3, None, {}),
         "recomputed": (ZeRO3, partial(checkpoint_blocks, casts=False), {}),
-    }
-
-
-SWEEPS = ("bucket size, zero1", "bucket size, zero2", "units", "prefetch", "activations")
+    },
+}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -107,7 +106,7 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
     cuda, rows = me.device.type == "cuda", {}
     if cuda:
         warm_up(me.device)
-    for label, variant in variants(sweep).items():
+    for label, variant in SWEEPS[sweep].items():
         before = torch.cuda.memory_allocated() if cuda else 0
         with MemoryLedger() as memory:
             engine = build(variant, options, me)
@@ -127,7 +126,7 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
         }
         del engine, step
         gc.collect()
-    engines = {label: build(variant, options, me) for label, variant in variants(sweep).items()}
+    engines = {label: build(variant, options, me) for label, variant in SWEEPS[sweep].items()}
     steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in engines.items()}
     times = take_turns(steps, options.rounds, me)
     first = next(iter(times.values()))
