@@ -72,9 +72,8 @@ def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str,
         model = GPT(config).to(me.device)
         more = {"bucket_mb": options.bucket_mb} if name in ("zero1", "zero2") else {}
         built[name] = engines.build(name, model, adamw, me.device, **more)
-    me.print(
-        f"a GPT of {number_of_parameters(config):,} parameters, {me.world_size} ranks over {me.backend}; {options.rounds} rounds"
-    )
+    numel = number_of_parameters(config)
+    me.print(f"a GPT of {numel:,} parameters, {me.world_size} ranks over {me.backend}; {options.rounds} rounds")
     steps = {name: partial(engine.training_step, *batch, next_token_loss) for name, engine in built.items()}
     times = take_turns(steps, options.rounds, me)
     return {name: [seconds * 1e3 for seconds in values] for name, values in times.items()}

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero1
 from harness.measure import fake_gpu, tables
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
-from harness.measure.memory import held_bytes, held_tensors, warm_up
+from harness.measure.memory import held_bytes, held_tensors, on_device, sizes_by_storage, warm_up
 from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run import engines as registry
@@ -344,12 +344,8 @@ def pinned_bytes(engine) -> int:
 
     torch keeps pinned blocks to use them again, and makes each a power of two: a buffer of 100 MB takes 134.
     """
-    held, sizes = held_tensors(engine), {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for tensor in (*held["parameters"], *held["gradients"]):
-            tensor = getattr(tensor, "_local_tensor", tensor)
-            if tensor.device.type == "cpu":
-                sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    held = held_tensors(engine)
+    sizes = sizes_by_storage(on_device([*held["parameters"], *held["gradients"]], "cpu"))
     return sum(1 << (nbytes - 1).bit_length() for nbytes in sizes.values() if nbytes)
 
 
