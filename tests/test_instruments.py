@@ -91,8 +91,7 @@ def test_held_bytes_of_plain_adamw():
     "kind, expected", (("all-reduce", 1500), ("all-gather", 750), ("reduce-scatter", 750), ("broadcast", 750))
 )
 def test_sent_bytes_by_hand(kind, expected):
-    assert sent_bytes(kind, 1000, 4) == expected
-    assert sent_bytes(kind, 1000, 1) == 0
+    assert sent_bytes(kind, 1000, 4) == expected and sent_bytes(kind, 1000, 1) == 0
 
 
 def count_by_hand() -> list:
@@ -243,10 +242,6 @@ def test_a_unit_that_is_never_freed_is_seen(ranks):
     ranks(2).run(cases.a_unit_that_stays_gathered)
 
 
-def test_weights_freed_by_assignment_are_still_there(ranks):
-    ranks(2).run(cases.gathered_by_a_naive_engine)
-
-
 def test_a_collective_ends_when_it_is_complete(ranks):
     ranks(2).run(cases.a_collectives_span)
 
@@ -257,10 +252,6 @@ def test_a_collective_of_gloo_on_the_second_gpu(ranks):
 
 def test_a_collective_without_a_work_is_a_wait(ranks):
     ranks(2).run(cases.a_collective_without_a_work)
-
-
-def test_a_moment_of_the_hosts_clock_on_a_gpus_timeline():
-    cases.a_moment_of_the_hosts_clock()
 
 
 def test_a_trace_has_memory_and_spans_on_one_clock(ranks, tmp_path):
@@ -316,8 +307,8 @@ def test_the_trace_is_what_chrome_reads():
     assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000}
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 2.0}]
     assert trace["otherData"] == {"title": "a title"}
-    parts = {"parameters": 1_000_000, "gradients": 500_000}
-    events = chrome_trace([[replace(spans[2], unit="blocks.3")]], [[(0.1, parts)]])["traceEvents"]
+    alive = {"parameters": 1_000_000, "gradients": 500_000}
+    events = chrome_trace([[replace(spans[2], unit="blocks.3")]], [[(0.1, alive)]])["traceEvents"]
     counters = {e["name"]: e["args"] for e in events if e["ph"] == "C"}
     assert list(counters.values()) == [{"MB": 1.5}, {"parameters": 1.0, "gradients": 0.5}]
     assert next(e["args"]["unit"] for e in events if e["ph"] == "X") == "blocks.3"
