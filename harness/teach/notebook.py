@@ -50,7 +50,8 @@ def run(line: str, show: bool = True) -> str:
     printed, errors = [], deque(maxlen=40)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     with contextlib.ExitStack() as stack:  # it ends also when the reader interrupts the kernel
-        process = stack.enter_context(ranks.started(words, env={**environment, "PYTHON": sys.executable}, **streams))
+        environment["PYTHON"] = sys.executable
+        process = stack.enter_context(ranks.started(words, cwd=ROOT, env=environment, **streams))
         reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
         reader.start()
         if not show:
