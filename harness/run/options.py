@@ -27,15 +27,20 @@ def add(parser: argparse.ArgumentParser, *names: str, **defaults) -> None:
         parser.add_argument(f"--{name}", **COMMON[name] | more)
 
 
-def settle(options: argparse.Namespace, **least: float) -> None:
-    """Fill in `seq` from the preset, and check: the preset, `seq`, the file of --json, and that no number is too small.
-
-    `least` has the smallest number that each of these options may be. Raises ValueError, with one clear line.
-    """
+def at_least(options: argparse.Namespace, **least: float) -> None:
+    """Raises ValueError if one of these options, where it was given, is smaller than `least` says."""
     for name, number in least.items():
         given = getattr(options, name)
         if given is not None and not given >= number:  # not a number is refused, too
             raise ValueError(f"--{name.replace('_', '-')} must be {number} or more, got {given}")
+
+
+def settle(options: argparse.Namespace, **least: float) -> None:
+    """Fill in `seq` from the preset, and check: the preset, `seq`, the file of --json, and `at_least`.
+
+    Raises ValueError, with one clear line.
+    """
+    at_least(options, **least)
     config = preset(options.preset) if hasattr(options, "preset") else None
     if config is not None and hasattr(options, "seq"):
         options.seq = config.seq if options.seq is None else options.seq
