@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine.units import default_units
-from harness.measure.traffic import group_of, kind_of, whole_bytes
+from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
 from harness.measure.where import Where
 
 STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
@@ -80,6 +80,7 @@ class Timeline(TorchDispatchMode):
         self._issued: list[list] = []  # the collectives' entries, in order
         self._waited: list[tuple] = []  # (start, end, the collective's entry), of waits that Python has called
         self._stream = None  # on CUDA the one that computes
+        self.on_wait = lambda work: None  # called when somebody has waited for a collective's work
 
     def mark(self) -> None:
         """Note the time, on CUDA that of the GPU: where a step begins, say."""
@@ -137,26 +138,24 @@ class Timeline(TorchDispatchMode):
         entry = [COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, True]
         self._raw.append(entry)
         self._issued.append(entry)
-        for leaf in torch.utils._pytree.tree_leaves(result):
-            if isinstance(leaf, torch.ScriptObject):
-                work = dist.Work.unbox(leaf)
-                if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
-                    self._computing = None
-                    self._ended(entry)
-                    if self._is_computing():
-                        self._waited.append((start, entry[3], entry))
-                    return
-                self._under_way[id(work)] = (work, entry)
-                if self._cuda and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
-                    entry[7] = False
-                    return
-                try:
-                    future = work.get_future()
-                except RuntimeError:  # gloo's reduce-scatter has none
-                    entry[7] = False
-                    return
-                future.then(lambda _: self._ended(entry))
-                self._futures.append((future, entry))
+        for work in works_in(result):
+            if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
+                self._computing = None
+                self._ended(entry)
+                if self._is_computing():
+                    self._waited.append((start, entry[3], entry))
+                return
+            self._under_way[id(work)] = (work, entry)
+            if self._cuda and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
+                entry[7] = False
+                return
+            try:
+                future = work.get_future()
+            except RuntimeError:  # gloo's reduce-scatter has none
+                entry[7] = False
+                return
+            future.then(lambda _: self._ended(entry))
+            self._futures.append((future, entry))
 
     def _look_for_ends(self, now) -> None:
         """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
@@ -187,6 +186,7 @@ class Timeline(TorchDispatchMode):
                     timeline._ended(entry)
                     if timeline._is_computing():
                         timeline._waited.append((start, timeline.now(), entry))
+                timeline.on_wait(work)
 
         dist.Work.wait = wait
         if self._cuda:

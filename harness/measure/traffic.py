@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from harness.measure.memory import tensors_in
 
@@ -133,3 +134,8 @@ def group_of(args):
             except (RuntimeError, TypeError):
                 continue  # the ReduceOp is a script object as well
     return dist.distributed_c10d._resolve_process_group(args[-1])
+
+
+def works_in(result) -> list[dist.Work | None]:
+    """What a collective has returned to wait for; None for one that has run already."""
+    return [dist.Work.unbox(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
