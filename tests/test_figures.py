@@ -80,16 +80,6 @@ def test_the_memory_figure_draws_what_was_measured():
     plt.close(figure)
 
 
-def test_a_peak_without_gradients_says_why():
-    results, figure = drawn("memory")
-    texts = [text.get_text() for text in figure.axes[0].texts]
-    for row in results["engines"].values():
-        said = next(text for text in texts if text.startswith(f"{row['peak_bytes'] / 1e9:.2f} at the peak"))
-        has = row["peak_parts"].get("gradients", 0) > 0.1 * row["held_bytes"]["gradients"]
-        assert ("gradient" in said) == (not has)
-    plt.close(figure)
-
-
 def test_the_live_figure_stacks_the_parts_of_every_engine():
     results, figure = drawn("live")
     for axes, row in zip(figure.axes, results["engines"].values(), strict=True):
