@@ -1,6 +1,5 @@
 """The timeline: when a rank computes, when its collectives are under way, in which step and module."""
 
-import json
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.engine.units import default_units
 from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
 from harness.measure.where import Where
+from harness.run.options import write_json
 
 STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
 
@@ -306,6 +306,4 @@ def _free_thread(span: Span, threads: dict[str, float]) -> str:
 
 
 def save_trace(path: str, trace: dict) -> None:
-    with open(path, "w") as file:
-        json.dump(trace, file)
-        file.write("\n")
+    write_json(path, trace, indent=None)
