@@ -6,36 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.measure.in_flight import InFlight
 from harness.properties import parts
 from harness.properties.models import PartlyFrozen, Skipping
 from harness.properties.property import holds, same
 from harness.properties.training import Pair
-
-
-class _Watched:
-    """A collective's work that notes when it is waited for."""
-
-    def __init__(self, work, events: list, name: tuple):
-        self.work, self.events, self.name = work, events, name
-
-    def wait(self):
-        self.events.append(("wait", *self.name))
-        return self.work.wait()
-
-
-class _Products(TorchDispatchMode):
-    """Notes every matrix product, the work that a collective can hide behind."""
-
-    def __init__(self, events: list):
-        super().__init__()
-        self.events = events
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in ("aten::addmm", "aten::mm"):
-            self.events.append("compute")
-        return func(*args, **(kwargs or {}))
 
 
 class Rooted(parts.Stack):
@@ -68,7 +44,7 @@ def replaced(**functions):
 def collectives_travel_while_the_rank_computes(engine, root, reverse):
     """Between issuing a reduction or a prefetched gather and waiting for it the rank computes."""
     engine.needs("zero2", "zero3")
-    rank, layers, events, issued = dist.get_rank(), 6, [], {"gather": 0, "reduce": 0}
+    rank, layers = dist.get_rank(), 6
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
     kind = Rooted if root else parts.Stack
     model = parts.seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
@@ -76,32 +52,17 @@ def collectives_travel_while_the_rank_computes(engine, root, reverse):
     for _ in range(2):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
         trained.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
 
-    def watched(kind, issue):
-        def note(*args, **kwargs):
-            name = (kind, issued[kind])
-            issued[kind] += 1
-            events.append(("issue", *name))
-            return _Watched(issue(*args, **kwargs), events, name)
-
-        return note
-
-    gather, reduce = watched("gather", dist.all_gather_single), watched("reduce", dist.reduce_scatter_single)
-    with replaced(all_gather_single=gather, reduce_scatter_single=reduce), _Products(events):
+    with InFlight() as seen:
         trained.training_step(*parts.vector_batch(1, rank, 16), F.mse_loss)
-
-    def computed_meanwhile(kind: str) -> list[bool]:
-        spans = [(events.index(("issue", kind, n)), events.index(("wait", kind, n))) for n in range(issued[kind])]
-        return ["compute" in events[start:end] for start, end in spans]
-
     # The last reduction has no backward left to hide behind.
     expected = [True] * (layers + root - 1) + [False]
-    same("reductions behind which the rank computes", computed_meanwhile("reduce"), expected, step=3)
+    same("reductions behind which the rank computes", seen.computed_meanwhile("reduce"), expected, step=3)
     if engine.like == "zero3":
         # In forward the first gather has nothing in front of it, nor has the last unit's in backward. With a root the
         # first gather is the root's; in backward the root is gathered still, and its head hides the first.
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
         expected = [False] + [True] * layers + [True] * layers if root else expected
-        same("gathers behind which the rank computes", computed_meanwhile("gather"), expected, step=2)
+        same("gathers behind which the rank computes", seen.computed_meanwhile("gather"), expected, step=2)
 
 
 class _Late:

@@ -10,10 +10,11 @@ import torch
 
 from harness.engine import checkpoint
 from harness.engine.safe_reader import Folder
+from harness.run import options as common
 from harness.run import process_group
 from harness.run.folder import refuse_others
 from harness.run.journal import read
-from harness.run.model import GPT, PRESETS, preset
+from harness.run.model import GPT, preset
 
 STAGES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; shards and gradients' sums are float32
@@ -32,8 +33,7 @@ def arguments(argv=None) -> argparse.Namespace:
         prog="train", usage=usage, description="A training run that comes back: the same line goes on."
     )
     parser.add_argument("stage", help=", ".join(STAGES))
-    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
-    parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
+    common.add(parser, "preset", "data", "seed", "backend", "device")
     parser.add_argument("--steps", type=int, default=200, help="of the whole run, with what is done (default 200)")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step, of all ranks together (default 8)")
     parser.add_argument("--accumulate", type=int, default=1, help="backwards per step, each on a part (default 1)")
@@ -41,21 +41,15 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help=RATE)
     parser.add_argument("--warmup", type=int, default=10, help="steps in which it grows to that (default 10)")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: any (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
     parser.add_argument("--folder", help="checkpoints and losses.jsonl (default runs/STAGE-PRESET)")
     parser.add_argument("--save-every", type=int, default=50, help="steps from checkpoint to checkpoint (default 50)")
     parser.add_argument("--keep", type=int, default=3, help="so many checkpoints, the newest (default 3)")
     parser.add_argument("--evaluate-every", type=int, default=50, help="steps; on held-out text (default 50)")
     parser.add_argument("--print-every", type=int, default=10, help="steps (default 10)")
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(argv)
-    preset(options.preset)
     if options.stage not in STAGES:
         raise ValueError(f"no stage {options.stage!r}; there are: {', '.join(STAGES)}")
-    for name in ("steps", "batch", "accumulate", "save_every", "keep", "evaluate_every", "print_every"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(options, name)}")
+    common.settle(options, steps=1, batch=1, accumulate=1, save_every=1, keep=1, evaluate_every=1, print_every=1)
     for name in ("lr", "warmup", "clip"):
         if not 0 <= getattr(options, name) < math.inf:
             raise ValueError(f"--{name} must be 0 or more, got {getattr(options, name)}")
