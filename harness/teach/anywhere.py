@@ -1,4 +1,4 @@
-"""What a notebook checks before all else, wherever it was opened. Its first cell has found the project, or cloned it."""
+"""What a notebook checks before all else, wherever it was opened. Its first cell finds the project, or clones it."""
 
 import os
 
