@@ -6,7 +6,6 @@ The tests look at what they have left, and compare the first with the same steps
 
 import contextlib
 import io
-import json
 import math
 import os
 import random
@@ -36,8 +35,13 @@ from harness.run.process_group import Rank
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "tests" / "train_disturbed.py")
 STEPS = 80
-OPTIONS = ["zero3", "--preset", "toy", "--steps", str(STEPS), "--save-every", "7", "--evaluate-every", "20"]
-OPTIONS += ["--accumulate", "2", "--batch", "6"]
+OPTIONS = f"zero3 --preset toy --steps {STEPS} --save-every 7 --evaluate-every 20 --accumulate 2 --batch 6".split()
+A_HANG = 300  # seconds: a limit for what should come, and comes late on a busy machine
+
+
+def launcher(python: str, *options: str) -> list[str]:
+    """The beginning of a line that starts ranks; without options one rank on this machine."""
+    return [python, "-m", "harness.run.restarts", *(options or ("--standalone", "--nproc-per-node", "1"))]
 
 
 def undisturbed(options: list[str], folder: str) -> None:
@@ -71,18 +75,12 @@ class Run:
         clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
         clean |= {"PYTHON": sys.executable, "ZERO_TIMEOUT": "10", "OMP_NUM_THREADS": "1", "HANG": f"{folder}.hang"}
         self.folder, self.output = folder, open(f"{folder}.{time.monotonic_ns()}.out", "w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [*command, "--folder", str(folder)],
-            env=clean | environment,
-            stdout=self.output,
-            stderr=self.output,
-            cwd=ROOT,
-        )
+        self.process = subprocess.Popen([*command, "--folder", str(folder)], env=clean | environment, cwd=ROOT,
+                                        stdout=self.output, stderr=self.output)  # fmt: skip
 
     @classmethod
     def on_two_ranks(cls, folder: Path, python: str):
-        torchrun = [python, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "2"]
-        return cls([*torchrun, SCRIPT, *OPTIONS], folder)
+        return cls([*launcher(python, "--standalone", "--nproc-per-node", "2"), SCRIPT, *OPTIONS], folder)
 
     def lines(self) -> list[dict]:
         return read(self.folder / "losses.jsonl") if (self.folder / "losses.jsonl").exists() else []
@@ -97,7 +95,7 @@ class Run:
 
     def wait_for(self, what) -> None:
         """Until `what()` is true. The run must still go on then."""
-        until = time.monotonic() + 120
+        until = time.monotonic() + A_HANG
         while not what():
             assert self.process.poll() is None and time.monotonic() < until, self.printed()
             time.sleep(0.03)
@@ -115,7 +113,7 @@ class Run:
 
     def end(self) -> int:
         try:
-            return self.process.wait(120)
+            return self.process.wait(A_HANG)
         finally:
             self.process.kill()
 
@@ -173,9 +171,8 @@ def machines(folder: Path, _: str) -> list[Run]:
         "100000",
     ]
     environment = {"NNODES": "1:2", "RDZV_ENDPOINT": endpoint}
-    torchrun = [sys.executable, "-m", "harness.run.restarts", "--nnodes", "1:2", "--rdzv-backend", "c10d"]
-    torchrun += ["--rdzv-endpoint", endpoint, "--rdzv-id", "train", "--nproc-per-node", "1"]
-    other = [*torchrun, "-m", "harness.run.train", "zero2", *options]
+    meeting = f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id train --nproc-per-node 1".split()
+    other = [*launcher(sys.executable, *meeting), "-m", "harness.run.train", "zero2", *options]
     run = Run([str(ROOT / "launch.sh"), "train", "zero2", "1", *options], folder, **environment)
     run.wait_for(lambda: _answers(endpoint))  # it comes first: who keeps the rendezvous must live on
     second = Run(other, folder)
@@ -322,14 +319,16 @@ def test_a_machine_goes_and_comes_back(stories):
     assert run.lines()[-1]["why"] == "left because it was asked to"
     restarts = [line["seconds"] for line in run.lines() if line.get("event") == "restart"]
     assert len(restarts) >= 2 and "noticed" in restarts[0]
+    assert all(math.isfinite(line["loss"]) and line["tokens_per_s"] > 0 for line in run.steps())
+    assert run.lines()[0]["event"] == "start"
 
 
 def test_who_failed_is_said_in_plain_words(stories):
     run, again = stories["disturbed"].result()
     # On a busy machine a rank may also count as hanging without being told to: then the numbers are higher.
-    killed = r"was killed by signal 9 \(out of memory\? kill -9\?\)\. Starting all ranks again, [123] of 3"
+    killed = r"was killed by SIGKILL \(out of memory\? kill -9\?\)\. Starting all ranks again, [123] of 3"
     assert re.search(f"rank 0 {killed}", run.printed()) and re.search(f"rank 1 {killed}", again.printed())
-    hang = r"rank [01] failed with exit code 1, see above\. Starting all ranks again, [23] of 3"
+    hang = r"rank [01] was the first to fail, with exit status 1: .* above\. Starting all ranks again, [23] of 3"
     assert re.search(hang, run.printed())
     # What is made again is said, and is what the journal has.
     for one in (run, again):
@@ -350,24 +349,23 @@ def test_who_failed_is_said_in_plain_words(stories):
 def test_an_error_that_no_restart_mends_ends_the_run_at_once(tmp_path, quick_python):
     script = tmp_path / "bad.py"
     script.write_text(
-        "import os\nfrom harness.run import process_group\nfrom harness.run.ending import NotAgain\n"
+        "from harness.run import process_group\nfrom harness.run.ending import NotAgain\n"
         f"def main():\n    open({str(tmp_path / 'starts')!r}, 'a').write('x')\n    raise NotAgain('nothing: is good')\n"
         "process_group.run(main)\n"
     )
-    torchrun = [quick_python, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "1"]
-    run = Run([*torchrun, str(script)], tmp_path / "none")
+    run = Run([*launcher(quick_python), str(script)], tmp_path / "none")
     assert run.end() == 3 and (tmp_path / "starts").read_text() == "x", run.printed()
     assert run.printed().splitlines()[-1] == "restarts do not mend this: nothing: is good"
 
 
 def test_the_first_signal_is_enough_while_no_rank_runs(tmp_path, quick_python):
-    torchrun = [quick_python, "-m", "harness.run.restarts", "--nnodes", "2", "--rdzv-backend", "c10d"]
-    run = Run([*torchrun, "--rdzv-endpoint", f"localhost:{free_port()}", "--nproc-per-node", "1", "none.py"], tmp_path)
+    meeting = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --nproc-per-node 1".split()
+    run = Run([*launcher(quick_python, *meeting), "none.py"], tmp_path)
     run.wait_for(lambda: "waiting for the other machine(s) at localhost:" in run.printed())
-    time.sleep(0.5)
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 128 + signal.SIGTERM, run.printed()
-    assert run.printed().splitlines()[-1] == "SIGTERM: no rank had started; nothing to save"
+    last = run.printed().splitlines()[-1]
+    assert last == "SIGTERM: no rank runs now. What was saved before, if anything, remains"
 
 
 def test_a_second_signal_leaves_at_once(tmp_path, quick_python):
@@ -375,18 +373,15 @@ def test_a_second_signal_leaves_at_once(tmp_path, quick_python):
     script.write_text(
         "import os, sys, time\nfrom harness.run.leaving import Leaving\nfrom pathlib import Path\nleaving = Leaving()\n"
         f"file = Path({str(tmp_path / 'pid')!r})\nfile.with_suffix('.new').write_text(str(os.getpid()))\n"
-        "file.with_suffix('.new').rename(file)\ntime.sleep(600)\n"
+        "file.with_suffix('.new').rename(file)\ntime.sleep(6000)\n"
     )
-    torchrun = [quick_python, "-m", "harness.run.restarts", "--standalone", "--nproc-per-node", "1"]
-    run = Run([*torchrun, str(script)], tmp_path / "none")
+    run = Run([*launcher(quick_python), str(script)], tmp_path / "none")
     run.wait_for((tmp_path / "pid").exists)
     run.process.send_signal(signal.SIGINT)
     run.wait_for(lambda: "SIGINT: the ranks save" in run.printed())
-    time.sleep(1.1)
+    time.sleep(1.1)  # nearer to each other they are one
     run.process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    assert run.end() == 128 + signal.SIGINT, run.printed()
-    assert time.monotonic() - began < 20 and "Traceback" not in run.printed(), run.printed()
+    assert run.end() == 128 + signal.SIGINT and "Traceback" not in run.printed(), run.printed()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -484,10 +479,8 @@ def test_how_a_run_goes_on_and_ends_is_said(own_pool, quiet, tmp_path):
     step = STEPS - STEPS % 7  # it saves every 7 steps
     assert f"going on after step {step}, from {older[0]}: {STEPS - step} steps are made again\n" in printed
     saved, last = printed.splitlines()[-2:]
-    assert (
-        saved.startswith(f"saved step {STEPS} to")
-        and last == f"done: {STEPS} steps. A larger --steps goes on from here"
-    )
+    assert saved.startswith(f"saved step {STEPS} to")
+    assert last == f"done: {STEPS} steps. A larger --steps goes on from here"
 
     for path in folder.glob("[0-9]*/*.distcp"):
         path.write_bytes(b"")
@@ -505,34 +498,29 @@ def test_the_learning_rate_warms_up_and_falls():
     assert train_options.learning_rate(110, options) == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    (
-        (["zero4"], ["'zero4'", "zero1, zero2, zero3"]),
-        (["zero1", "--steps", "0"], ["--steps", "0"]),
-        (["zero1", "--save-every", "0"], ["--save-every"]),
-        (["zero1", "--clip", "-1"], ["--clip", "-1"]),
-        (["zero1", "--lr", "nan"], ["--lr", "nan"]),
-        (["zero1", "--preset", "large"], ["'large'", "tiny"]),
-        (["zero1", "--batch", "3", "--accumulate", "2"], ["--batch 3", "2 rank(s)", "--accumulate 2", "4"]),
-        (["zero1", "--folder", "/proc/runs"], ["/proc/runs"]),
-        (["zero1", "--folder", str(ROOT / "docs")], ["docs'", "and no run", "new or an empty folder"]),
-    ),
-    ids=str,
-)
-def test_mistakes_in_the_options(argv, words, monkeypatch, tmp_path):
+def test_mistakes_in_the_options(monkeypatch, tmp_path):
     monkeypatch.setenv("ZERO_PREFLIGHT", "2")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as raised:
-        train_options.arguments(argv)
-    assert all(word in str(raised.value) for word in words), raised.value
+    mistakes = {
+        "zero4": ["'zero4'", "zero1, zero2, zero3"],
+        "zero1 --steps 0": ["--steps", "0"],
+        "zero1 --save-every 0": ["--save-every"],
+        "zero1 --clip -1": ["--clip", "-1"],
+        "zero1 --lr nan": ["--lr", "nan"],
+        "zero1 --preset large": ["'large'", "tiny"],
+        "zero1 --batch 3 --accumulate 2": ["--batch 3", "2 rank(s)", "--accumulate 2", "4"],
+        "zero1 --folder /proc/runs": ["/proc/runs"],
+        f"zero1 --folder {ROOT / 'docs'}": ["docs'", "and no run", "new or an empty folder"],
+    }
+    for argv, words in mistakes.items():
+        with pytest.raises(ValueError) as raised:
+            train_options.arguments(argv.split())
+        assert all(word in str(raised.value) for word in words), raised.value
 
 
 def test_a_folder_with_another_model_is_refused_before_ranks_start(quiet, monkeypatch):
     monkeypatch.setenv("ZERO_PREFLIGHT", "2")
-    with pytest.raises(
-        ValueError, match=r"another model than 'tiny' \(preset toy\): take --preset toy or another --fold"
-    ):
+    with pytest.raises(ValueError, match=r"another model than 'tiny' \(preset toy\): take --preset toy or another --f"):
         train_options.arguments(["zero1", "--preset", "tiny", "--folder", str(quiet)])
     assert train_options.arguments(["zero1", "--preset", "toy", "--folder", str(quiet)]).steps == 200
 
@@ -569,37 +557,18 @@ def test_a_folder_in_use_is_refused_until_its_launcher_is_gone(tmp_path, meeting
 def test_the_launcher_refuses_a_folder_in_use_before_it_starts_ranks(tmp_path, quick_python):
     script = tmp_path / "rank.py"
     script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
-    command = [
-        quick_python,
-        "-m",
-        "harness.run.restarts",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        str(script),
-        "zero3",
-    ]
     with folders.lock(tmp_path / "two"):
-        refused = subprocess.run(
-            [*command, "--folder", str(tmp_path / "two")], capture_output=True, text=True, cwd=ROOT, timeout=60
-        )
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
-    assert "in use" in refused.stderr and not (tmp_path / "started").exists()
+        run = Run([*launcher(quick_python), str(script), "zero3"], tmp_path / "two")
+        assert run.end() == 2 and len(run.printed().splitlines()) == 1, run.printed()
+    assert "in use" in run.printed() and not (tmp_path / "started").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    (
-        (["zero3", "--folder", "a"], "a"),
-        (["zero3", "--steps", "3", "--folder=a/b"], "a/b"),
-        (["zero3", "--preset", "toy"], None),
-        (["--steps", "3", "zero1"], None),
-    ),
-    ids=str,
-)
-def test_the_launcher_and_the_ranks_mean_the_same_folder(arguments, expected):
-    found = folders.folder_of(arguments, train_options.STAGES)
-    assert found == train_options.arguments(arguments).folder and expected in (None, str(found))
+def test_the_launcher_and_the_ranks_mean_the_same_folder():
+    lines = {"zero3 --folder a": "a", "zero3 --steps 3 --folder=a/b": "a/b", "zero3 --preset toy": "runs/zero3-toy",
+             "--steps 3 zero1": "runs/zero1-tiny"}  # fmt: skip
+    for line, expected in lines.items():
+        found = folders.folder_of(line.split(), train_options.STAGES)
+        assert found == train_options.arguments(line.split()).folder == Path(expected)
     assert folders.folder_of(["--steps", "3"], train_options.STAGES) is None
 
 
@@ -612,33 +581,23 @@ def test_a_folder_that_holds_other_things_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds other things \(more.md, \.\.\.\) and no run"):
         folders.refuse_others(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [folders.LOCK, "more.md", "notes.md"]
-    (tmp_path / "losses.jsonl").touch()
-    folders.refuse_others(tmp_path)
-    (tmp_path / "losses.jsonl").unlink()
-    (tmp_path / "000002").mkdir()
-    folders.refuse_others(tmp_path)
+    for of_a_run in ("losses.jsonl", "000002"):
+        (tmp_path / of_a_run).mkdir()
+        folders.refuse_others(tmp_path)
+        (tmp_path / of_a_run).rmdir()
 
 
-@pytest.mark.parametrize(
-    "arguments, environment, words",
-    (
-        ([], {}, "train needs a stage"),
-        (["zero4"], {}, "'zero4'"),
-        (["zero3", "two"], {}, "'two'"),
-        (["zero3"], {"NNODES": "2:1"}, "'2:1'"),
-        (["zero3"], {"NNODES": "1:2"}, "RDZV_ENDPOINT"),
-        (["zero3"], {"NNODES": "2", "RDZV_ENDPOINT": "localhost"}, "host:port, got 'localhost'"),
-    ),
-    ids=str,
-)
-def test_mistakes_that_the_shell_finds(arguments, environment, words):
-    clean = {**os.environ, "PYTHON": sys.executable, **environment}
-    command = [str(ROOT / "launch.sh"), "train", *arguments]
-    result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and words in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
-
-
-def test_losses_of_a_journal_are_finite(stories):
-    run, _ = stories["machines"].result()
-    assert all(math.isfinite(line["loss"]) and line["tokens_per_s"] > 0 for line in run.steps())
-    assert json.loads((run.folder / "losses.jsonl").read_text().splitlines()[0])["event"] == "start"
+def test_mistakes_that_the_shell_finds():
+    mistakes = [
+        ("", {}, "train needs a stage"),
+        ("zero4", {}, "'zero4'"),
+        ("zero3 two", {}, "'two'"),
+        ("zero3", {"NNODES": "2:1"}, "'2:1'"),
+        ("zero3", {"NNODES": "1:2"}, "RDZV_ENDPOINT"),
+        ("zero3", {"NNODES": "2", "RDZV_ENDPOINT": "localhost"}, "host:port, got 'localhost'"),
+    ]
+    for line, environment, words in mistakes:
+        clean = {**os.environ, "PYTHON": sys.executable, **environment}
+        command = [str(ROOT / "launch.sh"), "train", *line.split()]
+        result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=A_HANG)
+        assert result.returncode == 2 and words in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr

@@ -189,7 +189,7 @@ def test_memory_that_is_let_go_of_while_a_step_begins(monkeypatch):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["zero4"], "no engine 'zero4'; there are: zero3, "),
+        (["zero4"], "no engine 'zero4'; there are: ddp, "),
         (["zero3", "1"], "N must be 2 to 16 ranks, got '1'"),
         (["zero3", "2", "--only", "ddp,zero9"], "no engine 'zero9'"),
         (["--bug", "99"], "no bug '99'"),

@@ -15,7 +15,18 @@ def killed_by(number: int) -> str:
     """What is said of a process that the signal `number` has ended."""
     name = signal.Signals(number).name
     # Nobody but the kernel sends SIGKILL unasked, and as a rule because the machine's memory is used up.
-    return f"killed by {name}: out of memory?" if number == signal.SIGKILL else f"killed by {name}"
+    return f"killed by {name} (out of memory? kill -9?)" if number == signal.SIGKILL else f"killed by {name}"
+
+
+def what_failed(failures: dict) -> str:
+    """In plain words what has ended the ranks, of torch's {rank: ProcessFailure}: the causes, not what followed."""
+    ended = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
+    # A killed rank's neighbours lose it and fail; those that are left, torchrun ends by SIGTERM.
+    killed = {rank: -code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM}
+    if killed:
+        return "; ".join(f"rank {rank} was {killed_by(number)}" for rank, number in killed.items())
+    first = min(failures, key=lambda rank: failures[rank].timestamp)
+    return f"rank {first} was the first to fail, with exit status {ended[first]}: see its lines above"
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP) if here}
     process = None
     try:
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
+        process = subprocess.Popen(command, start_new_session=True, **options)
         yield process
     finally:
         if process is not None:

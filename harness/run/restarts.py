@@ -21,12 +21,14 @@ import time
 from pathlib import Path
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher import api
 
-from harness.run import agent, folder
-from harness.run.ending import NOT_AGAIN
+from harness.run import folder
+from harness.run.ending import NOT_AGAIN, what_failed
 from harness.run.torchrun import Stopped
 
 DEFAULTS = [
@@ -37,6 +39,34 @@ DEFAULTS = [
 ]
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ONE = 1.0  # second: signals that are nearer to each other are one, as Slurm may send one on two ways
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, which starts the ranks and looks after them; this one says why it starts them again.
+
+    One method is wrapped, although it is not public: only here all failures of a restart are known. torch's log names
+    one rank, which may be one that has only lost the rank that was killed. Nor has torch an exit status, or an option,
+    that means "not again".
+    """
+
+    def _monitor_workers(self, worker_group):
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed() and result.failures:
+            if any(failure.exitcode == NOT_AGAIN for failure in result.failures.values()):
+                raise ChildFailedError("", result.failures)  # as torchrun does after the last restart
+            left, allowed = self._remaining_restarts, worker_group.spec.max_restarts
+            again = f". Starting all ranks again, {allowed - left + 1} of {allowed}" if left else ""
+            _say(f"{what_failed(result.failures)}{again}")
+        return result
+
+
+def ranks_run() -> bool:
+    """Whether any rank runs on this machine: they are all children that this process has."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # WNOWAIT: it changes nothing
+    except ChildProcessError:
+        return False
+    return True
 
 
 class Asked:
@@ -58,16 +88,14 @@ class Asked:
     def _leave_if_no_rank_runs(self, pipe: int) -> None:
         while True:
             number = os.read(pipe, 1)[0]
-            if number in ASKING and not agent.Agent.running:
-                before = "no rank runs now; what was saved before remains"
-                before = before if agent.Agent.started else "no rank had started; nothing to save"
-                _say(f"{signal.Signals(number).name}: {before}")
+            if number in ASKING and not ranks_run():
+                _say(f"{signal.Signals(number).name}: no rank runs now. What was saved before, if anything, remains")
                 shutil.rmtree(self.stop.parent, ignore_errors=True)
                 os._exit(128 + number)  # an exception would close the meeting of the machines also for the others
 
     def __call__(self, number: int, frame) -> None:
         name = signal.Signals(number).name
-        if not agent.Agent.running:
+        if not ranks_run():
             return  # `_leave_if_no_rank_runs` sees it too
         if self.first is None:
             self.first = time.monotonic()
@@ -85,12 +113,9 @@ def main(arguments: list[str]) -> None:
     os.environ["ZERO_LAUNCHED"] = str(time.time())
     options = torchrun.parse_args(arguments)
     held = _hold(options)  # noqa: F841  until this process ends
-    agent.use(_say)  # it says of a rank that failed what torch would say in some lines of its log
+    api.LocalElasticAgent = Agent  # it says of a rank that failed what torch would say in some lines of its log
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
-    if _several(options):
-        others = "the other machine(s)" if not options.nnodes.startswith("1:") else "other machines, if there are any,"
-        print(f"waiting for {others} at {options.rdzv_endpoint} (the same line there)", flush=True)
     with tempfile.TemporaryDirectory() as place:
         stop = Path(place, "stop")
         os.environ["ZERO_STOP_FILE"] = str(stop)
@@ -98,6 +123,10 @@ def main(arguments: list[str]) -> None:
         asked.listen()
         for number in ASKING:
             signal.signal(number, asked)
+        if _several(options):
+            one_is_enough = options.nnodes.startswith("1:")
+            others = "other machines, if there are any," if one_is_enough else "the other machine(s)"
+            print(f"waiting for {others} at {options.rdzv_endpoint} (the same line there)", flush=True)
         try:
             torchrun.main([*DEFAULTS, *arguments])
         except (Stopped, SignalException) as error:
@@ -105,23 +134,16 @@ def main(arguments: list[str]) -> None:
             _say(f"{signal.Signals(number).name}: left at once. What was saved before remains")
             sys.exit(128 + number)
         except ChildFailedError as error:
-            if any(failure.exitcode == NOT_AGAIN for failure in error.failures.values()):
-                _say(f"restarts do not mend this: {_reason(error.failures)}")
+            never = [failure for _, failure in sorted(error.failures.items()) if failure.exitcode == NOT_AGAIN]
+            if never:
+                said = never[0].message if isinstance(never[0].message, str) else never[0].message.get("message", "")
+                _say(f"restarts do not mend this: {said.partition(': ')[2] or said}")  # without the exception's name
                 sys.exit(NOT_AGAIN)
             _say(f"gave up after the restarts that were allowed: {len(error.failures)} rank(s) failed, see above")
             sys.exit(1)
         except RendezvousError as error:
             _say(f"the machines cannot agree on who takes part ({error}). Is the one at --rdzv-endpoint gone?")
             sys.exit(1)
-
-
-def _reason(failures: dict) -> str:
-    """What the first of the ranks that are not to be started again has raised."""
-    _, failure = min(
-        ((rank, failure) for rank, failure in failures.items() if failure.exitcode == NOT_AGAIN), key=lambda one: one[0]
-    )
-    said = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
-    return said.partition(": ")[2] or said  # without the exception's name
 
 
 def _several(options) -> bool:

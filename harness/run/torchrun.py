@@ -10,7 +10,7 @@ import logging
 import signal
 import sys
 
-from harness.run.ending import killed_by, one_line
+from harness.run.ending import one_line, what_failed
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -43,12 +43,7 @@ def main(arguments: list[str]) -> None:
         _say("stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
         sys.exit(128 + number)
     except ChildFailedError as error:
-        ended = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        # A killed rank's neighbours lose it and fail; those that are left, torchrun ends by SIGTERM.
-        killed = [rank for rank, code in sorted(ended.items()) if code < 0 and code != -signal.SIGTERM]
-        first, failure = error.get_first_failure()
-        how = f"rank {first} was the first to fail, with exit status {failure.exitcode}: see its lines above"
-        _say("\n".join(f"rank {rank} was {killed_by(-ended[rank])}" for rank in killed) or how)
+        _say(what_failed(error.failures))
         sys.exit(1)
 
 

@@ -50,7 +50,7 @@ def run(line: str, show: bool = True) -> str:
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         environment["PYTHON"] = sys.executable
         # It ends also when the reader interrupts the kernel.
-        with ranks.started(words, env=environment, stderr=errors, **streams) as process:
+        with ranks.started(words, cwd=ROOT, env=environment, stderr=errors, **streams) as process:
             for text in process.stdout:
                 printed.append(text)
                 if show:

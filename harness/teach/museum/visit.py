@@ -10,15 +10,10 @@ import argparse
 import contextlib
 import gc
 import inspect
-import json
 import math
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import textwrap
-import time
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -32,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.engine.together import together
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.run import process_group
+from harness.run import process_group, ranks
 from harness.run.ending import one_line
 from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save, with_step_5
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
@@ -138,22 +133,21 @@ def gathered_bytes(engine) -> int:
     return sum(bucket.flat.untyped_storage().nbytes() for unit in engine.units for bucket in unit.buckets)
 
 
-def visit(exhibit: Exhibit, rank: int, write=lambda found: None, group=None, right: dict | None = None) -> dict:
+def visit(exhibit: Exhibit, rank: int, say=lambda right: None, group=None, right: dict | None = None) -> dict:
     """{"right", "wrong"}: what both engines show on this rank. What the exhibit raises is part of it.
 
-    `write` is called with it whenever there is more to tell; `group` is the wrong engine's, where something may hang;
-    `right` is that part, if it is known from another visit.
+    `say` is told what the right one shows, as soon as it is there; `group` is the wrong engine's, where something may
+    hang; `right` is what the right one shows, if it is known from another visit.
     """
     found = {"right": right or nothing_yet(), "wrong": nothing_yet()}
     if right is None:
         train(Loop(exhibit, exhibit.right, rank), found["right"])
         gc.collect()
-    write(found)
+    say(found["right"])
     try:
         train(Loop(exhibit, exhibit.wrong, rank, group), found["wrong"])
     except Exception as error:
         found["wrong"]["error"] = f"{type(error).__name__}: {error}"
-    write(found)
     return found
 
 
@@ -219,26 +213,26 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
     return found
 
 
-def report(right: list[dict], wrong: list[dict], died: str = "") -> str:
+def report(right: list[dict], wrong: list[dict]) -> str:
     """What a user would see of the two, a list entry per rank each."""
-    ranks = range(len(right))
-    head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in ranks)
+    numbers = range(len(right))
+    head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in numbers)
     lines = [f"{'':<22}{head}"]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
         for step in range(len(right[0][key])):
             values = [dict(enumerate(found[key])).get(step) for found in (*right, *wrong)]
-            numbers = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
-            lines.append(f"{f'{label}, step {step + 1}':<22}{numbers}")
+            texts = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
+            lines.append(f"{f'{label}, step {step + 1}':<22}{texts}")
     if wrong[0]["finished"]:
         counted = rows(right, wrong)
         width = max(len(line) for line, _, _ in counted) + 1
         lines += ["", f"{'rank 0, last step':<{width}}{'right':>12}{'this':>12}"]
         lines += [f"{line:<{width}}{a:>12}{b:>12}" for line, a, b in counted]
-    for rank in ranks:
+    for rank in numbers:
         if wrong[rank]["error"]:
             lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]
         elif not wrong[rank]["finished"]:
-            lines += ["", f"rank {rank} died without a word after {len(wrong[rank]['losses'])} losses {died}".rstrip()]
+            lines += ["", f"rank {rank} {wrong[rank]['died']}"]
     return "\n".join(lines)
 
 
@@ -308,53 +302,37 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def on_ranks(exhibit: Exhibit, folder: Path) -> None:
+    """What every rank does: say what the right engine shows, and then what the wrong one does."""
+    ranks.begin(folder)
     me = process_group.start("gloo", "cpu")
-
-    def write(found: dict) -> None:
-        (folder / f"{me.rank}.new").write_text(json.dumps(found))
-        os.replace(folder / f"{me.rank}.new", folder / f"{me.rank}.json")
-
     # A short timeout for what may hang, and only for that: on a busy machine a right rank may be late, too.
-    found = visit(exhibit, me.rank, write, dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
-    (folder / f"{me.rank}.over").touch()
-    if not found["wrong"]["error"]:
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    found = visit(exhibit, me.rank, partial(ranks.say, folder, "right", me.rank), group)
+    ranks.say(folder, "wrong", me.rank, found["wrong"])
+    if found["wrong"]["error"]:  # the others fail in this step, too: let them say how
+        ranks.everyone(folder, "wrong", me.world_size, 5 * TIMEOUT)
+    else:
         process_group.stop()
-        return
-    # A rank that leaves makes the others fail in another way than they would have: let them tell theirs first.
-    deadline = time.monotonic() + 2 * TIMEOUT
-    while time.monotonic() < deadline and len(list(folder.glob("*.over"))) < me.world_size:
-        time.sleep(0.05)
 
 
-def show(exhibit: Exhibit, ranks: int = RANKS) -> int:
-    """Run it on `ranks` of its own, which may hang or die, and print what was seen. Returns the exit status."""
+def show(exhibit: Exhibit, world_size: int = RANKS) -> int:
+    """Run it on ranks of its own, which may hang or die, and print what was seen. Returns the exit status."""
     print(f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}\n", flush=True)
-    module = ["-m", "harness.teach.museum", str(exhibit.number), "--on-ranks"]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *module]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        environment = {**os.environ, "ZERO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen([sys.executable, *command, name], env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
-            try:
-                output, _ = process.communicate(timeout=120)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun takes its ranks along
-                output, _ = process.communicate()
-        files = [folder / f"{rank}.json" for rank in range(ranks)]
-        if not all(file.exists() for file in files):
-            print(output, file=sys.stderr)
-            print("error: the right engine did not come to its end, see above", file=sys.stderr)
-            return 1
-        found = [json.loads(file.read_text()) for file in files]
-    signal = next((line.strip() for line in output.splitlines() if "Signal" in line or "terminate" in line), "")
+    command = ["-m", "harness.teach.museum", str(exhibit.number), "--on-ranks"]
+    with ranks.Ranks(command, world_size, seconds=300, quiet=True, ZERO_TIMEOUT="60") as started:
+        found = dict(started.verdicts(["right", "wrong"]))
+    if any("losses" not in each for each in found.get("right", [{}])):
+        print(started.text, file=sys.stderr)
+        print("error: the right engine did not come to its end, see above", file=sys.stderr)
+        return 1
+    wrong = [each if "losses" in each else {**nothing_yet(), "died": each["error"]} for each in found["wrong"]]
     training = Training(**exhibit.training)
-    print(f"A GPT of {SHAPE.layers} layers, {ranks} gloo ranks on the CPU; {training.steps} steps, {training}.")
+    print(f"A GPT of {SHAPE.layers} layers, {world_size} gloo ranks on the CPU; {training.steps} steps, {training}.")
     print(
         "The right engine first, then the one with the bug, from the same seeds and on the same batches. Each rank\n"
         "has a batch and a seed of its own: the engine brings rank 0's weights to all.\n"
     )
-    print(report([each["right"] for each in found], [each["wrong"] for each in found], signal))
+    print(report(found["right"], wrong))
     print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --hint, and --answer")
     return 0
 

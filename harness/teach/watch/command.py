@@ -6,17 +6,13 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from harness.run import process_group
+from harness.run import process_group, ranks
 from harness.run.model import PRESETS, preset
 from harness.teach.museum.exhibits import EXHIBITS
 from harness.teach.watch import animation, page
@@ -88,7 +84,7 @@ def settle(options: argparse.Namespace) -> None:
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in TITLES]:
         raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
-    options.engine = options.engine or [*names, "zero3"][0]
+    options.engine = options.engine or ("zero3" if options.only is None else [*names, "zero3"][0])
     options.names = list(dict.fromkeys([options.engine, *names]))
     options.opens = options.engine if options.bug is None else f"bug{options.bug}"
     if options.source is not None and options.opens not in [each["run"] for each in page.recordings_of(options.source)]:
@@ -108,50 +104,36 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
 
 
 def on_ranks(options: argparse.Namespace, folder: Path) -> None:
-    """What every rank does: one recording after the other, each into a file of its own. A rank that fails leaves late:
-    one that leaves at once makes the others fail in another way than they would have."""
+    """What every rank does: one recording after the other, each said as it comes."""
+    ranks.begin(folder)
     device = "cpu" if options.bug is not None else options.device  # as the museum
     me = process_group.start("gloo" if options.bug is not None else options.backend, device)
     for run in runs_of(options):
         seen = record(run, me, options.tries)
         seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
-        (folder / f"{run.name}-{me.rank}.new").write_text(json.dumps(seen))
-        os.replace(folder / f"{run.name}-{me.rank}.new", folder / f"{run.name}-{me.rank}.json")
-        me.print(f"recorded: {run.title}")
-        if seen["error"] is not None:
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline and len(list(folder.glob(f"{run.name}-*.json"))) < me.world_size:
-                time.sleep(0.05)
+        ranks.say(folder, run.name, me.rank, seen)
+        if seen["error"] is not None:  # the others fail in this step, too: let them say how
+            ranks.everyone(folder, run.name, me.world_size, 10)
             return
     process_group.stop()
 
 
 def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
     """Start the ranks, and put together what they have seen. Raises RuntimeError if one of them did not come so far."""
-    module = ["-m", "harness.teach.watch", *argv]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), *module]
-    with tempfile.TemporaryDirectory() as name:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        with subprocess.Popen([sys.executable, *command, "--on-ranks", name], env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
-            printed = []
-            try:
-                for line in process.stdout:
-                    printed.append(line)
-                    if line.startswith("recorded: "):
-                        print(line, end="", flush=True)
-                process.wait()
-            finally:
-                if process.poll() is None:
-                    process.terminate()  # torchrun takes its ranks along
-        found = []
-        for run in runs_of(options):
-            files = [Path(name) / f"{run.name}-{rank}.json" for rank in range(options.ranks)]
-            if missing := [rank for rank, file in enumerate(files) if not file.exists()]:
-                raise RuntimeError(f"{run.title}: rank {missing[0]} did not come to its end:\n{''.join(printed[-30:])}")
-            seen = [json.loads(file.read_text()) for file in files]
+    runs, found = {run.name: run for run in runs_of(options)}, []
+    command = ["-m", "harness.teach.watch", *argv, "--on-ranks"]
+    with ranks.Ranks(command, options.ranks, seconds=600 * len(runs), quiet=True) as started:
+        for name, seen in started.verdicts(runs):
+            for rank, each in enumerate(seen):
+                if each.get("status") == "died":
+                    raise RuntimeError(f"{runs[name].title}: rank {rank} {each['error']}\n{started.text[-3000:]}")
             about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *without_files(argv)])}
-            found.append(merge(seen, run.name, run.title, about))
+            found.append(merge(seen, name, runs[name].title, about))
+            print(f"recorded: {runs[name].title}", flush=True)
+            if seen[0]["error"] is not None:
+                break
+    if len(found) < len(runs) and not (found and options.bug is not None):
+        raise RuntimeError(f"the ranks ended before they had recorded all:\n{started.text[-3000:]}")
     return found
 
 

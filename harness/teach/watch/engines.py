@@ -8,28 +8,15 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from harness.run import engines
-from harness.run.counterparts import PlainStep
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, next_token_loss, preset
 from harness.run.process_group import Rank
 from harness.teach.museum.exhibits import EXHIBITS
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
-from zero1 import ZeRO1
-from zero2 import ZeRO2
-from zero3 import ZeRO3
 
-TITLES = {
-    "zero3": "ZeRO-3, prefetch 1",
-    "zero3-prefetch0": "ZeRO-3, prefetch 0",
-    "zero2": "ZeRO-2",
-    "zero1": "ZeRO-1",
-    "ddp": "DDP",
-    "fsdp2": "FSDP2 (fully_shard)",
-}
-
+TITLES = {name: engines.ENGINES[name].title for name in engines.named("watch")}
 WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
 NUMBERS = {"losses", "norms", "scales"}  # what a page of memory and messages does not show
 
@@ -60,17 +47,12 @@ def of_engine(name: str, options) -> Run:
     bucket_mb = nbytes / 2**20 / 6 if options.bucket_mb is None else options.bucket_mb
 
     def build(me: Rank):
-        model = GPT(config, seed=me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
+        # Every rank has another start where the engine takes rank 0's; FSDP2 takes what it is given.
+        own_start = not name.startswith("fsdp")
+        model = GPT(config, seed=me.rank if own_start else 0).to(me.device)
         adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda")
-        if name in ("zero1", "zero2"):
-            return {"zero1": ZeRO1, "zero2": ZeRO2}[name](model, adamw, bucket_mb=bucket_mb)
-        if name.startswith("zero3"):
-            return ZeRO3(model, adamw, prefetch=0 if name.endswith("prefetch0") else 1)
-        if name == "ddp":
-            ids = [me.device] if me.device.type == "cuda" else None
-            model = DistributedDataParallel(model, ids, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
-            return PlainStep(model, adamw(model.parameters()))
-        return engines.build(name, GPT(config).to(me.device), adamw, me.device)
+        more = {"bucket_mb": bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
+        return engines.build(name, model, adamw, me.device, **more)
 
     def loop(me: Rank, steps: int) -> SimpleNamespace:
         draw = Batches(text, options.batch, seq, 0, me.device)
