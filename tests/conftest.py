@@ -42,10 +42,9 @@ def ranks():
 @pytest.fixture(scope="session")
 def quick_python():
     """The path of a `python` that is started without the seconds of `import torch`, and all that it starts as well."""
-    from forked_python import ForkedPython
+    import forked
 
-    with ForkedPython() as executable:
-        yield executable
+    return forked.python()
 
 
 def pytest_addoption(parser):

@@ -13,6 +13,7 @@ import inspect
 import math
 import re
 import sys
+import tempfile
 import textwrap
 from collections import Counter
 from datetime import timedelta
