@@ -72,7 +72,7 @@ def gone(numbers) -> bool:
 
 @pytest.mark.parametrize(
     "options, said, status",
-    (([], "stopped by Ctrl-C", 130), (["--killed"], "rank 1 was killed by SIGKILL: out of memory?", 1)),
+    (([], "stopped by Ctrl-C", 130), (["--killed"], "rank 1 was killed by SIGKILL (out of memory? kill -9?)", 1)),
 )
 def test_an_end_is_told_in_one_line_and_leaves_no_rank_behind(started, options, said, status):
     process, ranks = started(*options)
