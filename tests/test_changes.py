@@ -5,7 +5,6 @@ import re
 from itertools import combinations, pairwise
 
 import parts
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -18,8 +17,6 @@ class Bucket: ...
 
 
 class ZeRO1:
-    """A class's words are nobody's method."""
-
     def __init__(self, model):
         self.model = model
 
@@ -29,7 +26,6 @@ class ZeRO1:
 
     def step(self):
         self.reduce()
-        self.update()
 
     @property
     def marked(self): ...
@@ -37,15 +33,9 @@ class ZeRO1:
     def left_out(self): ...
 
     state = borrowed.state
-
-
-def main(): ...
 '''
 NEW = '''
 def helper(): ...
-
-
-class Reduction: ...
 
 
 class ZeRO2:
@@ -62,14 +52,10 @@ class ZeRO2:
 
     def step(self):
         self.receive()
-        self.update()
 
     def marked(self): ...
 
     state = borrowed.state
-
-
-def main(): ...
 '''
 
 
@@ -92,7 +78,7 @@ def test_a_report_on_chapters_made_for_it(tmp_path, monkeypatch):
         "changed": ["step", "marked"],
         "new": ["added"],
         "gone": ["left_out"],
-        "beside it": ["helper", "Reduction"],
+        "beside it": ["helper"],
     }
     lines = [line.strip() for line in report.split("\n")]
     assert {"-        self.reduce()", "+        self.receive()", "-    @property"} <= {*lines}
@@ -103,10 +89,10 @@ def test_a_report_on_chapters_made_for_it(tmp_path, monkeypatch):
     assert itself["changed"] == itself["new"] == itself["gone"] == []
 
 
-@pytest.mark.parametrize("arguments", (["zero2"], ["zero2", "zero4"], ["a", "b", "c"]), ids=str)
-def test_wrong_chapters(capsys, arguments):
-    assert changes.main(arguments) == 2
-    assert f"got {' '.join(arguments)!r}" in capsys.readouterr().err
+def test_wrong_chapters(capsys):
+    for arguments in (["zero2"], ["zero2", "zero4"], ["a", "b", "c"]):
+        assert changes.main(arguments) == 2
+        assert f"got {' '.join(arguments)!r}" in capsys.readouterr().err
 
 
 # The chapters themselves.

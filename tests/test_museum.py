@@ -17,15 +17,6 @@ from harness.teach.museum.exhibits import EXHIBITS, STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# With which of its parameters a test is run here, besides world_size=2 and the exhibit's stage.
-PARAMETERS = {
-    "test_backward_reaches_the_weights": {"path": "in place, 3 layers", "options": {"prefetch": 0}},
-    "test_backward_reaches_the_weights_however_late_they_come": {
-        "path": "losses kept, outputs without gradient",
-        "options": {},
-    },
-}
-
 
 class Museum:
     """A pool of ranks on which the exhibit has taken its stage's place."""
@@ -51,7 +42,7 @@ def named_test(exhibit, name: str, tmp_path: Path):
     """(the test function of that name, its arguments for this exhibit but for the ranks)."""
     file, function = name.split("::")
     test = getattr(import_module(Path(file).stem), function)
-    known = {"world_size": 2, "stage": exhibit.stage, "tmp_path": tmp_path, **PARAMETERS.get(function, {})}
+    known = {"world_size": 2, "stage": exhibit.stage, "tmp_path": tmp_path}
     return test, {name: known[name] for name in inspect.signature(test).parameters if name != "ranks"}
 
 

@@ -803,7 +803,7 @@ _IN_ORDER = (
         "prefetching its gather is on the way, and nobody has waited for it: what is read is whatever the memory had "
         "in it before. Backward asks for the weights that it saved, and a look at these misses no path.",
         read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
-        caught_by=("tests/test_paths.py::test_backward_reaches_the_weights_however_late_they_come",),
+        caught_by=("losses_beside_the_outputs_reach_the_weights",),
         options={"prefetch": 0},
         training={"kept_losses": True},
     ),
@@ -850,7 +850,7 @@ _IN_ORDER = (
         "hooks that were on it, without a word. So nobody hears that backward has come to the unit, and its weights "
         "are read while it is freed. Backward asks for the weights that it saved, whatever became of an output.",
         read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
-        caught_by=("tests/test_paths.py::test_backward_reaches_the_weights",),
+        caught_by=("changed_and_hidden_outputs_reach_the_weights",),
         options={"prefetch": 0},
         training={"in_place": True},
     ),
