@@ -1,6 +1,7 @@
 """The recorded step: what is in the recording on real ranks, and the page in a real browser."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import cases_watch
 import pytest
 import torch
+from test_figures import contrast
 
 from harness.measure import parts
 from harness.measure.parts import PARTS
@@ -503,31 +505,15 @@ def test_it_needs_nothing_from_outside(written, chromium):
     chromium.run("document.querySelector('iframe').remove()")
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_what_is_kept_and_what_is_gathered_differ_in_grey(chromium, dark):
-    """In both themes: the two layers of a column, and a cell that is empty, have other luminances."""
-    chromium.theme(dark)
-    colours = chromium.run("""
-        const of = (name) => {
-          const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-          const parts = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
-            .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
-          return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-        };
-        return Object.fromEntries(["--parameters", "--gathered", "--gradients", "--whole-gradients", "--optimizer",
-          "--empty", "--ink", "--soft", "--page", "--paper", "--line"].map((name) => [name, of(name)]));""")
-    assert (colours["--page"] < 0.1) == dark
-
-    def contrast(a: str, b: str) -> float:
-        high, low = sorted((colours[a], colours[b]), reverse=True)
-        return (high + 0.05) / (low + 0.05)
-
-    for kept, whole in (("--parameters", "--gathered"), ("--gradients", "--whole-gradients")):
-        assert contrast(kept, whole) > 2.4 and contrast(kept, "--empty") > 4.5
-    assert contrast("--optimizer", "--empty") > 4.5
-    assert (
-        contrast("--ink", "--page") > 7 and contrast("--soft", "--paper") > 4.5 and contrast("--soft", "--page") > 4.5
-    )
+def test_what_is_kept_and_what_is_gathered_differ_in_grey():
+    """In both themes: the two layers of a column, and an empty cell, have other luminances; words can be read."""
+    light, dark = Path(page.__file__).with_name("page.css").read_text().split("prefers-color-scheme: dark")
+    for css in (light, dark):
+        colour = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css))
+        for kept, whole in (("parameters", "gathered"), ("gradients", "whole-gradients")):
+            assert contrast(colour[kept], colour[whole]) > 2.4 and contrast(colour[kept], colour["empty"]) > 4.5
+        for word, ground in (("optimizer", "empty"), ("ink", "page"), ("soft", "paper"), ("soft", "page")):
+            assert contrast(colour[word], colour[ground]) > (7 if word == "ink" else 4.5), (word, ground)
 
 
 def test_the_ready_page_is_what_the_templates_make():
