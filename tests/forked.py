@@ -57,11 +57,11 @@ class Ended:
 
 def alone(program: list[str], **environment: str) -> Ended:
     """Run `program`, a script or `-m module` and its arguments, in one process outside of any torchrun."""
-    return _run(program, [environment], seconds=300, left_behind=0)[0]
+    return _run(program, [environment], seconds=600, left_behind=0)[0]
 
 
 def on_ranks(
-    program: list[str], ranks: int, seconds: float = 300, left_behind: int = 0, **environment: str
+    program: list[str], ranks: int, seconds: float = 600, left_behind: int = 0, **environment: str
 ) -> list[Ended]:
     """Run `program` on ranks, and return what became of each.
 
@@ -72,7 +72,7 @@ def on_ranks(
     # The place where the ranks meet is in this process, as it is in torchrun: it stays when a rank dies.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     given = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    given |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "ZERO_TIMEOUT": 60, **environment}
+    given |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "ZERO_TIMEOUT": 300, **environment}
     each = [{**given, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
     return _run(program, each, seconds, left_behind)
 

@@ -28,10 +28,10 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     return subprocess.run(
         [str(ROOT / "launch.sh"), *arguments],
-        env={**clean, "PYTHON": sys.executable, "ZERO_TIMEOUT": "60", **environment},
+        env={**clean, "PYTHON": sys.executable, "ZERO_TIMEOUT": "300", **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
 
