@@ -131,7 +131,7 @@ def assert_placed(row: dict, plain: dict, stage: str, found: dict) -> None:
 
 
 @pytest.mark.parametrize("stage", parts.STAGES)
-@pytest.mark.parametrize("preset, ranks", (("tiny", 8), ("toy", 3)))
+@pytest.mark.parametrize("preset, ranks", (pytest.param("tiny", 8, marks=pytest.mark.thorough), ("toy", 3)))
 def test_what_is_cut_is_on_the_host_and_the_rest_on_the_device(offload, stage, preset, ranks):
     argv = ["--preset", preset, "--ranks", str(ranks)]
     row, found = offload(stage, *argv), layout(stage, preset, ranks)
@@ -188,7 +188,7 @@ def test_the_allocators_peak_stands_beside_the_devices_and_not_the_hosts(offload
 
 
 @pytest.mark.parametrize("stage", parts.STAGES)
-@pytest.mark.parametrize("preset, ranks", (("tiny", 8), ("toy", 3)))
+@pytest.mark.parametrize("preset, ranks", (pytest.param("tiny", 8, marks=pytest.mark.thorough), ("toy", 3)))
 def test_pinned_buffers_are_powers_of_two(offload, stage, preset, ranks):
     """One of parameters and one of gradients for each bucket's shard."""
     row, shards = offload(stage, "--preset", preset, "--ranks", str(ranks)), layout(stage, preset, ranks)["shards"]

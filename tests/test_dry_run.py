@@ -72,7 +72,11 @@ def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
 
 @pytest.mark.parametrize(
     "ranks, more",
-    ((1, []), (3, ["--precision", "bf16"]), (8, ["--checkpoint-activations", "--batch", "3"])),
+    (
+        (1, []),
+        pytest.param(3, ["--precision", "bf16"], marks=pytest.mark.thorough),
+        pytest.param(8, ["--checkpoint-activations", "--batch", "3"], marks=pytest.mark.thorough),
+    ),
     ids=str,
 )
 def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
