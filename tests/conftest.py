@@ -52,15 +52,12 @@ def quick_python():
 # Further sizes and options of what the tests beside them hold at one size already: only with --thorough, as the
 # suite takes ten to thirteen minutes on two cores without them.
 FURTHER = (
-    r"test_paths.*-(zero2|reshard_after_forward|\('reshard_after_forward', False\))-[23]\]",
     r"test_equals_one_process_on_the_whole_batch\[.*\{'.*-[124]\]",
     r"test_elementwise_optimizers\[.*-2\]",
     r"test_every_layout_in_a_loop_of_ones_own\[.*\{'",
     r"test_backwards_add_up\[.*-2\]",
     r"test_models_and_loops_of_ones_own\[.*-[12]\]",
     r"test_one_step_on_integers_is_exact\[.*-[12]\]",
-    r"test_find_unused_changes_nothing_where_all_is_used\[.*\{'",
-    r"test_unused_parameters\[.*-[23]-(True|False)-3-False\]",
     r"test_repeated_blocks_are_those_that_would_be_recorded\[(hybrid|zero2|zero1_2psi)",
     r"test_dry_placement.*\[tiny-",
     r"test_zero3_peaks_no_higher_than_fsdp2\[(8|3)-\['--(checkpoint|precision)",
@@ -69,7 +66,6 @@ FURTHER = (
     r"test_activation_checkpointing\[.*-2\]",
     r"test_a_bug_beside_the_right_engine",
     r"test_a_collective_may_run_as_late_as_its_wait\[.*-2\]",
-    r"test_unused_parameters_are_an_error_by_default\[.*-[12]\]",
 )
 
 
@@ -96,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
         marked = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-    together = dict.fromkeys(("test_dry_run", "test_articles", "test_articles_otherwise"), "dry runs")
+    together = dict.fromkeys(("test_dry_run", "test_articles"), "dry runs")
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             on_ranks = "ranks" in getattr(item, "fixturenames", ())

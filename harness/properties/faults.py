@@ -85,7 +85,7 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
     engine.needs("zero3")
     trained = engine(parts.seeded(parts.OddModel), ADAMW)
     model, x = trained.model, torch.ones(2, 5, dtype=torch.float64)
-    weight = model.blocks[0].up.weight
+    weight, whole = model.blocks[0].up.weight, parts.seeded(parts.OddModel).blocks[0].up.weight
     for moment in range(2):  # right after construction, and after a step
         for action in (
             lambda: model.state_dict(),
@@ -109,7 +109,22 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
             lambda: model.to(torch.float32),
         ):
             refused(action, "sharded", "full_state_dict", error=RuntimeError, step=1)
-        assert weight.shape == (7, 5) and weight.numel() == 35 and weight.requires_grad and weight.grad is None
+        for ask in (
+            len,
+            lambda p: p.type(),
+            lambda p: p.is_shared(),
+            lambda p: p.is_inference(),
+            lambda p: p.data.shape,
+            lambda p: p.data.dtype,
+            lambda p: torch.empty_like(p).shape,
+            lambda p: torch.empty_like(p, dtype=torch.int8).dtype,
+            lambda p: (p.size(), p.size(0), p.stride(), p.dim(), p.numel(), p.element_size(), p.is_contiguous()),
+            lambda p: (p.shape, p.dtype, p.device, p.layout, p.ndim, p.requires_grad, p.is_leaf, p.grad, p.grad_fn),
+            lambda p: isinstance(p, nn.Parameter),
+        ):
+            same("what a freed weight answers", ask(weight), ask(whole), step=1)
+        assert isinstance(weight._version, int) and isinstance(weight.data_ptr(), int)
+        same("the bytes under a freed weight", weight.untyped_storage().nbytes(), 0, step=1)
         assert len(list(model.parameters())) == len(list(model.named_parameters())) and "OddBlock" in repr(model)
         trained.training_step(*parts.token_batch(moment, dist.get_rank()), F.cross_entropy)
     parts.OddModel().double().load_state_dict(trained.full_state_dict())

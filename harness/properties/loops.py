@@ -261,7 +261,9 @@ def losses_with_a_backward_each_add_up(engine, kept, options):
 
 @holds("values", sizes=(2,), cases=tuple({"where": w} for w in ("around", "inside", "around several")),
        further_sizes=(3,),
-       further_cases=tuple({"where": w, **each} for w in ("around", "inside") for each in UNITS[1:]))  # fmt: skip
+       further_cases=(*({"where": w, **each} for w in ("around", "inside") for each in UNITS[1:]),
+                      *({"where": w, "options": {"find_unused": True}} for w in ("around", "inside", "around several")))
+       )  # fmt: skip
 def recomputation_changes_nothing(engine, where, options=None):
     """Activation checkpointing around each unit, inside the units, or around several, trains as without it."""
     pair = Pair(engine, lambda: Checkpointed(where), parts.ADAMW, **(options or {}))

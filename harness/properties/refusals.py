@@ -16,6 +16,12 @@ def odd(**options):
     return parts.seeded(lambda: parts.OddModel(**options))
 
 
+def with_graph():
+    model = odd()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    return model
+
+
 def frozen():
     return odd().requires_grad_(False)
 
@@ -34,6 +40,10 @@ CONSTRUCTIONS = {
     "a list as group": (lambda e: e(odd(), ADAMW, group=[0, 1]), ("mesh.get_group", "list")),
     "not elementwise": (lambda e: e(odd(), torch.optim.Adafactor), ("Adafactor", "AdamW")),
     "sparse": (lambda e: e(nn.Sequential(nn.Embedding(3, 3, sparse=True)), ADAMW), ("'0'", "sparse=False")),
+    "sparse buffer": (lambda e: e(with_graph(), ADAMW), ("'graph'", "to_dense()")),
+    "max_norm": (lambda e: e(nn.Sequential(nn.Embedding(11, 3, max_norm=0.1)), ADAMW), ("'0'", "max_norm")),
+    "batch norm": (lambda e: e(nn.Sequential(nn.BatchNorm1d(3)), ADAMW, param_dtype=torch.bfloat16),
+                   ("'0'", "bfloat16", "CPU")),
     "param_dtype": (lambda e: e(odd(), ADAMW, param_dtype=torch.int8), ("param_dtype", "torch.int8")),
     "reduce_dtype": (lambda e: e(odd(), ADAMW, reduce_dtype="bf16"), ("reduce_dtype", "'bf16'")),
     "find_unused": (lambda e: e(odd(), ADAMW, find_unused="yes"), ("find_unused", "'yes'")),
@@ -119,6 +129,8 @@ def groups_that_cannot_work_are_refused(engine):
         (lambda model, groups: [*groups, {"params": [model.head.weight]}], ("'head.weight' is twice",)),
         (lambda model, groups: [*groups, {"params": [model.frozen]}], ("(5,)",)),
         (lambda model, groups: list(model.parameters()), ("param_groups[0]", "dictionary")),
+        (lambda model, groups: [{"params": [("theirs", torch.zeros(2))]}], ("param_groups[0]", "(2,)")),
+        (lambda model, groups: [{"params": ["weight"]}], ("param_groups[0]", "'weight'")),
     ):
         model = odd()
         given = change(model, groups_of(model))

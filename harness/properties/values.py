@@ -1,5 +1,7 @@
 """A training step computes what plain PyTorch, DDP and FSDP2 compute on the whole batch."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -139,14 +141,18 @@ def a_step_on_integers_is_exact(engine):
 def a_loop_of_ones_own_trains_alike(engine, options):
     """A loop with keyword arguments, a scheduler, and evaluations between two steps changes nothing."""
     pair = Pair(engine, parts.OddModel, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **options)
-    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for _, optimizer in pair.both]
+    # It changes the rate and the momentum, and warns if it does not see the optimizer's steps.
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=9) for _, optimizer in pair.both]
     for step in range(5):
         tokens, _ = parts.token_batch(step, pair.rank)
         pair.backward(step, loss=lambda model, x, y: F.cross_entropy(model(tokens=x), y))
         pair.trained(tokens)  # a forward without backward, right before the weights change: nothing may survive it
         pair.step()
-        for schedule in schedules:
-            schedule.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for schedule in schedules:
+                schedule.step()
+        same("the rates", schedules[1].get_last_lr(), schedules[0].get_last_lr(), step=4)
         with torch.no_grad():
             first = pair.trained(tokens)
         pair.trained.model.eval()
@@ -156,11 +162,15 @@ def a_loop_of_ones_own_trains_alike(engine, options):
     pair.same_weights()
 
 
-@holds("values", sizes=(3,), further_sizes=(1, 2), cases=tuple({"model": name} for name in models.MODELS))
-def awkward_models_train_alike(engine, model):
+@holds("values", sizes=(3,), further_sizes=(1, 2),
+       cases=(*({"model": name} for name in models.MODELS), {"model": "tied across units", "find_unused": True}),
+       further_cases=tuple({"model": name, "find_unused": True} for name in models.MODELS if "tied across" not in name)
+       )  # fmt: skip
+def awkward_models_train_alike(engine, model, **options):
     """Models that reuse, tie, freeze, mix dtypes, or return other things than tensors train as they do alone."""
     each = models.MODELS[model]
-    pair = Pair(engine, each.build, parts.DECAY, loss=each.loss, batch=each.batch, dtype=each.dtype, atol=each.atol)
+    pair = Pair(engine, each.build, parts.DECAY, loss=each.loss, batch=each.batch, dtype=each.dtype, atol=each.atol,
+                **options)  # fmt: skip
     pair.train(5)
     pair.same_weights()
 
@@ -169,7 +179,8 @@ def through_two_forwards(model, tokens, targets):
     return F.cross_entropy(model(tokens), targets) + F.cross_entropy(model((tokens + 1) % 11), targets) / 2
 
 
-@holds("values", sizes=(2,), cases=(PLAIN,), further_sizes=(3,), further_cases=OTHERS)
+@holds("values", sizes=(2,), cases=(PLAIN,), further_sizes=(3,),
+       further_cases=({"options": {"find_unused": True}}, *OTHERS))  # fmt: skip
 def backwards_before_a_step_add_up(engine, options):
     """Two backwards before a step add up, also one backward through two forwards."""
     pair = Pair(engine, parts.OddModel, parts.ADAMW, **options)
@@ -194,10 +205,16 @@ def groups_of(model: nn.Module) -> list[dict]:
     ]
 
 
-@holds("values", sizes=(2,), cases=LAYOUTS[:2], further_sizes=(1, 3))
-def parameter_groups_and_schedulers_act_as_in_torch(engine, options):
+def with_names(model: nn.Module) -> list[dict]:
+    """The same groups, of (name, parameter) pairs, as torch's optimizers take them, too."""
+    names = {param: name for name, param in model.named_parameters()}
+    return [{**group, "params": [(names[param], param) for param in group["params"]]} for group in groups_of(model)]
+
+
+@holds("values", sizes=(2,), cases=(*LAYOUTS[:2], {"options": {}, "groups": with_names}), further_sizes=(1, 3))
+def parameter_groups_and_schedulers_act_as_in_torch(engine, options, groups=groups_of):
     """Groups with their own decay and rate cut across buckets and units; a scheduler on the optimizer acts on each."""
-    pair = Pair(engine, parts.OddModel, parts.ADAMW, groups=groups_of, **options)
+    pair = Pair(engine, parts.OddModel, parts.ADAMW, groups=groups, **options)
     same("groups of the engine's optimizer", len(pair.trained.optimizer.param_groups), 3, step=0)
     rates = [lambda step: 1 / (step + 1), lambda step: 0.9**step, lambda step: 1.0]
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rates) for _, optimizer in pair.both]

@@ -292,10 +292,21 @@ def claims() -> str:
     return counts(result("articles.json"))
 
 
+def recorded(claims: list[articles.Claim]) -> list[dict]:
+    """The rows of these claims."""
+    rows = {(row["article"], row["claim"]): row for row in result("articles.json")}
+    return [rows[claim.article, claim.claim] for claim in claims]
+
+
 def article(name: str) -> str:
-    """The claims of the article that is called `name` in harness/teach/articles/claim.py, each with its run."""
+    """What the article that is called `name` in harness/teach/articles/claim.py says of ZeRO, memory and traffic."""
     title = getattr(articles.claim, name)
-    return markdown([row for row in result("articles.json") if row["article"] == title])
+    return markdown(recorded([claim for claim in articles.ZERO if claim.article == title]))
+
+
+def other_claims() -> str:
+    """What the articles say of anything else."""
+    return markdown(recorded(articles.OTHERS))
 
 
 def changed(first: str, second: str) -> str:
@@ -335,6 +346,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "memory-peaks": memory_peaks,
     "memory-state": memory_state,
     "offload": offload,
+    "other-claims": other_claims,
     "outline": outline,
     "plan-summary": plan_summary,
     "plan-validation": plan_validation,

@@ -13,7 +13,7 @@ from collections import Counter
 from html import escape
 
 from harness.run.process_group import check_writable
-from harness.teach.articles import ARTICLES, CLAIMS, Claim
+from harness.teach.articles import CLAIMS, Claim
 
 COLUMNS = ("article", "claim", "ran", "measured", "verdict")
 
@@ -43,34 +43,37 @@ def row(claim: Claim) -> dict[str, str]:
     return dict(zip(COLUMNS, (claim.article, claim.claim, claim.ran, measured, verdict)))
 
 
+def by_article(rows: list[dict]) -> dict[str, list[dict]]:
+    """{title: its rows}, in the order of the rows: what an article says of ZeRO comes before what others say at all."""
+    found: dict[str, list[dict]] = {}
+    for one in rows:
+        found.setdefault(one["article"], []).append(one)
+    return found
+
+
 def text(rows: list[dict], width: int = 110) -> str:
     """The table for a terminal: a paragraph per claim, under the title of its article."""
     lines = []
-    for article in ARTICLES:
-        mine = [one for one in rows if one["article"] == article]
-        if mine:
-            lines += ["", article, "=" * len(article)]
+    for article, mine in by_article(rows).items():
+        lines += ["", article, "=" * len(article)]
         for one in mine:
             lines += ["", *textwrap.wrap(one["claim"], width)]
             for column in COLUMNS[2:]:
-                lines += textwrap.wrap(
-                    one[column], width, initial_indent=f"    {column:<9} ", subsequent_indent=" " * 14
-                )
+                first, indent = f"    {column:<9} ", " " * 14
+                lines += textwrap.wrap(one[column], width, initial_indent=first, subsequent_indent=indent)
     return "\n".join([*lines, "", counts(rows)])
 
 
 def markdown(rows: list[dict]) -> str:
     """The table as GitHub shows it: one per article, folded under how many of its claims hold."""
     lines = []
-    for article in ARTICLES:
-        mine = [one for one in rows if one["article"] == article]
-        if mine:
-            lines += ["<details>", f"<summary><b>{escape(article)}</b>: {counts(mine)}</summary>", ""]
-            lines += ["| claim | ran | measured | verdict |", "|---|---|---|---|"]
-            for one in mine:
-                cells = [one[column].replace("|", "\\|") for column in COLUMNS[1:]]
-                lines.append("| " + " | ".join([*cells[:-1], f"**{cells[-1]}**"]) + " |")
-            lines += ["", "</details>", ""]
+    for article, mine in by_article(rows).items():
+        lines += ["<details>", f"<summary><b>{escape(article)}</b>: {counts(mine)}</summary>", ""]
+        lines += ["| claim | ran | measured | verdict |", "|---|---|---|---|"]
+        for one in mine:
+            *cells, verdict = (one[column].replace("|", "\\|") for column in COLUMNS[1:])
+            lines.append("| " + " | ".join([*cells, f"**{verdict}**"]) + " |")
+        lines += ["", "</details>", ""]
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""What a claim is, which articles there are, and the three verdicts."""
+"""What a claim is, which articles there are, and what gives a verdict."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 MULTIPLE_GPUS = "AI in Multiple GPUs: ZeRO & FSDP"
 SHARDING_STATE = "ZeRO and FSDP: Sharding Training State at Scale"
@@ -18,32 +19,61 @@ HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of an article in our words, what is run for it, and the run: `check()` -> (measured, verdict)."""
+    """One statement of an article in our words, what is run for it, and the run.
+
+    `run()` -> (measured, is it true?). With a condition `when` it is tested on both sides: `run()` -> (measured, is it
+    true where the condition is met?, where it is not?). `measured` is text, or names with their numbers. In another
+    run its numbers may differ by the fraction `tolerance`; None: words of torch's or numbers of this machine, any.
+    """
 
     article: str
     claim: str
     ran: str
-    check: Callable[[], tuple[str, str]]
+    when: str
+    run: Callable[[], tuple]
+    tolerance: float | None = 0.01
+
+    def check(self) -> tuple[str, str]:
+        """(measured, verdict). A condition is named only if it decides: what is true on both sides simply holds."""
+        measured, true, *elsewhere = self.run()
+        measured = listed(measured) if isinstance(measured, dict) else measured
+        if true and all(elsewhere):
+            return measured, HOLDS
+        return measured, f"holds when {self.when}" if true else DOES_NOT_HOLD
 
 
-def verdict(true: bool) -> str:
-    """The verdict on a statement that has no conditions."""
-    return HOLDS if true else DOES_NOT_HOLD
+class Claims(list):
+    """A subject's claims: `claims.frameworks(claim, ran, when, run)` adds one that the article of that name makes.
 
-
-def holds_when(condition: str, where_met: bool, where_not: bool) -> str:
-    """The verdict on a statement that was tested on both sides of `condition`: is it true where that is met, where not?
-
-    The condition is named only if it decides; a statement that is true on both sides simply holds.
+    Without a `run` it is a decorator of the function that is the run. `options`: a `tolerance` for all.
     """
-    if where_met and where_not:
-        return HOLDS
-    return f"holds when {condition}" if where_met else DOES_NOT_HOLD
+
+    def __init__(self, **options):
+        self.multiple_gpus, self.sharding_state, self.frameworks, self.scaling, self.wordpress = (
+            partial(self.add, article, **options) for article in ARTICLES
+        )
+
+    def add(self, article: str, claim: str, ran: str, when: str = "", run=None, **options):
+        if run is None:
+            return partial(self.add, article, claim, ran, when, **options)
+        self.append(Claim(article, claim, ran, when, run, **options))
+        return run
 
 
 def about(measured: float, claimed: float, tolerance: float = 0.005) -> bool:
     """Whether `measured` is within `tolerance` (a fraction) of `claimed`."""
     return abs(measured - claimed) <= tolerance * abs(claimed)
+
+
+def listed(found: dict, form: str = "{} {}", between: str = ", ") -> str:
+    """`form` filled with every name and its value or values. Engines go by the names that readers know."""
+    rows = ((name, value if isinstance(value, tuple) else (value,)) for name, value in found.items())
+    return between.join(form.format(NAMES.get(name, name), *map(shown, values)) for name, values in rows)
+
+
+def shown(value) -> str:
+    """A number with four digits, a count with all of them, anything else as it is."""
+    return f"{value:,}" if type(value) is int else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def gb(nbytes: float) -> str:

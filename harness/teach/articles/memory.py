@@ -1,100 +1,181 @@
-"""Claims about the bytes of parameters, gradients and optimizer state: dry runs of the real engines at 7B and less.
+"""Claims about the bytes of parameters, gradients, optimizer state and activations.
 
-A dry run is one rank's training step on fake tensors (`measure/dry_run.py`). Its 7B is 34 blocks of width 4096 with
-6.986e9 parameters, so a table for 7e9 is met to 0.5%. Ψ is the number of parameters: float32 weights are 4Ψ bytes.
+Most are dry runs of the real engines: one rank's training step on fake tensors (`measure/dry_run.py`). Its 7B is 34
+blocks of width 4096 with 6.986e9 parameters, so a table for 7e9 is met to 0.5%. Ψ is the number of parameters: float32
+weights are 4Ψ bytes.
 """
 
+import atexit
+import dataclasses
 import functools
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure import dry_run
 from harness.measure.memory import MemoryLedger, held_bytes
-from harness.teach.articles.claim import (
-    FRAMEWORKS,
-    MULTIPLE_GPUS,
-    NAMES,
-    SCALING,
-    SHARDING_STATE,
-    WORDPRESS,
-    Claim,
-    about,
-    gb,
-    holds_when,
-    verdict,
-)
-from harness.teach.articles.runs import build, chain, fake_ranks, one_rank, parameters_of, saved_bytes, step, toy
+from harness.run.model import next_token_loss
+from harness.run.recompute import checkpoint_blocks
+from harness.teach.articles import runs
+from harness.teach.articles.claim import Claims, about, gb, listed
+from harness.teach.articles.runs import parameters_of, saved_bytes, step, toy
 
-CHECKPOINTED = ("--batch", "4", "--precision", "bf16", "--checkpoint-activations")
+claims = Claims()
+P7, P70 = parameters_of("7b"), parameters_of("70b")
+H100 = 80e9  # bytes
 
 
 @functools.cache
 def dry(engine: str, *options: str, preset: str = "7b", ranks: int = 8) -> dict:
     """A dry run of `engine`: its row of `./launch.sh memory`. Run once, whoever asks."""
-    with fake_ranks(ranks):
+    with runs.fake_ranks(ranks):
         return dry_run.measure(engine, dry_run.arguments(["--preset", preset, "--ranks", str(ranks), *options]))
+
+
+# An article's 7B under ZeRO-3: bfloat16, every block recomputed, 4 x 2,048 tokens.
+checkpointed = partial(dry, "zero3", "--batch", "4", "--precision", "bf16", "--checkpoint-activations")
 
 
 def state(run: dict) -> int:
     return sum(run["held_bytes"].values())
 
 
-def parts(run: dict) -> str:
-    return " + ".join(f"{nbytes / 1e9:.3g}" for nbytes in run["held_bytes"].values())
+# What a rank holds of 7B.
 
 
-def table_7b(engine: str, parameters: float, gradients: float, optimizer: float) -> tuple[str, str]:
-    """Against GB of each row and of the total of the article's table."""
-    run = dry(engine)
-    rows = zip(run["held_bytes"].values(), (parameters, gradients, optimizer))
-    total = parameters + gradients + optimizer
-    right = all(about(nbytes, row * 1e9) for nbytes, row in rows) and about(state(run), total * 1e9)
-    return f"{gb(state(run))} = {parts(run)}", verdict(right)
+def table_7b(engine: str, *claimed: float) -> tuple:
+    """Against GB of each row and of the total of an article's table."""
+    found = [*dry(engine)["held_bytes"].values(), state(dry(engine))]
+    measured = f"{gb(found[-1])} = " + " + ".join(f"{nbytes / 1e9:.3g}" for nbytes in found[:-1])
+    return measured, all(about(nbytes, row * 1e9) for nbytes, row in zip(found, (*claimed, sum(claimed))))
 
 
-def eightfold() -> tuple[str, str]:
-    ddp, zero3 = state(dry("ddp")), state(dry("zero3"))
-    return f"{gb(ddp)} / {gb(zero3)} = {ddp / zero3:.4g}", verdict(about(ddp / zero3, 8))
-
-
-def runs_on_14() -> tuple[str, str]:
-    """State and peak of a step, in float32 on one sequence, and in bfloat16 with every block recomputed."""
-    usual, least = dry("zero3"), dry("zero3", *CHECKPOINTED)
-    peaks = gb(usual["peak_bytes"]), gb(least["peak_bytes"])
-    measured = f"state {gb(state(usual))}; peak of a step {peaks[0]}, in bfloat16 with blocks recomputed {peaks[1]}"
-    condition = "N = 8 and only what is held between steps counts"
-    return measured, holds_when(condition, about(state(usual), 14e9), about(least["peak_bytes"], 14e9, 0.02))
-
-
-def before_the_first_batch() -> tuple[str, str]:
-    """What real DDP with AdamW has alive before its first batch, and holds after its first step."""
-    with one_rank(), MemoryLedger() as memory:
-        engine = build("ddp", chain(), init_sync=False)  # gloo keeps what it broadcasts for a moment longer
+def before_the_first_batch() -> tuple:
+    """Of real DDP with AdamW. Without init_sync, as gloo keeps what it broadcasts for a moment longer."""
+    with MemoryLedger() as memory, runs.running("ddp", optimizer_cls=runs.ADAMW, init_sync=False) as engine:
         before = memory.live
-        engine(torch.ones(1, 64)).sum().backward()
+        runs.forward(engine).backward()
         engine.step()
-        psi = sum(param.numel() for param in engine.model.parameters())
         after = sum(held_bytes(engine).values())
-        engine = None
-    before_7b, after_7b = before / psi * 7e9, after / psi * 7e9
-    measured = f"before the first batch {before / psi:g}Ψ bytes (weights, DDP's buckets) = {gb(before_7b)} at 7B; "
-    measured += f"after the first step {after / psi:.3g}Ψ (AdamW's state is there) = {gb(after_7b)}"
-    condition = "the first step is counted, in which AdamW makes its state"
-    return measured, holds_when(condition, after_7b > 80e9, before_7b > 80e9)
+        del engine
+    before, after = (nbytes / step("ddp").parameters for nbytes in (before, after))
+    measured = f"before the first batch {before:g}Ψ bytes (weights, DDP's buckets) = {gb(before * 7e9)} at 7B; after "
+    measured += f"the first step {after:.3g}Ψ (AdamW's state is there) = {gb(after * 7e9)}"
+    return measured, after * 7e9 > H100, before * 7e9 > H100
 
 
-def kept_by_zero1() -> tuple[str, str]:
-    run, psi = dry("zero1"), parameters_of("7b")
-    share = {part: nbytes / psi for part, nbytes in run["held_bytes"].items()}
-    measured = ", ".join(f"{part} {nbytes:.3g}Ψ" for part, nbytes in share.items()) + " bytes"
-    return measured, verdict(
-        about(share["parameters"], 4) and about(share["gradients"], 4) and about(share["optimizer"], 8 / 8)
-    )
+# fmt: off
+DRY = "dry run of {} at 7B on 8 ranks"
+BF16 = DRY.format("ZeRO-3") + ", bf16, batch 4 x 2048"
+for article, words, name, engine, *claimed in (
+    (claims.multiple_gpus, "7B in fp32 under DDP: 28 + 28 + 56 = 112 GB", "DDP", "ddp", 28, 28, 56),
+    (claims.multiple_gpus, "under ZeRO-1: 28 + 28 + 7 = 63 GB", "ZeRO-1", "zero1", 28, 28, 7),
+    (claims.multiple_gpus, "under ZeRO-2: 28 + 3.5 + 7 = 38.5 GB", "ZeRO-2", "zero2", 28, 3.5, 7),
+    (claims.multiple_gpus, "under ZeRO-3: 3.5 + 3.5 + 7 = 14 GB", "ZeRO-3", "zero3", 3.5, 3.5, 7),
+    (claims.wordpress, "7B with Adam in FP32: about 112 GB on every GPU", "DDP", "ddp", 28, 28, 56),
+    (claims.wordpress, "ZeRO-1 still replicates parameters and gradients", "ZeRO-1", "zero1", 28, 28, 7),
+):
+    article(words, DRY.format(name), "", partial(table_7b, engine, *claimed))
+claims.multiple_gpus("ZeRO-3 on 8 GPUs: 8 times less memory", DRY.format("DDP and ZeRO-3") + ", state", "", lambda: (
+    f"{gb(state(dry('ddp')))} / {gb(state(dry('zero3')))} = {state(dry('ddp')) / state(dry('zero3')):.4g}",
+    about(state(dry("ddp")) / state(dry("zero3")), 8)))
+claims.scaling("each of 8 GPUs stores 1/8 of the optimizer state (the share is blank in our copy)",
+               DRY.format("ZeRO-1"), "", lambda: (
+    {"share of DDP's": dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"]},
+    about(dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"], 1 / 8)))
+claims.sharding_state("real memory is above the ideal", DRY.format("ZeRO-3"), "", lambda: (
+    f"peak {gb(dry('zero3')['peak_bytes'])} for {gb(state(dry('zero3')))} of state: "
+    + listed({part: gb(nbytes) for part, nbytes in dry("zero3")["peak_parts"].items() if nbytes > 1e8}),
+    dry("zero3")["peak_bytes"] > state(dry("zero3"))))
+claims.wordpress("FSDP runs a 7B model on 14 GB", DRY.format("ZeRO-3") + ", 1 x 2048 tokens",
+                 "N = 8 and only what is held between steps counts", lambda: (
+    {"state": gb(state(dry("zero3"))), "peak of a step": gb(dry("zero3")["peak_bytes"]),
+     "in bfloat16 with blocks recomputed": gb(checkpointed()["peak_bytes"])},
+    about(state(dry("zero3")), 14e9), about(checkpointed()["peak_bytes"], 14e9, 0.02)))
+claims.frameworks("7B under ZeRO-3 takes 16.25 GB", BF16, "", lambda: (
+    {"state": gb(state(checkpointed())), "peak with blocks recomputed": gb(checkpointed()["peak_bytes"]),
+     "its 2 bytes for float32 weights lack": gb(2 * P7 / 8)},
+    about(checkpointed()["peak_bytes"], 16.25e9, 0.02) or about(state(checkpointed()) + 4e9, 16.25e9, 0.02)))
+# Not recomputed: what is alive when forward is over, at the very least.
+claims.frameworks("7B under ZeRO-3 fits a 40 GB A100", BF16, "activations are recomputed", lambda: (
+    {"peak with blocks recomputed": gb(checkpointed()["peak_bytes"]),
+     "state and activations after forward, without": gb(state(checkpointed()) * 3 / 4 + saved_bytes("7b", 4, 2048))},
+    checkpointed()["peak_bytes"] < 40e9, state(checkpointed()) * 3 / 4 + saved_bytes("7b", 4, 2048) < 40e9))
+claims.wordpress("an 80 GB GPU is out of memory before the first micro-batch",
+                 "real DDP, live bytes before its first batch, state after its first step",
+                 "the first step is counted, in which AdamW makes its state", before_the_first_batch)
+# fmt: on
+
+# How that shrinks with N.
 
 
-def eighth_of_the_optimizer() -> tuple[str, str]:
-    share = dry("zero1")["held_bytes"]["optimizer"] / dry("ddp")["held_bytes"]["optimizer"]
-    return f"{share:.4f} of DDP's, on each of 8 ranks", verdict(about(share, 1 / 8))
+def times_smaller(name: str, ranks: int, than: int = 1) -> float:
+    """How many times smaller an engine's state is on so many ranks than on `than` ranks. On one it is all of it."""
+    return (step("plain") if than == 1 else step(name, ranks=than)).state / step(name, ranks=ranks).state
+
+
+def per_parameter(name: str, **options) -> float:
+    return step(name, **options).state / step(name, **options).parameters
+
+
+def layers_over_the_state(ranks: int) -> float:
+    """What ZeRO-3 has gathered does not shrink with N."""
+    run = step("zero3", ranks=ranks)
+    return (run.peak - run.state) / (run.parameter_bytes / 8)
+
+
+@functools.cache
+def copies(name: str) -> float:
+    """Optimizer state on all 8 ranks together, over what one copy is."""
+    together = sum(step(name, toy, rank=rank).held["optimizer"] for rank in range(8))
+    return together / step("plain", toy).held["optimizer"]
+
+
+# fmt: off
+claims.wordpress("under DDP no number of GPUs lowers the memory of each",
+                 "dry run of DDP, a small GPT, on 2 and 64 ranks", "", lambda: (
+    {f"bytes on each of {n}": state(dry("ddp", preset="toy", ranks=n)) for n in (2, 64)},
+    state(dry("ddp", preset="toy", ranks=2)) == state(dry("ddp", preset="toy", ranks=64))))
+claims.frameworks("DDP keeps 4 redundant copies of the optimizer state", "AdamW's state, the same on every rank",
+                  "N = 5", lambda: (
+    {f"redundant copies on {n} ranks": n * copies("ddp") / 8 - 1 for n in (2, 5, 8)},
+    5 * copies("ddp") / 8 - 1 == 4, copies("ddp") - 1 == 4))
+claims.scaling("no redundant optimizer state under ZeRO", "the states of all 8 ranks added up", "", lambda: (
+    "copies that 8 ranks hold: " + listed({name: copies(name) for name in ("zero1", "zero3")}),
+    about(copies("zero1"), 1) and about(copies("zero3"), 1)))
+claims.sharding_state("sharding divides the sharded state by N (the divisor is blank in our copy)",
+                      "ZeRO-3 at N = 2 to 32", "", lambda: (
+    "state without sharding over ZeRO-3's: " + listed({f"N={n}": times_smaller("zero3", n) for n in (2, 4, 8, 32)}),
+    all(about(times_smaller("zero3", n), n) for n in (2, 4, 8, 32))))
+claims.frameworks("FSDP and ZeRO-3 train models 8 to 16 times larger", "state at N = 4, 8 and 16", "N is 8 to 16",
+                  lambda: (
+    listed({n: times_smaller("zero3", n) for n in (4, 8, 16)}, "N={} x{}") + " (state; activations are not cut)",
+    all(about(times_smaller("zero3", n), n) for n in (8, 16)), 8 <= times_smaller("zero3", 4) <= 16))
+claims.frameworks("the stages reduce memory linearly with the number of GPUs", "state of each stage at N = 8 and 32",
+                  "the stage is ZeRO-3", lambda: (
+    "state at N = 8 over N = 32: " + listed({name: times_smaller(name, 32, 8) for name in runs.CHAPTERS}),
+    about(times_smaller("zero3", 32, 8), 4, 0.02),
+    about(times_smaller("zero1", 32, 8), 4, 0.02) or about(times_smaller("zero2", 32, 8), 4, 0.02)))
+claims.scaling("largest model: by one GPU under DDP, more under ZeRO-1 and -2, by the cluster under ZeRO-3",
+               "state per parameter at N = 512", "", lambda: (
+    "bytes per parameter at N = 512: " + listed({n: per_parameter(n, ranks=512) for n in ("ddp", *runs.CHAPTERS)}),
+    per_parameter("ddp") > per_parameter("zero1", ranks=512) > per_parameter("zero2", ranks=512)
+    > 10 * per_parameter("zero3", ranks=512)))
+claims.sharding_state("a layer too large for a GPU needs model parallelism as well",
+                      "ZeRO-3, peak over state at N = 8 and 32", "", lambda: (
+    "peak over the state, in layers: " + listed({f"N={n}": layers_over_the_state(n) for n in (8, 32)}),
+    min(layers_over_the_state(8), layers_over_the_state(32)) > 2))
+# fmt: on
+
+# Mixed precision.
 
 
 @functools.cache
@@ -104,47 +185,20 @@ def mixed_precision(gradient_dtype: torch.dtype) -> dict[str, float]:
     (weight,) = layer.parameters()
     master = weight.detach().float().requires_grad_()
     optimizer = torch.optim.AdamW([master])
-    gradient = torch.zeros_like(weight, dtype=gradient_dtype)
-
-    def keep(param):
-        gradient.copy_(param.grad)
-        param.grad = None
-
-    weight.register_post_accumulate_grad_hook(keep)
-    for _ in range(2):
-        layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
-        master.grad = gradient.float()  # for the update only
-        optimizer.step()
-        master.grad = None
-        with torch.no_grad():
-            weight.copy_(master)
+    layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    gradient = weight.grad.to(gradient_dtype)
+    master.grad = gradient.float()  # for the update only
+    optimizer.step()
     moments = [tensor for tensor in optimizer.state[master].values() if tensor.shape == master.shape]
     rows = {"weights": [weight], "gradients": [gradient], "float32 weights": [master], "moments": moments}
     return {name: sum(tensor.nbytes for tensor in tensors) / weight.numel() for name, tensors in rows.items()}
 
 
-def sixteen_bytes() -> tuple[str, str]:
-    held = mixed_precision(torch.bfloat16)
+def added_up(dtype: torch.dtype) -> tuple[str, float, float]:
+    """(in words, all bytes per parameter, without the float32 weights)"""
+    held = mixed_precision(dtype)
     total = sum(held.values())
-    rows = " + ".join(f"{nbytes:g} {name}" for name, nbytes in held.items())
-    measured = f"{rows} = {total:g} bytes; {gb(total * parameters_of('7b'))} for the 7b preset"
-    return measured, verdict(total == 16)
-
-
-def fourteen_bytes() -> tuple[str, str]:
-    held = mixed_precision(torch.float32)
-    total, without = sum(held.values()), sum(held.values()) - held["float32 weights"]
-    rows = " + ".join(f"{nbytes:g} {name}" for name, nbytes in held.items())
-    measured = f"{rows} = {total:g} bytes, without the float32 weights {without:g}"
-    return measured, holds_when("no float32 master weights are kept", without == 14, total == 14)
-
-
-def sixteen_in_mixed_precision() -> tuple[str, str]:
-    low, high = (sum(mixed_precision(dtype).values()) for dtype in (torch.bfloat16, torch.float32))
-    cast = ddp_in_bf16()
-    measured = f"bfloat16 weights made for each forward {cast:.4g} bytes; kept, with gradients in bfloat16 {low:g}, in "
-    condition = "gradients are bfloat16, or bfloat16 weights exist only in forward and backward"
-    return measured + f"float32 (its table) {high:g}", holds_when(condition, about(cast, 16) and low == 16, high == 16)
+    return listed(held, "{1} {0}", " + ") + f" = {total:g} bytes", total, total - held["float32 weights"]
 
 
 def ddp_in_bf16() -> float:
@@ -153,189 +207,224 @@ def ddp_in_bf16() -> float:
     return state(run) / (run["held_bytes"]["parameters"] / 4)
 
 
-def twelve_bytes_of_adam() -> tuple[str, str]:
-    moments = step("plain").held["optimizer"] / (step("plain").parameter_bytes / 4)
-    with_master = moments + 4
-    measured = f"the moments {moments:.4g} bytes, with float32 master weights {with_master:.4g}"
-    return measured, holds_when("float32 master weights are counted with Adam's two moments",
-                                about(with_master, 12), about(moments, 12))  # fmt: skip
-
-
-def largest_part() -> tuple[str, str]:
-    held = mixed_precision(torch.bfloat16)
-    optimizer = held["float32 weights"] + held["moments"]
-    return f"{optimizer:g} of {sum(held.values()):g} bytes per parameter", verdict(optimizer > sum(held.values()) / 2)
-
-
-def zero3_in_mixed_precision() -> tuple[str, str]:
-    run = dry("zero3", *CHECKPOINTED)
-    own, lacking = 1.75 + 3.5 + 7 + 4, (4 - 2) * parameters_of("7b") / 8
-    peak = run["peak_bytes"]
-    measured = (
-        f"state {gb(state(run))} = {parts(run)}, peak {gb(peak)} with blocks recomputed; its sum of {own} GB has "
-    )
-    measured += f"2 bytes per parameter where float32 master weights are 4: {gb(lacking)} too little"
-    return measured, verdict(about(peak, own * 1e9, 0.02) or about(state(run) + 4e9, own * 1e9, 0.02))
-
-
-def fits_40() -> tuple[str, str]:
-    """Recomputed: the peak of a step. Not recomputed: what is alive when forward is over, at the very least."""
-    recomputed = dry("zero3", *CHECKPOINTED)
-    kept = state(recomputed) - recomputed["held_bytes"]["gradients"] + saved_bytes("7b", 4, 2048)
-    peak = recomputed["peak_bytes"]
-    measured = f"peak {gb(peak)} with blocks recomputed; without, after forward {gb(kept)} of state and activations"
-    return measured, holds_when("activations are recomputed", peak < 40e9, kept < 40e9)
-
-
-def ddp_does_not_fit() -> tuple[str, str]:
-    whole = ddp_in_bf16() * parameters_of("7b")
-    return f"{ddp_in_bf16():.4g} bytes per parameter: {gb(whole)}, H100 80 GB", verdict(
-        about(whole, 112e9) and whole > 80e9
-    )
-
-
-def boxes_of_figure_two() -> tuple[str, str]:
-    """Its figure's 2 + 4 + 8/N, 2 + 12/N and 14/N against engines with bfloat16 weights and float32 gradients."""
-    boxes, ranks = {"zero1": 2 + 4 + 8 / 8, "zero2": 2 + 12 / 8, "zero3": 14 / 8}, 8
-    mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    runs = {name: step(name, ranks=ranks, **mixed) for name in boxes}
-    held = {name: run.state / (run.parameter_bytes / 4) for name, run in runs.items()}
-    rows = ", ".join(f"{NAMES[name]} {held[name]:.3g} and not {boxes[name]:g}" for name in boxes)
+def boxes_of_figure_two() -> tuple:
+    """Against engines with bfloat16 weights and float32 gradients at N = 8."""
     # The float32 copy: beside bfloat16 weights 4/N; in ZeRO-3 the only one, where the figure has 2/N.
-    without = {name: held[name] - (2 if name == "zero3" else 4) / ranks for name in boxes}
-    met, kept = (all(about(found[name], boxes[name], 0.02) for name in boxes) for found in (without, held))
-    measured = f"bytes per parameter at N = 8, with float32 master weights: {rows}"
-    return measured, holds_when("no float32 master weights are kept", met, kept)
+    boxes = {"zero1": (2 + 4 + 8 / 8, 4 / 8), "zero2": (2 + 12 / 8, 4 / 8), "zero3": (14 / 8, 2 / 8)}
+    held = {name: per_parameter(name, param_dtype=torch.bfloat16, reduce_dtype=torch.float32) for name in boxes}
+    measured = listed({name: (held[name], box) for name, (box, _) in boxes.items()}, "{} {} and not {}")
+    met, kept = (all(about(held[name] - without * copy, box, 0.02) for name, (box, copy) in boxes.items())
+                 for without in (1, 0))  # fmt: skip
+    return f"bytes per parameter at N = 8, with float32 master weights: {measured}", met, kept
 
 
-def more_gpus_under_ddp() -> tuple[str, str]:
-    held = {ranks: state(dry("ddp", preset="toy", ranks=ranks)) for ranks in (2, 64)}
-    measured = ", ".join(f"{nbytes:,} bytes on each of {ranks}" for ranks, nbytes in held.items())
-    return measured, verdict(held[2] == held[64])
+# fmt: off
+WEIGHED = "bfloat16 training with AdamW, tensors weighed"
+HALF, SINGLE = torch.bfloat16, torch.float32
+for article, words in ((claims.sharding_state, "BF16 with Adam: about 16 bytes per parameter"),
+                       (claims.scaling, "FP16 with Adam: 2 + 2 + 12 bytes (blank in our copy), 112 GB for 7B")):
+    article(words, WEIGHED, "", lambda: (
+        f"{added_up(HALF)[0]}; {gb(added_up(HALF)[1] * P7)} for the 7b preset", added_up(HALF)[1] == 16))
+claims.frameworks("mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)", WEIGHED,
+                  "no float32 master weights are kept", lambda: (
+    f"{added_up(SINGLE)[0]}, without the float32 weights {added_up(SINGLE)[2]:g}",
+    added_up(SINGLE)[2] == 14, added_up(SINGLE)[1] == 14))
+claims.frameworks("mixed precision takes 16 bytes per parameter, 112 GB for 7B (its text)",
+                  "three kinds of it, tensors weighed",
+                  "gradients are bfloat16, or bfloat16 weights exist only in forward and backward", lambda: (
+    {"bfloat16 weights made for each forward": ddp_in_bf16(), "kept, with gradients in bfloat16": added_up(HALF)[1],
+     "in float32 (its table)": added_up(SINGLE)[1]},
+    about(ddp_in_bf16(), 16) and added_up(HALF)[1] == 16, added_up(SINGLE)[1] == 16))
+claims.frameworks("7B under DDP, ~112 GB, does not fit an H100", "dry run of DDP in bf16, bytes per parameter", "",
+                  lambda: (
+    f"{ddp_in_bf16():.4g} bytes per parameter: {gb(ddp_in_bf16() * P7)}, H100 80 GB",
+    about(ddp_in_bf16() * P7, 112e9) and ddp_in_bf16() * P7 > H100))
+claims.frameworks("Adam's states cost 12 bytes per parameter and not 4", "AdamW's state",
+                  "float32 master weights are counted with Adam's two moments", lambda: (
+    {part: mixed_precision(SINGLE)[part] for part in ("moments", "float32 weights")},
+    mixed_precision(SINGLE)["moments"] + mixed_precision(SINGLE)["float32 weights"] == 12,
+    mixed_precision(SINGLE)["moments"] == 12))
+claims.scaling("the optimizer state is the largest part", WEIGHED, "", lambda: (
+    added_up(HALF)[0],
+    mixed_precision(HALF)["float32 weights"] + mixed_precision(HALF)["moments"] > added_up(HALF)[1] / 2))
+claims.frameworks("bytes per parameter: 2 + 4 + 8/N, 2 + 12/N, 14/N under the stages (its figure 2)",
+                  "each stage in mixed precision at N = 8", "no float32 master weights are kept", boxes_of_figure_two)
+# fmt: on
+
+# Activations: what forward keeps for backward, of the articles' 4 sequences of 2,048 tokens.
 
 
-def redundant_copies() -> tuple[str, str]:
-    """Optimizer state on all ranks together over what one copy is."""
-    one = step("plain").held["optimizer"]
-    extra = {ranks: ranks * step("plain").held["optimizer"] / one - 1 for ranks in (2, 5, 8)}
-    measured = ", ".join(f"{count:g} of {ranks} ranks" for ranks, count in extra.items()) + " are redundant: N-1"
-    return measured, holds_when("N = 5", extra[5] == 4, extra[8] == 4 or extra[2] == 4)
+def kept(name: str, **shape) -> tuple[int, int]:
+    """(bytes kept for backward, the most at once with every block recomputed: their inputs, and one's activations)."""
+    whole, inputs = (saved_bytes(name, 4, 2048, recompute=again, **shape) for again in (False, True))
+    two, one = (saved_bytes(name, 4, 2048, **{**shape, "layers": layers}) for layers in (2, 1))
+    return whole, inputs + two - one
 
 
-def linear_in_ranks() -> tuple[str, str]:
-    """State at N = 8 over state at N = 32: 4 if it falls with 1/N."""
-    ratios = {name: step(name, ranks=8).state / step(name, ranks=32).state for name in ("zero1", "zero2", "zero3")}
-    measured = "state at N = 8 over N = 32: " + ", ".join(
-        f"{NAMES[name]} {ratio:.3g}" for name, ratio in ratios.items()
-    )
-    return measured, holds_when("the stage is ZeRO-3", about(ratios["zero3"], 4, 0.02),
-                                about(ratios["zero1"], 4, 0.02) or about(ratios["zero2"], 4, 0.02))  # fmt: skip
+def activations(name: str, true, first=0) -> tuple:
+    """Whether it is `true` of the bytes that are kept, on both sides: `first` 0 of all, 1 with blocks recomputed."""
+    both = kept(name)
+    measured = f"bfloat16, fused attention: {gb(both[0])} kept, {gb(both[1])} with every block recomputed; "
+    return f"{measured}weights {gb(2 * parameters_of(name))}", true(both[first]), true(both[1 - first])
 
 
-def ideal_sharding() -> tuple[str, str]:
-    whole = step("plain").state
-    ratios = {ranks: whole / step("zero3", ranks=ranks).state for ranks in (2, 4, 8, 32)}
-    measured = "state without sharding over ZeRO-3's: " + ", ".join(f"N={n} {ratio:.4g}" for n, ratio in ratios.items())
-    return measured, verdict(all(about(ratio, ranks) for ranks, ratio in ratios.items()))
+def in_segments(model, tokens):
+    """The forward through `checkpoint_sequential` in 8 segments: of the last one everything is kept."""
+    x = model.tokens(tokens) + model.positions(torch.arange(2048))
+    return model.head(model.norm(checkpoint_sequential(list(model.blocks), 8, x, use_reentrant=False)))
 
 
-def larger_models() -> tuple[str, str]:
-    whole = step("plain").state
-    ratios = {ranks: whole / step("zero3", ranks=ranks).state for ranks in (4, 8, 16)}
-    measured = (
-        ", ".join(f"N={ranks} x{ratio:.3g}" for ranks, ratio in ratios.items()) + " (state; activations are not cut)"
-    )
-    inside = about(ratios[8], 8) and about(ratios[16], 16, 0.01)
-    return measured, holds_when("N is 8 to 16", inside, 8 <= ratios[4] <= 16)
+def checkpointing_eightfold() -> tuple:
+    (whole, recomputed), (few, few_recomputed) = kept("7b"), kept("7b", layers=4)
+    times = {"34 layers of 4096, each recomputed": whole / recomputed, "4 layers": few / few_recomputed}
+    times["checkpoint_sequential in 8 segments, 34 layers"] = whole / saved_bytes("7b", 4, 2048, run=in_segments)
+    deep, shallow, segments = (about(factor, 8, 0.25) for factor in times.values())
+    return listed(times, "{} {}x less"), deep, shallow or segments
 
 
-def more_than_ideal() -> tuple[str, str]:
-    run = dry("zero3")
-    extra = run["peak_bytes"] - state(run)
-    names = ", ".join(f"{part} {gb(nbytes)}" for part, nbytes in run["peak_parts"].items() if nbytes > 1e8)
-    return f"peak {gb(run['peak_bytes'])} for {gb(state(run))} of state: {names}", verdict(extra > 0)
+def flops(early_stop: bool | None) -> int:
+    """FLOPs of forward and backward of one sequence, on fake tensors; None: nothing is recomputed."""
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(bool(early_stop)):
+        model = runs.gpt("7b", layers=8)
+        if early_stop is not None:
+            checkpoint_blocks(model, casts=False)
+        tokens, targets = (torch.zeros(1, 2048, dtype=torch.int64) for _ in range(2))
+        next_token_loss(model(tokens), targets).backward()
+    return counter.get_total_flops()
 
 
-def no_redundancy() -> tuple[str, str]:
-    """The optimizer states of all ranks together against one copy."""
-    one = step("plain", toy).held["optimizer"]
-    together = {
-        name: sum(step(name, toy, rank=rank).held["optimizer"] for rank in range(8)) for name in ("zero1", "zero3")
-    }
-    measured = ", ".join(f"{NAMES[name]}: 8 ranks hold {nbytes / one:.4f} copies" for name, nbytes in together.items())
-    return measured, verdict(all(about(nbytes, one) for nbytes in together.values()))
+def third_more_compute() -> tuple:
+    """torch stops recomputing when all that was saved is there again: a block's last product is not repeated."""
+    whole, early = (flops(early_stop) / flops(None) - 1 for early_stop in (False, True))
+    measured = f"8 layers of 4096: {whole:.1%} more FLOPs if blocks run again to their end, {early:.1%} as torch does "
+    return measured + "it, without their last product", about(whole, 1 / 3, 0.1), about(early, 1 / 3, 0.1)
 
 
-def largest_model() -> tuple[str, str]:
-    """Bytes of state per parameter as N grows: what caps the model on one GPU, and what does not."""
-    floors = {name: step(name, ranks=ranks).state / (step(name).parameter_bytes / 4)
-              for name, ranks in (("ddp", 8), ("zero1", 512), ("zero2", 512), ("zero3", 512))}  # fmt: skip
-    measured = "bytes per parameter at N = 512: " + ", ".join(
-        f"{NAMES[name]} {floor:.3g}" for name, floor in floors.items()
-    )
-    return measured, verdict(floors["ddp"] > floors["zero1"] > floors["zero2"] > 10 * floors["zero3"])
+def recomputed_gpt():
+    model = runs.small_gpt()
+    checkpoint_blocks(model, casts=False)
+    return model
 
 
-def one_layer_too_large() -> tuple[str, str]:
-    """What ZeRO-3 has gathered does not shrink with N: a unit at work must fit."""
-    over = {ranks: (step("zero3", ranks=ranks).peak - step("zero3", ranks=ranks).state) for ranks in (8, 32)}
-    layer = step("zero3").parameter_bytes / 8
-    measured = "peak over the state, in layers: " + ", ".join(
-        f"N={n} {nbytes / layer:.3g}" for n, nbytes in over.items()
-    )
-    return measured, verdict(all(nbytes > 2 * layer for nbytes in over.values()))
+@functools.cache
+def kept_under(name: str, model_of=runs.small_gpt, **options) -> int:
+    """Bytes that forward leaves for backward under an engine, without the parameters it has gathered."""
+    with MemoryLedger() as memory, runs.running(name, model_of, **options) as engine:
+        flats = [bucket.flat.untyped_storage() for bucket in getattr(engine, "buckets", ())]
+        before = memory.live - sum(flat.nbytes() for flat in flats)
+        loss = runs.forward(engine)
+        after = memory.live - sum(flat.nbytes() for flat in flats)
+        del loss
+    return after - before
 
 
-_DRY = "dry run of {} at 7B on 8 ranks"
-CLAIMS = [
-    Claim(MULTIPLE_GPUS, "7B in fp32 under DDP: 28 + 28 + 56 = 112 GB",
-          _DRY.format("DDP"), functools.partial(table_7b, "ddp", 28, 28, 56)),
-    Claim(MULTIPLE_GPUS, "under ZeRO-1: 28 + 28 + 7 = 63 GB",
-          _DRY.format("ZeRO-1"), functools.partial(table_7b, "zero1", 28, 28, 7)),
-    Claim(MULTIPLE_GPUS, "under ZeRO-2: 28 + 3.5 + 7 = 38.5 GB",
-          _DRY.format("ZeRO-2"), functools.partial(table_7b, "zero2", 28, 3.5, 7)),
-    Claim(MULTIPLE_GPUS, "under ZeRO-3: 3.5 + 3.5 + 7 = 14 GB",
-          _DRY.format("ZeRO-3"), functools.partial(table_7b, "zero3", 3.5, 3.5, 7)),
-    Claim(MULTIPLE_GPUS, "ZeRO-3 on 8 GPUs: 8 times less memory", _DRY.format("DDP and ZeRO-3") + ", state", eightfold),
-    Claim(SHARDING_STATE, "BF16 with Adam: about 16 bytes per parameter",
-          "bfloat16 training with AdamW, tensors weighed", sixteen_bytes),
-    Claim(SHARDING_STATE, "sharding divides the sharded state by N (the divisor is blank in our copy)",
-          "ZeRO-3 at N = 2 to 32", ideal_sharding),
-    Claim(SHARDING_STATE, "real memory is above the ideal", _DRY.format("ZeRO-3"), more_than_ideal),
-    Claim(SHARDING_STATE, "a layer too large for a GPU needs model parallelism as well",
-          "ZeRO-3, peak over state at N = 8 and 32", one_layer_too_large),
-    Claim(FRAMEWORKS, "mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)",
-          "bfloat16 training with AdamW, tensors weighed", fourteen_bytes),
-    Claim(FRAMEWORKS, "mixed precision takes 16 bytes per parameter, 112 GB for 7B (its text)",
-          "three kinds of it, tensors weighed", sixteen_in_mixed_precision),
-    Claim(FRAMEWORKS, "Adam's states cost 12 bytes per parameter and not 4", "AdamW's state", twelve_bytes_of_adam),
-    Claim(FRAMEWORKS, "7B under DDP, ~112 GB, does not fit an H100",
-          "dry run of DDP in bf16, bytes per parameter", ddp_does_not_fit),
-    Claim(FRAMEWORKS, "7B under ZeRO-3 takes 16.25 GB",
-          _DRY.format("ZeRO-3") + ", bf16, batch 4 x 2048", zero3_in_mixed_precision),
-    Claim(FRAMEWORKS, "7B under ZeRO-3 fits a 40 GB A100", _DRY.format("ZeRO-3") + ", bf16, batch 4 x 2048", fits_40),
-    Claim(FRAMEWORKS, "bytes per parameter: 2 + 4 + 8/N, 2 + 12/N, 14/N under the stages (its figure 2)",
-          "each stage in mixed precision at N = 8", boxes_of_figure_two),
-    Claim(FRAMEWORKS, "DDP keeps 4 redundant copies of the optimizer state",
-          "AdamW's state, the same on every rank", redundant_copies),
-    Claim(FRAMEWORKS, "the stages reduce memory linearly with the number of GPUs",
-          "state of each stage at N = 8 and 32", linear_in_ranks),
-    Claim(FRAMEWORKS, "FSDP and ZeRO-3 train models 8 to 16 times larger", "state at N = 4, 8 and 16", larger_models),
-    Claim(SCALING, "FP16 with Adam: 2 + 2 + 12 bytes (blank in our copy), 112 GB for 7B",
-          "bfloat16 training with AdamW, tensors weighed", sixteen_bytes),
-    Claim(SCALING, "the optimizer state is the largest part",
-          "bfloat16 training with AdamW, tensors weighed", largest_part),
-    Claim(SCALING, "each of 8 GPUs stores 1/8 of the optimizer state (the share is blank in our copy)",
-          _DRY.format("ZeRO-1"), eighth_of_the_optimizer),
-    Claim(SCALING, "no redundant optimizer state under ZeRO", "the states of all 8 ranks added up", no_redundancy),
-    Claim(SCALING, "largest model: by one GPU under DDP, more under ZeRO-1 and -2, by the cluster under ZeRO-3",
-          "state per parameter at N = 512", largest_model),
-    Claim(WORDPRESS, "7B with Adam in FP32: about 112 GB on every GPU",
-          _DRY.format("DDP"), functools.partial(table_7b, "ddp", 28, 28, 56)),
-    Claim(WORDPRESS, "an 80 GB GPU is out of memory before the first micro-batch",
-          "real DDP, live bytes before its first batch, state after its first step", before_the_first_batch),
-    Claim(WORDPRESS, "under DDP no number of GPUs lowers the memory of each",
-          "dry run of DDP, a small GPT, on 2 and 64 ranks", more_gpus_under_ddp),
-    Claim(WORDPRESS, "ZeRO-1 still replicates parameters and gradients", _DRY.format("ZeRO-1"), kept_by_zero1),
-    Claim(WORDPRESS, "FSDP runs a 7B model on 14 GB", _DRY.format("ZeRO-3") + ", 1 x 2048 tokens", runs_on_14),
-]  # fmt: skip
+def growth(kernel=None, **doubled) -> float:
+    """How many times more bytes are kept if one of the sizes is doubled."""
+    usual, rest = {"batch": 2, "seq": 128, "width": 64}, {"layers": 4, "heads": 4, "vocab": 16, "kernel": kernel}
+    small, large = (saved_bytes("small", dtype=torch.float32, **sizes, **rest) for sizes in (usual, usual | doubled))
+    return large / small
+
+
+# fmt: off
+FORWARD_7B = "forward of a GPT of 34 blocks of width 4096 (7b) on fake tensors"
+FORWARD_70B = "forward of a GPT of 86 blocks of width 8192 (70b) on fake tensors"  # Llama-3 70B has 80, and other ones
+ALIVE = "live bytes after forward under each stage, gathered weights apart"
+for article, words in ((claims.multiple_gpus, "ZeRO leaves activations as they are"),
+                       (claims.sharding_state, "sharding does not solve activation memory")):
+    article(words, ALIVE, "", lambda: (
+        "bytes kept for backward: " + listed({name: kept_under(name) for name in ("plain", *runs.CHAPTERS)}),
+        all(about(kept_under(name), kept_under("plain"), 0.01) for name in runs.CHAPTERS)))
+claims.multiple_gpus("activations grow with batch, sequence and width", "each doubled, kept bytes weighed",
+                     "attention does not keep its seq x seq scores", lambda: (
+    "kept bytes, doubled " + listed({"batch": growth(batch=4), "sequence": growth(seq=256), "width": growth(width=128),
+                                     "sequence with scores kept": growth(SDPBackend.MATH, seq=256)}, "{} x{}"),
+    all(about(growth(**size), 2, 0.05) for size in ({"batch": 4}, {"seq": 256}, {"width": 128})),
+    about(growth(SDPBackend.MATH, seq=256), 2, 0.05)))
+claims.frameworks("activations of 7B, 4 x 2048 tokens: ~20-40 GB, checkpointed or not", FORWARD_7B,
+                  "activations are not recomputed", partial(activations, "7b", lambda kept: 20e9 <= kept <= 40e9))
+claims.frameworks("activations of 7B, 4 x 2048 tokens: ~4 GB", FORWARD_7B, "every block is recomputed",
+                  partial(activations, "7b", lambda kept: about(kept, 4e9, 0.1), first=1))
+claims.frameworks("activations of 70B, 4 x 2048 tokens: ~30-50 GB", FORWARD_70B, "they are not recomputed",
+                  partial(activations, "70b", lambda kept: 30e9 <= kept <= 50e9))
+claims.frameworks("activations of 70B often exceed its weights", FORWARD_70B, "activations are not recomputed",
+                  partial(activations, "70b", lambda kept: kept > 2 * P70))
+claims.frameworks("activations are ~2 bytes per parameter (its figure 2)", "forward of the 7b preset, two batch sizes",
+                  "a rank has about 3,000 tokens at work", lambda: (
+    listed({n * 1024: saved_bytes("7b", n, 1024) / P7 for n in (1, 3, 8)}, "{1} for {0} tokens") + " on the rank",
+    about(saved_bytes("7b", 3, 1024) / P7, 2, 0.1),
+    any(about(saved_bytes("7b", n, 1024) / P7, 2, 0.1) for n in (1, 8))))
+claims.frameworks("activation checkpointing needs about 8 times less", "kept bytes of the 7b preset with and without",
+                  "the model is deep and every layer a segment", checkpointing_eightfold)
+claims.frameworks("activation checkpointing costs a third more compute", "FLOPs counted with and without",
+                  "every block runs again to its end; torch's checkpoint stops earlier and costs less",
+                  third_more_compute)
+claims.frameworks("FSDP checkpoints activations by use_orig_params", "FSDP1 with and without, live bytes after forward",
+                  "", lambda: (
+    "bytes that FSDP1 keeps: " + listed({"with it": kept_under("fsdp1"), "without it": kept_under(
+        "fsdp1", use_orig_params=False), "with checkpoint() per block": kept_under("fsdp1", recomputed_gpt)}),
+    kept_under("fsdp1") < 0.9 * kept_under("fsdp1", use_orig_params=False)))
+# fmt: on
+
+# Offload: what leaves the GPU, and what it costs. Dry runs on a fake GPU, and a real AdamW.
+
+
+@functools.cache
+def _process() -> ProcessPoolExecutor:
+    """The fake GPU stays in its process for good: see `fake_gpu.register`."""
+    process = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    atexit.register(process.shutdown)
+    return process
+
+
+@functools.cache
+def offloaded(engine: str) -> dict:
+    options = dry_run.arguments(["--preset", "tiny", "--ranks", "8", "--offload"])
+    return _process().submit(dry_run.measure_alone, engine, options).result()
+
+
+def mb(found: dict) -> str:
+    return listed({name: nbytes / 1e6 for name, nbytes in found.items()})
+
+
+def update_on_the_host(elements: int) -> float:
+    """Seconds per float32 element of AdamW's quickest way on the host, `fused`: the best of 15 updates."""
+    pieces = [torch.randn(elements // 10, generator=torch.Generator().manual_seed(0)) for _ in range(10)]
+    for piece in pieces:
+        piece.grad = piece.clone()
+    optimizer, times = torch.optim.AdamW(pieces, lr=1e-3, fused=True), []
+    for _ in range(16):  # the first makes the optimizer's state
+        began = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - began)
+    return min(times[1:]) / elements
+
+
+def saves_memory_and_kills_throughput() -> tuple:
+    """What offload adds to a step does not depend on the batch; what it can hide behind, and is measured by, does."""
+    device = {"without": dry("zero3", preset="tiny")["peak_bytes"], "with": offloaded("zero3")["peak_bytes"]}
+    copies = 3 * 4 * P7 / 8 / 64e9  # the shard up twice, and its gradient down; no link is quicker than 64 GB/s
+    update = P7 / 8 * update_on_the_host(2_000_000)
+    few, many = ((copies + update) / (6 * P7 * tokens / 989e12) for tokens in (2_048, 1_048_576))  # FLOP/s of an H100
+    measured = f"peak on the device, MB: {mb(device)}; 7B on 8 H100: copies at 64 GB/s {copies:.2f} s and AdamW on one "
+    measured += f"thread of this host {update:.2g} s per step, {few:.2g}x the computation for 2,048 tokens per GPU, "
+    saved = device["with"] < device["without"]
+    return f"{measured}{many:.2g}x for 1,048,576", saved and few > 1, saved and many > 1
+
+
+# fmt: off
+claims.sharding_state("CPU offload saves GPU memory but kills throughput",
+                      "ZeRO-3 with and without, dry; AdamW on this host; published rates",
+                      "a step has few tokens per GPU", saves_memory_and_kills_throughput, tolerance=None)
+claims.wordpress("FSDP2's CPU offloading can move optimizer states to RAM", "dry run of FSDP2 with its policy", "",
+                 lambda: (
+    f"MB on the device: {mb(offloaded('fsdp2')['held_bytes'])}; in RAM: {mb(offloaded('fsdp2')['host']['held_bytes'])}",
+    offloaded("fsdp2")["held_bytes"]["optimizer"] == 0
+    and offloaded("fsdp2")["host"]["held_bytes"]["optimizer"] >= 8 * parameters_of("tiny") / 8))
+# Of two ways to be limited: in what can be left on the GPU, and in how much leaves it. DeepSpeed is not run.
+claims.frameworks("CPU offload: limited in FSDP, excellent in DeepSpeed", "FSDP2's policy, and a dry run with it",
+                  "one wants to choose what goes, or a disk", lambda: (
+    {"FSDP2's policy has the choices": [field.name for field in dataclasses.fields(CPUOffloadPolicy)],
+     "MB of state that stay on the device": state(offloaded("fsdp2")) / 1e6,
+     "MB that go": sum(offloaded("fsdp2")["host"]["held_bytes"].values()) / 1e6},
+    [field.name for field in dataclasses.fields(CPUOffloadPolicy)] == ["pin_memory"], state(offloaded("fsdp2")) > 0))
+# fmt: on

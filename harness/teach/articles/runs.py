@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.measure.dry_run import fake_ranks
@@ -28,9 +29,10 @@ from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
 
-STAGES = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
+CHAPTERS = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
 SGD = partial(torch.optim.SGD, lr=0.01)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+GATHER, REDUCE, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 
 @contextlib.contextmanager
@@ -51,8 +53,17 @@ def chain(layers: int = 8, width: int = 64) -> nn.Sequential:
 
 def gpt(name: str = "toy", **shape) -> GPT:
     """A GPT of a preset's shape, or with some of it changed."""
-    config = preset(name)
-    return GPT(GPTConfig(**{**vars(config), **shape}))
+    return GPT(GPTConfig(**{**vars(preset(name)), **shape}))
+
+
+toy = partial(gpt, "toy")
+small_gpt = partial(gpt, "toy", layers=8, width=64)
+
+
+@functools.cache
+def parameters_of(name: str) -> int:
+    """How many parameters a preset has."""
+    return number_of_parameters(preset(name))
 
 
 def batch_for(model: nn.Module, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,19 +75,22 @@ def batch_for(model: nn.Module, batch: int = 2) -> tuple[torch.Tensor, torch.Ten
     return torch.ones(batch, width), torch.zeros(batch, width)
 
 
-def loss_for(model: nn.Module):
-    """The loss that goes with `batch_for`."""
-    return next_token_loss if isinstance(model, GPT) else squared_error
-
-
 def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The mean squared error in the dtype of the targets. Backward of torch 2.11's own wants one dtype."""
     return nn.functional.mse_loss(outputs.to(targets.dtype), targets)
 
 
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """What is gathered as one: the blocks of `gpt`, the layers of `chain`."""
-    return list(model.blocks if isinstance(model, GPT) else model)
+def forward(engine, batch: int = 2) -> torch.Tensor:
+    """The loss of a batch that fits the engine's model."""
+    model = getattr(engine.model, "module", engine.model)  # inside DDP or FSDP1
+    inputs, targets = batch_for(model, batch)
+    return (next_token_loss if isinstance(model, GPT) else squared_error)(engine(inputs), targets)
+
+
+def update(engine) -> None:
+    """The end of a training step: the optimizer's, and the gradients go."""
+    engine.step()
+    engine.zero_grad()
 
 
 class Plain:
@@ -84,52 +98,62 @@ class Plain:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
 
     def __call__(self, inputs):
         return self.model(inputs)
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
 
     def no_sync(self):
         return self.model.no_sync()
 
 
-def build(name: str, model: nn.Module, optimizer_cls=ADAMW, **options):
-    """The engine `name` around `model`: plain, ddp, zero1, zero2, zero3, fsdp1 or fsdp2."""
-    if name in STAGES:
-        return STAGES[name](model, optimizer_cls, **options)
+def build(name: str, model: nn.Module, optimizer_cls=SGD, units=None, replicas: int = 1, **options):
+    """The engine `name` around `model`: plain, ddp, zero1, zero2, zero3, fsdp1 or fsdp2.
+
+    `units(model)` are the modules that are gathered as one each, for ZeRO-3 and FSDP2; `replicas` is for FSDP2 alone.
+    """
+    blocks = list(model.blocks if isinstance(model, GPT) else model)
+    if name in CHAPTERS:
+        return CHAPTERS[name](model, optimizer_cls, **options, **({"units": units(model)} if units else {}))
     if name == "ddp":
         model = DistributedDataParallel(model, **options)
     elif name == "fsdp1":
-        own_units = set(units_of(model))
-        wrap = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in own_units)
+        wrap = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: any(module is block for block in blocks))
         options = {"device_id": torch.device("cpu"), "use_orig_params": True, "auto_wrap_policy": wrap, **options}
         model = FullyShardedDataParallel(model, **options)
     elif name == "fsdp2":
-        modules = options.pop("units", None)
-        options = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), **options}
-        for module in units_of(model) if modules is None else modules:
-            fully_shard(module, **options)
-        fully_shard(model, **options)
+        rows = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", rows, mesh_dim_names=("copies", "shards"))
+        for module in units(model) if units else (*blocks, model):
+            fully_shard(module, mesh=mesh if replicas > 1 else mesh["shards"], **options)
     return Plain(model, optimizer_cls(model.parameters()))
+
+
+@contextlib.contextmanager
+def running(name: str, model_of=chain, ranks: int = 8, rank: int = 0, **options):
+    """`build(name, model_of(), ...)` as one of `ranks`, of which there is no other; DDP in a real group of one."""
+    with one_rank() if name == "ddp" else fake_ranks(ranks, rank):
+        yield build(name, model_of(), **options)
+
+
+def collectives(name: str, model_of=chain, **options) -> list:
+    """The collectives of one forward and backward."""
+    with running(name, model_of, **options) as engine, TrafficLedger() as ledger:
+        forward(engine).backward()
+        del engine
+    return ledger.collectives
 
 
 class Step:
     """What one training step of an engine did, the third one: `collectives`, bytes `held` and at the `peak`."""
 
-    def __init__(self, name, model, ranks=8, rank=0, micro_batches=1, no_sync=False, batch=2, **options):
-        build_model, self.held = model, {}
-        with one_rank() if name == "ddp" else fake_ranks(ranks, rank), MemoryLedger() as memory:
-            model = build_model()
-            inputs, targets = batch_for(model, batch)
-            loss_fn = loss_for(model)
-            self.parameters = sum(p.numel() for p in model.parameters())  # Ψ
-            self.parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-            engine = build(name, model, **options)
+    def __init__(self, name, model_of, ranks=8, rank=0, micro_batches=1, no_sync=False, **options):
+        self.held, model = {}, model_of()
+        self.parameters = sum(p.numel() for p in model.parameters())  # Ψ
+        self.parameter_bytes = sum(p.nbytes for p in model.parameters())
+        del model
+        options = {"optimizer_cls": ADAMW, **options}
+        with MemoryLedger() as memory, running(name, model_of, ranks, rank, **options) as engine:
             engine.optimizer.register_step_pre_hook(lambda *_: self.held.update(held_bytes(engine)))
             for _ in range(3):  # the first makes the optimizer's state, in the second DDP rearranges its buckets
                 memory.reset_peak()
@@ -137,11 +161,10 @@ class Step:
                     for turn in range(micro_batches):
                         quiet = no_sync and turn < micro_batches - 1
                         with engine.no_sync() if quiet else contextlib.nullcontext():
-                            loss_fn(engine(inputs), targets).backward()
-                    engine.step()
-                    engine.zero_grad()
+                            forward(engine).backward()
+                    update(engine)
             self.peak, self.collectives = memory.peak, traffic.collectives
-            engine = model = None  # before the group goes
+            engine = None  # before the group goes
         self.count = Counter(collective.kind for collective in self.collectives)
 
     @property
@@ -152,7 +175,7 @@ class Step:
     def sent(self, *kinds: str) -> float:
         """Elements that a rank sends by the collectives of these kinds or all, in Ψ (N-1)/N: independent of N."""
         return sum(
-            (2 if c.kind == "all-reduce" else 1) * c.whole_bytes / c.element_bytes / self.parameters
+            (2 if c.kind == ALL_REDUCE else 1) * c.whole_bytes / c.element_bytes / self.parameters
             for c in self.collectives
             if not kinds or c.kind in kinds
         )
@@ -162,10 +185,6 @@ class Step:
 def step(name: str, model=chain, **options) -> Step:
     """One step of an engine over `model()`, run once however many claims look at it."""
     return Step(name, model, **options)
-
-
-toy = partial(gpt, "toy")
-small_gpt = partial(gpt, "toy", layers=8, width=64)
 
 
 @contextlib.contextmanager
@@ -180,23 +199,20 @@ def new_dtype(dtype: torch.dtype):
 
 
 @functools.cache
-def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute=False, **shape) -> int:
+def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute=False, run=None, kernel=None, **shape):
     """Bytes that a GPT keeps for backward when its forward is over: all that is alive but the model and its input.
 
-    On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them.
+    On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them. `run` is another
+    forward than the model's own, `kernel` another attention.
     """
-    with FakeTensorMode(), new_dtype(dtype), MemoryLedger() as memory:
+    attention = sdpa_kernel(kernel) if kernel else contextlib.nullcontext()
+    with FakeTensorMode(), new_dtype(dtype), attention, MemoryLedger() as memory:
         model = gpt(name, **shape)
         if recompute:
             checkpoint_blocks(model, casts=False)
         tokens = torch.zeros(batch, seq, dtype=torch.int64)
         before = memory.live
-        logits = model(tokens)
+        logits = run(model, tokens) if run else model(tokens)
         saved = memory.live - before
         del logits
     return saved
-
-
-def parameters_of(name: str) -> int:
-    """How many parameters a preset has."""
-    return number_of_parameters(preset(name))

@@ -1,306 +1,475 @@
-"""Claims about what is sent: the collectives that the engines really issue, counted and weighed.
+"""Claims about what is sent and when, what is gathered and freed: the collectives that the engines really issue.
 
 Ψ is the number of parameters, and traffic is counted in elements, as in the ZeRO paper. "2Ψ" below is short for
 2Ψ (N-1)/N elements, sent by one rank in one step: the factor in front of Ψ is the same for every N. The
-articles' models are replaced by small ones: a ratio of counts does not depend on the size.
+articles' models are replaced by small ones: a ratio of counts does not depend on the size. Of time only order is seen
+here: what is issued before a computation can hide behind it.
 """
+
+import functools
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from harness.measure.memory import storage_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.teach.articles.claim import (
-    FRAMEWORKS,
-    MULTIPLE_GPUS,
-    NAMES,
-    SCALING,
-    SHARDING_STATE,
-    WORDPRESS,
-    Claim,
-    about,
-    holds_when,
-    verdict,
-)
+from harness.teach.articles.claim import Claims, about, listed
 from harness.teach.articles.runs import (
-    SGD,
-    batch_for,
-    build,
+    ALL_REDUCE,
+    GATHER,
+    REDUCE,
     chain,
+    collectives,
     fake_ranks,
-    loss_for,
+    forward,
+    running,
+    small_gpt,
     step,
     toy,
-    units_of,
+    update,
 )
 
-GATHER, REDUCE, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+claims = Claims()
+STEP = "one step of {}, a fake group of 8, collectives counted"
 
 
-def psi(value: float) -> str:
-    return f"{value:.4g}Ψ"
+# How much is sent.
 
 
-def overcommunicates() -> tuple[str, str]:
-    whole, part = step("zero1").sent(ALL_REDUCE), step("zero2").sent(REDUCE)
-    return f"all-reduce {psi(whole)}; the reduce-scatter that suffices {psi(part)}", verdict(about(whole, 2 * part))
+def psi(name: str, *kinds: str, model=chain, **options) -> float:
+    """Elements that a rank sends in a step by these collectives, or all, in Ψ."""
+    return step(name, model, **options).sent(*kinds)
 
 
-def zero2_saves_bandwidth() -> tuple[str, str]:
-    ddp, zero1, zero2 = (step(name).sent() for name in ("ddp", "zero1", "zero2"))
-    measured = f"ZeRO-1 with an all-reduce {psi(zero1)}, ZeRO-2 {psi(zero2)}, DDP {psi(ddp)}"
-    return measured, holds_when("compared with a ZeRO-1 that all-reduces, not with DDP", zero2 < zero1, zero2 < ddp)
+def sent(*names: str) -> str:
+    return listed({name: psi(name) for name in names}, "{} {}Ψ")
 
 
-def zero3_half_as_much_again() -> tuple[str, str]:
-    ddp = step("ddp").sent()
-    ratios = {
-        "every parameter in a unit": step("zero3").sent() / ddp,
-        "FSDP2": step("fsdp2").sent() / ddp,
-        "a GPT, whose root stays gathered into backward": step("zero3", toy).sent() / step("ddp", toy).sent(),
-        "units that stay gathered into backward": step("zero3", reshard_after_forward=False).sent() / ddp,
-    }
-    all_freed, fsdp2, with_root, kept = ratios.values()
-    measured = ", ".join(f"{what} x{ratio:.3g}" for what, ratio in ratios.items())
-    met = about(all_freed, 1.5) and about(fsdp2, 1.5) and with_root < 1.5
-    condition = "every parameter is freed after forward; what stays gathered is gathered once and not twice"
-    return measured, holds_when(condition, met, kept > 1.4)
+@claims.multiple_gpus("ZeRO-2 costs what ZeRO-1 does, so nobody would use ZeRO-1",
+                      "1 to 4 micro-batches per step, collectives counted",
+                      "ZeRO-1 all-reduces, as this article's does, and at most 2 micro-batches are accumulated; or "
+                      "under no_sync() with whole gradients")  # fmt: skip
+def never_zero1():
+    """ZeRO-2 under no_sync() is a ZeRO-1 that reduce-scatters: whole gradients, sent once."""
+    found = {n: (psi("zero1", micro_batches=n), psi("zero2", micro_batches=n)) for n in (1, 2, 3, 4)}
+    ours, quiet = step("zero1", micro_batches=4), step("zero2", micro_batches=4, no_sync=True)
+    measured = "Ψ sent by ZeRO-1 and ZeRO-2 for K micro-batches: "
+    measured += listed(found, "K={}: {} and {}")
+    measured += f"; whole gradients reduce-scattered once (ZeRO-2 under no_sync()) {quiet.sent():g} for any K, at a "
+    measured += f"peak of {quiet.peak / quiet.parameters:.3g}Ψ bytes against ZeRO-1's "
+    measured += f"{ours.peak / ours.parameters:.3g}Ψ: beside such a ZeRO-1, ZeRO-2 costs the same for K=1 alone"
+    as_cheap = {n: zero2 <= zero1 for n, (zero1, zero2) in found.items()}
+    return measured, as_cheap[1] and as_cheap[2] and quiet.sent() <= ours.sent(), as_cheap[3]
 
 
-def per_unit_and_pass() -> tuple[str, str]:
-    counts = {}
-    for name in ("zero3", "fsdp2"):
-        with fake_ranks(8):
-            model = chain()
-            engine, (inputs, targets) = build(name, model, SGD), batch_for(model)
-            with TrafficLedger() as forward:
-                loss = loss_for(model)(engine(inputs), targets)
-            with TrafficLedger() as backward:
-                loss.backward()
-            counts[name] = [
-                tuple(
-                    sum(c.kind == kind for c in ledger.collectives) / len(units_of(model)) for kind in (GATHER, REDUCE)
-                )
-                for ledger in (forward, backward)
-            ]
-            del engine
-    claimed = [(3, 1), (3, 1)]
-    (fg, fr), (bg, br) = counts["zero3"]
-    same = "FSDP2 the same" if counts["fsdp2"] == counts["zero3"] else f"FSDP2 {counts['fsdp2']}"
-    measured = f"forward {fg:g} all-gather, {fr:g} reduce-scatter; backward {bg:g} and {br:g}; {same}"
-    return measured, verdict(claimed in counts.values())
-
-
-def ring_all_reduce() -> tuple[str, str]:
-    """Run a ring of 8 in one process, and count the elements that one rank sends."""
-    ranks, chunk = 8, 3
+def ring(ranks: int = 8, chunk: int = 3) -> tuple[float, bool]:
+    """Run a ring all-reduce in one process: (what one rank sends, as a share of the buffer; are the sums right?)."""
     data = [torch.arange(rank, rank + ranks * chunk).view(ranks, chunk) for rank in range(ranks)]
     expected, sent = sum(data), 0
-    for phase in ("reduce", "gather"):
+    for first in (0, 1):  # the turns that reduce, and those that gather
         for turn in range(ranks - 1):
-            first = 0 if phase == "reduce" else 1
             index = [(rank + first - turn) % ranks for rank in range(ranks)]
             messages = [data[rank][index[rank]].clone() for rank in range(ranks)]
             sent += messages[0].numel()
-            for rank in range(ranks):
-                target = data[(rank + 1) % ranks]
-                target[index[rank]] = messages[rank] + (target[index[rank]] if phase == "reduce" else 0)
-    right = all(torch.equal(one, expected) for one in data)
-    claimed = 2 * (ranks - 1) / ranks
-    measured = f"{sent / expected.numel():g} of the buffer per rank; 2 x 7/8 = {claimed:g}; sums right: {right}"
-    return measured, verdict(right and sent == claimed * expected.numel())
+            for rank, message in enumerate(messages):
+                target = data[(rank + 1) % ranks][index[rank]]
+                target.copy_(message if first else message + target)
+    return sent / expected.numel(), all(torch.equal(one, expected) for one in data)
 
 
-def zero1_free_of_charge() -> tuple[str, str]:
-    ddp, all_reduced, scattered = step("ddp").sent(), step("zero1").sent(), step("zero2").sent()
-    measured = (
-        f"DDP {psi(ddp)}; all-reduce + all-gather {psi(all_reduced)}; reduce-scatter + all-gather {psi(scattered)}"
-    )
-    condition = "gradients are reduce-scattered (the ZeRO paper), not all-reduced (another article's ZeRO-1)"
-    return measured, holds_when(condition, about(scattered, ddp), about(all_reduced, ddp))
+# fmt: off
+ALL_FREED = "every parameter is freed after forward; what stays gathered is gathered once and not twice"
+SHARDED = "the parameters are sharded too (ZeRO-3)"
+claims.frameworks("an all-reduce sends 2 (N-1)/N of the buffer", "a ring of 8 run in one process", "", lambda: (
+    "{} of the buffer per rank; sums right: {}".format(*ring()), ring() == (2 * 7 / 8, True)))
+claims.multiple_gpus("ZeRO-1's all-reduce sends more than its ranks can use", STEP.format("ZeRO-1 and -2"), "",
+                     lambda: (
+    {"Ψ of the all-reduce": psi("zero1", ALL_REDUCE), "of the reduce-scatter that suffices": psi("zero2", REDUCE)},
+    about(psi("zero1", ALL_REDUCE), 2 * psi("zero2", REDUCE))))
+claims.multiple_gpus("ZeRO-2 saves bandwidth as well as memory", STEP.format("DDP, ZeRO-1 and -2"),
+                     "compared with a ZeRO-1 that all-reduces, not with DDP",
+                     lambda: (sent("zero1", "zero2", "ddp"), psi("zero2") < psi("zero1"), psi("zero2") < psi("ddp")))
+for article, words in ((claims.multiple_gpus, "ZeRO pays for memory with communication"),
+                       (claims.sharding_state, "sharding trades memory for communication")):
+    article(words, STEP.format("DDP, ZeRO-2 and -3"), SHARDED, lambda: (
+        listed({n: (psi(n) / psi("ddp"), step(n).state / step("ddp").state) for n in ("zero2", "zero3")},
+               "{} {}x traffic for {}x state") + " of DDP's",
+        psi("zero3") > 1.01 * psi("ddp"), psi("zero2") > 1.01 * psi("ddp")))
+claims.sharding_state("ZeRO-1 and -2 communicate less than full sharding", STEP.format("the three stages"),
+                      "gradients are reduce-scattered", lambda: (
+    sent("zero1", "zero2", "zero3"), psi("zero2") < psi("zero3"), psi("zero1") < psi("zero3")))
+# ZeRO-2 sends what a ZeRO-1 does that reduce-scatters.
+claims.scaling("ZeRO-1 saves memory at no more communication", STEP.format("DDP, ZeRO-1 and -2"),
+               "gradients are reduce-scattered, which has the volume that the ZeRO paper gives, and not all-reduced "
+               "(another article's ZeRO-1)", lambda: (
+    f"DDP {psi('ddp'):g}Ψ; all-reduce + all-gather {psi('zero1'):g}Ψ; reduce-scatter + all-gather {psi('zero2'):g}Ψ",
+    about(psi("zero2"), psi("ddp")), about(psi("zero1"), psi("ddp"))))
+claims.scaling("communication: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high", STEP.format("every stage"), "", lambda: (
+    sent("ddp", "zero1", "zero2", "zero3"),
+    psi("ddp") < min(psi("zero1"), psi("zero2")) and max(psi("zero1"), psi("zero2")) < psi("zero3")))
+for article, words in ((claims.frameworks, "ZeRO-3's volume is about 1.5 times DDP's"),
+                       (claims.wordpress, "ZeRO-3 sends 50% more than DDP")):
+    article(words, STEP.format("DDP, ZeRO-3, FSDP2"), ALL_FREED, lambda: (
+        "times DDP's: " + listed({
+            "zero3": psi("zero3") / psi("ddp"), "fsdp2": psi("fsdp2") / psi("ddp"),
+            "a GPT, whose root stays gathered into backward": psi("zero3", model=toy) / psi("ddp", model=toy),
+            "units that stay gathered into backward": psi("zero3", reshard_after_forward=False) / psi("ddp")}),
+        all(about(psi(n), 1.5 * psi("ddp")) for n in ("zero3", "fsdp2")) and psi("zero3", model=toy) < 3,
+        about(psi("zero3", reshard_after_forward=False), 1.5 * psi("ddp"))))
+claims.scaling("each rank receives only the gradients of what it owns", STEP.format("ZeRO-2"), "", lambda: (
+    {REDUCE: step("zero2").count[REDUCE], ALL_REDUCE: step("zero2").count[ALL_REDUCE],
+     "share of the gradients that a rank keeps": step("zero2").held["gradients"] / step("zero2").parameter_bytes},
+    step("zero2").count[ALL_REDUCE] == 0
+    and about(step("zero2").held["gradients"], step("zero2").parameter_bytes / 8)))
+claims.scaling("FSDP is ZeRO-3", "FSDP1, FSDP2 and our ZeRO-3 on one GPT", "", lambda: (
+    listed({n: (psi(n, model=toy), step(n, toy).state) for n in ("zero3", "fsdp1", "fsdp2")}, "{} sends {}Ψ, has {} B"),
+    all(about(psi(n, model=toy), psi("zero3", model=toy)) and about(step(n, toy).state, step("zero3", toy).state)
+        for n in ("fsdp1", "fsdp2"))))
+claims.sharding_state("an all-reduce may be needed, depending on the strategy",
+                      "fully_shard over 8 and over 2 x 4 ranks", "", lambda: (
+    {"all-reduces per step of 8 units, 8 shards": step("fsdp2").count[ALL_REDUCE],
+     "2 copies x 4 shards": step("fsdp2", replicas=2).count[ALL_REDUCE]},
+    step("fsdp2", replicas=2).count[ALL_REDUCE] > step("fsdp2").count[ALL_REDUCE] == 0))
+claims.frameworks("accumulating K micro-batches means K times fewer all-reduces", "real DDP, 4 micro-batches",
+                  "all but the last micro-batch run under no_sync()", lambda: (
+    {"all-reduces of 4 micro-batches as written": step("ddp", micro_batches=4).count[ALL_REDUCE],
+     "with no_sync()": step("ddp", micro_batches=4, no_sync=True).count[ALL_REDUCE],
+     "of one": step("ddp").count[ALL_REDUCE]},
+    step("ddp", micro_batches=4, no_sync=True).count == step("ddp").count,
+    step("ddp", micro_batches=4).count == step("ddp").count))
+# fmt: on
 
 
-def low_medium_high() -> tuple[str, str]:
-    ddp, zero1, zero2, zero3 = (step(name).sent() for name in ("ddp", "zero1", "zero2", "zero3"))
-    measured = f"DDP {psi(ddp)}, ZeRO-1 {psi(zero1)} ({psi(zero2)} if it reduce-scatters), ZeRO-2 {psi(zero2)}, "
-    measured += f"ZeRO-3 {psi(zero3)}"
-    return measured, verdict(ddp < min(zero1, zero2) and max(zero1, zero2) < zero3)
+@claims.frameworks("ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
+                   STEP.format("ZeRO-3 and FSDP2"))  # fmt: skip
+def per_unit_and_pass():
+    counts = {}
+    for name in ("zero3", "fsdp2"):
+        with running(name) as engine:
+            with TrafficLedger() as in_forward:
+                loss = forward(engine)
+            with TrafficLedger() as in_backward:
+                loss.backward()
+            del engine, loss
+        kinds = [[c.kind for c in ledger.collectives] for ledger in (in_forward, in_backward)]
+        counts[name] = tuple(kind.count(what) / len(chain()) for kind in kinds for what in (GATHER, REDUCE))
+    form = "{}: forward {} all-gather, {} reduce-scatter; backward {} and {}"
+    return listed(counts, form, "; "), (3, 1, 3, 1) in counts.values()
 
 
-def less_than_full_sharding() -> tuple[str, str]:
-    zero1, zero2, zero3 = (step(name).sent() for name in ("zero1", "zero2", "zero3"))
-    measured = f"ZeRO-1 with an all-reduce {psi(zero1)}, ZeRO-2 {psi(zero2)}, ZeRO-3 {psi(zero3)}"
-    return measured, holds_when("gradients are reduce-scattered", zero2 < zero3, zero1 < zero3)
-
-
-def memory_for_traffic() -> tuple[str, str]:
-    ddp, zero2, zero3 = step("ddp"), step("zero2"), step("zero3")
-    parts = (f"{n} {s.sent() / ddp.sent():.3g}x traffic for {s.state / ddp.state:.3g}x state" for n, s in
-             (("ZeRO-2", zero2), ("ZeRO-3", zero3)))  # fmt: skip
-    paid = [s.sent() > 1.01 * ddp.sent() for s in (zero3, zero2)]
-    return ", ".join(parts) + " of DDP's", holds_when("the parameters are sharded too (ZeRO-3)", *paid)
-
-
-def broadcasts() -> tuple[str, str]:
+@claims.scaling("an all-gather is every rank broadcasting its shard", "8 broadcasts and an all-gather, bytes counted")
+def broadcasts():
     with fake_ranks(8), TrafficLedger() as ledger:
-        shard = torch.zeros(16)
-        whole = torch.zeros(8 * 16)
+        whole, shard = torch.zeros(8, 16), torch.zeros(16)
         for owner in range(8):
-            dist.broadcast(whole[owner * 16 : owner * 16 + 16] if owner else shard, owner)
+            dist.broadcast(whole[owner] if owner else shard, owner)
         in_turns = ledger.sent_bytes
-        dist.all_gather_single(whole, shard)
-    at_once = ledger.sent_bytes - in_turns
-    issued = step("zero3").count
-    measured = f"8 broadcasts {in_turns} bytes, 1 all-gather {at_once}; a step has {issued['broadcast']} broadcasts"
-    return measured, verdict(in_turns == at_once)
+        dist.all_gather_single(whole.view(-1), shard)
+    at_once, issued = ledger.sent_bytes - in_turns, step("zero3").count["broadcast"]
+    return f"8 broadcasts {in_turns} bytes, 1 all-gather {at_once}; a step has {issued} broadcasts", in_turns == at_once
 
 
-def own_part_only() -> tuple[str, str]:
-    run = step("zero2")
-    share = run.held["gradients"] / run.parameter_bytes
-    counts = f"{run.count[REDUCE]} reduce-scatter, {run.count[ALL_REDUCE]} all-reduce"
-    measured = f"on gradients {counts}; a rank keeps {share:g} of them"
-    return measured, verdict(run.count[ALL_REDUCE] == 0 and about(share, 1 / 8))
+def adapted_gpt():
+    """All frozen but the last matrix of each block's MLP, as fine-tuning freezes."""
+    model = small_gpt()
+    for name, param in model.named_parameters():
+        param.requires_grad = "down.weight" in name
+    return model
 
 
-def accumulation_in_ddp() -> tuple[str, str]:
-    plain, quiet = (step("ddp", micro_batches=4, no_sync=no_sync).count[ALL_REDUCE] for no_sync in (False, True))
-    one = step("ddp").count[ALL_REDUCE]
-    measured = f"K = 4 under DDP: {plain} all-reduces as written, {quiet} with no_sync(), {one} without accumulation"
-    return measured, holds_when("all but the last micro-batch run under no_sync()", quiet == one, plain == one)
+@claims.multiple_gpus("FSDP1 is less optimized than FSDP2",
+                      "one step of each, a fake group of 8, bytes counted; no time was measured",
+                      "a unit has frozen parameters: FSDP1 reduces gradients for its whole flat parameter")  # fmt: skip
+def fsdp1_beside_fsdp2():
+    found, better = {}, {}
+    for what, model in (("all trained", small_gpt), ("two thirds frozen", adapted_gpt)):
+        old, new = step("fsdp1", model), step("fsdp2", model)
+        found[what] = old.peak / 1e6, new.peak / 1e6, old.sent(), new.sent()
+        better[what] = new.peak < 0.95 * old.peak or new.sent() < 0.95 * old.sent()
+    measured = listed(found, "{}: peak {} and {} MB, sent {}Ψ and {}Ψ", "; ")
+    return f"FSDP1 and FSDP2, {measured}", better["two thirds frozen"], better["all trained"]
 
 
-def never_zero1() -> tuple[str, str]:
-    zero1, zero2, quiet = (
-        step(name, micro_batches=4, no_sync=no_sync)
-        for name, no_sync in (("zero1", False), ("zero2", False), ("zero2", True))
-    )
-    one = [step(name, micro_batches=k).sent() for k in (1, 2, 3) for name in ("zero1", "zero2")]
-    per_k = ", ".join(f"K={k}: {one[2 * k - 2]:g} and {one[2 * k - 1]:g}" for k in (1, 2, 3))
-    measured = (
-        f"Ψ sent by ZeRO-1 and ZeRO-2 for K micro-batches: {per_k}, K=4: {zero1.sent():g} and {zero2.sent():g}; with "
-        f"no_sync() {quiet.sent():g}, at a peak of {quiet.peak / quiet.parameters:.3g}Ψ bytes against ZeRO-1's "
-        f"{zero1.peak / zero1.parameters:.3g}Ψ"
-    )
-    condition = "at most 2 micro-batches are accumulated, or under no_sync() with whole gradients"
-    few = one[1] <= one[0] and one[3] <= one[2]
-    return measured, holds_when(condition, few and quiet.sent() <= zero1.sent(), one[5] <= one[4])
+# Accumulation, buckets and units.
 
 
-def sharded_replicas() -> tuple[str, str]:
-    with fake_ranks(8):
-        model = chain()
-        engine = build("fsdp2", model, SGD, mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("copies", "shards")))
-        inputs, targets = batch_for(model)
+@claims.sharding_state("too-small buckets increase overhead", "ZeRO-2 on a GPT, collectives by bucket size")
+def small_buckets():
+    runs = {size: step("zero2", toy, bucket_mb=size) for size in (0, 0.02, 0.1, 25)}
+    counts = [len(run.collectives) for run in runs.values()]
+    volumes = [run.sent() for run in runs.values()]
+    same = about(max(volumes), min(volumes), 0.01)
+    measured = "collectives per step by bucket size: " + listed(dict(zip(runs, counts)), "{} MiB: {}")
+    falling = counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+    return f"{measured}; bytes the same: {same}", same and falling
+
+
+long_chain = partial(chain, 16)
+
+
+@claims.sharding_state("too-large buckets spike memory", "ZeRO-2, peak by bucket size")
+def large_buckets():
+    runs = {size: step("zero2", long_chain, bucket_mb=size) for size in (0, 0.0625, 0.25, 25)}
+    peaks = [run.peak / run.parameters for run in runs.values()]
+    measured = "peak of ZeRO-2 by bucket size: " + listed(dict(zip(runs, peaks)), "{} MiB {}Ψ") + " bytes"
+    return measured, peaks == sorted(peaks) and peaks[-1] > peaks[0] + 2
+
+
+@claims.multiple_gpus("ZeRO-2 frees gradients as backward goes", "peak of ZeRO-2 over 16 layers",
+                      "the model has several buckets")  # fmt: skip
+def gradients_freed():
+    """The step's peak over what is held, in bytes per parameter. Whole gradients are 4."""
+    runs = [step("zero2", long_chain, bucket_mb=size) for size in (0, 25)]
+    several, one = ((run.peak - run.state) / run.parameters for run in runs)
+    measured = f"peak over the held state: {several:.2g}Ψ bytes with a bucket per parameter, {one:.2g}Ψ bytes with one "
+    return measured + "bucket of all", several < 2, one < 2
+
+
+def matrices(model) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm)) and m is not model.head]
+
+
+@claims.sharding_state("bad wrapping causes excessive all-gathers", "ZeRO-3 on a GPT, three choices of units")
+def bad_wrapping():
+    choices = {"a unit per layer": matrices, "one per block": None, "the model as one": lambda model: [model]}
+    found = {}
+    for what, units in choices.items():
+        sizes = [c.whole_bytes for c in collectives("zero3", toy, units=units) if c.kind == GATHER]
+        found[what] = len(sizes), sum(sizes) / step("zero3", toy).parameter_bytes
+    (layers, volume), (blocks, least), _ = found.values()
+    measured = "all-gathers per step of a 2-block GPT: " + listed(found, "{1} with {0} ({2}Ψ)")
+    return measured, layers > 3 * blocks and about(volume, least, 0.05)
+
+
+def wrapped(model_of, units) -> tuple[int, int]:
+    """(bytes of the largest all-gather, bytes that stay unsharded) with fully_shard on these modules."""
+    with running("fsdp2", model_of, units=units) as engine:
         with TrafficLedger() as ledger:
-            loss_for(model)(engine(inputs), targets).backward()
-        hybrid = sum(collective.kind == ALL_REDUCE for collective in ledger.collectives)
+            forward(engine).backward()
+        whole = sum(param.nbytes for param in engine.model.parameters() if not isinstance(param, DTensor))
         del engine
-    full = step("fsdp2").count[ALL_REDUCE]
-    return f"all-reduces per step of 8 units: 2 copies x 4 shards {hybrid}, 8 shards {full}", verdict(
-        hybrid > full == 0
+    return max(c.whole_bytes for c in ledger.collectives if c.kind == GATHER), whole
+
+
+@claims.multiple_gpus("fully_shard must go on every layer and then on the model",
+                      "a GPT wrapped in three ways, all-gathers counted",
+                      "the model must never be gathered as one, and parameters outside the layers must be sharded "
+                      "too")  # fmt: skip
+def root_wrapped_too():
+    total = step("zero3", toy).parameter_bytes
+    (both, _), (only_root, _), (_, unsharded) = (
+        wrapped(toy, units) for units in (None, lambda model: [model], lambda model: list(model.blocks))
     )
+    measured = f"largest all-gather {both / total:.0%} of the model; only the model wrapped {only_root / total:.0%}; "
+    measured += f"only the layers wrapped: {unsharded / total:.0%} of the parameters stay unsharded"
+    return measured, both < only_root and unsharded > 0, only_root == 0
 
 
-def tensor_parallel() -> tuple[str, str]:
-    def all_reduces(plan: dict) -> int:
-        with fake_ranks(8):
-            model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-            parallelize_module(model, init_device_mesh("cpu", (8,)), plan)
+@claims.sharding_state("FSDP2 shards each parameter by itself, as a DTensor", "fully_shard on 8 ranks")
+def per_parameter_dtensor():
+    whole = step("fsdp2").parameter_bytes
+    with running("fsdp2") as engine:
+        params = list(engine.model.parameters())
+        share = storage_bytes(params) / whole
+        kept = {str(tuple(param.shape)): str(tuple(param.to_local().shape)) for param in params}
+        kinds = {type(param).__name__ for param in params}
+    measured = f"{'/'.join(kinds)} parameters, {listed(kept, '{0} kept as {1}')}; {share:g} of the bytes"
+    return measured, kinds == {"DTensor"} and about(share, 1 / 8)
+
+
+@claims.scaling("the parameters are cut into N chunks (N is blank in our copy), equal ones",
+                "ZeRO-3's shards on each of 8 ranks")  # fmt: skip
+def flat_partition():
+    sizes = []
+    for rank in range(8):
+        with running("zero3", toy, rank=rank) as engine:
+            sizes.append(sum(bucket.shard.numel() for bucket in engine.buckets))
+    real = step("zero3", toy).parameters
+    measured = f"shards of the 8 ranks: {sorted(set(sizes))} elements each, {sum(sizes) - real} of {real:,} padding"
+    return measured, len(set(sizes)) == 1 and about(sum(sizes), real)
+
+
+# What is gathered at once.
+
+
+def most_gathered(model_of, **options) -> float:
+    """The largest share of the parameters that ZeRO-3 has gathered at once in a step."""
+    most = 0
+
+    class Look(TorchDispatchMode):  # at every operation
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal most
+            most = max(most, sum(bucket.flat.untyped_storage().nbytes() for bucket in engine.buckets))
+            return func(*args, **(kwargs or {}))
+
+    with running("zero3", model_of, **options) as engine, Look():
+        for _ in range(2):
+            forward(engine).backward()
+            update(engine)
+    return most / step("zero3", model_of).parameter_bytes
+
+
+@claims.multiple_gpus("ZeRO-3 frees a layer's parameters right after use", "gathered bytes through a step of ZeRO-3")
+@claims.sharding_state("full parameters exist only around the computation that needs them",
+                       "gathered bytes through a step of ZeRO-3")  # fmt: skip
+def freed_right_away():
+    at_once = {layers: layers * most_gathered(partial(chain, layers)) for layers in (4, 8, 16)}
+    measured = "most layers gathered at once: " + listed(at_once, "{1} of {0}") + " (at work, and prefetched)"
+    return measured, max(at_once.values()) <= 2.01
+
+
+@functools.cache
+def gathered_of_a_gpt() -> dict[str, float]:
+    """Shares of an 8-block GPT that are gathered at once."""
+    return {
+        "by units": most_gathered(small_gpt),
+        "with reshard_after_forward=False": most_gathered(small_gpt, reshard_after_forward=False),
+        "as one unit": most_gathered(small_gpt, units=lambda model: [model]),
+    }
+
+
+# fmt: off
+AT_ONCE = "gathered bytes through a step of ZeRO-3"
+IN_WORDS = "most of an 8-block GPT that is gathered at once: "
+claims.scaling("no GPU ever holds the entire model, but for the transient window", AT_ONCE,
+               "the model has several units, freed after forward", lambda: (
+    IN_WORDS + listed(gathered_of_a_gpt()),
+    gathered_of_a_gpt()["by units"] < 0.9, min(gathered_of_a_gpt().values()) == 1))
+claims.wordpress("under ZeRO-3 the model exists in full during forward and backward", AT_ONCE,
+                 "units are kept after forward, or there is only one", lambda: (
+    IN_WORDS + listed(gathered_of_a_gpt()),
+    sorted(gathered_of_a_gpt().values())[1] > 0.9, gathered_of_a_gpt()["by units"] > 0.9))
+# fmt: on
+
+
+@claims.multiple_gpus("under ZeRO every rank runs the same forward and backward", "FLOPs of a rank counted")
+def same_passes():
+    flops = {}
+    for name in ("plain", "zero3", "fsdp2"):
+        with running(name, small_gpt) as engine, FlopCounterMode(display=False) as counter:
+            forward(engine).backward()
+            flops[name] = counter.get_total_flops()
+    return "FLOPs of forward and backward: " + listed(flops, "{} {}"), len(set(flops.values())) == 1
+
+
+# In which order.
+
+
+class Events(TrafficLedger):
+    """The order of all-gathers (G), matrix products (C) and reduce-scatters (R)."""
+
+    def __init__(self):
+        super().__init__(on_event=lambda what, *_: self.note({GATHER: "G", REDUCE: "R"}.get(what, "")))
+        self.letters = ""
+
+    def note(self, letter: str) -> None:
+        self.letters += letter
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.note({"aten::mm": "C", "aten::addmm": "C"}.get(func._schema.name, ""))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def order(name: str, layers: int = 4, **options) -> str:
+    """The events of one forward | backward of an engine over `layers` layers, after two steps to learn the order."""
+    with running(name, partial(chain, layers), **options) as engine:
+        for _ in range(3):
+            with Events() as events:
+                loss = forward(engine)
+                events.note("|")
+                loss.backward()
+            update(engine)
+        del engine, loss
+    return events.letters
+
+
+@claims.sharding_state("FSDP: gather, compute, free; in backward gather, compute, reduce-scatter",
+                       "order of events of one unit")  # fmt: skip
+def fsdp_flow():
+    orders = {name: order(name, layers=1) for name in ("zero3", "fsdp2")}
+    return "G gather, C compute, R reduce: " + listed(orders, "{} {}", "; "), set(orders.values()) == {"GC|GCR"}
+
+
+def is_ahead(letters: str) -> bool:
+    """Whether the gather of the next unit is always issued before the computation of the present one."""
+    gathers = letters.count("G")
+    per_unit = round(letters.count("C") / gathers)  # 1 in forward, 2 in backward
+    before = [letters[:place].count("G") for place, letter in enumerate(letters) if letter == "C"]
+    return all(issued >= min(number // per_unit + 2, gathers) for number, issued in enumerate(before))
+
+
+PREFETCHED = "a unit or more is prefetched; without, each gather waits for the computation in front of it"
+
+
+@claims.multiple_gpus("the gather of layer N+1 can hide behind the forward of layer N",
+                      "order of events in our ZeRO-3", PREFETCHED)  # fmt: skip
+@claims.sharding_state("the next layer's gather goes on beside the computation",
+                       "order of events in our ZeRO-3", PREFETCHED)  # fmt: skip
+def prefetch():
+    ahead, serial = order("zero3"), order("zero3", prefetch=0)
+    measured = f"with prefetch {ahead}, without {serial} (G gather, C compute, R reduce)"
+    return measured, all(map(is_ahead, ahead.split("|"))), any(map(is_ahead, serial.split("|")))
+
+
+@claims.scaling("BackwardPrefetch overlaps the next gather with the present gradients", "order of events in FSDP1",
+                "it is BACKWARD_PRE, the default")  # fmt: skip
+def backward_prefetch():
+    """The article names the option (its snippet only imports it): is the next unit gathered early enough?"""
+    options = {"BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE, "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
+               "None": None}  # fmt: skip
+    orders = {name: order("fsdp1", backward_prefetch=one).split("|")[1] for name, one in options.items()}
+    pre, post, none = (letters[: letters.index("C")].count("G") > 1 for letters in orders.values())
+    return listed(orders, "{}: {}", "; "), pre, post or none
+
+
+def around_the_update(name: str) -> tuple[list[str], list[str]]:
+    """The collectives of a step before the optimizer's update, and from its beginning on."""
+    with running(name) as engine, TrafficLedger() as ledger:
+        before = []
+        engine.optimizer.register_step_pre_hook(lambda *_: before.extend(ledger.collectives))
+        forward(engine).backward()
+        update(engine)
+    kinds = [collective.kind for collective in ledger.collectives]
+    return kinds[: len(before)], kinds[len(before) :]
+
+
+@claims.multiple_gpus("ZeRO-3 needs no all-gather at the end of the step",
+                      "one step of every engine, collectives after the update counted")  # fmt: skip
+def no_final_gather():
+    after = {name: len(around_the_update(name)[1]) for name in ("zero1", "zero2", "zero3", "fsdp2")}
+    measured = "collectives after the update: " + listed(after, "{} {}")
+    return measured, after["zero3"] == after["fsdp2"] == 0 < after["zero2"]
+
+
+@claims.frameworks("the gradient sync overlaps with the optimizer's step", "order of collectives and update")
+def sync_over_update():
+    late = {name: around_the_update(name)[1].count(REDUCE) for name in ("zero2", "zero3", "fsdp2")}
+    measured = "reduce-scatters still to come when the optimizer starts: " + listed(late, "{} {}")
+    return measured, any(late.values())
+
+
+def before_the_last_gradient(**options) -> tuple[int, int]:
+    """(all-reduces that DDP has issued before the last gradient, all of them), in its third step."""
+    with running("ddp", **options) as engine:
+        issued = []
+        engine.model.module[0].weight.register_hook(lambda _: issued.append(len(ledger.collectives)))
+        for _ in range(3):
             with TrafficLedger() as ledger:
-                _ = model(torch.ones(2, 64)) + 0  # waits for it, too
-        return sum(collective.kind == ALL_REDUCE for collective in ledger.collectives)
-
-    columns = all_reduces({"0": ColwiseParallel(output_layouts=Replicate())})
-    pair = all_reduces({"0": ColwiseParallel(), "2": RowwiseParallel()})
-    measured = f"all-reduces in forward: column-parallel layer {columns}, column- and row-parallel pair {pair}"
-    return measured, holds_when(
-        "a layer is a column-parallel matrix and the row-parallel one behind it", pair == 1, columns == 1
-    )
+                forward(engine).backward()
+        del engine
+    return issued[-1], len(ledger.collectives)
 
 
-def bad_wrapping() -> tuple[str, str]:
-    def gathers(choose) -> tuple[int, float]:
-        with fake_ranks(8):
-            model = toy()
-            engine, (inputs, targets) = build("zero3", model, SGD, units=choose(model)), batch_for(model)
-            with TrafficLedger() as ledger:
-                loss_for(model)(engine(inputs), targets).backward()
-            kinds = [c for c in ledger.collectives if c.kind == GATHER]
-            del engine
-        return len(kinds), sum(c.whole_bytes for c in kinds) / step("zero3", toy).parameter_bytes
-
-    def matrices(model):
-        return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm)) and m is not model.head]
-
-    (small, small_psi), (block, block_psi) = gathers(matrices), gathers(lambda model: list(model.blocks))
-    (one, one_psi) = gathers(lambda model: [model])
-    measured = (
-        f"all-gathers per step of a 2-block GPT: {small} with a unit per layer ({psi(small_psi)}), "
-        f"{block} per block ({psi(block_psi)}), {one} with the model as one ({psi(one_psi)})"
-    )
-    return measured, verdict(small > 3 * block and about(small_psi, block_psi, 0.05))
-
-
-def small_buckets() -> tuple[str, str]:
-    sizes = (0, 0.02, 0.1, 25)
-    runs = [step("zero2", toy, bucket_mb=size) for size in sizes]
-    counts = [sum(run.count.values()) for run in runs]
-    sent = [run.sent() for run in runs]
-    measured = ", ".join(f"{size:g} MiB: {count}" for size, count in zip(sizes, counts))
-    same = about(max(sent), min(sent), 0.01)
-    return f"collectives per step by bucket size: {measured}; bytes the same: {same}", verdict(
-        same and counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
-    )
-
-
-def fsdp_is_zero3() -> tuple[str, str]:
-    runs = {name: step(name, toy) for name in ("zero3", "fsdp1", "fsdp2")}
-    measured = ", ".join(f"{NAMES[name]} {psi(run.sent())} and {run.state:,} bytes" for name, run in runs.items())
-    ours = runs["zero3"]
-    alike = all(about(r.sent(), ours.sent()) and about(r.state, ours.state) for r in runs.values())
-    return f"sent and held: {measured}", verdict(alike)
-
-
-_STEP = "one step of {}, a fake group of 8, collectives counted"
-CLAIMS = [
-    Claim(MULTIPLE_GPUS, "ZeRO-1's all-reduce sends more than its ranks can use",
-          _STEP.format("ZeRO-1 and -2"), overcommunicates),
-    Claim(MULTIPLE_GPUS, "ZeRO-2 saves bandwidth as well as memory",
-          _STEP.format("DDP, ZeRO-1 and -2"), zero2_saves_bandwidth),
-    Claim(MULTIPLE_GPUS, "ZeRO-2 costs what ZeRO-1 does, so nobody would use ZeRO-1",
-          "1 to 4 micro-batches per step, collectives counted", never_zero1),
-    Claim(MULTIPLE_GPUS, "ZeRO pays for memory with communication",
-          _STEP.format("DDP, ZeRO-2 and -3"), memory_for_traffic),
-    Claim(SHARDING_STATE, "sharding trades memory for communication",
-          _STEP.format("DDP, ZeRO-2 and -3"), memory_for_traffic),
-    Claim(SHARDING_STATE, "ZeRO-1 and -2 communicate less than full sharding",
-          _STEP.format("the three stages"), less_than_full_sharding),
-    Claim(SHARDING_STATE, "an all-reduce may be needed, depending on the strategy",
-          "fully_shard over 8 and over 2 x 4 ranks", sharded_replicas),
-    Claim(SHARDING_STATE, "too-small buckets increase overhead",
-          "ZeRO-2 on a GPT, collectives by bucket size", small_buckets),
-    Claim(SHARDING_STATE, "bad wrapping causes excessive all-gathers",
-          "ZeRO-3 on a GPT, three choices of units", bad_wrapping),
-    Claim(FRAMEWORKS, "an all-reduce sends 2 (N-1)/N of the buffer", "a ring of 8 run in one process", ring_all_reduce),
-    Claim(FRAMEWORKS, "ZeRO-3's volume is about 1.5 times DDP's",
-          _STEP.format("DDP, ZeRO-3, FSDP2"), zero3_half_as_much_again),
-    Claim(FRAMEWORKS, "ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
-          _STEP.format("ZeRO-3 and FSDP2"), per_unit_and_pass),
-    Claim(FRAMEWORKS, "tensor parallelism all-reduces after every layer",
-          "an MLP under torch's tensor parallelism on 8 ranks", tensor_parallel),
-    Claim(FRAMEWORKS, "accumulating K micro-batches means K times fewer all-reduces",
-          "real DDP, 4 micro-batches", accumulation_in_ddp),
-    Claim(SCALING, "ZeRO-1 saves memory at no more communication",
-          _STEP.format("DDP, ZeRO-1 and -2"), zero1_free_of_charge),
-    Claim(SCALING, "communication: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high",
-          _STEP.format("every stage"), low_medium_high),
-    Claim(SCALING, "an all-gather is every rank broadcasting its shard",
-          "8 broadcasts and an all-gather, bytes counted", broadcasts),
-    Claim(SCALING, "each rank receives only the gradients of what it owns", _STEP.format("ZeRO-2"), own_part_only),
-    Claim(SCALING, "FSDP is ZeRO-3", "FSDP1, FSDP2 and our ZeRO-3 on one GPT", fsdp_is_zero3),
-    Claim(WORDPRESS, "ZeRO-3 sends 50% more than DDP", _STEP.format("DDP, ZeRO-3, FSDP2"), zero3_half_as_much_again),
-]  # fmt: skip
+@claims.frameworks("DDP overlaps the all-reduce with backward by itself",
+                   "real DDP, when its all-reduces are issued",
+                   "the gradients fill more than one bucket (25 MiB each)")  # fmt: skip
+def overlap_in_ddp():
+    (early, total), (one_early, one) = before_the_last_gradient(bucket_cap_mb=0.02), before_the_last_gradient()
+    measured = f"{early} of {total} all-reduces issued before the last gradient; with a single bucket {one_early} of "
+    return f"{measured}{one}", early > 0, one_early > 0

@@ -803,7 +803,7 @@ _IN_ORDER = (
         "prefetching its gather is on the way, and nobody has waited for it: what is read is whatever the memory had "
         "in it before. Backward asks for the weights that it saved, and a look at these misses no path.",
         read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
-        caught_by=("tests/test_paths.py::test_backward_reaches_the_weights_however_late_they_come",),
+        caught_by=("losses_beside_the_outputs_reach_the_weights",),
         options={"prefetch": 0},
         training={"kept_losses": True},
     ),
@@ -820,7 +820,7 @@ _IN_ORDER = (
         "disk. A shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between "
         "steps, so that the weights are all that there is to save.)",
         read="harness/engine/rectangles.py, what a rank says of its part, `Cut.__create_write_items__`",
-        caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
+        caught_by=("what_is_loaded_is_what_was_saved",),
         training={"optimizer": "SGD", "resume_at": 2},
     ),
     dict(
@@ -835,7 +835,7 @@ _IN_ORDER = (
         "every element, however small the gradient is. The first loss comes from the weights alone, so a look at it "
         "tells nothing. In a long run the jump is easily taken for a bad batch.",
         read="harness/engine/checkpoint.py, after all was read, `_install`: `engine.optimizer.state`",
-        caught_by=("tests/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",),
+        caught_by=("what_is_loaded_is_what_was_saved",),
         training={"resume_at": 2},
     ),
     dict(
@@ -850,7 +850,7 @@ _IN_ORDER = (
         "hooks that were on it, without a word. So nobody hears that backward has come to the unit, and its weights "
         "are read while it is freed. Backward asks for the weights that it saved, whatever became of an output.",
         read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
-        caught_by=("tests/test_paths.py::test_backward_reaches_the_weights",),
+        caught_by=("changed_and_hidden_outputs_reach_the_weights",),
         options={"prefetch": 0},
         training={"in_place": True},
     ),
@@ -866,7 +866,7 @@ _IN_ORDER = (
         "halves its scale; the others update their shards. From then on a rank's loss is multiplied by another number "
         "than the others' before the gradients are summed. All ranks must hear what one has found.",
         read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
-        caught_by=("tests/test_precision.py::test_scaling_by_a_power_of_two_changes_nothing",),
+        caught_by=("an_inf_in_one_ranks_shard_is_heard_by_all",),
         training={"overflow_at": 3, "steps": 6},
     ),
 )

@@ -25,9 +25,9 @@ from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
 from harness.run.ending import one_line
+from harness.run.shared_folder import shared_folder
 from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save, with_step_5
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
-from harness.teach.shared_folder import shared_folder
 
 RANKS, MOST_RANKS = 2, 16
 

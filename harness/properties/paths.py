@@ -1,0 +1,644 @@
+"""Every path by which backward reaches a unit's weights: right, however late collectives run, and freed after it.
+
+Backward comes to a module by its output as a rule. Here it comes by a loss that a module keeps, by a view, by a hook,
+by what the module's parent does with its weights, and so on.
+"""
+
+import collections
+import contextlib
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from harness.measure.memory import storage_bytes
+from harness.properties import parts
+from harness.properties.models import PartlyFrozen
+from harness.properties.overlap import late_collectives, replaced
+from harness.properties.property import NotApplicable, expect, holds, same
+from harness.properties.training import EXACT, Pair, of_output
+
+
+def leaves(step: int, rank: int):
+    """(a leaf (4, 5) that wants a gradient, classes (4,)), another for every rank and step."""
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    return x.requires_grad_(), torch.randint(3, (4,), generator=generator)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A model and a loss by which backward comes to its units, and what ZeRO-3 does then."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable = of_output
+    batch: Callable = leaves
+    again: bool = True  # backward gathers each unit exactly once more,
+    root_again: bool = False  # and the root, if nobody can see that the model's output will get a gradient
+    keeps: bool = False  # a graph of backward's own may read all weights later: units stay gathered for it
+    warns: bool = False  # ZeRO-3 says which unit is used from outside
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return torch.tanh(self.a(x))
+
+
+class TwoLayers(Layer):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Linear(5, 5)
+
+
+def call(block, x):
+    return block(x)
+
+
+class Body(nn.Module):
+    """Three units of one kind, used one after the other, and a head, which belongs to the root."""
+
+    def __init__(self, unit: Callable[[], nn.Module] = Layer, use: Callable = call):
+        super().__init__()
+        self.blocks = nn.ModuleList(unit() for _ in range(3))
+        self.head, self.use = nn.Linear(5, 3), use
+
+    def through(self, x):
+        for block in self.blocks:
+            x = self.use(block, x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.through(x))
+
+
+def inside(model) -> nn.Module:
+    """The model, of an engine or as it is."""
+    return getattr(model, "model", model)
+
+
+# Losses that do not pass through a unit's output.
+
+
+class Router(Layer):
+    """The loss of a router is kept as an attribute, as every mixture of experts does it."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.inner = nn.Linear(5, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.loss = self.inner(torch.softmax(self.router(x), -1)).square().sum()
+        return x + super().forward(x.detach())
+
+
+class Apart(TwoLayers):
+    """What a unit returns needs no gradient at all; only the loss that it keeps does."""
+
+    def forward(self, x):
+        h = super().forward(x)
+        self.loss = self.b(h).square().sum()
+        return h.detach()
+
+
+class Measured(Layer):
+    def forward(self, x):
+        h = super().forward(x)
+        self.loss = h.square().mean()
+        return h
+
+
+class Unused(Body):
+    """The loss that is used comes from inside; the model's output, and its frozen head, are not used."""
+
+    def __init__(self):
+        super().__init__(Measured)
+        self.head.requires_grad_(False)
+
+
+class Silent(Body):
+    """The model returns nothing, and keeps its loss."""
+
+    def forward(self, x, y):
+        self.loss = F.cross_entropy(super().forward(x), y)
+
+
+def kept_by_the_model(model, x, y):
+    assert model(x, y) is None
+    return inside(model).loss
+
+
+def with_kept_losses(model, x, y):
+    return F.cross_entropy(model(x), y) + 0.1 * sum(block.loss for block in inside(model).blocks)
+
+
+def only_kept_losses(model, x, y):
+    model(x)
+    return sum(block.loss for block in inside(model).blocks)
+
+
+def features_of_hooks(model, x, y, deep):
+    """The loss takes what hooks of the caller's have seen, on units or on layers in them; of the output only a part."""
+    seen, hooks = [], []
+    for block in inside(model).blocks:
+        module = block.a if deep else block
+        hooks.append(module.register_forward_hook(lambda module, args, out: seen.append(out)))
+    out = model(x)
+    for hook in hooks:
+        hook.remove()
+    return F.cross_entropy(out if deep else out.detach() + out[:, :1], y) + sum(each.pow(3).sum() for each in seen)
+
+
+LOSSES = {
+    "losses kept, outputs without gradient": Path(partial(Body, Apart), with_kept_losses),
+    "through outputs": Path(Body),
+    "losses kept beside outputs": Path(partial(Body, Router), with_kept_losses),
+    "the model keeps its loss and returns nothing": Path(Silent, kept_by_the_model, root_again=True),
+    "losses kept, the model's output unused": Path(Unused, only_kept_losses),
+    "features of a hook": Path(Body, partial(features_of_hooks, deep=False)),
+    "features of a hook inside": Path(Body, partial(features_of_hooks, deep=True)),
+}
+
+# Outputs that are changed, hidden, or of odd forms.
+
+
+class Inplace(nn.Module):
+    """An `nn.Linear` on three dimensions returns a view, which the model changes in place: its hooks are dropped."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(count))
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(5, 3)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = self.relu(layer(x))
+        return self.head(x.mean(1))
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Output(dict):
+    """As the libraries of language models return it."""
+
+
+Both = collections.namedtuple("Both", "first second")
+
+# (into a form, and out of it)
+FORMS = {
+    "set": (lambda h: {h}, lambda out: next(iter(out))),
+    "slots": (Slots, lambda out: out.hidden),
+    "closure": (lambda h: lambda: h, lambda out: out()),
+    "generator": (lambda h: (part for part in (h[:, :2], h[:, 2:])), lambda out: torch.cat(list(out), 1)),
+    "subclass of dict": (lambda h: Output(hidden=h), lambda out: out["hidden"]),
+    "named tuple": (lambda h: Both(h, None), lambda out: out.first),
+    "default dictionary": (lambda h: collections.defaultdict(list, hidden=[h]), lambda out: out["hidden"][0]),
+}
+SEEN = {"named tuple", "default dictionary"}  # by who looks for tensors in an output
+
+
+def in_a(form: str) -> Path:
+    """Units, and the model, return `form`."""
+    wrap, unwrap = FORMS[form]
+
+    class Unit(Layer):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    class Wrapped(Body):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    build = partial(Wrapped, Unit, use=lambda block, x: unwrap(block(x)))
+    return Path(build, lambda model, x, y: F.cross_entropy(unwrap(model(x)), y), root_again=form not in SEEN)
+
+
+class Later(Layer):
+    """A unit returns a generator, which computes with the unit's weights when its forward is over."""
+
+    def forward(self, x):
+        return (torch.tanh(self.a(rows)) for rows in x.chunk(2))
+
+
+class OwnWeight(nn.Module):
+    """Units that return a view of their own weight, and one that returns the weight itself."""
+
+    class Block(nn.Module):
+        def __init__(self, whole: bool):
+            super().__init__()
+            self.weight, self.whole = nn.Parameter(torch.randn(5, 5)), whole
+
+        def forward(self):
+            return self.weight if self.whole else self.weight[1:]
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(False), self.Block(True), self.Block(False)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = torch.tanh(x @ self.blocks[0]().T)  # (4, 4)
+        x = torch.tanh(x @ self.blocks[1]()[:4])  # (4, 5)
+        return self.head(x @ self.blocks[2]().T)
+
+
+OUTPUTS = {
+    "in place, 3 layers": Path(partial(Inplace, 3), batch=parts.token_batch),
+    "in place, 5 layers": Path(partial(Inplace, 5), batch=parts.token_batch),
+    **{f"in a {form}": in_a(form) for form in FORMS},
+    "in a generator that computes later": Path(
+        partial(Body, Later, lambda block, x: torch.cat(list(block(x)))), again=False, warns=True
+    ),
+    "views of own weights": Path(OwnWeight),
+}
+
+# Frozen weights, gradients of gradients, and parts without.
+
+
+class Prompted(Body):
+    """A frozen body behind a prompt that is trained: soft prompts."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.requires_grad_(False)
+        self.prompt = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return super().forward(x + self.prompt)
+
+
+def gradient_penalty(model, x, y):
+    x = x.detach().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.cross_entropy(out, y) + gradient.square().sum()
+
+
+class Forces(Body):
+    """The model itself takes a gradient by its input, as a model of molecules does for its forces."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.through(x).pow(2)
+            (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return self.head(energy + forces)
+
+
+def twice(loss):
+    """Two graphs, and one backward through both at once. A penalty's second is built beside the first's."""
+    return lambda model, x, y: loss(model, x, y) + loss(model, x.detach() + 1, y)
+
+
+class Partly(Body):
+    """A unit in the middle runs without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def through(self, x):
+        x = self.blocks[0](x)
+        with torch.no_grad():
+            y = self.blocks[1](x)
+        return self.blocks[2](x + y)
+
+
+LOW_RANK = partial(Body, PartlyFrozen.Adapter)  # LoRA: a frozen weight and two small trained ones in each unit
+GRADIENTS = {
+    "frozen weights and a leaf": Path(LOW_RANK),
+    "a frozen body and a leaf": Path(Prompted),
+    "a gradient penalty": Path(Body, gradient_penalty, again=False, keeps=True),
+    "two gradient penalties": Path(Body, twice(gradient_penalty), again=False, keeps=True),
+    "a gradient penalty of frozen weights": Path(LOW_RANK, gradient_penalty, again=False, keeps=True),
+    "two gradient penalties of frozen weights": Path(LOW_RANK, twice(gradient_penalty), again=False, keeps=True),
+    "a gradient taken in forward": Path(Forces, again=False, keeps=True),
+    "a gradient of frozen weights taken in forward": Path(partial(Forces, PartlyFrozen.Adapter), again=False,
+                                                          keeps=True),
+    "two forwards": Path(Body, twice(of_output), again=False),
+    "two forwards of frozen weights": Path(LOW_RANK, twice(of_output), again=False),
+    "two forwards of kept losses": Path(partial(Body, Router), twice(with_kept_losses), again=False),
+    "a part without gradients": Path(Partly, again=False),
+}  # fmt: skip
+
+# Saved-tensor hooks of the caller's own, activation checkpointing, own functions.
+
+
+def restored(packed):
+    dtype, shape, values = packed
+    return torch.tensor(values, dtype=dtype).reshape(shape)
+
+
+def as_copies():
+    """A context of the caller's that makes something else of every tensor."""
+    return saved_tensors_hooks(lambda tensor: (tensor.dtype, tensor.shape, tensor.flatten().tolist()), restored)
+
+
+def as_it_is():
+    """A context that hides from the engine what is saved, and changes nothing."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def under(context, function):
+    """`function`, called under `context`."""
+
+    def called(*arguments):
+        with context():
+            return function(*arguments)
+
+    return called
+
+
+class PartAgain(TwoLayers):
+    """Checkpointing of a part of a unit: backward runs a layer again, and not the unit."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + checkpoint(lambda x: torch.tanh(self.b(x)), x, use_reentrant=False)
+
+
+class WholeAgain(Body):
+    """Checkpointing of units, of which the middle one is not: backward comes by both ways in turn."""
+
+    def through(self, x):
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index == 1 else checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Product(torch.autograd.Function):
+    """x @ weight.T, whose backward has the weight from `save_for_backward`, or keeps the parameter itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight, saved):
+        ctx.save_for_backward(x, weight) if saved else ctx.save_for_backward(x)
+        ctx.weight = None if saved else weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors if ctx.weight is None else (*ctx.saved_tensors, ctx.weight)
+        return gradient @ weight, gradient.T @ x, None
+
+
+class Own(Layer):
+    def __init__(self, saved: bool):
+        super().__init__()
+        self.saved = saved
+
+    def forward(self, x):
+        return torch.tanh(Product.apply(x, self.a.weight, self.saved) + self.a.bias)
+
+
+class Computed(nn.Module):
+    """Weights that forward computes from others: pieces of one, and a product of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.packed, self.gain = nn.Parameter(torch.randn(10, 5)), nn.Parameter(torch.rand(5, 5))
+
+    def forward(self, x):
+        first, second = self.packed.chunk(2)
+        return torch.tanh(F.linear(torch.tanh(F.linear(x, first * self.gain)), second.T))
+
+
+class Tables(nn.Module):
+    """Units of which backward reads no weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(11, 5), nn.Embedding(11, 5)])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.tables[0](tokens) + self.tables[1](10 - tokens)).mean(1))
+
+
+SAVED = {
+    "saved on the CPU": Path(Body, under(save_on_cpu, of_output)),
+    "saved as something else": Path(Body, under(as_copies, of_output)),
+    "saved on the CPU inside": Path(partial(Body, use=under(save_on_cpu, call))),
+    "saved by a context inside": Path(partial(Body, use=under(as_it_is, call))),
+    "a part of a unit runs again": Path(partial(Body, PartAgain)),
+    "units run again": Path(WholeAgain),
+    "a function of one's own": Path(partial(Body, partial(Own, True))),
+    "a function that keeps the parameter": Path(partial(Body, partial(Own, False))),
+    "computed weights": Path(partial(Body, Computed)),
+    "no weight is read": Path(Tables, batch=parts.token_batch, again=False),
+}
+
+# Units whose weights are used by others.
+
+
+def directly(block, x):
+    return torch.tanh(F.linear(x, block.a.weight, block.a.bias))
+
+
+class Gained(Layer):
+    """The parent scales by a weight of no dimensions that belongs to the unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+
+class Penalty(Body):
+    """The model adds a penalty on its units' weights to its output: weight decay by hand."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.1 * sum(block.a.weight.square().sum() for block in self.blocks)
+
+
+class Itself(Layer):
+    """A block that calls itself."""
+
+    def forward(self, x, depth=2):
+        return torch.tanh(self.a(self(x, depth - 1) if depth else x))
+
+
+OUTSIDE = {
+    "weights used directly": Path(partial(Body, use=directly), warns=True),
+    "another method than forward": Path(partial(Body, use=lambda block, x: Layer.forward(block, x)), warns=True),
+    "a scalar used by the parent": Path(partial(Body, Gained, lambda block, x: block(x) * block.gain), again=False,
+                                        warns=True),
+    "a penalty on weights": Path(Penalty, warns=True, again=False),
+    "a block inside itself": Path(partial(Body, Itself), again=False, warns=True),
+}  # fmt: skip
+
+# Compiled models.
+
+
+def compiled_blocks(backend: str, in_place: bool) -> nn.Module:
+    """Compiled before the engine is built. In place a block is one graph: the engine's hooks are around it."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        raise NotApplicable("inductor needs a C++ compiler, and there is no g++")
+    model = Body()
+    for index, block in enumerate(model.blocks):
+        if in_place:
+            block.compile(backend=backend, fullgraph=True)
+        else:
+            model.blocks[index] = torch.compile(block, backend=backend)
+    return model
+
+
+def compiled(build) -> nn.Module:
+    model = build()
+    model.compile(backend="eager")
+    return model
+
+
+class PartlyDirect(Body):
+    """Hooks cut the graph of the whole model, of which one part uses a unit's weights itself."""
+
+    def __init__(self):
+        super().__init__(use=directly)
+
+    def through(self, x):
+        return self.blocks[0](super().through(x))
+
+
+def compiled_later(model, x, y):
+    """Blocks, and the model, that are compiled when the engine is there and has trained a step."""
+    loss = of_output(model, x, y)
+    if inside(model)._compiled_call_impl is None:
+        for module in (*inside(model).blocks, inside(model)):
+            module.compile(backend="eager")
+    return loss
+
+
+COMPILED = {
+    "compiled in place, aot_eager": Path(partial(compiled_blocks, "aot_eager", True)),
+    "compiled in place, inductor": Path(partial(compiled_blocks, "inductor", True)),
+    "compiled, aot_eager": Path(partial(compiled_blocks, "aot_eager", False)),
+    "compiled, inductor": Path(partial(compiled_blocks, "inductor", False)),
+    "a model compiled in place": Path(partial(compiled, PartlyDirect), warns=True, again=False),
+    "compiled in place, later": Path(Body, compiled_later),
+    "a gradient taken in a compiled forward": Path(partial(compiled, Forces), again=False, keeps=True),
+}
+PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED
+
+
+@contextlib.contextmanager
+def counted_gathers():
+    """Yields the shapes of all-gathers of parameters; the ranks' notes on the order of collectives are integers."""
+    shapes, issue = [], dist.all_gather_single
+
+    def counted(output, *args, **options):
+        if output.is_floating_point():
+            shapes.append(output.shape)
+        return issue(output, *args, **options)
+
+    with replaced(all_gather_single=counted):
+        yield shapes
+
+
+def follow(engine, path: str, late: bool = False, **options) -> None:
+    """Three steps with an evaluation in between equal those of plain PyTorch, late collectives or not.
+
+    In ZeRO-3 nothing but the root is gathered between forward and backward, and nothing at all after it.
+    """
+    path, found = PATHS[path], []
+    frees = engine.like == "zero3" and options.get("reshard_after_forward", True)
+
+    def loss(model, x, y):
+        value = path.loss(model, x, y)
+        if frees and not path.keeps and model is pair.trained:
+            units = [param for unit in model.units for param in unit.params]
+            same("bytes of units that are gathered after forward", storage_bytes(units), 0, step=1)
+        return value
+
+    pair = Pair(engine, path.build, loss=loss, batch=path.batch, **options)
+    with late_collectives() if late else contextlib.nullcontext([]) as pending:
+        for step in range(3):
+            with warnings.catch_warnings(record=True) as caught, counted_gathers() as gathers:
+                warnings.simplefilter("always")
+                pair.keeps = path.keeps  # a graph that backward built may be gone through once more
+                pair.backward(step)
+                pair.keeps = False
+            found += [str(warning.message) for warning in caught if "units=" in str(warning.message)]
+            if frees and path.again:
+                expected = 2 * sum(len(unit.buckets) for unit in pair.trained.units)
+                expected += len(pair.trained.root.buckets) * (2 if path.root_again else 1)
+                same("all-gathers of a step", len(gathers), expected, step=2)
+            pair.step()
+            if path.loss is of_output:
+                x, _ = path.batch(9, pair.rank)
+                with torch.no_grad():
+                    same("an evaluation", pair.trained(x), pair.plain(x), EXACT, step=1)
+            pair.nothing_gathered("an evaluation", 1)
+            same("collectives that nobody has waited for", [work.name for work in pending], [])
+    pair.same_weights()
+    # Once for each unit, on one rank; but a unit that is still gathered after its own forward gives no reason.
+    names = [f"'blocks.{n}'" for n in range(3)] if path.warns and engine.like == "zero3" and pair.rank == 0 else []
+    named = len(found) == len(names) and all(name in text for name, text in zip(names, found))
+    expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
+
+
+def cases_of(paths: dict[str, Path], size: int = 3) -> dict:
+    """Every path once, in ZeRO-3 on a slow network; the first in the other stages, too. Further ones: more options."""
+    others = [{"find_unused": True}, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
+    others = [{"on": ("zero3",), **options} for options in others] + [{"on": ("zero1", "zero2")}]
+    return {
+        "sizes": (size,),
+        "cases": ({"path": next(iter(paths)), "on": ("zero1", "zero2")},
+                  *({"path": path, "late": True, "on": ("zero3",)} for path in paths)),
+        "further_cases": tuple({"path": path, **other} for path in paths for other in others),
+    }  # fmt: skip
+
+
+@holds("values", **cases_of(LOSSES))
+def losses_beside_the_outputs_reach_the_weights(engine, **case):
+    """A loss that a unit or the model keeps, or that a hook's features make, has right gradients; all is freed then."""
+    follow(engine, **case)
+
+
+@holds("values", **cases_of(OUTPUTS))
+def changed_and_hidden_outputs_reach_the_weights(engine, **case):
+    """Outputs that are changed in place, hidden in an object, or views of weights: right gradients, and all is freed.
+
+    An in-place change of a view drops the hooks that were on it.
+    """
+    follow(engine, **case)
+
+
+@holds("values", **cases_of(GRADIENTS))
+def gradients_of_gradients_reach_the_weights(engine, **case):
+    """Frozen weights, gradients of gradients, parts without, and several forwards train as in plain PyTorch."""
+    follow(engine, **case)
+
+
+@holds("values", **cases_of(SAVED))
+def tensors_saved_in_other_ways_reach_backward(engine, **case):
+    """Saved-tensor hooks, recomputation and autograd functions of the caller's own train as in plain PyTorch."""
+    follow(engine, **case)
+
+
+@holds("values", **cases_of(OUTSIDE))
+def weights_may_be_used_from_outside_their_unit(engine, **case):
+    """A parent that uses a unit's weights itself trains right, and one rank warns, once for each unit."""
+    follow(engine, **case)
+
+
+@holds("values", **cases_of(COMPILED, size=2))
+def compiled_models_train_alike(engine, **case):
+    """Blocks and models that are compiled, in place, before the build or after it, train as they do uncompiled."""
+    torch.compiler.reset()  # how often a forward may be compiled is counted over all models of a process
+    follow(engine, **case)

@@ -1,0 +1,197 @@
+"""Parameters that a step leaves unused: on some ranks or on all, with find_unused=True and without."""
+
+import contextlib
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from harness.measure.memory import MemoryLedger
+from harness.measure.traffic import TrafficLedger
+from harness.properties import parts
+from harness.properties.loops import tripping
+from harness.properties.property import expect, holds, refused, same
+from harness.properties.training import Pair
+
+
+class Adapted(nn.Module):
+    """A block with adapters, of which a forward uses one or none. With a single one some ranks use all there is."""
+
+    def __init__(self, width: int, adapters: int):
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.adapters = nn.ParameterList([nn.Parameter(torch.randn(width)) for _ in range(adapters)])
+
+    def forward(self, x, choice):
+        x = torch.tanh(self.base(x))
+        return x if choice is None else x * self.adapters[choice % len(self.adapters)]
+
+
+class Forked(nn.Module):
+    """Parts that a step may leave unused: adapters in units, a whole unit, an early and a late root parameter."""
+
+    def __init__(self, width: int = 5):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.early = nn.Parameter(torch.randn(width))
+        self.blocks = nn.ModuleList([Adapted(width, 4), Adapted(width, 1), Adapted(width, 4)])
+        self.spare = nn.ModuleList([nn.Linear(width, 3)])  # a unit of its own, that only some steps run
+        self.heads = nn.ModuleDict({"a": nn.Linear(width, 3), "b": nn.Linear(width, 3)})
+
+    def forward(self, tokens, choice=None, early=False, spare=False):
+        x = self.embedding(tokens).mean(1)
+        if early:
+            x = x + self.early
+        for block in self.blocks:
+            x = block(x, choice)
+        out = {name: head(x) for name, head in self.heads.items()}
+        return {**out, "spare": self.spare[0](x) if spare else None}
+
+
+def loss_of(model, step: int, micro: int, rank: int, alike: bool = False):
+    """What forward is told, and the output that the loss uses, differ by step; and by rank, unless `alike`."""
+    tokens, targets = parts.token_batch(10 * step + micro, rank)
+    turn = step + micro
+    who = turn if alike else turn + rank
+    out = model(tokens, choice=(None, 0, 1, 2)[who % 4], early=who % 3 == 0, spare=turn % 2 == 0)
+    loss = F.cross_entropy(out[("a", "b")[who // 2 % 2]], targets)
+    if out["spare"] is not None and step % 4 == 0:  # else the unit ran and nobody asks for its output
+        loss = loss + F.cross_entropy(out["spare"], targets)
+    return loss
+
+
+def forked(engine, optimizer=parts.DECAY, alike=False, **options) -> Pair:
+    """`Forked` on both sides; the batch of number 10 * step + micro."""
+    return Pair(engine, Forked, optimizer, loss=partial(loss_of, alike=alike), find_unused=True,
+                batch=lambda number, rank: (*divmod(number, 10), rank), **options)  # fmt: skip
+
+
+EACH = {"alike": False, "micro_batches": 1, "no_sync": False}
+SEVERAL = {"alike": False, "micro_batches": 3, "no_sync": True}
+LAYOUTS = ({"on": ("zero2",), "bucket_mb": 0}, {"on": ("zero3",), "prefetch": 0},
+           {"on": ("zero3",), "reshard_after_forward": False})  # fmt: skip
+
+
+@holds("values", sizes=(2,), further_sizes=(1, 3), cases=(EACH, SEVERAL, {**EACH, "alike": True}),
+       further_cases=({**SEVERAL, "alike": True}, {**SEVERAL, "no_sync": False},
+                      *({**each, **layout} for layout in LAYOUTS for each in (EACH, SEVERAL))))  # fmt: skip
+def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sync, **options):
+    """With `find_unused` what no rank used gets no decay, no momentum and no state; the rest trains as ever."""
+    pair = forked(engine, alike=alike, **options)
+    pieces = {bucket.names[index]: piece for bucket in pair.trained.trained for index, piece in bucket.pieces}
+
+    def steps_taken():
+        states = {name: pair.trained.optimizer.state.get(piece, {}) for name, piece in pieces.items()}
+        return {name: int(state.get("step", 0)) for name, state in states.items()}
+
+    for step in range(8):
+        for micro in range(micro_batches):
+            quiet = no_sync and micro < micro_batches - 1
+            pair.backward(10 * step + micro, inside=pair.trained.no_sync if quiet else contextlib.nullcontext)
+        unused = {name for name, param in pair.plain.named_parameters() if param.grad is None}
+        assert "blocks.2.adapters.3" in unused and len(unused) < len(list(pair.plain.parameters()))
+        if step % 3 == 1:
+            pair.clip(0.1)
+        expected = {name: count + (name not in unused) for name, count in steps_taken().items()}
+        pair.step()
+        same("how often the optimizer has updated each parameter", steps_taken(), expected, step=4)
+    pair.same_weights()
+
+
+@holds("values", sizes=(2,), further_sizes=(3,))
+def clipping_between_backwards_leaves_the_unused_alone(engine):
+    """Clip, another backward, step: what some rank used before counts, what none used does not decay."""
+    pair = forked(engine, parts.MOMENTUM)
+    for step in range(4):
+        pair.backward(10 * step)
+        pair.clip(0.1)
+        pair.backward(10 * step + 1)
+        assert any(param.grad is None for param in pair.plain.parameters())
+        pair.step()
+    pair.same_weights()
+
+
+@holds("life", sizes=(2,), further_sizes=(3,))
+def after_a_fault_unused_parameters_are_found_again(engine):
+    """After half a backward and `zero_grad()`, buckets that wait for gradients which do not come are still reduced."""
+    pair = forked(engine, parts.MOMENTUM)
+    for step in range(3):
+        with tripping(pair.trained.model.blocks[1]):
+            refused(loss_of(pair.trained, step, 0, pair.rank).backward, error=ZeroDivisionError, step=2)
+        with TrafficLedger() as traffic:
+            pair.trained.zero_grad()
+        same("collectives for gradients that are dropped", len(traffic.collectives), 0, step=3)
+        pair.backward(10 * step)
+        pair.step()
+    pair.same_weights()
+
+
+@holds("traffic", sizes=(2,), further_sizes=(3,))
+def finding_the_unused_costs_one_small_all_reduce(engine):
+    """A step with `find_unused` sends what one without it sends, and one byte for each trained parameter."""
+    batch, found = parts.token_batch(0, dist.get_rank()), []
+    for option in (False, True):
+        trained = engine(parts.seeded(parts.OddModel), parts.DECAY, find_unused=option)
+        trained.training_step(*batch, F.cross_entropy)
+        with TrafficLedger() as traffic:
+            F.cross_entropy(trained(batch[0]), batch[1]).backward()
+            trained.clip_grad_norm_(1e9)
+            trained.step()
+            trained.zero_grad()
+        found.append([(each.kind, each.whole_bytes) for each in traffic.collectives])
+    small = ("all-reduce", sum(param.requires_grad for param in trained.model.parameters()))
+    same("the collectives of a step with find_unused", sorted(found[1]), sorted([*found[0], small]), step=3)
+
+
+@holds("bytes", engines=("zero3",))
+def zero3_finds_the_unused_within_its_bound(engine):
+    """ZeRO-3's peak in backward grows by a unit at most with `find_unused`, even if no unit is ever complete."""
+    engine.needs("zero3")
+    layers, width, peaks = 8, 64, []
+
+    def idle():
+        model = parts.Stack(layers, width)
+        for layer in model.layers:
+            layer.idle = nn.Parameter(torch.ones(1))
+        return model
+
+    for find_unused, build in ((False, lambda: parts.Stack(layers, width)), (True, idle)):
+        model = parts.seeded(build, dtype=torch.float32)
+        trained = engine(model, parts.ADAMW, group=parts.silent_group(), find_unused=find_unused)
+        x, y = parts.vector_batch(0, dist.get_rank())
+        with MemoryLedger() as memory:
+            loss = F.mse_loss(trained(x), y)
+            memory.reset_peak()
+            loss.backward()
+            peaks.append(memory.peak)
+    most = peaks[0] + 4 * (width * width + width) + 4096
+    expect(peaks[1] <= most, "bytes at the peak in backward", f"{most} at most", peaks[1], step=2)
+
+
+@holds("misuse", sizes=(2,), further_sizes=(1, 3))
+def unused_parameters_are_named_by_default(engine):
+    """Without `find_unused` the step names parameters that this rank's backward did not reach, no others, and it."""
+    engine.needs("zero1", "zero2", "zero3")
+    trained = engine(parts.seeded(Forked), parts.DECAY)
+    tokens, targets = parts.token_batch(0, dist.get_rank())
+    F.cross_entropy(trained(tokens, choice=1, early=True, spare=True)["a"], targets).backward()
+    # ZeRO-3 names them unit by unit, the root at the end.
+    first = "'blocks.0.adapters.0', 'blocks.0.adapters.2'" if engine.like == "zero3" else "'heads.b.weight'"
+    said = refused(trained.step, first, "find_unused=True", " more", error=RuntimeError, step=3)
+    others = [name for name in ("adapters.1", "'early'", "heads.a") if name in said]
+    same("parameters that are named and were used", others, [], step=3)
+
+
+@holds("misuse", engines=("zero2", "zero3"), sizes=(2,), further_sizes=(3,))
+def gradients_that_wait_are_not_left_out(engine):
+    """A step after a backward under `no_sync` alone is an error: the gradients that wait are not taken for unused."""
+    trained, rank = engine(parts.seeded(Forked), parts.DECAY, find_unused=True), dist.get_rank()
+    with trained.no_sync():
+        loss_of(trained, 0, 0, rank, alike=True).backward()
+    refused(trained.step, "gradient", "no_sync", error=RuntimeError, step=3)
+    trained.zero_grad()
+    loss_of(trained, 0, 0, rank, alike=True).backward()
+    trained.step()
+    trained.zero_grad()

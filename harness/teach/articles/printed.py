@@ -1,0 +1,227 @@
+"""Claims in the code that the articles print: the point of each class or snippet, rebuilt in a few lines of our own."""
+
+import ast
+import inspect
+import textwrap
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from harness.run.counterparts import DDPStandIn
+from harness.teach.articles.claim import Claims, listed
+from harness.teach.articles.runs import CHAPTERS, batch_for, build, chain, fake_ranks, forward, gpt, running
+
+claims = Claims()
+TORCH = f"torch {torch.__version__.split('+')[0]}"
+
+
+def attempt(run, warned: str = "ignore") -> str:
+    """Nothing if `run()` goes through, else the error's name and first words. `warned`: what becomes of warnings."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(warned)
+            run()
+    except Exception as error:
+        return f"{type(error).__name__}: {textwrap.shorten(str(error).splitlines()[0], 90, placeholder=' ...')}"
+    return ""
+
+
+# The printed ZeRO-1 and ZeRO-3, as far as their properties go.
+
+
+def shards_of(numel: int, ranks: int = 4) -> list[int]:
+    """Elements of every rank if `numel` are cut into slices of ceil(numel / ranks), and nothing pads the last."""
+    size = -(-numel // ranks)
+    return [torch.zeros(numel)[rank * size : (rank + 1) * size].numel() for rank in range(ranks)]
+
+
+@claims.multiple_gpus("the printed ZeRO-1 trains", "its padded shards and unpadded gradient slices on 4 ranks",
+                      "N divides the size of every parameter", tolerance=None)  # fmt: skip
+def printed_zero1():
+    """It pads the parameters before it cuts them, and not the gradients: the last rank's update."""
+
+    def update(numel: int) -> None:
+        shard = torch.zeros(-(-numel // 4), requires_grad=True)
+        shard.grad = torch.ones(shards_of(numel)[-1])
+        torch.optim.Adam([shard]).step()
+
+    divides, does_not = (attempt(partial(update, numel)) for numel in (12, 10))
+    measured = f"4 ranks, 12 elements: {divides or 'trains'}; 10 elements: shards of 3, gradient slices {shards_of(10)}"
+    return f"{measured}, last rank: {does_not or 'trains'}", not divides, not does_not
+
+
+@claims.wordpress("shards rounded up and cut off at the end, without padding, fit a collective",
+                  "shard sizes on 4 ranks", "N divides every size")  # fmt: skip
+def shard_without_padding():
+    even, odd, tiny = (len(set(shards_of(numel))) == 1 for numel in (16, 10, 5))
+    measured = listed({f"{numel} elements": str(shards_of(numel)) for numel in (16, 10, 5)})
+    return f"4 ranks: {measured}; a collective needs equal shards", even, odd or tiny
+
+
+def last_of(layers: int) -> float:
+    """The share of a model's elements in its last parameter: what a loop keeps that assigns each shard to one name."""
+    sizes = [param.numel() for param in chain(layers).parameters()]
+    return sizes[-1] / sum(sizes)
+
+
+claims.wordpress("its function returns the rank's shards", "a loop that returns its last variable",
+                 "the model has one parameter", lambda: (
+    {"share of the rank's elements returned, 8 parameters": last_of(8), "1 parameter": last_of(1)},
+    last_of(1) == 1, last_of(8) == 1))  # fmt: skip
+
+
+class FreedByAssignment:
+    """ZeRO-3 that gathers a module's parameters in hooks, and frees them by pointing `.data` at the shard."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.shards, self.shapes = model, {}, {}
+        self.gathered = []  # (weak reference to the storage, its bytes) of every gather
+        for param in model.parameters():
+            self.shapes[param] = param.shape
+            self.shards[param] = torch.zeros(-(-param.numel() // dist.get_world_size()))
+            param.data = self.shards[param]
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(lambda module, *_: self.gather(module))
+                module.register_forward_hook(lambda module, *_: self.free(module))
+                module.register_full_backward_pre_hook(lambda module, *_: self.gather(module))
+                module.register_full_backward_hook(lambda module, *_: self.free(module))
+
+    def gather(self, module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            shard, shape = self.shards[param], self.shapes[param]
+            flat = shard.new_zeros(shard.numel() * dist.get_world_size())
+            dist.all_gather_single(flat, shard)
+            param.data = flat[: shape.numel()].view(shape)
+            self.gathered.append((StorageWeakRef(flat.untyped_storage()), flat.nbytes))
+
+    def free(self, module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            param.data = self.shards[param]
+
+
+def alive_if_assigned(model_of) -> tuple[int, int]:
+    """(bytes alive after forward, bytes gathered in it) of parameters that were freed by assigning `.data`."""
+    with fake_ranks(8):
+        engine = FreedByAssignment(model_of())
+        inputs, _ = batch_for(engine.model)
+        output = engine.model(inputs)  # keeps what autograd has saved
+        alive = sum(nbytes for storage, nbytes in engine.gathered if not storage.expired())
+        del output
+    return alive, sum(nbytes for _, nbytes in engine.gathered)
+
+
+def alive_if_resized(model_of) -> tuple[int, int]:
+    """The same of our ZeRO-3, whose root stays gathered into backward."""
+    with running("zero3", model_of) as engine:
+        loss = forward(engine)
+        alive = sum(bucket.flat.untyped_storage().nbytes() for bucket in engine.buckets)
+        del loss
+    return alive, sum(4 * bucket.numel for bucket in engine.buckets)
+
+
+@claims.multiple_gpus("the printed ZeRO-3 frees what it has gathered",
+                      "freeing by assigning .data, gathered bytes alive after forward")  # fmt: skip
+def printed_zero3_frees():
+    """Gathered parameters that are alive after a forward which has freed them all; activations are not counted."""
+    models = {"a GPT of 2 blocks": partial(gpt, width=64, vocab=1024, seq=128), "8 linear layers": chain}
+    found = {name: (*alive_if_assigned(model), *alive_if_resized(model)) for name, model in models.items()}
+    shares = " and ".join(f"{alive / whole:.0%}" for alive, whole, *_ in found.values())
+    measured = listed(
+        found, "of {} {} of {} gathered bytes, by resizing storages as zero3.py and FSDP do {} of {}", "; "
+    )
+    return f"alive after forward: {measured}: {shares}", not any(alive for alive, *_ in found.values())
+
+
+@claims.multiple_gpus("the printed ZeRO-3 gets through forward and backward",
+                      "freeing in backward hooks, three models",
+                      "the input of every module needs a gradient; no embedding, no layer on the data itself",
+                      tolerance=None)  # fmt: skip
+def printed_zero3_trains():
+    def passes(model: nn.Module, inputs: torch.Tensor) -> None:
+        with fake_ranks(2):
+            FreedByAssignment(model)
+            model(inputs).sum().backward()
+
+    embedding = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    errors = {
+        "input with a gradient": attempt(lambda: passes(chain(2), torch.ones(2, 64, requires_grad=True))),
+        "plain input": attempt(lambda: passes(chain(2), torch.ones(2, 64))),
+        "embedding": attempt(lambda: passes(embedding, torch.zeros(2, 3, dtype=torch.int64))),
+    }
+    linear, data, token = (not error for error in errors.values())
+    return listed({what: error or "runs" for what, error in errors.items()}, "{}: {}", "; "), linear, data or token
+
+
+# FSDP's names and wrappers.
+
+FSDP = "from torch.distributed.fsdp import"
+
+
+def imports(*lines: str) -> tuple:
+    """Whether each import line works in this torch."""
+    failed = {line: error for line in lines if (error := attempt(partial(exec, line, {})))}
+    return f"{TORCH}: {listed(failed, '{!r}: {}', '; ') or f'{len(lines)} of {len(lines)} work'}", not failed
+
+
+for article, words, ran, *lines in (
+    (claims.multiple_gpus, "fully_shard is imported from torch.distributed.fsdp", "the import", f"{FSDP} fully_shard"),
+    (claims.multiple_gpus, "PyTorch ships two implementations, FSDP1 and FSDP2", "both imports",
+     f"{FSDP} FullyShardedDataParallel", f"{FSDP} fully_shard"),
+    (claims.wordpress, "fully_shard is imported from torch.distributed.fsdp.fully_shard", "the import",
+     "from torch.distributed.fsdp.fully_shard import fully_shard"),
+    (claims.scaling, "its names from torch.distributed.fsdp exist, enable_wrap among them", "the imports",
+     "from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, enable_wrap, wrap",
+     "from torch.distributed.fsdp.fully_sharded_data_parallel import BackwardPrefetch, CPUOffload"),
+):  # fmt: skip
+    article(words, ran, tolerance=None)(partial(imports, *lines))
+
+
+@claims.scaling("its imports are all that its snippet needs", "a policy bound by functools.partial",
+                "functools is imported as well", tolerance=None)  # fmt: skip
+def without_functools():
+    given = "import torch\nfrom torch.distributed.fsdp.wrap import size_based_auto_wrap_policy\n"
+    use = "policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)\n"
+    as_printed, completed = (
+        attempt(partial(exec, code, {})) for code in (given + use, f"import functools\n{given}{use}")
+    )
+    return f"as printed {as_printed}; with it {completed or 'works'}", not completed, not as_printed
+
+
+@claims.wordpress("fully_shard on the layers, FSDP around the model",
+                  "a chain of layers wrapped so, one forward and backward", tolerance=None)  # fmt: skip
+def both_wrappers():
+    """Alone each trains, together neither does."""
+
+    def train(ranks: int, *wrappers: str) -> None:
+        with fake_ranks(ranks):
+            model = chain()
+            for name in wrappers:
+                options = {"units": list} if len(wrappers) > 1 and name == "fsdp2" else {}
+                engine = build(name, model, **options)
+            engine(torch.ones(2, 64)).sum().backward()
+
+    errors = {f"together on {ranks} rank(s)": attempt(partial(train, ranks, "fsdp2", "fsdp1")) for ranks in (1, 8)}
+    alone = [attempt(partial(train, 8, name)) for name in ("fsdp1", "fsdp2")]
+    measured = listed({what: error or "runs" for what, error in errors.items()}, "{}: {}", "; ")
+    return f"{measured}; each alone {'runs' if not any(alone) else alone}", not any(errors.values())
+
+
+@claims.scaling("implementation complexity: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high",
+                "statements of this project's classes counted", tolerance=0.5)  # fmt: skip
+def complexity():
+    """Of what is written out in one class each; what the stages share in harness/engine is not counted."""
+
+    def statements(cls: type) -> int:
+        nodes = [node for node in ast.walk(ast.parse(inspect.getsource(cls))) if isinstance(node, ast.stmt)]
+        words = [node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+        return len(nodes) - len(words)
+
+    counts = {"a DDP of buckets and hooks": statements(DDPStandIn)}
+    counts |= {name: statements(cls) for name, cls in CHAPTERS.items()}
+    ddp, zero1, zero2, zero3 = counts.values()
+    return "statements: " + listed(counts), ddp < min(zero1, zero2) and max(zero1, zero2) < zero3
