@@ -567,9 +567,9 @@ def test_the_launcher_and_the_ranks_mean_the_same_folder():
     lines = {"zero3 --folder a": "a", "zero3 --steps 3 --folder=a/b": "a/b", "zero3 --preset toy": "runs/zero3-toy",
              "--steps 3 zero1": "runs/zero1-tiny"}  # fmt: skip
     for line, expected in lines.items():
-        found = folders.folder_of(line.split(), train_options.STAGES)
+        found = folders.folder_of(line.split())
         assert found == train_options.arguments(line.split()).folder == Path(expected)
-    assert folders.folder_of(["--steps", "3"], train_options.STAGES) is None
+    assert folders.folder_of(["--steps", "3"]) is None
 
 
 def test_a_folder_that_holds_other_things_is_refused(tmp_path):

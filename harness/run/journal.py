@@ -5,6 +5,7 @@ no line is lost, as a step's line is in the file before a checkpoint has the ste
 of events: "start" (which processes), "restart" (how long it took), "lost" (a rank missed another), "left".
 """
 
+import contextlib
 import json
 import os
 import time
@@ -17,8 +18,7 @@ class Journal:
     """The file in `folder`, cut off after `step` and open for more lines. Rank 0 alone has one."""
 
     def __init__(self, folder, step: int):
-        path = Path(folder, NAME)
-        lines = read(path) if path.exists() else []
+        path, lines = Path(folder, NAME), _lines(folder)
         self._before = [] if any(line.get("event") == "left" for line in lines[-1:]) else lines
         self._step = step
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,17 +72,19 @@ def read(path) -> list[dict]:
     """The lines of a journal. One that was not written to its end is left out."""
     lines = []
     for text in Path(path).read_text().splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
     return lines
+
+
+def _lines(folder) -> list[dict]:
+    path = Path(folder, NAME)
+    return read(path) if path.exists() else []
 
 
 def last_step(folder) -> int:
     """The last step that the journal in `folder` has; 0 if there is none."""
-    path = Path(folder, NAME)
-    return max((line["step"] for line in read(path) if "event" not in line), default=0) if path.exists() else 0
+    return max((line["step"] for line in _lines(folder) if "event" not in line), default=0)
 
 
 def note_lost(folder, rank: int, step: int, why: str) -> None:
