@@ -124,8 +124,7 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
             f"no ranks: start this file by ./launch.sh {name if name.startswith('zero') else 'compare'} 2, "
             f"or by torchrun --standalone --nproc-per-node 2 {name}.py"
         )
-    local_rank = int(os.environ["LOCAL_RANK"])
-    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend, device, why = choose(backend, device, local_rank, ranks_here, torch.cuda.device_count())
     chosen = torch.device(device)
     if chosen.type == "cuda":
