@@ -43,19 +43,10 @@ class Journal:
         somebody has typed the line again, and the time until then says nothing of the restart.
 
         `joined` and `loaded` are times (seconds since 1970) of this process. A phase is everything from the end of the
-        one before it:
-            noticed    the rest of the last step that was begun; then a rank missed another one, or was found hanging.
-                       Not there if no rank lived to say so
-            restarted  torchrun stops the other ranks, the machines meet, this process is started
-            joined     Python starts and imports torch, the ranks find each other
-            loaded     the model is built, the checkpoint is checked and read
-            first step the first step is over
+        one before it; docs/checkpoints.md says what that is. No "noticed" if no rank lived to say that it missed one.
         """
         steps = [line for line in self._before if "event" not in line]
-        if not steps:
-            return None
-        last = steps[-1]["time"]
-        if launched > last:
+        if not steps or launched > (last := steps[-1]["time"]):
             return None
         lost = [line["time"] for line in self._before if line.get("event") == "lost" and line["time"] >= last]
         moments = {"noticed": min(lost, default=None), "restarted": process_began(), "joined": joined}
