@@ -89,7 +89,7 @@ class Run:
         return read(self.folder / "losses.jsonl") if (self.folder / "losses.jsonl").exists() else []
 
     def steps(self) -> list[dict]:
-        return steps_of(self.folder) if self.lines() else []
+        return [line for line in self.lines() if "event" not in line]
 
     def events(self, event: str) -> list[dict]:
         return [line for line in self.lines() if line.get("event") == event]
@@ -174,9 +174,9 @@ def machines(folder: Path, python: str) -> list[Run]:
 
     def steps_on(ranks: int, after: int, more: int) -> bool:
         """Whether `more` steps were made on `ranks` ranks, of those that began behind step `after`."""
-        run.seen |= {(line["ranks"], line["step"]): line["loss"] for line in run.steps()}
-        now = run.steps()[-1:]
-        return bool(now) and now[0]["ranks"] == ranks and now[0]["step"] >= after + more
+        made = run.steps()
+        run.seen |= {(line["ranks"], line["step"]): line["loss"] for line in made}
+        return bool(made) and made[-1]["ranks"] == ranks and made[-1]["step"] >= after + more
 
     run.wait_for(lambda: steps_on(2, 40, 5))
     ours = [rank for rank in run.ranks() if _parent(rank) == second.process.pid]
