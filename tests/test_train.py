@@ -157,14 +157,14 @@ def disturbed(folder: Path, python: str) -> list[Run]:
     return [run, again]
 
 
-def machines(folder: Path, python: str) -> list[Run]:
+def machines(folder: Path, _: str) -> list[Run]:
     """Two launchers with a rank each. One is killed, and comes back. Then one rank is asked to leave.
 
     `seen` of the first launcher: {(ranks, step): loss}, also of the steps that were repeated.
     """
     endpoint = f"localhost:{free_port()}"
     options = f"--preset toy --steps {ENDLESS} --save-every 40 --batch 3 --evaluate-every {ENDLESS}".split()
-    environment = {"NNODES": "1:2", "RDZV_ENDPOINT": endpoint, "PYTHON": python}
+    environment = {"NNODES": "1:2", "RDZV_ENDPOINT": endpoint}
     meeting = f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id train --nproc-per-node 1".split()
     other = [*launcher(sys.executable, *meeting), "-m", "harness.run.train", "zero2", *options]
     run = Run([str(ROOT / "launch.sh"), "train", "zero2", "1", *options], folder, **environment)
@@ -212,7 +212,7 @@ def _parent(process: int) -> int:
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory, quick_python):
-    """{name of a story: a future of its launchers}. The second machine starts Python anew for all, as a user does."""
+    """{name of a story: a future of its launchers}. Only `machines` starts every rank anew, as a user's torchrun."""
     place = tmp_path_factory.mktemp("runs")
     pool = ThreadPoolExecutor(2)
     yield {story.__name__: pool.submit(story, place / story.__name__, quick_python) for story in (disturbed, machines)}
