@@ -86,9 +86,7 @@ class Stack(nn.Module):
 def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype=torch.float64, device=None) -> nn.Module:
     """The same model wherever it is called, without disturbing the rank's own random state."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # the CPU's, where the model is built; `manual_seed` sets the GPUs' too
+        torch.default_generator.manual_seed(seed)  # the CPU's, where it is built; `manual_seed` sets the GPUs' too
         return build().to(dtype).to(device)
 
 

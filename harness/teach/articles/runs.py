@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.measure.dry_run import fake_ranks
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.run.model import GPT, GPTConfig, next_token_loss, preset
+from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.recompute import checkpoint_blocks
 
 with warnings.catch_warnings():
