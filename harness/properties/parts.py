@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,13 +81,6 @@ class DDPInDisguise:
 
 def engine_class(name: str):
     return DDPInDisguise if name == "impostor" else STAGES[name]
-
-
-def build_engine(stage: str, model: nn.Module, optimizer_cls, options: dict):
-    """The stage over `model`; options travel to the ranks by name, so a unit that is the model itself is named."""
-    if options.get("units") == ["the whole model"]:
-        options = {**options, "units": [model]}
-    return STAGES[stage](model, optimizer_cls, **options)
 
 
 def failure(module: str, of: str, **arguments) -> str:
