@@ -104,20 +104,19 @@ class Training:
 
     def __str__(self):
         """All but the number of steps."""
-        words = [self.optimizer]
+        told = self.optimizer
         if self.micro_batches > 1:
-            words.append(f"{self.micro_batches} backwards per step")
+            told += f", {self.micro_batches} backwards per step"
         if self.max_norm is not None:
-            words.append(f"gradients clipped to a norm of {self.max_norm}")
+            told += f", gradients clipped to a norm of {self.max_norm}"
         if self.frozen is not None:
-            words.append(f"{self.frozen} frozen")
+            told += f", {self.frozen} frozen"
         if self.kept_losses:
-            words.append("with a loss that each block keeps")
+            told += ", with a loss that each block keeps"
         if self.in_place:
-            words.append("on a model that writes to what its blocks return")
+            told += ", on a model that writes to what its blocks return"
         if self.overflow_at is not None:
-            words.append(f"with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf")
-        told = ", ".join(words)
+            told += f", with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf"
         if self.reload_at is not None:
             told += f"; before step {self.reload_at + 1} a new engine loads the state"
         if self.resume_at is not None:
@@ -139,7 +138,8 @@ class Loop:
 
     def __init__(self, exhibit: Exhibit, engine_cls: type, rank: int, group=None, steps: int | None = None):
         self.training = training = Training(**exhibit.training)
-        self.rank, self._engine_cls, self._options = rank, engine_cls, {**exhibit.options, "group": group}
+        small = {} if exhibit.stage == "zero3" else {"bucket_mb": 0.0625}  # some buckets for each block
+        self.rank, self._engine_cls, self._options = rank, engine_cls, {**small, **exhibit.options, "group": group}
         draw, count = Batches(_text(), 2, SHAPE.seq, 0), (steps or training.steps) * training.micro_batches
         self._batches = [draw(number, rank) for number in range(count)]  # before anything is counted
         self._overflow, self._scaler = 1.0, None  # what one gradient is multiplied with

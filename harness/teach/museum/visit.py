@@ -28,7 +28,7 @@ from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
 from harness.run.ending import one_line
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save, with_step_5
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 from harness.teach.shared_folder import shared_folder
 
@@ -152,43 +152,30 @@ def visit(exhibit: Exhibit, rank: int, say=lambda right: None, group=None, right
 # The report.
 
 
-def thousands(nbytes: float) -> str:
-    return f"{nbytes / 1e3:,.0f}"
-
-
 def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
-    """(line, right engine, this one) of what is counted in the last step, on rank 0; "-" where it was not reached."""
+    """(line, right engine, this one) of what is counted in the last step, on rank 0. Both have come to their end."""
+    both = (right[0], wrong[0])
 
-    def both(value) -> tuple[str, str]:
-        texts = []
-        for found in (right[0], wrong[0]):
-            try:
-                texts.append(value(found))
-            except KeyError:
-                texts.append("-")
-        return tuple(texts)
-
-    lines = []
-    for part in ("parameters", "gradients", "optimizer"):
-        lines.append((f"{part} held, kB", *both(lambda f, part=part: thousands(f["held"][part]))))
-    for phase in ("forward", "backward"):
-        lines.append((f"peak in {phase}, kB", *both(lambda f, phase=phase: thousands(f["peaks"][phase]))))
-    if any("gathered" in found for found in (right[0], wrong[0])):
-        lines.append(("units gathered at once in forward, kB", *both(lambda f: thousands(f["gathered"]))))
-    lines.append(("sent per step, kB", *both(lambda f: thousands(f["sent"]))))
-    for kind in ("all-reduce", "reduce-scatter", "all-gather"):
-        if any(found.get("collectives", {}).get(kind) for found in (right[0], wrong[0])):
+    def counted(found: dict):
+        for part in ("parameters", "gradients", "optimizer"):
+            yield f"{part} held, kB", found["held"][part] / 1e3
+        for phase in ("forward", "backward"):
+            yield f"peak in {phase}, kB", found["peaks"][phase] / 1e3
+        if "gathered" in found:
+            yield "units gathered at once in forward, kB", found["gathered"] / 1e3
+        yield "sent per step, kB", found["sent"] / 1e3
+        for kind in ("all-reduce", "reduce-scatter", "all-gather"):
             clipping = ", clipping's one among them" * (kind == "all-gather" and bool(right[0]["norms"]))
-            line = f"{kind}s per step{clipping}"
-            lines.append((line, *both(lambda f, kind=kind: str(f["collectives"].get(kind, 0)))))
-    if any(found.get("inside") for found in (right[0], wrong[0])):
-        lines.append(("of the reductions inside backward", *both(lambda f: str(f["inside"]))))
-        line = f"reductions still in flight when the rank computes (of {right[0].get('issued', '-')})"
-        lines.append((line, *both(lambda f: str(f["hidden"]))))
-    if any("checkpoint" in found for found in (right[0], wrong[0])):
-        lines.append(("checkpoint, kB", *both(lambda f: thousands(f["checkpoint"]))))
-        lines.append(("optimizer after resuming, kB", *both(lambda f: thousands(f["resumed"]["optimizer"]))))
-    return lines
+            if any(kind in each["collectives"] for each in both):
+                yield f"{kind}s per step{clipping}", found["collectives"].get(kind, 0)
+        if any(each["inside"] for each in both):
+            yield "of the reductions inside backward", found["inside"]
+            yield f"reductions still in flight when the rank computes (of {right[0]['issued']})", found["hidden"]
+        if "checkpoint" in found:
+            yield "checkpoint, kB", found["checkpoint"] / 1e3
+            yield "optimizer after resuming, kB", found["resumed"]["optimizer"] / 1e3
+
+    return [(line, f"{a:,.0f}", f"{b:,.0f}") for (line, a), (_, b) in zip(*map(counted, both))]
 
 
 def differences(right: list[dict], wrong: list[dict]) -> set[str]:
@@ -240,38 +227,32 @@ def catalogue() -> str:
     return "\n".join([__doc__.splitlines()[0], "", *lines, "", more])
 
 
+def told(exhibit: Exhibit, *parts: str) -> str:
+    """The exhibit's name and symptom, and then `parts`, in lines of 100 columns at most."""
+    said = (f"The symptom: {exhibit.symptom}", *parts)
+    lines = [textwrap.fill(part, 100, break_on_hyphens=False) for part in said]
+    return "\n".join([f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}", "", *lines])
+
+
 def hint(exhibit: Exhibit) -> str:
     """What to look at, and in which method to look: not what is wrong there."""
-    lines = ", ".join(sorted(exhibit.differs))
-    return "\n".join(
-        (
-            f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
-            "",
-            f"What differs from the right engine: {lines}.",
-            textwrap.fill(f"The symptom: {exhibit.symptom}", 100, break_on_hyphens=False),
-            f"Look at: {exhibit.read.partition(':')[0]}",
-            f"\nAnd if that does not help: ./launch.sh bug {exhibit.number} --answer",
-        )
-    )
+    differs = f"What differs from the right engine: {', '.join(sorted(exhibit.differs))}."
+    where = f"Look at: {exhibit.read.partition(':')[0]}"
+    return f"{told(exhibit, differs, where)}\n\nAnd if that does not help: ./launch.sh bug {exhibit.number} --answer"
 
 
 def answer(exhibit: Exhibit) -> str:
-    code = inspect.getsource(exhibit.mutate)
-    shown = [helper for helper in (hand_out, with_step_5) if f"{helper.__name__}(" in code] + [exhibit.mutate]
+    code = inspect.getsource(exhibit.wrong)
+    if "hand_out(" in code:
+        code = f"{inspect.getsource(hand_out)}\n\n{code}"
+    tests = (name if "::" in name else f"tests/test_properties.py -k {name}" for name in exhibit.caught_by)
     return "\n".join(
         (
-            f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
-            "",
-            textwrap.fill(f"The symptom: {exhibit.symptom}", 100, break_on_hyphens=False),
-            textwrap.fill(f"The mistake: {exhibit.diagnosis}", 100, break_on_hyphens=False),
-            textwrap.fill(f"Where to read: {exhibit.read}", 100, break_on_hyphens=False),
+            told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
             "\nThe lines that were put in front of the right ones (harness/teach/museum/exhibits.py):\n",
-            "\n\n".join(inspect.getsource(function).rstrip() for function in shown),
-            "\nCaught by (it passes as it is, and fails with these lines in place):",
-            *(
-                f"  ./launch.sh test {name if '::' in name else f'tests/test_properties.py -k {name}'}"
-                for name in exhibit.caught_by
-            ),
+            code,
+            "Caught by (it passes as it is, and fails with these lines in place):",
+            *(f"  ./launch.sh test {test}" for test in tests),
             f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
         )
     )
