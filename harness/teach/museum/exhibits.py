@@ -670,7 +670,7 @@ _IN_ORDER = (
         read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
         caught_by=("losses_beside_the_outputs_reach_the_weights",),
         options={"prefetch": 0},
-        training={"kept_losses": True},
+        training={"model": "routed"},
     ),
     dict(
         title="Every rank has saved its part",
@@ -714,7 +714,7 @@ _IN_ORDER = (
         read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
         caught_by=("changed_and_hidden_outputs_reach_the_weights",),
         options={"prefetch": 0},
-        training={"in_place": True},
+        training={"model": "in place"},
     ),
     dict(
         title="Infinity on one rank",
