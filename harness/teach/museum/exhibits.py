@@ -733,3 +733,10 @@ _IN_ORDER = (
 )
 
 EXHIBITS = {number: Exhibit(number, **exhibit) for number, exhibit in enumerate(_IN_ORDER, start=1)}
+
+
+def exhibit_of(number: str) -> Exhibit:
+    """The exhibit with the number that somebody has typed. Raises ValueError if there is none."""
+    if not number.isdecimal() or int(number) not in EXHIBITS:
+        raise ValueError(f"no bug {number!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
+    return EXHIBITS[int(number)]

@@ -28,7 +28,7 @@ from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
 from harness.run.ending import one_line
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, hand_out, load, save
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 from harness.teach.shared_folder import shared_folder
 
@@ -269,12 +269,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--answer", action="store_true", help="tell what is wrong, and run nothing")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
     options = parser.parse_args(argv)
-    if options.number is None:
-        if options.answer or options.hint:
-            asked = "--answer" if options.answer else "--hint"
-            raise ValueError(f"{asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
-    elif not options.number.isdecimal() or int(options.number) not in EXHIBITS:
-        raise ValueError(f"no bug {options.number!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
+    options.exhibit = None if options.number is None else exhibit_of(options.number)
+    if options.exhibit is None and (options.answer or options.hint):
+        asked = "--answer" if options.answer else "--hint"
+        raise ValueError(f"{asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
     if not 2 <= options.ranks <= MOST_RANKS:
         raise ValueError(f"--ranks must be 2 to {MOST_RANKS}, got {options.ranks}")
     return options
@@ -322,17 +320,16 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.number is None:
-        print(catalogue())
-        return 0
-    exhibit = EXHIBITS[int(options.number)]
+    exhibit = options.exhibit
     if options.on_ranks:
         process_group.run(partial(on_ranks, exhibit, Path(options.on_ranks)))
-    if options.hint:
+    if exhibit is None:
+        print(catalogue())
+    elif options.hint:
         print(hint(exhibit))
-        return 0
-    if options.answer:
+    elif options.answer:
         print(answer(exhibit))
-        return 0
-    with one_line():
-        return show(exhibit, options.ranks)
+    else:
+        with one_line():
+            return show(exhibit, options.ranks)
+    return 0
