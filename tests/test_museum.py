@@ -1,15 +1,12 @@
-"""Every exhibit of the museum of bugs: stopped by the test it names, and with the symptom it tells of."""
+"""Every exhibit of the museum of bugs: stopped by the property it names, and with the symptom it tells of."""
 
 import ast
-import inspect
 import re
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import cases_museum as cases
 import pytest
-from pool import CaseFailed
 
 from harness.teach import exercise
 from harness.teach.museum import visit as bug
@@ -18,57 +15,14 @@ from harness.teach.museum.exhibits import EXHIBITS, STAGES
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class Museum:
-    """A pool of ranks on which the exhibit has taken its stage's place."""
-
-    def __init__(self, pool, number: int):
-        self.pool, self.number = pool, number
-
-    def run(self, case, **arguments) -> list:
-        order = {"number": self.number, "module": case.__module__, "name": case.__name__, "arguments": arguments}
-        answers = self.pool.run(cases.with_the_bug, **order)
-        failures = [value for right, value in answers if not right]
-        # Something else than an assertion may be a mistake of the exhibit's own, which would look as if it were caught.
-        if EXHIBITS[self.number].differs.isdisjoint(("error", "timeout")):
-            others = [text for text in failures if not text.startswith("AssertionError")]
-            if others:
-                raise RuntimeError("\n".join(others))
-        if failures:
-            raise CaseFailed("\n".join(failures))
-        return [value for _, value in answers]
+NAMED = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhibit.caught_by]
 
 
-def named_test(exhibit, name: str, tmp_path: Path):
-    """(the test function of that name, its arguments for this exhibit but for the ranks)."""
-    file, function = name.split("::")
-    test = getattr(import_module(Path(file).stem), function)
-    known = {"world_size": 2, "stage": exhibit.stage, "tmp_path": tmp_path}
-    return test, {name: known[name] for name in inspect.signature(test).parameters if name != "ranks"}
-
-
-NAMED = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhibit.caught_by if "::" in name]
-BY_PROPERTY = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhibit.caught_by if "::" not in name]
-
-
-@pytest.mark.parametrize("number, name", BY_PROPERTY, ids=str)
+@pytest.mark.parametrize("number, name", NAMED, ids=str)
 def test_the_property_stops_it(ranks, number, name):
     """On some rank there is a finding; that the right engine gives none is held by tests/test_properties.py."""
     answers = ranks(2).run(cases.findings, number=number, name=name)
     assert any(answers), f"{name} finds nothing wrong with exhibit {number}"
-
-
-@pytest.mark.parametrize("number, name", NAMED, ids=str)
-def test_the_named_test_stops_it(ranks, tmp_path, number, name):
-    test, arguments = named_test(EXHIBITS[number], name, tmp_path)
-    with pytest.raises(AssertionError):
-        test(lambda world_size: Museum(ranks(world_size), number), **arguments)
-
-
-@pytest.mark.parametrize("stage, name", sorted({(EXHIBITS[number].stage, name) for number, name in NAMED}))
-def test_the_named_test_passes_without_it(ranks, tmp_path, stage, name):
-    exhibit = next(exhibit for exhibit in EXHIBITS.values() if exhibit.stage == stage and name in exhibit.caught_by)
-    test, arguments = named_test(exhibit, name, tmp_path)
-    test(ranks, **arguments)
 
 
 @pytest.mark.parametrize("number", [n for n, exhibit in EXHIBITS.items() if "timeout" not in exhibit.differs])

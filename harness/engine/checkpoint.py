@@ -27,6 +27,7 @@ from harness.engine import checkpoint_fit, checkpoint_write, groups, tensor_para
 from harness.engine.layout import elementwise, entries, extra_states, first_element, keys_of, pieces, plain_name
 from harness.engine.rectangles import Cut
 from harness.engine.safe_reader import Damaged, Folder, Unsafe, complete, newest
+from harness.engine.state import set_extra_states
 from harness.engine.together import on_all, together
 
 __all__ = ["Damaged", "Saved", "Unsafe", "async_save", "complete", "load", "newest", "save"]
@@ -206,15 +207,13 @@ def _must_be_plain(named: dict) -> None:
             ) from None
 
 
-def _install(engine, values, options, state, extra) -> dict:
-    """All ranks have read all they need: from here on nothing can fail. Returns `extra`."""
+def _install(engine, modules, values, options, state, extra) -> dict:
+    """All ranks have read all they need: when modules have taken theirs nothing can fail. Returns `extra`."""
+    set_extra_states(engine, modules)
     engine.placement.settle()
     with torch.no_grad():
         for place, value in values:
-            if isinstance(place, torch.nn.Module):
-                place.set_extra_state(value)
-            else:
-                place.copy_(value)
+            place.copy_(value)
     for group, there in zip(engine.optimizer.param_groups, options):
         group.update(there)
     groups = {id(piece): group for group in engine.optimizer.param_groups for piece in group["params"]}

@@ -12,11 +12,11 @@ import torch
 from harness.engine.layout import elementwise, entries, extra_states, first_element, keys_of, nested, pieces
 from harness.engine.rectangles import Cut
 from harness.engine.safe_reader import Folder
-from harness.engine.waiting import name_some
+from harness.engine.waiting import name_some, not_alike
 
 
 def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
-    """All values of this rank, in memory of their own: (pairs (place, value), optimizer, values of modules, extra)."""
+    """All values of this rank, in memory of their own: (what modules take, pairs (place, value), optimizer, extra)."""
     keys, extras, saved = keys_of(engine), extra_states(engine.model), {}
     for path, name in source.under("model").items():
         saved.setdefault(path[0], {})[path[1:]] = name
@@ -24,10 +24,7 @@ def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
     missing += [key for key in extras if key not in saved and keys[key] != {}]  # of an empty one torch saves nothing
     unexpected = [key for key in saved if key not in keys]
     if missing or unexpected:
-        raise ValueError(
-            f"{str(source.path)!r} is of another model: missing {name_some(missing) or 'nothing'}; "
-            f"unexpected {name_some(unexpected) or 'nothing'}"
-        )
+        raise ValueError(f"{str(source.path)!r} is of another model: {not_alike(missing, unexpected)}")
     wanted, places = {}, []
     names = {key: saved[key][()] for key in keys if key not in extras}
     name_of = {id(keys[key]): name for key, name in names.items()}
@@ -36,14 +33,15 @@ def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
         value = keys[key]
         if isinstance(value, torch.Tensor):
             here = tuple(value.shape), dtypes.get(id(value), value.dtype)
-            there = tuple(source.size(names[key]) or ()), source.dtype(names[key])
+            found = source.blank(names[key], "meta")
+            there = ((), None) if found is None else (tuple(found.shape), found.dtype)
             if here != there:
                 raise ValueError(f"{key!r} is {there[1]} of shape {there[0]} in {str(source.path)!r}, {here} here")
         if id(value) not in dtypes:  # a buffer
             wanted[names[key]] = torch.empty(value.shape, dtype=value.dtype)
             places.append((value, names[key], None))
     extras = {key: module for key, module in extras.items() if key in saved}
-    wanted.update({name: _blank(source, name) for key in extras for name in saved[key].values()})
+    wanted.update({name: source.blank(name) for key in extras for name in saved[key].values()})
     for bucket in engine.buckets:
         for index, part in bucket.cut(bucket.shard):
             values, name = torch.empty(part.shape, dtype=part.dtype), name_of[id(bucket.params[index])]
@@ -56,10 +54,9 @@ def read(engine, source: Folder, groups: list[list[str]]) -> tuple:
         wanted[extra] = None
     source.read(wanted)
     values = [(place, wanted[name] if values is None else values) for place, name, values in places]
-    for key, module in extras.items():
-        values.append((module, nested({path: wanted[name] for path, name in saved[key].items()})))
+    modules = [(extras[key], nested({path: wanted[name] for path, name in saved[key].items()})) for key in extras]
     state = [(piece, {k: wanted[v] if isinstance(v, str) else v for k, v in own.items()}) for piece, own in state]
-    return values, options, [(piece, nested(own)) for piece, own in state], wanted.get(extra, {})
+    return modules, values, options, [(piece, nested(own)) for piece, own in state], wanted.get(extra, {})
 
 
 def _options(engine, source: Folder, groups: list[list[str]]) -> list[dict]:
@@ -68,7 +65,7 @@ def _options(engine, source: Folder, groups: list[list[str]]) -> list[dict]:
     found, about = source.under("optim", "param_groups"), source.under("zero")
     if not found:
         raise ValueError(f"{where} is not there, or not laid out as torch's get_optimizer_state_dict does it")
-    read = source.read({name: _blank(source, name) for name in (*found.values(), *about.values())})
+    read = source.read({name: source.blank(name) for name in (*found.values(), *about.values())})
     kind, own = read.get(about.get(("optimizer",))), type(engine.optimizer).__name__
     if kind is not None and kind != own:
         raise ValueError(f"{where} is of {kind}, and here is {own}: build the engine with {kind}")
@@ -92,11 +89,6 @@ def _options(engine, source: Folder, groups: list[list[str]]) -> list[dict]:
     return result
 
 
-def _blank(source: Folder, name: str, shape=None) -> torch.Tensor | None:
-    size = source.size(name) if shape is None else shape
-    return None if size is None else torch.empty(size, dtype=source.dtype(name))
-
-
 def _optimizer_state(engine, source: Folder, options: list[dict], wanted: dict) -> list[tuple]:
     """(piece, {key: values, or a name in `wanted`}) for each piece. A parameter without state has none here, too."""
     optimizer, result = engine.optimizer, []
@@ -116,15 +108,16 @@ def _optimizer_state(engine, source: Folder, options: list[dict], wanted: dict) 
                 "it was saved with"
             )
         for key, place in saved[name].items():
-            if keeps[number][key] and source.size(place) is not None:
-                if source.size(place) != shape:
-                    raise ValueError(f"{place!r} has shape {tuple(source.size(place))}, the parameter {tuple(shape)}")
-                own[key] = _blank(source, place, piece.shape)
+            there = source.blank(place, "meta")
+            if keeps[number][key] and there is not None:
+                if there.shape != shape:
+                    raise ValueError(f"{place!r} has shape {tuple(there.shape)}, the parameter {tuple(shape)}")
+                own[key] = torch.empty(piece.shape, dtype=there.dtype)
                 wanted[place] = Cut.of(own[key], shape, first)
             else:
-                if (source.size(place) or torch.Size()).numel() > 1:
-                    raise ValueError(f"{place!r} has shape {tuple(source.size(place))}: one number was expected")
-                wanted[place], own[key] = _blank(source, place), place
+                if there is not None and there.numel() > 1:
+                    raise ValueError(f"{place!r} has shape {tuple(there.shape)}: one number was expected")
+                wanted[place], own[key] = source.blank(place), place
         result.append((piece, own))
     return result
 

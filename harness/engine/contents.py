@@ -3,7 +3,7 @@
 torch writes the list as a pickle: a program of small steps ("take this text", "make a tuple of the last two", "call
 that class"). Python's reader runs it with the classes that it names, and a stranger's list can change these. Here a
 named class is a function that notes the call. The list is then built anew from the notes, and every value must be what
-torch writes at its place. Before that nothing compares, hashes or prints a value, as it may be deeper than the stack.
+torch writes at its place. Tuples are short and not deep, so that comparing, hashing or printing one takes no time.
 """
 
 import dataclasses
@@ -34,27 +34,20 @@ def _number(value) -> int:
     return value
 
 
-def _parts(value) -> tuple:
-    if not len(_a(tuple, value)) <= MAX_PARTS:
-        raise Unsafe(f"a name or a shape in it has {len(value):,} parts")
-    return value
-
-
 def _size(numbers=()) -> torch.Size:
-    return torch.Size([_number(number) for number in _parts(numbers)])
+    return torch.Size([_number(number) for number in _a(tuple, numbers)])
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+class _Arguments(tuple):
+    """A tuple in which there is another one, as in a call with a shape. It must not be in a third."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)  # a call is equal to itself alone
 class _Call:
     """The class `of` was called; then the fields of the new object were set, once, to `state`."""
 
     of: str
     state: object = None
-
-
-class _Dictionary(dict):
-    def __setitem__(self, key, value):
-        super().__setitem__(key if type(key) is _Call else _a(str, key), value)  # a call is equal to itself alone
 
 
 class _Steps(dict):
@@ -71,9 +64,24 @@ _CLASSES = {
 }
 _CLASSES |= {f"{metadata.__name__}.{name}" for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")}
 _NEEDED = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 UNICODE BINUNICODE
-    SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS SETITEM SETITEMS GLOBAL
-    STACK_GLOBAL REDUCE MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET"""
+    SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT
+    SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET"""
 _NEEDED = {getattr(pickle, name)[0] for name in _NEEDED.split()}
+
+
+def _short(step):
+    """The `step` that makes a tuple, and a look at that tuple."""
+
+    def load(reader) -> None:
+        step(reader)
+        made = reader.stack[-1]
+        kinds = set(map(type, made))
+        if len(made) > MAX_PARTS or _Arguments in kinds:
+            raise Unsafe(f"a name or a shape in it has {len(made):,} parts, or parts of parts")
+        if tuple in kinds:
+            reader.stack[-1] = _Arguments(made)
+
+    return load
 
 
 class _Reader(pickle._Unpickler):  # the reader that is written in Python, as one can choose its steps
@@ -95,25 +103,18 @@ class _Reader(pickle._Unpickler):  # the reader that is written in Python, as on
             raise Unsafe("it sets the fields of an object twice")
         self.stack[-1].state = state
 
-    def load_empty_dictionary(self):
-        self.append(_Dictionary())
-
-    def load_dict(self):
-        items, made = self.pop_mark(), _Dictionary()
-        for place in range(0, len(items), 2):
-            made[items[place]] = items[place + 1]
-        self.append(made)
-
     dispatch = _Steps({code: step for code, step in pickle._Unpickler.dispatch.items() if code in _NEEDED})
     dispatch[pickle.NEWOBJ[0]] = pickle._Unpickler.load_reduce  # an object is made by a call as well
-    dispatch |= {pickle.BUILD[0]: load_build, pickle.EMPTY_DICT[0]: load_empty_dictionary, pickle.DICT[0]: load_dict}
+    dispatch[pickle.BUILD[0]] = load_build
+    for _tuple in (pickle.TUPLE[0], pickle.TUPLE1[0], pickle.TUPLE2[0], pickle.TUPLE3[0]):
+        dispatch[_tuple] = _short(dispatch[_tuple])
 
 
 def _fields(value, of: str) -> dict:
     """{name of a field: value} of what must be a call of the class `of`."""
     if _a(_Call, value).of != of:
         raise Unsafe(f"it has a {value.of} where a {of} was expected")
-    return _a(_Dictionary, _Dictionary() if value.state is None else value.state)
+    return _a(dict, {} if value.state is None else value.state)
 
 
 def _tensor(entry):
@@ -145,10 +146,10 @@ def read(content: bytes) -> metadata.Metadata:
     there = _fields(_Reader(io.BytesIO(content)).load(), "Metadata")
     about = there.get("storage_meta")
     modules = _a(list, _fields(about, "StorageMeta").get("modules", []) if about else [])
-    paths = {name: _parts(path) for name, path in _a(_Dictionary, there.get("planner_data") or _Dictionary()).items()}
+    paths = {name: _a(tuple, path) for name, path in _a(dict, there.get("planner_data") or {}).items()}
     return metadata.Metadata(
-        {_a(str, name): _tensor(entry) for name, entry in _a(_Dictionary, there["state_dict_metadata"]).items()},
+        {_a(str, name): _tensor(entry) for name, entry in _a(dict, there["state_dict_metadata"]).items()},
         {_a(str, name): tuple(_a(str if type(p) is str else int, p) for p in path) for name, path in paths.items()},
-        {_index(key): _place(info) for key, info in _a(_Dictionary, there["storage_data"]).items()},
+        {_index(key): _place(info) for key, info in _a(dict, there["storage_data"]).items()},
         metadata.StorageMeta(modules=[_a(str, name) for name in modules]),
     )

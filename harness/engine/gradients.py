@@ -69,18 +69,6 @@ def refuse_sparse(bucket, index: int) -> None:
     raise RuntimeError(f"the gradient of {bucket.names[index]!r} is sparse; build its embedding with sparse=False")
 
 
-def without_gradient(buckets) -> list[str]:
-    """Names of the parameters that no backward since the last `zero_grad()`, or not the last one, has reached.
-
-    A bucket's `missing` are all of its parameters between two backwards, and some when one stopped short.
-    """
-    names = []
-    for bucket in buckets:
-        short = bucket.missing if len(bucket.missing) < len(bucket.params) else ()
-        names += [name for i, name in enumerate(bucket.names) if i not in bucket.used or i in short]
-    return names
-
-
 def settle(engine) -> None:
     """The end of step 3: every trained parameter has its gradient, or is left alone by the update.
 
@@ -89,17 +77,19 @@ def settle(engine) -> None:
     the zeros that were reduced for it.
     """
     engine.placement.settle()
-    names = [] if engine.find_unused else without_gradient(engine.trained)
-    if names:
+    names, left = [], []  # of parameters that no backward since `zero_grad()` has reached, or not the last one
+    for bucket in engine.trained:
+        # `missing` are all of its parameters between two backwards, and some when one stopped short.
+        short = bucket.missing if len(bucket.missing) < len(bucket.params) else ()
+        names += [name for i, name in enumerate(bucket.names) if i not in bucket.used or i in short]
+        left += [bucket.names[i] for i in (*bucket.kept, *guard.with_gradient(bucket.params))]
+    if names and not engine.find_unused:
         raise RuntimeError(
             f"no gradient for {name_some(names)}: the loss does not depend on {'it' if len(names) == 1 else 'them'}, "
             "or no backward() was called since zero_grad() (outside no_sync()). Use every parameter in forward, freeze "
             "those that are not trained with requires_grad_(False) before building the engine, or build it with "
             "find_unused=True"
         )
-    left = []
-    for bucket in engine.trained:
-        left += [bucket.names[i] for i in (*bucket.kept, *guard.with_gradient(bucket.params))]
     if left:
         raise RuntimeError(
             f"gradients of {name_some(left)} were not reduced: the last backward before step() must run outside "

@@ -11,12 +11,12 @@ While an engine has a parameter, the object is the same and its class is another
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from harness.engine.hooks import not_compiled
 from harness.engine.tensor_parallel import local_gradient
@@ -97,7 +97,7 @@ class Freed:
         if name in _METADATA or own in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        freed = next(arg for arg in _flatten((args, kwargs)) if isinstance(arg, Freed))
+        freed = next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Freed))
         if name == "data" and own == "__get__":
             return freed._data()
         if name == "data" and len(args) == 2 and args[1] is freed:
@@ -155,14 +155,6 @@ def message(param: nn.Parameter, asked_for: str) -> str:
         "are gathered only inside the model's forward and backward: call engine(inputs) and not a submodule alone, and "
         "read weights with engine.full_state_dict()"
     )
-
-
-def _flatten(arguments) -> Iterator:
-    for arg in arguments.values() if isinstance(arguments, dict) else arguments:
-        if isinstance(arg, (list, tuple, dict)):
-            yield from _flatten(arg)
-        else:
-            yield arg
 
 
 _CLOSED: dict[type, type] = {}  # class of a gathered parameter -> its class while it is freed

@@ -1,8 +1,9 @@
-"""Hooks that hold nobody alive, and that a copy of the model does not inherit."""
+"""Hooks that hold nobody alive and that a copy of the model does not inherit, and two questions to autograd."""
 
 import weakref
 
 import torch
+from torch.autograd import Variable
 
 # `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph:
 # it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. The mark is
@@ -33,3 +34,15 @@ def nothing(*args, **kwargs) -> None:
 
 def no_hook():
     return nothing
+
+
+def backward_now() -> int | None:
+    """Autograd's number of the backward that runs on this thread; None outside."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def when_backward_ends(callback) -> int:
+    """Have autograd call `callback()` when the backward that is running is over; returns that backward's number."""
+    Variable._execution_engine.queue_callback(callback)
+    return backward_now()

@@ -1,9 +1,12 @@
 """What every stage offers beside its steps. None of it is the lesson, and no step is hidden here."""
 
-import contextlib
 import functools
 
 from harness.engine import gradients, state
+
+
+def _of_the_model(name: str):
+    return lambda engine, *args, **kwargs: getattr(engine.model, name)(*args, **kwargs)
 
 
 class Interface:
@@ -12,8 +15,21 @@ class Interface:
     def __init_subclass__(cls):
         # `optimizer.step()` outside of the stage's own `step()` is refused (engine/optimizer.py). So `step` has to say
         # that it runs.
-        if "step" in vars(cls):
-            cls.step = _updating(cls.step)
+        if "step" not in vars(cls):
+            return
+        step = cls.step
+
+        @functools.wraps(step)
+        def updating_step(self, *closure):
+            if closure:
+                raise TypeError("engine.step() takes no closure: call loss.backward(), then engine.step()")
+            before, self.updating = vars(self).get("updating", False), True
+            try:
+                return step(self)
+            finally:
+                self.updating = before
+
+        cls.step = updating_step
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -44,24 +60,10 @@ class Interface:
     def training(self) -> bool:
         return self.model.training
 
-    def parameters(self, recurse: bool = True):
-        """The model's own parameters. Their values are for the model's forward, their gradients are in the pieces."""
-        return self.model.parameters(recurse)
-
-    def named_parameters(self, *args, **kwargs):
-        return self.model.named_parameters(*args, **kwargs)
-
-    def buffers(self, recurse: bool = True):
-        return self.model.buffers(recurse)
-
-    def named_buffers(self, *args, **kwargs):
-        return self.model.named_buffers(*args, **kwargs)
-
-    def modules(self):
-        return self.model.modules()
-
-    def named_modules(self, *args, **kwargs):
-        return self.model.named_modules(*args, **kwargs)
+    # The model's own. Parameters' values are for the model's forward, and their gradients are in the pieces.
+    parameters, named_parameters = _of_the_model("parameters"), _of_the_model("named_parameters")
+    buffers, named_buffers = _of_the_model("buffers"), _of_the_model("named_buffers")
+    modules, named_modules = _of_the_model("modules"), _of_the_model("named_modules")
 
     def __getattr__(self, name: str):
         if "model" not in vars(self) and vars(self).keys() <= {"updating"}:
@@ -80,32 +82,8 @@ _INSTEAD = {
     "load_state_dict": "call engine.load_full_state_dict(state) on every rank; the optimizer's state of this rank goes "
     "into engine.optimizer.load_state_dict()",
     "backward": "call loss.backward()",
-    "to": "move the model first, then build the engine",
-    "cuda": "move the model first, then build the engine",
-    "cpu": "move the model first, then build the engine",
+    **dict.fromkeys(("to", "cuda", "cpu", "float", "double"), "move the model first, then build the engine"),
     "half": "build the engine with param_dtype=torch.float16",
     "bfloat16": "build the engine with param_dtype=torch.bfloat16",
-    "float": "move the model first, then build the engine",
-    "double": "move the model first, then build the engine",
     "requires_grad_": "set requires_grad on the model's parameters before building the engine",
 }
-
-
-def _updating(step):
-    @functools.wraps(step)
-    def updating_step(self, *closure):
-        if closure:
-            raise TypeError("engine.step() takes no closure: call loss.backward(), then engine.step()")
-        with updating(self):
-            return step(self)
-
-    return updating_step
-
-
-@contextlib.contextmanager
-def updating(engine):
-    before, engine.updating = vars(engine).get("updating", False), True
-    try:
-        yield
-    finally:
-        engine.updating = before

@@ -29,9 +29,10 @@ class Source:
 
     def __init__(self, model: nn.Module, group, init_fn, state_dict):
         self._model, self._group, self._init_fn, self._state = model, group, init_fn, state_dict
-        self._problem, self._began = None, []
+        self._problem, self._began, self._folder = None, [], None
         if safe_reader.is_folder(state_dict):
-            self._state = safe_reader.Weights(state_dict, reads=dist.get_rank(group) == 0)
+            self._folder = safe_reader.Folder(safe_reader.newest(state_dict), check=False)
+            self._state = self._folder.model_on_meta()
         for module in self._recurrent():
             module._flat_weight_refs = []  # what has weak references cannot be exchanged
 
@@ -66,7 +67,10 @@ class Source:
 
     def _fill_one(self, name: str, tensor: torch.Tensor) -> None:
         if self._state is not None and name in self._state:
-            tensor.data.copy_(self._state[name])
+            if self._folder is None:
+                tensor.data.copy_(self._state[name])
+            elif dist.get_rank(self._group) == 0:
+                tensor.data.copy_(self._folder.of_model(name))
             return
         result = self._init_fn(name, tensor.data)
         if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata != tensor.untyped_storage()._cdata:

@@ -20,30 +20,23 @@ import torch
 from torch import nn
 
 from harness.engine import gradients, guard
-from harness.engine.autograd import when_backward_ends
-from harness.engine.hooks import WeakHook
-from harness.engine.watch import watch_forward
-
-
-def hook_all(engine, on_gradient) -> list:
-    """Adopt the engine's parameters, and watch the model and every gradient. Returns the hooks' handles."""
-    for bucket in engine.buckets:
-        guard.adopt(bucket, engine)
-    handles = watch_forward(engine)
-    for bucket in engine.trained:
-        for param in bucket.params:
-            # Called when `param.grad` is final for this backward, however often `param` was used.
-            handles.append(param.register_post_accumulate_grad_hook(WeakHook(on_gradient)))
-            param.zero_hook = handles[-1].id
-    return handles
+from harness.engine.hooks import WeakHook, when_backward_ends
+from harness.engine.unchanged import watch_forward
 
 
 class Moments:
-    """What ZeRO-1's and the others' have in common: hooks, which go when the engine is closed."""
+    """What ZeRO-1's and the others' have in common: hooks on model and gradients, until the engine is closed."""
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
-        self._handles = hook_all(engine, self._on_gradient)
+        for bucket in engine.buckets:
+            guard.adopt(bucket, engine)
+        self._handles = watch_forward(engine)
+        for bucket in engine.trained:
+            for param in bucket.params:
+                # Called when `param.grad` is final for this backward, however often `param` was used.
+                self._handles.append(param.register_post_accumulate_grad_hook(WeakHook(self._on_gradient)))
+                param.zero_hook = self._handles[-1].id
 
     def stepped(self) -> None:
         """The optimizer has changed the shards."""

@@ -60,7 +60,9 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
         failed = error
     state.agree_or_restore(engine, failed)
     this = weakref.ref(engine)
-    layout = _layout(engine)
+    # What an optimizer's state of one rank fits: the stage, the ranks, and which elements this rank owns.
+    owned = [(b.names[index], piece.numel()) for b in buckets for index, piece in b.pieces]
+    layout = {"stage": type(engine).__name__, "world_size": engine.world_size, "rank": engine.rank, "pieces": owned}
 
     def before_step(optimizer, args, kwargs):
         if this() is not None and not vars(this()).get("updating", False):
@@ -94,32 +96,24 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     return optimizer
 
 
-def _layout(engine) -> dict:
-    """What an optimizer's state of one rank fits: the stage, the ranks, and which elements this rank owns."""
-    pieces = [(b.names[index], piece.numel()) for b in engine.trained for index, piece in b.pieces]
-    return {"stage": type(engine).__name__, "world_size": engine.world_size, "rank": engine.rank, "pieces": pieces}
-
-
 def _state_problem(optimizer, state, own: dict) -> str | None:
     found = state.get("zero_layout")
     here = f"{own['stage']}, rank {own['rank']} of {own['world_size']}"
     there = f"{found['stage']}, rank {found['rank']} of {found['world_size']}" if found else "no engine of this project"
-    way = (
-        ". One rank's state fits the same stage, number of ranks, bucket size and units only: build the engine as it "
-        "was saved, or save and load by harness.engine.checkpoint, whose checkpoints fit any stage and number of ranks"
-    )
+    groups, mine, what = state.get("param_groups", []), optimizer.param_groups, None
+    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in mine]
     if found is not None and found != own:
-        what = "other pieces of the parameters" if there == here else there
-        return f"the optimizer's state is of {what}, and this is {here}{way}"
-    groups = state.get("param_groups", [])
-    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
-    if sizes[0] != sizes[1]:
-        sizes = f"groups of {sizes[0]} tensors and not {sizes[1]}"
-        return f"the optimizer's state has {sizes}; it is of {there}, and this is {here}{way}"
-    for group, mine in zip(groups, optimizer.param_groups):
-        for key, piece in zip(group["params"], mine["params"]):
-            for name, value in state.get("state", {}).get(key, {}).items():
-                if torch.is_tensor(value) and value.dim() and value.shape != piece.shape:
-                    shapes = f"{tuple(value.shape)} and not {tuple(piece.shape)}"
-                    return f"the optimizer's state {name!r} has shape {shapes}; it is of {there}, this is {here}{way}"
-    return None
+        what = "is of other pieces of the parameters" if there == here else "is another rank's, or another engine's"
+    elif sizes[0] != sizes[1]:
+        what = f"has groups of {sizes[0]} tensors and not {sizes[1]}"
+    else:
+        for group, ours in zip(groups, mine):
+            for key, piece in zip(group["params"], ours["params"]):
+                for name, value in state.get("state", {}).get(key, {}).items():
+                    if torch.is_tensor(value) and value.dim() and value.shape != piece.shape:
+                        what = f"has {name!r} of shape {tuple(value.shape)} and not {tuple(piece.shape)}"
+    return what and (
+        f"the optimizer's state {what}: it is of {there}, and this is {here}. One rank's state fits the same stage, "
+        "number of ranks, bucket size and units only: build the engine as it was saved, or save and load by "
+        "harness.engine.checkpoint, whose checkpoints fit any stage and number of ranks"
+    )

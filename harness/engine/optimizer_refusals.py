@@ -5,14 +5,14 @@ import torch
 from harness.engine.waiting import name_some
 
 _LOOK_AT_WHOLE = {"Adafactor", "Muon", "Shampoo", "LBFGS", "LARS", "LAMB", "Lamb"}  # names, for most live elsewhere
+_CALLABLE = "pass a callable that takes a list of tensors, for example functools.partial(torch.optim.AdamW, lr=3e-4)"
 
 
 def optimizer_problem(model, optimizer_cls, param_groups, on_host: bool = False) -> Exception | None:
     """What is wrong with `optimizer_cls` or `param_groups`, found out on a few numbers before anything is changed."""
     if not callable(optimizer_cls):
         return TypeError(
-            f"optimizer_cls is of type {type(optimizer_cls).__name__}, which cannot be called: pass a callable that "
-            "takes a list of tensors, for example functools.partial(torch.optim.AdamW, lr=3e-4)"
+            f"optimizer_cls is of type {type(optimizer_cls).__name__}, which cannot be called: {_CALLABLE}"
         )
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     try:
@@ -26,10 +26,8 @@ def optimizer_problem(model, optimizer_cls, param_groups, on_host: bool = False)
     except Exception as error:  # whatever the user's code raises: the other ranks must hear of it
         return error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return TypeError(
-            f"optimizer_cls returned {type(optimizer).__name__}, not a torch.optim.Optimizer: pass a callable that "
-            "takes a list of tensors, for example functools.partial(torch.optim.AdamW, lr=3e-4)"
-        )
+        returned = type(optimizer).__name__
+        return TypeError(f"optimizer_cls returned {returned}, not a torch.optim.Optimizer: {_CALLABLE}")
     whole = {cls.__name__ for cls in type(optimizer).__mro__} & _LOOK_AT_WHOLE
     if whole:
         return ValueError(

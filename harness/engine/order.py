@@ -23,7 +23,8 @@ class Sequence:
     """
 
     def __init__(self, group):
-        self._control = _control_group(group)
+        alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"  # nobody to compare with
+        self._control = None if alone else groups.beside(group, "gloo")
         self._known: dict = {}  # kind of step -> its events when it was last run
         self._kind, self._events = None, []
 
@@ -65,10 +66,3 @@ class Sequence:
 def _told(event: tuple[str, str]) -> str:
     collective, unit = event
     return f"the {collective} of unit {unit!r}" if unit else f"the {collective}"
-
-
-def _control_group(group):
-    """A gloo group of the ranks of `group`; None where there is nobody to compare with."""
-    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
-        return None
-    return groups.beside(group, "gloo")

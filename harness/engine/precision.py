@@ -8,7 +8,6 @@ import dataclasses
 import functools
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from harness.engine.hooks import not_compiled
@@ -86,18 +85,12 @@ def common_dtype(buckets) -> torch.dtype:
     return functools.reduce(torch.promote_types, (bucket.shard.dtype for bucket in buckets))
 
 
-def cast_inputs(modules: list[nn.Module], param_dtype: torch.dtype) -> list:
-    """Have the forward of each of `modules` cast its floating point inputs to `param_dtype`. Returns the handles.
+class Cast:
+    """A forward pre-hook that casts floating point inputs, also those in containers and dataclasses.
 
     FSDP2 casts at each module that it wraps, so that a float32 buffer in between does no harm. Buffers and outputs
     keep their dtype.
     """
-
-    return [module.register_forward_pre_hook(Cast(param_dtype), with_kwargs=True) for module in modules]
-
-
-class Cast:
-    """A forward pre-hook that casts floating point inputs, also those in containers and dataclasses."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.engine import guard, safe_reader, tensor_parallel
 from harness.engine.optimizer_refusals import optimizer_problem
-from harness.engine.waiting import name_some
+from harness.engine.waiting import name_some, not_alike
 
 
 def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unused, source=None, **options) -> None:
@@ -41,12 +41,13 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
         return ValueError(
             "the model is wrapped in DistributedDataParallel, which reduces gradients itself: pass its .module"
         )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            return ValueError(f"the gradient of {name!r} would be sparse; build the embedding with sparse=False")
     named = list(model.named_parameters())
     for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.sparse and module.weight.requires_grad:
+            return ValueError(f"the gradient of {name!r} would be sparse; build the embedding with sparse=False")
+        if module.max_norm is not None:
             return ValueError(
                 f"{name!r} has max_norm: its forward writes into its weights, on every rank into the rows of its own "
                 "batch, and the ranks' weights would part. Build the embedding without it"
@@ -158,11 +159,8 @@ def _source_problem(model: nn.Module, source, group) -> Exception | None:
     missing = [name for name in meta if name not in state] if init_fn is None else []
     unexpected = [name for name in state if name not in own]
     if missing or unexpected:
-        return KeyError(
-            f"the state_dict does not fit the model: missing {name_some(missing) or 'nothing'}"
-            + " (buffers that a state_dict leaves out, too; init_fn= may fill them)" * bool(missing)
-            + f"; unexpected {name_some(unexpected) or 'nothing'}"
-        )
+        way = " (buffers that a state_dict leaves out, too; init_fn= may fill them)" * bool(missing)
+        return KeyError(f"the state_dict does not fit the model: {not_alike(missing, unexpected)}{way}")
     for name, tensor in meta.items():
         if name in state and state[name].shape != tensor.shape:
             return ValueError(

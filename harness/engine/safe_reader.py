@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -137,10 +136,8 @@ class Folder:
                 raise Damaged(f"{str(file)!r} was cut off: it has {found:,} bytes of {end:,} or more")
             if expected is None:
                 return
-            digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
             with file.open("rb", buffering=0) as stream:
-                while count := stream.readinto(block):
-                    digest.update(block[:count])
+                digest = hashlib.file_digest(stream, "sha256")
         except OSError as error:
             raise Damaged(f"{str(file)!r} cannot be read: {error}") from error
         if digest.hexdigest() != expected:
@@ -151,22 +148,22 @@ class Folder:
         length = len(start)
         return {path[length:]: name for path, name in self.entries.items() if path[:length] == start < path}
 
-    def size(self, name: str) -> torch.Size | None:
-        """The shape of the tensor `name`; None if it is no tensor."""
-        return getattr(self.tensors[name], "size", None)
-
-    def dtype(self, name: str) -> torch.dtype | None:
+    def blank(self, name: str, device: str = "cpu") -> torch.Tensor | None:
+        """A tensor of the shape and dtype of the one that is called `name`, to read into; None for another value."""
         entry = self.tensors[name]
-        return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
     def model_on_meta(self) -> dict[str, torch.Tensor]:
         """Names, shapes and dtypes of the model's tensors, without values."""
-        names = {path[1]: name for path, name in self.entries.items() if path[0] == "model" and len(path) == 2}
-        return {
-            key: torch.empty(self.size(name), dtype=self.dtype(name), device="meta")
-            for key, name in names.items()
-            if self.size(name) is not None
-        }
+        found = {path[0]: self.blank(name, "meta") for path, name in self.under("model").items() if len(path) == 1}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def of_model(self, name: str) -> torch.Tensor:
+        """The values of the model's tensor `name`."""
+        place = self.entries["model", name]
+        return self.read({place: self.blank(place)})[place]
 
     def read(self, wanted: dict) -> dict:
         """Fill `wanted`: {name: tensor or `Cut`, on the CPU; None for a value that is no tensor}. Returns it."""
@@ -199,27 +196,3 @@ class Folder:
 def is_folder(state) -> bool:
     """Whether `state`, which a user has passed as a model's values, names a checkpoint's folder."""
     return isinstance(state, (str, os.PathLike))
-
-
-class Weights(Mapping):
-    """A checkpoint's model as {name: tensor}. A tensor is read when it is asked for; with `reads=False` it is zeros."""
-
-    def __init__(self, folder, reads: bool = True):
-        self._folder, self._reads = Folder(newest(folder), check=False), reads
-        self._shapes = self._folder.model_on_meta()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        shape, dtype = self._shapes[name].shape, self._shapes[name].dtype
-        if not self._reads:
-            return torch.zeros((), dtype=dtype).expand(shape)
-        place = self._folder.entries["model", name]
-        return self._folder.read({place: torch.empty(shape, dtype=dtype)})[place]
-
-    def __contains__(self, name) -> bool:
-        return name in self._shapes
-
-    def __iter__(self):
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)

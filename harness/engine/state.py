@@ -1,5 +1,6 @@
 """Whole weights out of an engine and into one, the buffers, and the way back to a plain model."""
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -7,10 +8,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from harness.engine import guard, refusals, tensor_parallel
-from harness.engine.layout import extra_states, plain_name
+from harness.engine.layout import extra_states, first_element, plain_name
 from harness.engine.precision import sendable
-from harness.engine.together import together
-from harness.engine.waiting import label, name_some, waiting_for
+from harness.engine.together import on_all, together
+from harness.engine.waiting import label, not_alike, waiting_for
 
 
 def broadcast_buffers(model, group) -> None:
@@ -66,14 +67,16 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
 def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     """Load what `full_state_dict` returned, at any world size: this rank's part of every parameter. A collective.
 
-    Modules get their part by `set_extra_state()`, at last.
-
     Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
-    and ValueError for another shape, on every rank, before anything is written.
+    and ValueError for another shape, on every rank, before anything is written; so does what modules raise that take
+    their part by `set_extra_state()`.
     """
     refusals.agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model)
-    engine.placement.settle()
     own = engine.model.state_dict(keep_vars=True)
+    modules = extra_states(engine.model)
+    extras = {key: modules[plain_name(key)] for key in own if plain_name(key) in modules}
+    set_extra_states(engine, [(module, state[key]) for key, module in extras.items()])
+    engine.placement.settle()
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
         sharded = set()
@@ -82,16 +85,27 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
             for index, part in bucket.cut(bucket.shard):
                 param = bucket.params[index]
                 value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
-                first = max(0, bucket.start - bucket.offsets[index])
+                first = first_element(bucket, index)
                 part.copy_(value[first : first + part.numel()])
-        extras = extra_states(engine.model)
         for key, tensor in own.items():
-            if plain_name(key) not in extras and isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
+            if key not in extras and isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
                 tensor.copy_(state[key])
     engine._shards_changed()
-    for key in own:
-        if plain_name(key) in extras:
-            extras[plain_name(key)].set_extra_state(state[key])
+
+
+def set_extra_states(engine, values: list[tuple]) -> None:
+    """(module, what it is given by `set_extra_state()`): all of them take it on all ranks, or none. A collective.
+
+    That is the modules' own code, which may raise. So it comes before anything else is loaded.
+    """
+    before = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in values]
+    try:
+        if values:
+            on_all(lambda: [module.set_extra_state(value) for module, value in values], engine.placement.everyone)
+    except Exception:
+        for module, value in before:
+            module.set_extra_state(value)
+        raise
 
 
 def _state_problem(engine, state) -> Exception | None:
@@ -100,10 +114,7 @@ def _state_problem(engine, state) -> Exception | None:
     own = engine.model.state_dict(keep_vars=True)
     missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
     if missing or unexpected:
-        return KeyError(
-            f"the state does not fit the model: missing {name_some(missing) or 'nothing'}; "
-            f"unexpected {name_some(unexpected) or 'nothing'}"
-        )
+        return KeyError(f"the state does not fit the model: {not_alike(missing, unexpected)}")
     extras = extra_states(engine.model)
     for key, tensor in own.items():
         a_tensor = isinstance(tensor, torch.Tensor) and plain_name(key) not in extras

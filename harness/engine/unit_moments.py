@@ -11,11 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import guard
-from harness.engine.autograd import backward_now
-from harness.engine.hooks import WeakHook, not_compiled
+from harness.engine.hooks import WeakHook, backward_now, not_compiled
 from harness.engine.moments import BucketMoments
 from harness.engine.tensor_parallel import local
-from harness.engine.watch import moved_message
+from harness.engine.unchanged import moved_message
 
 
 class Run:

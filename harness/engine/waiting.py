@@ -13,6 +13,11 @@ def name_some(names: list[str]) -> str:
     return shown + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
 
 
+def not_alike(missing: list[str], unexpected: list[str]) -> str:
+    """What a message says of names that a state lacks, or has too many."""
+    return f"missing {name_some(missing) or 'nothing'}; unexpected {name_some(unexpected) or 'nothing'}"
+
+
 def label(bucket) -> str:
     """What a message calls `bucket`: its unit, or the names of its parameters."""
     return getattr(bucket, "label", None) or f"the bucket of {name_some(bucket.names)}"
@@ -20,10 +25,8 @@ def label(bucket) -> str:
 
 def wait(work, collective: str, bucket) -> None:
     """`work.wait()`; on CUDA the stream waits and not the host. An error names the collective and the bucket."""
-    try:
+    with waiting_for(f"the {collective} of {label(bucket)}"):
         work.wait()
-    except RuntimeError as error:
-        raise in_vain(f"the {collective} of {label(bucket)}", error) from error
 
 
 @contextlib.contextmanager
@@ -32,11 +35,7 @@ def waiting_for(what: str):
     try:
         yield
     except RuntimeError as error:
-        raise in_vain(what, error) from error
-
-
-def in_vain(what: str, error: RuntimeError) -> RuntimeError:
-    return RuntimeError(
-        f"rank {dist.get_rank()} waited in vain for {what}: some rank has died, hangs, or went another way "
-        f"(a branch or a unit that not all ranks run). {error}"
-    )
+        raise RuntimeError(
+            f"rank {dist.get_rank()} waited in vain for {what}: some rank has died, hangs, or went another way "
+            f"(a branch or a unit that not all ranks run). {error}"
+        ) from error

@@ -12,12 +12,12 @@ from harness.properties.training import Pair
 
 
 class Branches(nn.Module):
-    """Two heads, of which a group uses one, and a buffer."""
+    """Three heads, of which a group uses one and nobody the third, and a buffer."""
 
     def __init__(self, shift: float = 0.0):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(5, 5)])
-        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
         self.register_buffer("shift", torch.full((5,), shift))
 
     def forward(self, x, head):

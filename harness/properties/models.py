@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.properties import parts
 from harness.properties.training import EXACT, of_output
+from harness.run.model import GPT, next_token_loss, preset
 
 
 @dataclass(frozen=True)
@@ -228,3 +229,20 @@ MODELS = {
     **{f"returns {form}": Model(lambda form=form: Outputs(form), of_any_output)
        for form in ("dict", "dataclass", "tuple", "object")},
 }  # fmt: skip
+
+
+# A small GPT, its data, which is another for every rank and step, and its loss.
+
+
+def gpt(dtype: torch.dtype = torch.float32, device: str | None = None, seed: int = 0) -> GPT:
+    return parts.seeded(lambda: GPT(preset("toy")), seed, dtype, device)
+
+
+def byte_batch(step: int, rank: int, device: str | None = None):
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    rows = torch.randint(256, (2, 17), generator=generator).to(device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def of_bytes(model, inputs, targets) -> torch.Tensor:
+    return next_token_loss(model(inputs), targets)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from harness.measure.memory import storage_bytes
@@ -33,7 +34,10 @@ class Pair:
         batch=parts.token_batch, groups=None, dtype=torch.float64, atol: float = EXACT, seed: int = 0, **options,
     ):  # fmt: skip
         self.engine, self.loss, self.batch, self.atol = engine, loss, batch, atol
-        self.rank, self.size = dist.get_rank(options.get("group")), dist.get_world_size(options.get("group"))
+        group = options.get("group")
+        if isinstance(group, DeviceMesh):  # on a grid of two dimensions all ranks train together
+            group = group.get_group() if group.ndim == 1 else None
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.plain, model = parts.seeded(build, seed, dtype), parts.seeded(build, seed, dtype)
         params = [param for param in self.plain.parameters() if param.requires_grad]
         self.optimizer = optimizer(groups(self.plain) if groups else params)
@@ -69,6 +73,28 @@ class Pair:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.trained.step()
+        self.nothing_gathered("the step", 5)
+        self.trained.zero_grad()
+
+    def scaled_step(self, step: int, scaler, max_norm: float, skipped=False, spoil=lambda trained: None) -> None:
+        """Backward and step of both, with a scaled loss and clipping. A step that overflows is to be `skipped`.
+
+        `spoil` is called with the engine before its gradients are unscaled.
+        """
+        scale = scaler.scale(torch.ones((), dtype=torch.float64))
+        self.backward(step, scale=scale)
+        spoil(self.trained)
+        scaler.unscale_(self.trained)
+        for param in self.plain.parameters():
+            param.grad = None if skipped or param.grad is None else param.grad / scale
+        if skipped:
+            self.trained.clip_grad_norm_(max_norm)  # nobody knows what it will be: all ranks call it
+        else:
+            self.clip(max_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        scaler.step(self.trained)
+        scaler.update()
         self.nothing_gathered("the step", 5)
         self.trained.zero_grad()
 

@@ -28,9 +28,9 @@ from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
 from harness.run.ending import one_line
+from harness.run.shared_folder import shared_folder
 from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, hand_out, load, save
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
-from harness.teach.shared_folder import shared_folder
 
 RANKS, MOST_RANKS = 2, 16
 
@@ -243,16 +243,16 @@ def hint(exhibit: Exhibit) -> str:
 
 def answer(exhibit: Exhibit) -> str:
     code = inspect.getsource(exhibit.wrong)
+    code = code[code.index("\nclass ") + 1 :]  # without what is told of it above
     if "hand_out(" in code:
         code = f"{inspect.getsource(hand_out)}\n\n{code}"
-    tests = (name if "::" in name else f"tests/test_properties.py -k {name}" for name in exhibit.caught_by)
     return "\n".join(
         (
             told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
             "\nThe lines that were put in front of the right ones (harness/teach/museum/exhibits.py):\n",
             code,
             "Caught by (it passes as it is, and fails with these lines in place):",
-            *(f"  ./launch.sh test {test}" for test in tests),
+            *(f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by),
             f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
         )
     )

@@ -7,8 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.engine import precision
-from harness.engine.autograd import backward_now
-from harness.engine.hooks import no_hook, not_compiled
+from harness.engine.hooks import backward_now, no_hook, not_compiled
 from harness.engine.tensor_parallel import local
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
@@ -25,7 +24,8 @@ def watch_forward(engine) -> list:
             handles.append(module.register_load_state_dict_pre_hook(refuse_loading))
         units = getattr(engine, "units", None)
         modules = default_units(engine.model) if units is None else [unit.module for unit in units]
-        handles += precision.cast_inputs([engine.model, *modules], engine.dtypes[0])
+        cast = precision.Cast(engine.dtypes[0])
+        handles += [module.register_forward_pre_hook(cast, with_kwargs=True) for module in [engine.model, *modules]]
     return handles
 
 

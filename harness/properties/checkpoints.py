@@ -1,0 +1,582 @@
+"""Checkpoints: the same run goes on, in any stage at any number of ranks; what cannot be loaded changes nothing."""
+
+import contextlib
+import os
+import pickle
+import resource
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from harness.engine import checkpoint, checkpoint_write, contents, layout
+from harness.engine.rectangles import rectangles
+from harness.properties import parts
+from harness.properties.property import expect, holds, refused, same, subject
+from harness.properties.training import EXACT
+from harness.run.shared_folder import shared_folder
+
+OPTIMIZERS = {
+    **parts.OPTIMIZERS,
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
+}
+
+
+class Zoo(nn.Module):
+    """All that a checkpoint must carry: uneven, tied, frozen, unused and empty parameters, buffers, 3 dimensions.
+
+    And, if `odd`, a scalar and an empty one, which FSDP2 does not take.
+    """
+
+    def __init__(self, odd: bool = True, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 7, bias=False), norm(7), nn.Linear(7, 5))])
+        self.blocks.append(nn.Sequential(nn.Linear(5, 9, bias=False), nn.Linear(9, 5)))
+        self.mix = nn.Parameter(torch.randn(3, 5, 5) / 9)
+        self.frozen = nn.Parameter(torch.full((5,), 1.5), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 5)) if odd else torch.zeros(0, 5)
+        self.unused = nn.Linear(3, 3)
+        self.register_buffer("shift", torch.linspace(-1, 1, 5))
+        self.register_buffer("table", torch.ones(5), persistent=False)
+        self.scale = nn.Parameter(torch.tensor(0.7)) if odd else 0.7
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1) * self.frozen
+        x = x + (self.shift * self.table).to(x.dtype)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        for matrix in self.mix:
+            x = x + self.scale * (x @ matrix)
+        return self.head(x + self.empty.sum())[:, :3].clone()
+
+
+def groups_of(model) -> list[dict]:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": 0.003},
+    ]
+
+
+def zoo_under(engine, optimizer=parts.ADAMW, seed: int = 0, odd: bool = True, dtype=torch.float64, **options):
+    norm = nn.LayerNorm if "param_dtype" in options else nn.BatchNorm1d  # torch's cannot compute in bfloat16 on a CPU
+    model = parts.seeded(partial(Zoo, odd, norm), seed, dtype)
+    options = {"param_groups": groups_of(model), "find_unused": True, **options}
+    if engine.like != "zero3":
+        options = {"bucket_mb": 0.0005, **options}
+    return engine(model, optimizer, **options)
+
+
+def train(trained, steps, rank: int | None = None) -> list:
+    """A step on the batch of each of `steps`, which is another on every rank, or that of `rank`; returns the losses."""
+    batches = [parts.token_batch(step, dist.get_rank() if rank is None else rank) for step in steps]
+    return [trained.training_step(*batch, lambda out, y: F.cross_entropy(out.double(), y)) for batch in batches]
+
+
+def state_of(trained, buffers: bool = True) -> dict:
+    """Everything that loading may change, copied: {where it is: a tensor or a value}. All ranks take part.
+
+    Buffers are every rank's own, and after loading rank 0's.
+    """
+    optimizer, state = trained.optimizer, {"weights": trained.full_state_dict()}
+    state["shards"] = [bucket.shard for bucket in trained.buckets]
+    state["buffers"] = list(trained.model.buffers()) if buffers else []
+    for number, group in enumerate(optimizer.param_groups):
+        state[number] = {key: value for key, value in group.items() if key != "params"}
+        state[number]["pieces"] = [dict(optimizer.state.get(piece, {})) for piece in group["params"]]
+    leaves = tree_flatten_with_path(state)[0]
+    return {keystr(path): v.detach().clone() if torch.is_tensor(v) else v for path, v in leaves}
+
+
+@holds("life")
+def what_is_loaded_is_what_was_saved(engine):
+    """Every rank gets back its own weights and optimizer state, in an engine that had others."""
+    save, load = engine.more.get("save", checkpoint.save), engine.more.get("load", checkpoint.load)
+    trained = zoo_under(engine)
+    train(trained, range(2))
+    other = zoo_under(engine, seed=3)
+    train(other, range(4, 7))
+    with shared_folder() as folder:
+        save(trained, folder)
+        load(other, folder)
+    # What is written is read: the same bytes.
+    same("what was loaded", state_of(other, buffers=False), state_of(trained, buffers=False))
+
+
+@holds("life", cases=({}, {"in_background": True}, {"mixed": True}), further_sizes=(3,),
+       further_cases=tuple({"optimizer": name, "on": ("zero3",)} for name in OPTIMIZERS))  # fmt: skip
+def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_background=False, mixed=False):
+    """A run that is loaded trains on to the bit as the one that was saved, on an engine that had trained otherwise.
+
+    The same engine does the same operations on the same numbers. In mixed precision these are the float32 shards.
+    """
+    options = {"dtype": torch.float32, "param_dtype": torch.bfloat16} if mixed else {}
+    trained = zoo_under(engine, OPTIMIZERS[optimizer], **options)
+    schedule = torch.optim.lr_scheduler.StepLR(trained.optimizer, 2)
+    for step in range(3):
+        train(trained, [step])
+        schedule.step()
+    extra = {"schedule": schedule.state_dict(), "rank": dist.get_rank(), "random": torch.get_rng_state()}
+    with shared_folder() as folder:
+        if in_background:
+            saving = checkpoint.async_save(trained, folder, **extra, keys={1: (2, [3.0]), "5": {7: None}})
+            ahead = train(trained, range(3, 6))  # the copy must not see this
+            saved = saving.result()
+        else:
+            saved = checkpoint.save(trained, folder, **extra, keys={1: (2, [3.0]), "5": {7: None}})
+            ahead = train(trained, range(3, 6))
+        same("what save returns", (saved.rank, saved.path), (dist.get_rank(), Path(folder) / "000001"))
+        expect(saved.nbytes > 0, "bytes that this rank has written", "more than 0", saved.nbytes)
+        other = zoo_under(engine, OPTIMIZERS[optimizer], seed=3, **options)
+        schedule = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
+        train(other, range(7, 9))
+        found = checkpoint.load(other, folder)
+    same("this rank's own value", found["rank"], dist.get_rank())
+    same("a tensor of the caller's", found["random"], extra["random"])
+    same("nested values of the caller's", found["keys"], {1: (2, [3.0]), "5": {7: None}})
+    schedule.load_state_dict(found["schedule"])
+    same("learning rates", [group["lr"] for group in other.optimizer.param_groups], schedule.get_last_lr())
+    same("the losses after loading", torch.stack(train(other, range(3, 6))), torch.stack(ahead))
+    same("the state after training on", state_of(other, buffers=False), state_of(trained, buffers=False))
+
+
+# Journeys. A station is who loads and saves, and on how many ranks; `file` is torch's conversion into one and back.
+JOURNEYS = ("engine@3 other@2 engine@1 plain@1 engine@2", "engine@3 fsdp2@2 engine@2", "engine@2 file@1 engine@3")
+OTHER = {"zero1": "zero3", "zero2": "zero1", "zero3": "zero2"}
+
+
+@holds("life", sizes=(3,), cases=tuple({"journey": journey} for journey in JOURNEYS))
+def a_checkpoint_travels(engine, journey):
+    """Loading and saving again changes no bit, whoever does it where; training comes out where one process does."""
+    stations = [station.split("@") for station in journey.split()]
+    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3)}
+    odd, source, steps = "fsdp2" not in journey, None, 0
+    with shared_folder() as folder:
+        for number, (kind, size) in enumerate(stations):
+            here, copied, group = Path(folder, f"{number}"), Path(folder, f"{number} again"), groups[int(size)]
+            todo = range(steps, steps + 2 * (kind != "file"))
+            if dist.get_rank() < int(size):
+                if kind in ("engine", "other"):
+                    own = engine if kind == "engine" else subject(OTHER.get(engine.like, "zero1"))
+                    trained = zoo_under(own, seed=5 if source else 0, odd=odd, group=group)
+                    if source:
+                        checkpoint.load(trained, source)
+                        checkpoint.save(trained, copied)
+                    train(trained, todo, rank=0)  # the same batch everywhere
+                    checkpoint.save(trained, here)
+                elif kind == "file":
+                    dcp_to_torch_save(checkpoint.newest(source), f"{here}.pt")
+                    torch_save_to_dcp(f"{here}.pt", here)
+                else:
+                    without_an_engine(kind == "fsdp2", group, source, here, todo, odd)
+            dist.barrier()
+            if copied.exists():
+                same_files(f"station {number}, {kind}", flat(copied), flat(source))
+            source, steps = here, todo.stop
+        found = flat(source)
+    model = parts.seeded(lambda: Zoo(odd))
+    optimizer = parts.ADAMW(groups_of(model))
+    for step in range(steps):
+        plain_step(model, optimizer, step)
+    expected = model.state_dict()
+    same("the weights at the end", {key: found[key] for key in expected}, expected, EXACT)
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items() if param.numel() else ():
+            same(f"{key} of {name} at the end", found[name, key], value, EXACT)
+
+
+def plain_step(model, optimizer, step: int) -> None:
+    tokens, targets = parts.token_batch(step, 0)
+    F.cross_entropy(model(tokens).double(), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_an_engine(sharded: bool, group, source, folder, steps, odd: bool) -> None:
+    """torch's own classes load, train and save."""
+    model = parts.seeded(partial(Zoo, odd), 5)
+    if sharded:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    optimizer = parts.ADAMW(groups_of(model))
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=checkpoint.newest(source), planner=planner, process_group=group)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"], options=StateDictOptions(strict=False))
+    for step in steps:
+        plain_step(model, optimizer, step)
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder, process_group=group)
+
+
+def flat(folder) -> dict:
+    """All of a checkpoint by torch's own conversion, as one dictionary; without what says who has written it."""
+    file = f"{folder} of rank {dist.get_rank()}.pt"
+    dcp_to_torch_save(checkpoint.newest(folder), file)
+    state = torch.load(file, weights_only=True)
+    options = [dict(sorted({**group, "params": None}.items())) for group in state["optim"]["param_groups"]]
+    names = [group["params"] for group in state["optim"]["param_groups"]]
+    groups = {(name, "group"): own for own, there in zip(options, names) for name in there}
+    moments = {(name, key): value for name, own in state["optim"]["state"].items() for key, value in own.items()}
+    return {**state["model"], **moments, **groups}
+
+
+def same_files(what: str, found: dict, expected: dict) -> None:
+    """To the bit. torch keeps a state for an empty parameter, and an engine has no piece of it."""
+    found, expected = ({k: d[k] for k in sorted(d, key=str) if k[0] != "empty"} for d in (found, expected))
+    same(what, found, expected)
+    dtypes = [{k: v.dtype for k, v in d.items() if torch.is_tensor(v)} for d in (found, expected)]
+    same(f"the dtypes of {what}", *dtypes)
+
+
+@holds("life", sizes=(3,))
+def groups_of_ranks_have_checkpoints_of_their_own(engine):
+    """Each group of ranks saves and loads its own engine, one group after the other and several at once."""
+    rank = dist.get_rank()
+    with shared_folder() as folder:
+        for split in ("0,1 2", "0 1,2", "0,1,2"):  # who is in a group together
+            for members in split.split():
+                ranks = [int(number) for number in members.split(",")]
+                group = dist.new_group(ranks)
+                if rank in ranks:
+                    own, path = group, Path(folder, split, members)
+            trained = zoo_under(engine, group=own)
+            train(trained, [rank])
+            checkpoint.async_save(trained, path, members=split).result()
+            expected = state_of(trained, buffers=False)
+            train(trained, [5])
+            same("what the group has saved", checkpoint.load(trained, path), {"members": split})
+            same("what was loaded", state_of(trained, buffers=False), expected)
+            checkpoint.save(trained, path)
+
+
+class Runs:
+    """Unpickling it makes a file."""
+
+    def __init__(self, file: Path):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return open, (self.file, "w")
+
+
+def of_other_runs(engine, folder: Path) -> None:
+    """Checkpoints that an engine of a `Zoo` under AdamW must not load: they are of something else, or run code."""
+    model = parts.seeded(Zoo)
+    adamw, sgd = parts.ADAMW(groups_of(model)), torch.optim.SGD(groups_of(model), lr=0.01)
+    plain = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, adamw)}
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in sgd.param_groups]
+    evil = [{**group, "lr": Runs(folder / "item ran")} for group in plain["optim"]["param_groups"]]
+    dcp.save({**plain, "optim": {"state": {}, "param_groups": groups}}, checkpoint_id=folder / "torch's SGD")
+    dcp.save({**plain, "optim": {**plain["optim"], "param_groups": evil}}, checkpoint_id=folder / "an item that runs")
+    dcp.save(plain["model"], checkpoint_id=folder / "weights alone")
+    checkpoint.save(zoo_under(engine, OPTIMIZERS["adam"]), folder / "Adam and not AdamW")
+    checkpoint.save(zoo_under(engine, dtype=torch.float32), folder / "another dtype")
+    checkpoint.save(zoo_under(engine, odd=False), folder / "fewer names")
+    checkpoint.save(zoo_under(engine, param_groups=None), folder / "other groups")
+    model.mix = nn.Parameter(torch.zeros(5, 3, 5, dtype=torch.float64))
+    checkpoint.save(engine(model, parts.ADAMW, param_groups=groups_of(model)), folder / "another shape")
+
+
+def damage(good: Path, folder: Path) -> None:
+    """Copies of the checkpoint `good`, each damaged in another way."""
+
+    def flip(content: bytes) -> bytes:
+        middle = len(content) // 2
+        return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+    for name, file, change in (
+        ("a flipped byte", "__1_0.distcp", flip),
+        ("a flipped byte in the list", ".metadata", flip),
+        ("a truncated file", "__0_0.distcp", lambda content: content[:-1]),
+        ("a missing file", "__1_0.distcp", lambda content: None),
+        ("no sums", "SHA256SUMS", lambda content: None),
+        ("a list that runs", ".metadata", lambda content: pickle.dumps(Runs(folder / "list ran"))),
+        ("never finished", ".metadata", lambda content: None),
+    ):
+        shutil.copytree(good, folder / name)
+        content = change((good / file).read_bytes())
+        (folder / name / file).unlink() if content is None else (folder / name / file).write_bytes(content)
+    (folder / "a list that runs" / "SHA256SUMS").unlink()
+    (folder / "nothing there").mkdir()
+    shutil.copytree(folder / "weights alone", folder / "torch's, truncated")
+    with open(folder / "torch's, truncated" / "__0_0.distcp", "ab") as stream:
+        stream.truncate(2000)
+
+
+NOT_LOADED = {  # checkpoint: (error, its words)
+    "a flipped byte": (checkpoint.Damaged, "__1_0.distcp' is not what was written"),
+    "a flipped byte in the list": (checkpoint.Damaged, ".metadata' is damaged"),
+    "a truncated file": (checkpoint.Damaged, "__0_0.distcp' was cut off"),
+    "a missing file": (checkpoint.Damaged, "__1_0.distcp' cannot be read", "No such file"),
+    "no sums": (checkpoint.Damaged, "SHA256SUMS' is missing"),
+    "a list that runs": (checkpoint.Unsafe, "it asks for ", ".open"),
+    "an item that runs": (checkpoint.Unsafe, "tensors and plain values"),
+    "never finished": (FileNotFoundError, "no complete checkpoint"),
+    "nothing there": (FileNotFoundError, "no complete checkpoint"),
+    "torch's, truncated": (checkpoint.Damaged, "cut off"),
+    "torch's SGD": (ValueError, "another class than AdamW"),
+    "weights alone": (ValueError, "another model: missing"),
+    "Adam and not AdamW": (ValueError, "is of Adam, and here is AdamW"),
+    "another dtype": (ValueError, "torch.float32"),
+    "another shape": (ValueError, "'mix' is torch.float64 of shape (5, 3, 5)"),
+    "fewer names": (ValueError, "missing 'empty', 'scale'"),
+    "other groups": (ValueError, "other groups"),
+}
+
+
+@holds("misuse")
+def what_cannot_be_loaded_changes_nothing(engine):
+    """A checkpoint that is damaged, of another run, or that runs code is refused; the next good one loads."""
+    trained, rank = zoo_under(engine), dist.get_rank()
+    train(trained, [0])
+    with shared_folder() as folder:
+        folder = Path(folder)
+        checkpoint.save(trained, folder / "good", step=1)
+        good = state_of(trained, buffers=False)
+        of_other_runs(engine, folder)
+        if rank == 0:
+            damage(folder / "good" / "000001", folder)
+        dist.barrier()
+        train(trained, [1])
+        before = state_of(trained)
+        for name, (error, *words) in NOT_LOADED.items():
+            refused(lambda path=folder / name: checkpoint.load(trained, path), *words, error=error)
+            same(f"the engine after {name!r}", state_of(trained), before)
+        if engine.like == "zero3":
+            with torch.device("meta"):
+                model = Zoo().double()
+            path = folder / "a list that runs"
+            refused(lambda: engine(model, parts.ADAMW, state_dict=path), "it asks for ", error=checkpoint.Unsafe)
+        same("what a checkpoint has run", [path.name for path in folder.glob("* ran")], [])
+        same("what was saved beside the weights", checkpoint.load(trained, folder / "good"), {"step": 1})
+        same("what was loaded at last", state_of(trained, buffers=False), good)
+        for words, call in (
+            (
+                "'what': a checkpoint takes tensors",
+                lambda: checkpoint.save(trained, folder / "good", what=Runs(folder / "own")),
+            ),
+            ("keep must be a number", lambda: checkpoint.save(trained, folder / "good", keep=0)),
+            ("is a checkpoint itself", lambda: checkpoint.save(trained, folder / "good" / "000001")),
+        ):
+            refused(call, words, error=ValueError)
+        dist.barrier()
+        # The two that run are what they are said to be: torch's own reader runs them.
+        with contextlib.suppress(Exception):
+            dcp.FileSystemReader(folder / "a list that runs").read_metadata()
+        with contextlib.suppress(Exception):
+            wanted = {"optim": {"param_groups": [{"lr": 0.0}]}}
+            dcp.load(wanted, checkpoint_id=folder / "an item that runs", no_dist=True)
+        assert (folder / "list ran").exists() and (folder / "item ran").exists()
+
+
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
+@holds("misuse")
+def what_one_rank_cannot_write_nobody_has(engine):
+    """An error in one rank's files is one on all, in the same words; nothing is left over, and the last one is good."""
+    trained, rank = zoo_under(engine), dist.get_rank()
+    train(trained, [0])
+    expected, (soft, hard) = state_of(trained, buffers=False), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with shared_folder() as folder:
+        folder = Path(folder)
+        saves = (
+            lambda: checkpoint.save(trained, folder / "run", step=2),
+            lambda: checkpoint.async_save(trained, folder / "run", step=2).result(),
+        )
+        # In the background, so that its group is there: to make it takes the store, which may be a file.
+        checkpoint.async_save(trained, folder / "run", step=1).result()
+        train(trained, [1])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            if rank == 1:  # the second rank cannot write more than 2,000 bytes
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+            try:
+                for save in saves:
+                    refused(save, "rank 1: ", "File too large", "earlier ones are as they were", error=RuntimeError)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        same("warnings of what fails in the background", ["rank 1: " in str(each.message) for each in warned], [True])
+        dist.barrier()
+        same("checkpoints after a full disk", os.listdir(folder / "run"), ["000001"])
+        same("what was saved beside the weights", checkpoint.load(trained, folder / "run"), {"step": 1})
+        same("what was loaded", state_of(trained, buffers=False), expected)
+        checkpoint.save(trained, folder / "run", step=3)
+        same("checkpoints at last", sorted(os.listdir(folder / "run")), ["000001", "000002"])
+        if rank == 0:
+            (folder / "file").write_text("")
+        dist.barrier()
+        with patch.object(checkpoint_write, "_sync", no_space):
+            said = refused(lambda: checkpoint.save(trained, folder / "full"), "rank 0: ", "No space left")
+        with patch.object(contents, "read", no_space):  # rank 0 looks whether the new checkpoint can be read
+            said += refused(lambda: checkpoint.save(trained, folder / "unread"), error=checkpoint.Damaged)
+        for path in (folder / "file", folder / "file" / "inside"):
+            said += refused(lambda path=path: checkpoint.save(trained, path), "rank 0: ")
+        words = [None] * dist.get_world_size()
+        dist.all_gather_object(words, said)
+        same("what the ranks say", words, [said] * len(words))
+        same("what is left", os.listdir(folder / "full") + os.listdir(folder / "unread"), [])
+
+
+class Remembers(torch.optim.Optimizer):
+    """Momentum, with a dictionary and numpy's numbers in its state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    own = self.state[param]
+                    if not own:
+                        own.update({"sums": {"first": torch.zeros_like(param), "times": 0}, "seen": numpy.int64(0)})
+                    own["sums"]["first"].mul_(0.9).add_(param.grad)
+                    own["sums"]["times"] += 1
+                    own["seen"] += 1
+                    param.sub_(own["sums"]["first"], alpha=float(group["lr"]))
+
+
+OPTIONS = {
+    "number": numpy.float64(0.25),
+    "dictionary": {"a": 1, "b": {"c": torch.ones(2), "none": None}},
+    "empty": {},
+    "numbered": {1: "a", 2: numpy.float32(0.5)},
+    "tensor": torch.arange(3.0),
+    "list": [1, {"a": (2.0, torch.zeros(1))}],
+}
+
+
+@holds("life")
+def options_and_state_that_are_no_numbers_come_back(engine):
+    """An optimizer's options and state may be nested, or numpy's: they come back as they were, as Python's numbers."""
+
+    def build(seed, options):
+        model = parts.seeded(partial(parts.Stack, layers=2, width=6), seed)
+        return engine(model, Remembers, param_groups=[{"params": list(model.parameters()), **options}])
+
+    def train(one, steps):
+        batches = [parts.vector_batch(step, dist.get_rank(), 6, torch.float64) for step in steps]
+        return torch.stack([one.training_step(*batch, F.mse_loss) for batch in batches])
+
+    trained, other = build(0, OPTIONS), build(3, dict.fromkeys(OPTIONS))
+    trained.optimizer.param_groups[0]["lr"] = numpy.float64(0.05)
+    train(trained, range(2))
+    train(other, [3])
+    numbers = [numpy.float64(1.5), {"a": numpy.bool_(True)}]
+    with shared_folder() as folder:
+        checkpoint.async_save(trained, folder, numbers=numbers).result()
+        same("the caller's values", checkpoint.load(other, folder), {"numbers": [1.5, {"a": True}]})
+    (group,) = other.optimizer.param_groups
+    same("the learning rate", (group["lr"], type(group["lr"])), (0.05, float))
+    expected = {**OPTIONS, "number": 0.25, "numbered": {1: "a", 2: 0.5}}
+    same("the options", str({key: group[key] for key in OPTIONS}), str(expected))  # as text, for it tells kinds as well
+    same("the losses after loading", train(other, range(2, 4)), train(trained, range(2, 4)))
+    same("the weights after training on", other.full_state_dict(), trained.full_state_dict())
+
+
+@holds("misuse")
+def what_cannot_be_loaded_is_not_saved(engine):
+    """A value that could not be read again is refused by its name, on all ranks, before a folder is made."""
+    with shared_folder() as folder:
+        folder, trained = Path(folder, "new"), zoo_under(engine, param_groups=None)
+        for name, value in (
+            ("note", len.__call__),
+            ("note", (x for x in ())),
+            ("note", numpy.zeros(2)),
+            ("note.a", {"a": Runs(folder.with_name("own"))}),
+        ):
+            # Rank 0 alone has the option: the others say so all the same.
+            (group,) = trained.optimizer.param_groups
+            group["note"] = value if dist.get_rank() == 0 else 1
+            refused(lambda: checkpoint.save(trained, folder), f"'param_groups.0.{name}'", error=ValueError)
+            group["note"] = 1
+            refused(lambda value=value: checkpoint.save(trained, folder, what=value), "'what'", error=ValueError)
+        trained = zoo_under(engine, parts.SGD, param_groups=None)
+        piece = trained.optimizer.param_groups[0]["params"][0]
+        for state in ({"kept": torch.zeros(2, 2)}, {"kept": [torch.zeros(2)]}, {1: piece.clone()}):
+            trained.optimizer.state[piece] = state
+            refused(lambda: checkpoint.save(trained, folder), "in the optimizer's state", error=ValueError)
+        expect(not folder.exists(), "the folder of what cannot be saved", "none", "it is there")
+
+
+@holds("life")
+def old_checkpoints_go(engine):
+    """The newest `keep` checkpoints stay, each loads by its own name, and nothing else in the folder is touched."""
+    trained = zoo_under(engine)
+    with shared_folder() as folder:
+        os.makedirs(Path(folder, "notes"), exist_ok=True)  # not ours
+        for step in range(5):
+            checkpoint.save(trained, folder, keep=2, step=step)
+        dist.barrier()
+        same("what is in the folder", sorted(os.listdir(folder)), ["000004", "000005", "notes"])
+        same("what the older one holds", checkpoint.load(trained, Path(folder, "000004")), {"step": 3})
+
+
+@holds("bytes", further_sizes=(3,))
+def each_rank_writes_its_part(engine):
+    """A rank writes its shards and their moments, and torch's header of less than 2 kB for each rectangle and option.
+
+    ZeRO-1 and -2 have whole parameters, and each rank writes its shard of them all the same.
+    """
+    trained = engine(parts.seeded(lambda: parts.Stack(layers=4, width=256), dtype=torch.float32), parts.ADAMW)
+    trained.training_step(*parts.vector_batch(0, dist.get_rank(), 256), F.mse_loss)
+    with shared_folder() as folder:
+        written = checkpoint.save(trained, folder).nbytes
+    runs = [rectangles(shape, first, first + piece.numel()) for _, piece, shape, first in layout.pieces(trained)]
+    own = sum(3 * 4 * bucket.shard.numel() for bucket in trained.buckets)
+    most = own + 2_000 * (sum(3 * len(run) + 1 for run in runs) + 40)
+    expect(own < written < most, "bytes that this rank has written", f"{own:,} to {most:,}", f"{written:,}")
+
+
+@holds("life", engines=("zero3",))
+def a_model_on_meta_takes_a_folder(engine):
+    """A model on `meta` takes a checkpoint's weights, those of no state_dict from init_fn, and the run goes on."""
+    engine.needs("zero3")
+    trained, asked = zoo_under(subject("zero1")), []
+    train(trained, range(2))
+    with torch.device("meta"):
+        model = Zoo().double()
+
+    def init_fn(name, tensor):
+        asked.append(name)
+        tensor.fill_(1)
+
+    with shared_folder() as folder:
+        checkpoint.save(trained, folder)
+        options = {"param_groups": groups_of(model), "find_unused": True}
+        other = engine(model, parts.ADAMW, state_dict=folder, init_fn=init_fn, **options)
+        same("names that init_fn is asked for", asked, ["table"])  # it is in no state_dict
+        same("the weights", other.full_state_dict(), trained.full_state_dict())
+        checkpoint.load(other, folder)
+    found, expected = (torch.stack(train(each, range(2, 4))) for each in (other, trained))
+    same("the losses of the next steps", found, expected, EXACT)

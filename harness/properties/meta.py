@@ -1,0 +1,174 @@
+"""A model that does not fit: built on `meta`, it gets values and is sharded a unit at a time. ZeRO-3 alone does it."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn import functional as F
+
+from harness.measure.memory import MemoryLedger, held_bytes
+from harness.properties import parts
+from harness.properties.checkpoints import groups_of
+from harness.properties.property import expect, holds, refused, same
+from harness.properties.training import Pair
+from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
+from harness.run.shared_folder import shared_folder
+
+ADAMW = parts.ADAMW
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+@holds("life", engines=("zero3",), cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3))
+def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None):
+    """From the same seed a model on `meta` gets the weights of the whole one, to the bit, and trains alike after.
+
+    The same operations on the same numbers. Parameters stay the same objects.
+    """
+    engine.needs("zero3")
+    config = PRESETS["toy"]
+    whole, model = GPT(config, seed=7), on_meta(lambda: GPT(config))
+    expected = {name: value.clone() for name, value in whole.state_dict().items()}
+    weight = model.blocks[0].up.weight
+    weight.tag = "no decay"
+    init_fn, groups = partial(initialize, seed=7), groups_of(model)
+    trained = engine(model, ADAMW, init_fn=init_fn, param_groups=groups, param_dtype=param_dtype)
+    same("the weights from the seed", trained.full_state_dict(), expected, step=0)
+    kept = model.head.weight is model.tokens.weight and model.blocks[0].up.weight is weight and weight.tag == "no decay"
+    expect(kept, "parameters that were on meta", "the same objects, tied as before", "others", step=0)
+    assert not torch.equal(expected["tokens.weight"], GPT(config, seed=8).tokens.weight)
+    assert not torch.equal(expected["blocks.0.up.weight"], expected["blocks.1.up.weight"])
+    for name, value in expected.items():  # a GPT as it should start
+        if value.ndim > 1:
+            assert abs(value.mean()) < 2e-3 and abs(value.std() - 0.02) < 2e-3, name
+        else:
+            assert (value == ("norm" in name and name.endswith("weight"))).all(), name
+    other = engine(whole, ADAMW, param_groups=groups_of(whole), param_dtype=param_dtype)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(1_000 * step + dist.get_rank())
+        rows = torch.randint(256, (2, 17), generator=generator)
+        losses = [each.training_step(rows[:, :-1], rows[:, 1:], next_token_loss) for each in (trained, other)]
+        same(f"the loss of step {step}", *losses, step=1)
+    same("the weights after training", trained.full_state_dict(), other.full_state_dict(), step=5)
+
+
+SOURCES = ("init_fn", "state_dict", "folder", "init_fn in bfloat16")
+
+
+@holds("bytes", engines=("zero3",), cases=tuple({"source": source} for source in SOURCES), further_sizes=(3,))
+def building_from_meta_takes_the_shards_and_one_unit(engine, source):
+    """The peak while a model on `meta` is built is the shards and one unit; with a folder, three units."""
+    engine.needs("zero3")
+    config = GPTConfig(layers=8, width=64, heads=2, vocab=64, seq=16)
+    weights, model = GPT(config, seed=3).state_dict(), on_meta(lambda: GPT(config))
+    options = {"init_fn": initialize, "param_dtype": torch.bfloat16 if "bfloat16" in source else None}
+    with shared_folder() as folder:
+        if source == "state_dict":
+            torch.save(weights, f"{folder}/{dist.get_rank()}.pt")
+            options = {"state_dict": torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)}
+        elif source == "folder":
+            dcp.save({"model": weights}, checkpoint_id=folder)
+            options = {"state_dict": folder}
+        with MemoryLedger() as memory:
+            trained = engine(model, ADAMW, group=parts.silent_group(), **options)
+    same("bytes that stay", memory.live, held_bytes(trained)["parameters"], step=0)
+    unit = max(4 * sum(bucket.numel for bucket in each.buckets) for each in (*trained.units, trained.root))
+    most = memory.live + (3 if source == "folder" else 1) * unit + 4
+    assert most < sum(4 * value.numel() for value in weights.values()), "the whole model is no more: this says nothing"
+    expect(memory.peak <= most, "the peak of live bytes while it is built", f"at most {most:,}", f"{memory.peak:,}", 0)
+
+
+class Buffered(parts.OddModel):
+    """Buffers, one of which is not in the state_dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(5.0) / 10, persistent=False)
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.table[:3]
+
+
+@holds("life", engines=("zero3",), further_sizes=(3,))
+def weights_on_file_are_read_into_meta(engine):
+    """Another model's weights, memory-mapped, are taken and not written to; init_fn fills what the file lacks."""
+    engine.needs("zero3")
+    source, asked = parts.seeded(Buffered, seed=5), []
+
+    def init_fn(name, tensor):
+        asked.append(name)
+        tensor.copy_(torch.arange(5.0) / 10)
+
+    with shared_folder() as folder:
+        torch.save(source.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+        state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
+        models = iter((parts.seeded(Buffered, seed=5), on_meta(Buffered)))  # the plain one, and the engine's
+        pair = Pair(engine, lambda: next(models), ADAMW, state_dict=state, init_fn=init_fn)
+    model = pair.trained.model
+    same("names that init_fn is asked for", asked, ["table"], step=0)
+    same("the weights from the file", pair.trained.full_state_dict(), source.state_dict(), step=0)
+    same("the file's own values", state["head.weight"], source.head.weight)
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    same("names that are still on meta", left, [], step=0)
+    pair.train(3)
+    pair.same_weights()
+
+
+@holds("life", engines=("zero3",), further_sizes=(3,))
+def init_fn_fills_what_is_on_meta(engine):
+    """init_fn is asked for what is on `meta` alone, in the dtype of the shards, and rank 0's values count on all."""
+    engine.needs("zero3")
+    rank = dist.get_rank()
+    model = on_meta(parts.OddModel)  # init_fn may draw from a generator that differs between the ranks
+    trained = engine(model, ADAMW, init_fn=lambda name, tensor: tensor.fill_(rank + len(name)), prefetch=0)
+    expected = {name: torch.full_like(value, len(name)) for name, value in trained.full_state_dict().items()}
+    same("the weights that rank 0 has filled", trained.full_state_dict(), expected, step=0)
+    model, names = parts.seeded(parts.OddModel, dtype=torch.float32), []
+    before = model.head.weight.detach().clone()
+    model.blocks[1] = on_meta(lambda: parts.OddBlock(5, 9))
+    trained = engine(model, ADAMW, init_fn=lambda name, tensor: (names.append(name), tensor.fill_(0.5)))
+    same("names on meta", sorted(names), sorted(f"blocks.1.{name}" for name, _ in model.blocks[1].named_parameters()))
+    state = trained.full_state_dict()
+    same("weights that were not on meta", state["head.weight"], before, step=0)
+    same("weights on meta", state["blocks.1.up.weight"], torch.full((9, 5), 0.5), step=0)
+    model = on_meta(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    fine = 1 + 2**-12  # bfloat16 has no such number
+    trained = engine(model, ADAMW, init_fn=lambda name, tensor: tensor.fill_(fine), param_dtype=torch.bfloat16)
+    state = trained.full_state_dict()
+    same("float32 shards", state, {name: torch.full(value.shape, fine) for name, value in state.items()}, step=0)
+    trained.training_step(torch.ones(2, 6), torch.ones(2, 3, dtype=torch.bfloat16), F.mse_loss)
+
+
+@holds("misuse", sizes=(3,))
+def what_cannot_be_materialised_is_refused(engine):
+    """A model on `meta` without a source of its values, or with one that does not fit, is refused by name."""
+    if engine.like != "zero3":
+        words = "materialise", "ZeRO3(model, ..., init_fn=...)"
+        refused(lambda: engine(on_meta(parts.OddModel), ADAMW), *words, error=ValueError)
+        return
+    good = parts.OddModel().state_dict()
+    less = {name: value for name, value in good.items() if name != "head.bias"}
+    other = {**good, "head.weight": torch.zeros(3, 4)}
+    for source, *words in (
+        ({}, "init_fn=", "state_dict=", "'embedding.weight'"),
+        ({"init_fn": "normal"}, "init_fn must be callable", "str"),
+        ({"state_dict": ["head.weight"]}, "dictionary", "list"),
+        ({"state_dict": less}, "missing 'head.bias'", "unexpected nothing"),
+        ({"state_dict": {**good, "tail.weight": torch.zeros(1)}}, "missing nothing", "unexpected 'tail.weight'"),
+        ({"state_dict": other}, "'head.weight'", "(3, 4)", "(3, 5)"),
+        ({"init_fn": lambda name, tensor: torch.zeros_like(tensor)}, "init_fn returned a new tensor", "in place"),
+    ):
+        kinds = ValueError, TypeError, KeyError, RuntimeError
+        refused(lambda source=source: engine(on_meta(parts.OddModel), ADAMW, **source), *words, error=kinds)
+    words = "nothing of this one is", "load_full_state_dict"
+    refused(lambda: engine(parts.OddModel(), ADAMW, init_fn=lambda name, tensor: None), *words)
+    # What is wrong on one rank is an error on all.
+    source, words = (
+        ({}, "init_fn=") if dist.get_rank() == 1 else ({"init_fn": lambda name, tensor: tensor.zero_()}, "[1]")
+    )
+    refused(lambda: engine(on_meta(parts.OddModel), ADAMW, **source), words)
