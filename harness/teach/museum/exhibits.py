@@ -52,6 +52,9 @@ class Exhibit:
         return STAGES[self.stage]
 
 
+# What the lines of an exhibit may use, in words.
+PATCHED = "# `@patch.object(module, name, other)`: while the method below it runs, module.name is the other one."
+
 EXHIBITS: dict[int, Exhibit] = {}
 
 
@@ -87,8 +90,6 @@ def hand_out(bucket, shard: torch.Tensor) -> None:
     for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
         piece.grad = gradient
 
-
-# `@patch.object(zero1, "Bucket", Bucket)` above a method: while that method runs, `zero1.Bucket` is another class.
 
 # ZeRO-1.
 
@@ -138,8 +139,8 @@ class NotPadded(zero1.ZeRO1):
 @exhibit(
     "One seed per rank",
     differs={"losses"},
-    symptom="Rank 0's first loss is right and rank 1's is not; from the second step on neither is, although all learn, "
-    "hold and send what they should.",
+    symptom="Rank 0's first loss is right and rank 1's is not; later neither is, although all hold and send what they "
+    "should, and learn.",
     diagnosis="Nobody broadcasts rank 0's weights at the start. After the first all-gather all ranks agree, on a "
     "patchwork: each shard comes from its owner's own initialisation.",
     read="zero1.py, step 0, `ZeRO1.__init__`: `dist.broadcast`",
@@ -198,8 +199,7 @@ class NotGathered(zero1.ZeRO1):
 @exhibit(
     "Counting from one",
     differs={"losses"},
-    symptom="The second loss is above the first, and every other one is that of an untrained model; bytes and "
-    "collectives are all right.",
+    symptom="The second loss is above the first, and every other one is that of an untrained model; all else is right.",
     diagnosis="Step 5 contributes the shard of rank + 1, which this rank has not updated. The all-gather puts every "
     "shard in another's place, without its update; the next one puts them back where they were.",
     read="zero1.py, step 5, `gather_parameters`; `Bucket.own_part`: `self.start`",
@@ -248,11 +248,10 @@ class WholeOptimizer(zero1.ZeRO1):
 @exhibit(
     "The parameter of one element",
     differs={"timeout"},
-    symptom="The first step does not end. After the timeout each rank says that it waited in vain, and they wait in "
-    "different collectives.",
+    symptom="The first step does not end. After the timeout each rank says that it waited in vain, each for another "
+    "collective.",
     diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, and "
-    "it waits for them in the next step's all-reduce. A collective needs all ranks, also those that have nothing to "
-    "give.",
+    "it waits for them in the next step's all-reduce. A collective needs all ranks, also those with nothing to give.",
     read="zero1.py, step 5, `gather_parameters`",
     caught_by=("a_rank_may_own_only_padding",),
     options={"bucket_mb": 0},
@@ -288,8 +287,8 @@ class OwnNorm(zero1.ZeRO1):
 @exhibit(
     "Momentum from nowhere",
     differs={"losses"},
-    symptom="The first two losses are right, and from the third on they are not: each step continues in the direction "
-    "of the one before.",
+    symptom="The first two losses are right, and from the third on they are not: each step goes on in the direction of "
+    "the last.",
     diagnosis="The gradients' buffer stays from step to step. The hook adds to it, and does not ask whether what is in "
     "it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
     read="harness/engine/moments.py, `CollectGradients._on_gradient`: `bucket.used`",
@@ -376,8 +375,7 @@ class ReceivedInPlace(zero2.ZeRO2):
     "The fast one",
     differs={"losses"},
     symptom="The first loss is right. Later ones are wrong, in every run in another way, and perhaps NaN.",
-    diagnosis="Nobody waits for the asynchronous reduce-scatter. The optimizer is handed memory that nothing has been "
-    "written to yet.",
+    diagnosis="Nobody waits for the asynchronous reduce-scatter. The optimizer gets memory that is not written yet.",
     read="zero2.py, step 3, `Reduction.finish`: `wait`",
 )
 class NotWaitedFor(zero2.ZeRO2):
@@ -421,8 +419,8 @@ class LastBucketMissed(zero2.ZeRO2):
 @exhibit(
     "Fine-tuning",
     differs={"losses"},
-    symptom="Rank 0's first loss is right, and all of rank 1's are off, on a model of which a part is frozen. Without "
-    "frozen parameters all is right.",
+    symptom="Rank 0's first loss is right, and all of rank 1's are off. On a model without frozen parameters all is "
+    "right.",
     diagnosis="Only the trained parameters are broadcast at the start. Each rank keeps the frozen parameters that it "
     "was initialised with. Nothing ever makes them equal, so the ranks train different models.",
     read="zero2.py, step 0, `ZeRO2.__init__`: `self.buckets`",
@@ -529,8 +527,7 @@ class AllAtOnce(zero3.ZeRO3):
     "Tidy after every layer",
     differs={"sent", "all-gathers"},
     symptom="Losses and memory are right; there are more all-gathers than there should be, and more is sent.",
-    diagnosis="After each unit's forward all units are freed, also the one that was prefetched. It is gathered once "
-    "more when it runs.",
+    diagnosis="After each unit's forward all units are freed, also the prefetched one, which is gathered again to run.",
     read="zero3.py, step 1, `ZeRO3.after_forward`: which unit is freed",
     caught_by=("collectives_are_those_of_the_stage",),
 )
@@ -572,8 +569,8 @@ class KeptAfterForward(zero3.ZeRO3):
 @exhibit(
     "The more ranks, the slower",
     differs={"losses", "norms"},
-    symptom="The losses of step 1 are right and no others, and the gradient norms are half of what they should be from "
-    "the start.",
+    symptom="The losses of step 1 are right and no others, and the gradient norms are half of the right ones from the "
+    "start.",
     diagnosis="Gradients are divided by N before the reduce-scatter, and once more after it. With SGD, as here, every "
     "update is N times too small as well. AdamW divides a gradient by its own size, so the factor drops out: the "
     "losses look right, and only the norms and clipping are wrong. That is why such a bug lives long.",
@@ -613,8 +610,8 @@ class FirstShardForAll(zero3.ZeRO3):
     "A router's loss",
     differs={"error"},
     symptom="The first forward passes. Backward stops with a message about a storage of size 0. With prefetch=1 it "
-    "does not even stop: it trains, and most runs have wrong losses, each run others. Without the blocks' own losses "
-    "all is right.",
+    "does not even stop: it trains, and most runs have wrong losses, each others. Without the blocks' own losses all "
+    "is right.",
     diagnosis="Backward is known by hooks on what a unit returns. The loss that a block keeps is no output of it, and "
     "backward comes to that loss first. So the router's weights are read while their unit is freed. With prefetching "
     "its gather is on the way, and nobody has waited for it: what is read is whatever the memory had in it before. "

@@ -29,7 +29,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
 from harness.run.ending import one_line
 from harness.run.shared_folder import shared_folder
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, hand_out, load, save
+from harness.teach.museum.exhibits import EXHIBITS, PATCHED, Exhibit, exhibit_of, hand_out, load, save
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
 RANKS, MOST_RANKS = 2, 16
@@ -244,6 +244,8 @@ def hint(exhibit: Exhibit) -> str:
 def answer(exhibit: Exhibit) -> str:
     code = inspect.getsource(exhibit.wrong)
     code = code[code.index("\nclass ") + 1 :]  # without what is told of it above
+    if "@patch.object(" in code:
+        code = f"{PATCHED}\n{code}"
     if "hand_out(" in code:
         code = f"{inspect.getsource(hand_out)}\n\n{code}"
     return "\n".join(
