@@ -100,22 +100,21 @@ def test_the_hint_says_where_to_look_and_no_more(capsys, number):
     assert exhibit.diagnosis not in words and exhibit.wrong.__name__ not in shown
 
 
-@pytest.mark.parametrize("asked", (["3", "--ranks", "1"], ["3", "--ranks", "17"]), ids=str)
-def test_wrong_numbers_of_ranks(capsys, asked):
-    assert bug.main(asked) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--ranks" in line and asked[-1] in line
+NUMBERS = f"1 to {len(EXHIBITS)}"
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
-    ((["0"], "'0'"), (["99"], "'99'"), (["seven"], "'seven'"), (["-1"], "'-1'"), (["--answer"], "number of a bug")),
-    ids=str,
+    "asked, named, allowed",
+    [
+        *((asked, repr(asked), NUMBERS) for asked in ("0", "99", "seven", "-1")),
+        ("--answer", "number of a bug", NUMBERS),
+        *((f"3 --ranks {number}", f"got {number}", "--ranks must be 2 to 16") for number in (1, 17)),
+    ],
 )
-def test_wrong_numbers(capsys, arguments, words):
-    assert bug.main(arguments) == 2
+def test_wrong_numbers(capsys, asked, named, allowed):
+    assert bug.main(asked.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert words in line and f"1 to {len(EXHIBITS)}" in line
+    assert named in line and allowed in line
 
 
 def test_a_visit_to_one_that_hangs(capsys, monkeypatch, quick_python):
