@@ -21,7 +21,6 @@ Run it: ./launch.sh compare 2 --preset tiny
 import argparse
 import copy
 import gc
-import json
 import os
 import platform
 import statistics
@@ -33,15 +32,17 @@ import torch
 import torch.distributed as dist
 
 from harness.measure import step_report, step_time
-from harness.measure.gpus import flops_per_token, peak_flops
+from harness.measure.gpus import rates
 from harness.measure.memory import held_bytes, let_go, warm_up
 from harness.measure.out_of_memory import explained
 from harness.measure.parts import PartsLedger
 from harness.measure.traffic import TrafficLedger
+from harness.measure.turns import take_turns
 from harness.run import micro_batches, process_group
+from harness.run import options as common
 from harness.run.data import Batches, load_text
 from harness.run.engines import DTYPES, ENGINES, build, chosen, named
-from harness.run.model import GPT, PRESETS, next_token_loss, preset
+from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
 from harness.run.process_group import Rank
 from harness.run.recompute import checkpoint_blocks
 
@@ -58,43 +59,24 @@ TOLERANCE = 1e-3
 TOLERANCE_BF16 = 1e-1
 
 COMPARED = tuple(name for name in ENGINES if name != "hybrid")  # a grid of ranks is no matter of this table
-NO_RESHARD_NOTE = (
-    "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
-    "and 1/N of them otherwise: it is not quite ZeRO-2.\n"
-)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fsdp2_compare.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    common.add(parser, "preset", "seq", "checkpoint-activations", "data", "lr", "seed", "backend", "device", "json")
     parser.add_argument("--steps", type=int, default=40, help="training steps per engine (default 40)")
     parser.add_argument("--timed-steps", type=int, default=12, help="steps to time per engine, 0 for none (default 12)")
     micro_batches.add_options(parser, 4)
-    parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
     parser.add_argument("--engines", help=f"any of {', '.join(COMPARED)} (default {', '.join(named('compare'))})")
     parser.add_argument("--dtype", default="fp32", help="fp32 or bf16: compute and gather in bfloat16 (default fp32)")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
     parser.add_argument("--slow-rank", metavar="RANK:SECONDS", help="delay that rank in every timed step, as 1:0.05")
-    parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default 1e-3)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(argv)
-    config = preset(options.preset)
-    options.seq = config.seq if options.seq is None else options.seq
     if options.dtype not in DTYPES:
         raise ValueError(f"--dtype must be {' or '.join(DTYPES)}, got {options.dtype!r}")
+    common.settle(options, steps=1, timed_steps=0, seq=1)
     micro_batches.settle(options, 4)
     options.slow_rank = _slow_rank(options.slow_rank, process_group.planned_world_size(options.backend, options.device))
-    for name, least in (("steps", 1), ("timed_steps", 0), ("seq", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(options, name)}")
-    if options.seq > config.seq:
-        raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
     options.engines = chosen(options.engines, "compare", COMPARED)
-    process_group.check_writable("--json", options.json)
     return options
 
 
@@ -149,7 +131,8 @@ class Referee:
         """The same, after the delay of `--slow-rank`."""
         if self.options.slow_rank is not None and self.options.slow_rank[0] == self.me.rank:
             time.sleep(self.options.slow_rank[1])
-        self.step(engine, batch)
+        with explained("a timed step, beside the other engines", engine):
+            self.step(engine, batch)
 
     def batch(self, name: str, step: int):
         if name == "single":
@@ -269,43 +252,22 @@ class Referee:
             self.me.print(f"timing {rounds} rounds of {', '.join(group)}" + (", interleaved" if len(group) > 1 else ""))
             engines = {name: self.build(name) for name in group if self.mine(name)}
             batches = {name: self.batch(name, 0) for name in engines}
-            times = {name: [] for name in group}
-            shown = time.perf_counter()
-            for turn in range(-2, rounds):  # two rounds to warm up
-                for name in group[turn % len(group) :] + group[: turn % len(group)]:  # nobody is always the first
-                    seconds = self._time_step(name, engines.get(name), batches.get(name))
-                    if turn >= 0:
-                        times[name].append(seconds)
-                if time.perf_counter() - shown > 2:
-                    self.me.print(f"  round {turn + 1} of {rounds}" if turn >= 0 else "  warming up")
-                    shown = time.perf_counter()
+            steps = {name: partial(self.timed_step, engines[name], batches[name]) if name in engines else None
+                     for name in group}  # fmt: skip
+            times = take_turns(steps, rounds, self.me, self.meet, self.me.print)
             for name in group:
                 runs[name]["step_ms"] = round(statistics.median(times[name]) * 1000, 3)
                 tokens = self.options.batch * self.options.seq * self.me.world_size
                 runs[name]["tokens_per_s"] = round(tokens / statistics.median(times[name]), 1)
                 runs[name] |= self.rates(name, runs[name]["tokens_per_s"])
                 runs[name]["step_time"] = self.watch(name, engines.get(name), batches.get(name))
-            del engines
+            del engines, steps
             gc.collect()
 
     def rates(self, name: str, tokens_per_s: float) -> dict[str, float | None]:
-        """`tokens_per_s_per_rank`; the model's FLOP per second and rank; and on CUDA `mfu`, their share of the peak.
-
-        MFU is None for a GPU whose peak is not known, and with TF32. Ranks that share a GPU share its peak.
-        """
-        ranks, config = 1 if name == "single" else self.me.world_size, preset(self.options.preset)
-        with torch.device("meta"):
-            parameters = sum(param.numel() for param in GPT(config).parameters())
-        flops = flops_per_token(config, parameters, self.options.seq) * tokens_per_s
-        found = {"tokens_per_s_per_rank": round(tokens_per_s / ranks, 1), "flops_per_s_per_rank": round(flops / ranks)}
-        if self.me.device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(self.me.device), self.options.dtype)
-            if self.dtype is None and process_group.tf32():
-                peak = None  # the table has float32 without TF32
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", self.me.world_size))
-            gpus = 1 if name == "single" else self.me.world_size * min(here, torch.cuda.device_count()) / here
-            found["mfu"] = round(flops / (gpus * peak), 4) if peak else None
-        return found
+        """What follows from the tokens per second: see `gpus.rates`."""
+        return rates(tokens_per_s, preset(self.options.preset), self.options.seq, self.options.dtype,
+                     1 if name == "single" else self.me.world_size, self.me.device)  # fmt: skip
 
     def watch(self, name: str, engine, batch) -> dict:
         """Third pass, one engine: some steps on a timeline, one after the other as in training. A collective."""
@@ -316,20 +278,6 @@ class Referee:
         found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self._offset[0], meet))
         unsure = process_group.largest([self._offset[1]], self.me)[0]
         return {"clocks_unsure_by_ms": round(unsure * 1e3, 4), **found}
-
-    def _time_step(self, name: str, engine, batch) -> float:
-        dist.barrier()
-        started = time.perf_counter()
-        if engine is not None:
-            with explained("a timed step, beside the other engines", engine):
-                self.timed_step(engine, batch)
-                if self.me.device.type == "cuda":
-                    torch.cuda.synchronize()
-        seconds = time.perf_counter() - started if engine is not None else 0.0
-        self.meet(name)
-        slowest = torch.tensor([seconds], device=self.me.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.item()
 
     def _all_fit(self, runs: dict[str, dict]) -> bool:
         if self.me.device.type != "cuda":
@@ -346,28 +294,6 @@ def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, me: Rank) -> 
     dist.all_gather(on_device, tensor.to(me.device))
     for output, received in zip(outputs, on_device):
         output.copy_(received)
-
-
-def table(runs: dict[str, dict], reference: str) -> str:
-    """The results as text; MB are 10^6 bytes, as in the articles."""
-    head = ["engine", "first loss", "last loss", f"diff to {reference}", "params MB", "grads MB", "optim MB", "peak MB"]
-    head += ["sent MB/step", "step ms", f"x {reference}", "tokens/s"]
-    rows = [head]
-    for name, run in runs.items():
-        held = run["held_bytes"]
-        row = [name, f"{run['losses'][0]:.4f}", f"{run['losses'][-1]:.4f}"]
-        row.append("0 (to the bit)" if run["difference"] == 0 else f"{run['difference']:.1e}")
-        row += [f"{held[kind] / 1e6:.2f}" for kind in ("parameters", "gradients", "optimizer")]
-        row += [f"{run['peak_bytes'] / 1e6:.2f}", f"{run['sent_bytes'] / 1e6:.2f}"]
-        if run["step_ms"] is None:
-            row += ["-"] * 3
-        else:
-            ratio = run["step_ms"] / runs[reference]["step_ms"]
-            row += [f"{run['step_ms']:.1f}", f"{ratio:.2f}", f"{run['tokens_per_s']:.0f}"]
-        rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]) for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str = "float32") -> str:
@@ -393,21 +319,14 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str =
     return "\n".join(lines)
 
 
-def write(result: dict, file: str | None, me: Rank) -> None:
-    """The results so far, as JSON, from rank 0."""
-    if file and me.rank == 0:
-        with open(file, "w") as opened:
-            json.dump(result, opened, indent=1)
-
-
 def main() -> None:
     options = arguments()
     text = load_text(options.data, options.seq)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     me = process_group.start(options.backend, options.device)
     referee = Referee(options, text, me)
-    with torch.device("meta"):
-        parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
+    parameters = number_of_parameters(preset(options.preset))
+    file = options.json if me.rank == 0 else None
     me.print(
         f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
         f"GPT {options.preset}: {parameters:,} parameters; {options.batch} x {options.seq} tokens per rank and step"
@@ -446,24 +365,16 @@ def main() -> None:
         "seed": options.seed,
         "dtype": options.dtype,
         "tf32": process_group.tf32() if me.device.type == "cuda" else None,
-        "command": " ".join(["./launch.sh compare", os.environ["LOCAL_WORLD_SIZE"], *sys.argv[1:]]),
+        "command": common.command("compare", os.environ["LOCAL_WORLD_SIZE"]),
         "runs": runs,
         "match": match,
     }
-    write(result, options.json, me)  # for whoever has no time for the second pass
+    common.write_json(file, result)  # for whoever has no time for the second pass
     if options.timed_steps:
         referee.time(runs)
-    me.print("\n" + table(runs, reference))
-    me.print(
-        "\nHeld: after the gradients are reduced and before the optimizer's step. "
-        + (NO_RESHARD_NOTE if "fsdp2_no_reshard" in runs else "")
-        + ("Peak: the CUDA allocator's. " if me.device.type == "cuda" else "Peak: all live storages of one step. ")
-        + "Sent: logical bytes of the collectives issued, per rank.\n"
-    )
-    if options.timed_steps:
-        me.print(step_report.report(result) + "\n")
+    me.print("\n" + step_report.results(result, reference))
     me.print(verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16"))
-    write(result, options.json, me)
+    common.write_json(file, result)
     if options.json:
         me.print(f"\nwritten: {options.json}")
     process_group.stop()

@@ -55,7 +55,7 @@ fail() {
 # Everything that can be refused is refused before anything is installed.
 command=${1:-compare}
 [ $# -gt 0 ] && shift
-entry=() ranked=yes # what Python is given, and whether by torchrun
+entry=() ranked=yes html= # what Python is given, and whether by torchrun
 case "$command" in
 help | -h | --help) usage && exit 0 ;;
 compare) entry=(fsdp2_compare.py) ;;
@@ -79,8 +79,10 @@ articles | changes | docs | exercise | check | watch) entry=(-m "harness.teach.$
 notebooks)
     entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked=
     if [ "${1:-}" = --html ]; then
-        shift
-        entry=(-m harness.teach.html_copies)
+        [ $# -le 2 ] && [[ ${2:-} != -* ]] || fail "--html takes a folder and nothing else, got '${*:2}'"
+        mkdir -p "${2:-$here/notebooks/html}" || fail "cannot write to '${2:-notebooks/html}'"
+        html=$(cd "${2:-$here/notebooks/html}" && pwd)
+        entry=(-m nbconvert --to html --execute "--output-dir=$html" "$here"/notebooks/*.ipynb)
     fi
     ;;
 test) ranked= ;;
@@ -140,10 +142,19 @@ if [ "$command" = test ]; then
     echo "+ $(basename "$python") -m pytest $*"
     exec "$python" -m pytest "$@"
 fi
-if [ "${entry[1]:-}" = jupyterlab ]; then
-    "$python" -c 'import jupyterlab' 2>/dev/null || fail "this Python has no Jupyter: $python -m pip install jupyter"
-    [ "$(id -u)" != 0 ] || entry+=(--allow-root) # as in most containers; Jupyter asks for it to be said
+if [ "$command" = notebooks ]; then
+    "$python" -c "import ${entry[1]}, ipykernel" 2>/dev/null ||
+        fail "this Python has no Jupyter: $python -m pip install jupyter"
 fi
+if [ -n "$html" ]; then
+    "$python" "${entry[@]}" || fail "a cell has failed, see above; what is in $html is not complete"
+    # A notebook leads to the next one, and to files of the project: the pages do so too.
+    sed -i.bak -E -e 's|href="([0-9]{2}_[a-z0-9_]+)\.ipynb"|href="\1.html"|g' \
+        -e "s|href=\"\.\./|href=\"file://${here// /%20}/|g" "$html"/*.html
+    rm "$html"/*.html.bak
+    exit
+fi
+[ "$command" != notebooks ] || [ "$(id -u)" != 0 ] || entry+=(--allow-root) # as in most containers; Jupyter asks for it
 if [ -z "$ranked" ]; then # one process is enough
     exec "$python" "${entry[@]}" "$@"
 fi

@@ -4,7 +4,7 @@ import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
-from harness.engine import gradients, precision
+from harness.engine import gradients
 from harness.engine.placement import Placement
 from harness.measure import dry_run
 
@@ -33,16 +33,6 @@ def _all_stays_on_the_device():
     )
 
 
-def _the_shard_is_kept_twice():
-    plain = Placement.adopt
-
-    def adopt(self, bucket):
-        bucket.on_device = bucket.shard.clone()
-        plain(self, bucket)
-
-    return mock.patch.object(Placement, "adopt", adopt)
-
-
 def _whole_gradients_on_the_host():
     """ZeRO-1 brings them all and takes its part there. The others have them there for a moment."""
     plain = gradients.take
@@ -63,19 +53,7 @@ def _whole_gradients_on_the_host():
     return stack
 
 
-def _whole_parameters_on_the_host():
-    plain = precision.rounded_shard
-
-    def rounded_shard(bucket):
-        bucket.flat.to("cpu")
-        return plain(bucket)
-
-    return mock.patch.object(precision, "rounded_shard", rounded_shard)
-
-
 WRONG = {
     "all stays on the device": _all_stays_on_the_device,
-    "the shard is kept twice": _the_shard_is_kept_twice,
     "whole gradients on the host": _whole_gradients_on_the_host,
-    "whole parameters on the host": _whole_parameters_on_the_host,
 }

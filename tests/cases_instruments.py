@@ -81,39 +81,6 @@ def a_unit_that_stays_gathered() -> None:
     assert alive == {False: 0, True: gathered}, (alive, gathered)
 
 
-class Naive:
-    """One article's way: a gathered weight is let go by pointing `.data` at the shard."""
-
-    def __init__(self, model):
-        self.model = model
-        self.shards = {layer: layer.weight.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
-                       for layer in model.layers}  # fmt: skip
-        self.optimizer = torch.optim.SGD(self.shards.values(), lr=0.1)
-        for layer in model.layers:
-            layer.weight.data = self.shards[layer]
-            layer.register_forward_pre_hook(self.gather)
-            layer.register_forward_hook(self.let_go)
-
-    def gather(self, layer, inputs):
-        whole = torch.empty(32, 32)
-        dist.all_gather_single(whole, self.shards[layer])
-        layer.weight.data = whole
-
-    def let_go(self, layer, inputs, outputs):
-        layer.weight.data = self.shards[layer]
-
-
-def gathered_by_a_naive_engine() -> None:
-    """All but the first layer's weights, which no backward needs, are alive after forward."""
-    engine = Naive(stack())
-    x, _ = parts.vector_batch(0, dist.get_rank(), 32)
-    with PartsLedger(engine) as memory:
-        outputs = engine.model(x)
-    last = list(memory.moments())[-1]
-    assert last.parts["gathered units"] == 5 * 4 * 32 * 32, last.parts
-    del outputs
-
-
 def a_collectives_span() -> None:
     """From its issue to its completion, if nobody waits; to the end of the wait, where the backend tells nothing."""
     whole, shard = torch.zeros(64), torch.ones(32)
@@ -240,12 +207,6 @@ def a_collective_without_a_work() -> None:
     assert span.told and (wait.collective, wait.start, wait.end) == (0, span.start, span.end)
     computing = [(span.start, span.end) for span in timeline.spans if span.lane == "compute"]
     assert len(computing) == 2 and computing[0][1] <= span.start < span.end <= computing[1][0]
-
-
-def a_moment_of_the_hosts_clock() -> None:
-    with Gpus(0), Timeline(device=torch.device("cuda", 0)) as timeline:
-        first, moment, last = timeline.now(), time.perf_counter(), timeline.now()
-    assert timeline.seconds(first) - 1e-3 <= timeline.seconds(moment) <= timeline.seconds(last) + 1e-3
 
 
 def memory_and_spans_on_one_clock(folder: str) -> None:

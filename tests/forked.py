@@ -1,24 +1,49 @@
-"""Programs in processes forked from one that has imported torch: what a user starts, without the seconds of the start.
+"""A `python` of which every call is a fork of a process that has imported torch: none of the seconds of `import torch`.
 
-`alone` is `python PROGRAM`; `on_ranks` is torchrun's ranks, with the environment that torchrun gives each. A process's
-exit status is the program's. What `./launch.sh` and torchrun do themselves is not here: for that tests/test_launch.py
-goes through the doors.
+`python()` is the path of an executable. PYTHON=that goes the whole way of a user: launch.sh, the check of the options,
+torchrun and its ranks. The executable itself sends its arguments, folder, environment and open files to this process,
+which lets one be forked; then it passes signals on, and ends as the fork has ended. `alone` and `on_ranks` start
+programs by it without launch.sh and torchrun.
 """
 
 import atexit
+import contextlib
+import functools
 import multiprocessing
 import os
+import pickle
 import runpy
+import select
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pool import forking
 
 ROOT = Path(__file__).resolve().parent.parent
+
+CLIENT = """\
+import os, pickle, signal, socket, struct, sys
+here = socket.socket(socket.AF_UNIX)
+here.connect({address!r})
+order = pickle.dumps((sys.argv[1:], os.getcwd(), dict(os.environ)))
+socket.send_fds(here, [struct.pack("q", len(order))], [0, 1, 2])
+here.sendall(order)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: here.sendall(bytes([number])))
+status = struct.unpack("q", here.recv(8, socket.MSG_WAITALL))[0]
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
 
 
 @dataclass
@@ -32,11 +57,11 @@ class Ended:
 
 def alone(program: list[str], **environment: str) -> Ended:
     """Run `program`, a script or `-m module` and its arguments, in one process outside of any torchrun."""
-    return _run(program, [environment], seconds=100, left_behind=0)[0]
+    return _run(program, [environment], seconds=600, left_behind=0)[0]
 
 
 def on_ranks(
-    program: list[str], ranks: int, seconds: float = 100, left_behind: int = 0, **environment: str
+    program: list[str], ranks: int, seconds: float = 600, left_behind: int = 0, **environment: str
 ) -> list[Ended]:
     """Run `program` on ranks, and return what became of each.
 
@@ -47,44 +72,82 @@ def on_ranks(
     # The place where the ranks meet is in this process, as it is in torchrun: it stays when a rank dies.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     given = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    given |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "ZERO_TIMEOUT": 60, **environment}
+    given |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "ZERO_TIMEOUT": 300, **environment}
     each = [{**given, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
     return _run(program, each, seconds, left_behind)
 
 
 def _run(program: list[str], environments: list[dict], seconds: float, left_behind: int) -> list[Ended]:
-    with tempfile.TemporaryDirectory() as folder:
-        files = [(f"{folder}/{number}.out", f"{folder}/{number}.err") for number in range(len(environments))]
-        processes = []
-        for environment, both in zip(environments, files):
-            strings = {key: str(value) for key, value in environment.items()}
-            process = forking().Process(target=_program, args=(list(program), strings, *both), daemon=True)
-            process.start()
-            processes.append(process)
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    with contextlib.ExitStack() as files:
+        started = []
+        for environment in environments:
+            out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            env = {**clean, **{key: str(value) for key, value in environment.items()}}
+            process = subprocess.Popen([python(), *program], cwd=ROOT, env=env, stdout=out, stderr=err)
+            started.append((process, out, err))
         until = time.monotonic() + seconds
-        while sum(process.is_alive() for process in processes) > left_behind and time.monotonic() < until:
+        while sum(each.poll() is None for each, *_ in started) > left_behind and time.monotonic() < until:
             time.sleep(0.05)
-        statuses = [process.exitcode for process in processes]
-        for process in processes:
+        statuses = [process.poll() for process, *_ in started]
+        ended = []
+        for status, (process, *texts) in zip(statuses, started):
             process.kill()
-            process.join()
-        texts = [[Path(file).read_text() if os.path.exists(file) else "" for file in both] for both in files]
-    return [Ended(status, *both) for status, both in zip(statuses, texts)]
+            process.wait()
+            for text in texts:
+                text.seek(0)
+            ended.append(Ended(status, *(text.read() for text in texts)))
+    return ended
 
 
-def _program(program: list[str], environment: dict[str, str], out: str, err: str) -> None:
-    """In the fork: with `environment` besides its own, its output in files."""
-    for number, file in ((1, out), (2, err)):
-        with open(file, "w") as opened:
-            os.dup2(opened.fileno(), number)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):  # of a torchrun around the tests
-        os.environ.pop(name, None)
-    os.environ.update(environment)
-    _execute(program)
+@functools.cache
+def python() -> str:
+    """The path of the executable. What serves it ends with this process."""
+    forking()  # it keeps sys.executable, which a test may replace by this one
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    executable, address = Path(folder.name, "python"), f"{folder.name}/socket"
+    executable.write_text(f"#!{sys.executable} -IS\n" + CLIENT.format(address=address))
+    executable.chmod(0o755)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)
+    listening.listen(100)
+
+    def serve() -> None:
+        while True:
+            client, _ = listening.accept()
+            threading.Thread(target=_serve_one, args=(client, str(executable)), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return str(executable)
 
 
-def as_python(executable: str, arguments: list[str], folder: str, environment: dict[str, str], *streams) -> None:
-    """In the fork: all as if `executable` had been started there with `arguments` (tests/forked_python.py)."""
+def _serve_one(client: socket.socket, executable: str) -> None:
+    """Fork for one call; then pass on signals there, and how it ended back. Whoever loses the caller is killed."""
+    length, files, _, _ = socket.recv_fds(client, 8, 3)
+    order = pickle.loads(client.recv(int.from_bytes(length, sys.byteorder), socket.MSG_WAITALL))
+    streams = [Connection(file) for file in files]  # these can be sent to a fork
+    process = forking().Process(target=_as_python, args=(executable, *order, *streams), daemon=True)
+    process.start()
+    for stream in streams:
+        stream.close()
+    while True:
+        ready, _, _ = select.select([client, process.sentinel], [], [])
+        if process.sentinel in ready:
+            break
+        signals = client.recv(16)
+        for number in signals or [signal.SIGKILL]:
+            os.kill(process.pid, number)
+        if not signals:
+            break
+    process.join()
+    with contextlib.suppress(OSError):  # the caller may have been killed
+        client.sendall(process.exitcode.to_bytes(8, sys.byteorder, signed=True))
+    client.close()
+
+
+def _as_python(executable: str, arguments: list[str], folder: str, environment: dict[str, str], *streams) -> None:
+    """In the fork: all as if `executable` had been started there with `arguments`."""
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()
@@ -93,35 +156,27 @@ def as_python(executable: str, arguments: list[str], folder: str, environment: d
     os.environ.clear()
     os.environ.update(environment)
     sys.executable = executable  # what this one starts goes the same way
-    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_of_the_installation()]
+    of_the_installation = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *of_the_installation]
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while arguments[0] == "-u" or arguments[0].startswith("-X"):  # Python's own options, which change nothing here
         del arguments[0]
     multiprocessing.current_process()._config["daemon"] = False  # it may have children of multiprocessing's
-    try:
-        _execute(arguments, folder)
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing's own end leaves them out
-
-
-def _of_the_installation() -> list[str]:
-    """sys.path without what PYTHONPATH or a working folder has added."""
-    return [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-
-
-def _execute(program: list[str], folder: str = str(ROOT)) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
-    if program[0] == "-c":
-        sys.argv = ["-c", *program[2:]]
-        exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
-    elif program[0] == "-m":
-        sys.argv = program[1:]
-        sys.path.insert(0, folder)
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = program
-        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
-        runpy.run_path(program[0], run_name="__main__")
+    try:
+        if arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path.insert(0, folder)
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's own end leaves them out

@@ -25,7 +25,6 @@ from torch.nn import functional as F  # noqa: E402
 
 from harness.engine import checkpoint, checkpoint_write  # noqa: E402
 
-TIMEOUT = timedelta(seconds=20)
 ACTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
 
@@ -67,9 +66,8 @@ def digest(engine) -> str:
 
 
 def run(rank: int, store: str, folder: str, last: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+    where = {"init_method": f"file://{store}", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", **where, timeout=timedelta(seconds=60))
     model = parts.seeded(partial(parts.Stack, layers=1, width=8))
     engine = parts.ZeRO2(model, partial(torch.optim.AdamW, lr=0.01), bucket_mb=0)
     step = 0

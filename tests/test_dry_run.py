@@ -10,12 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.measure import dry_run
-from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
+from harness.measure.parts import HELD, PARTS, PartsLedger
 from harness.run.model import PRESETS, next_token_loss
 from harness.teach.articles.memory import dry as articles_dry
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results"
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def dry(name: str, *argv: str, device: str = "fake") -> dict:
@@ -38,34 +37,13 @@ def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.01)
 
 
-def test_the_docs_show_the_committed_run():
-    results = json.loads((RESULTS / "memory-7b-8ranks.json").read_text())
-    lines = (ROOT / "docs" / "memory.md").read_text().splitlines()
-    psi = 4 * results["parameters"] * 7 / 8
-    for name, row in results["engines"].items():
-        peaks, state = (line for line in lines if line.startswith(f"| `{name}`"))
-        for number in (sum(row["held_bytes"].values()), row["peak_bytes"]):
-            assert f"| {number / 1e9:.2f} |" in peaks
-        assert peaks.endswith(f"| {dry_run.fits_on(row['peak_bytes'])[0]} GB |")
-        assert f"| {row['state_peak_bytes'] / 1e9:.2f} |" in state
-        assert state.endswith(f"| {row['sent_bytes'] / psi:.2f} |")
-        if row["state_peak_formula"]:
-            assert f"`{row['state_peak_formula']}` = {row['state_peak_formula_bytes'] / 1e9:.2f}" in state
-
-
-def test_a_formula_has_a_value():
-    assert list(dry_run.PEAK_FORMULAS) == ["zero1", "zero2", "zero3"]
-    assert dry_run.evaluate("8Ψ + 8Ψ/N + 4G", Ψ=100, N=4, G=7) == 1028
-    assert dry_run.evaluate("4(4Ψ - R - (p + 1)U)/N + 4R + 4(p + 3)U", Ψ=100, N=4, R=8, U=20, p=1) == 4 * (88 + 88)
-
-
 @pytest.mark.parametrize(
     "stage, own, ranks",
     [
-        *(("zero1", {"bucket_mb": size}, 2) for size in (0, 25)),
-        *(("zero2", {"bucket_mb": size}, ranks) for size in (0, 1, 25) for ranks in (2, 100)),
+        ("zero1", {"bucket_mb": 25}, 2),
+        *(("zero2", {"bucket_mb": size}, 100) for size in (0, 1, 25)),
+        ("zero2", {"bucket_mb": 1}, 2),
         *(("zero3", {"prefetch": ahead}, 100) for ahead in (0, 1, 3)),
-        ("zero3", {}, 2),
     ],
     ids=str,
 )
@@ -94,7 +72,11 @@ def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
 
 @pytest.mark.parametrize(
     "ranks, more",
-    ((1, []), (3, ["--precision", "bf16"]), (8, ["--checkpoint-activations", "--batch", "3"])),
+    (
+        (1, []),
+        pytest.param(3, ["--precision", "bf16"], marks=pytest.mark.thorough),
+        pytest.param(8, ["--checkpoint-activations", "--batch", "3"], marks=pytest.mark.thorough),
+    ),
     ids=str,
 )
 def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
@@ -140,22 +122,13 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "--ranks", "4", "--json", str(file)])
     dry_run.main()
     text, results = capsys.readouterr().out, json.loads(file.read_text())
-    assert results["ranks"] == 4 and results["precision"] == "fp32" and results["device"] == "fake"
-    assert tuple(results["engines"]) == dry_run.registry.named("memory")
-    psi = results["parameters"]
+    assert results["ranks"] == 4 and tuple(results["engines"]) == dry_run.registry.named("memory")
     for name, row in results["engines"].items():
-        assert set(row["held_bytes"]) == set(HELD) and set(row["peak_parts"]) <= set(PARTS)
+        assert set(row["held_bytes"]) == set(HELD) and set(row["peak_parts"]) <= set(PARTS) and name in text
         assert sum(row["peak_parts"].values()) == row["peak_bytes"], "every byte of the peak has a name"
         assert sum(row["state_peak_parts"].values()) == row["state_peak_bytes"] <= row["peak_bytes"]
-        assert set(row["state_peak_parts"]) <= set(STATE)
         assert row["peak_where"]["step"][0] in "12345", row["peak_where"]
         assert sum(row["sent_by_collective"].values()) == pytest.approx(row["sent_bytes"], abs=3)
-        assert 4 * row["sent_elements"] == pytest.approx(row["sent_bytes"], abs=3)
-        assert name in text
-    share = 3 / 4
-    assert results["engines"]["ddp"]["sent_elements"] == pytest.approx(2 * psi * share)
-    assert results["engines"]["zero1"]["sent_elements"] == pytest.approx(3 * psi * share, rel=0.01)
-    assert results["engines"]["zero2"]["sent_elements"] == pytest.approx(2 * psi * share, rel=0.01)
     assert "ddp (stand-in)" in text and "24 GB: ddp is the first that fits" in text
 
 
@@ -197,11 +170,13 @@ def test_out_of_memory_is_a_row(monkeypatch):
         (["--precision", "fp8"], ["'fp8'", "fp32 or bf16"]),
         (["--ranks", "0"], ["--ranks", "0"]),
         (["--up-to", "0"], ["--up-to", "0"]),
-        (["--batch", "0"], ["--batch", "0"]),
         (["--seq", "4096"], ["4096", "2048"]),
         (["--engines", "zero4"], ["'zero4'", "zero3"]),
-        (["--engines", ","], ["--engines", "empty"]),
         (["--device", "tpu"], ["'tpu'", "fake or cuda"]),
+        (["--replicas", "0"], ["--replicas", "0"]),
+        (["--replicas", "3"], ["--replicas", "3", "8"]),
+        (["--replicas", "2", "--up-to", "8"], ["--replicas", "--up-to"]),
+        (["--offload", "--engines", "ddp"], ["'ddp'", "--offload", "zero1"]),
         (["--json", "/nowhere/x.json"], ["/nowhere/x.json"]),
         (["--json", "/"], ["'/'"]),
     ),

@@ -14,16 +14,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from harness.properties import property as properties
 from harness.run import ranks as run_ranks
 from harness.teach import exercise
 from harness.teach.check import ranks as check_ranks
 from harness.teach.check import report as check
-from harness.teach.check import sheet as check_sheet
 from harness.teach.check import steps as check_steps
 from harness.teach.exercise import EXERCISES, ROOT, generate
+from zero3 import ZeRO3
 
 
 def bodies(text: str) -> dict[str, str]:
@@ -523,46 +523,39 @@ def test_slips_are_found_at_their_step(ranks, tmp_path, capsys, name, number):
     fails(ranks(3), tmp_path, capsys, name, text, step, *said)
 
 
+def _never_frees() -> list:
+    cls = type("ZeRO3", (ZeRO3,), {"after_backward": lambda self, unit: None})
+    return properties.examine("zero3_after_backward", properties.Subject("a wrong class", cls, like="zero3"))
+
+
+def test_the_checks_of_the_steps_are_properties_of_a_class(ranks):
+    """tests/test_properties.py asks them of the chapters; asked of a wrong class, they give its finding."""
+    for name in EXERCISES:
+        assert {each.look.__name__ for each in check_steps.checks_of(name)} <= set(properties.library())
+    for (finding,) in ranks(2).run(_never_frees):
+        assert finding.step == 2 and finding.what.startswith("units still gathered") and "blocks.2" in finding.found
+
+
 IMPOSTOR = """
-class ZeRO1(torch.nn.parallel.DistributedDataParallel):
-    def __init__(self, model, optimizer_cls, **options):
-        super().__init__(model)
-        self.model = model
-        self.trained, self.buckets, self.optimizer = [], [], optimizer_cls(list(model.parameters()))
+from harness.properties.parts import DDPInDisguise
 
-    def training_step(self, inputs, targets, loss_fn):
-        loss = loss_fn(self(inputs), targets)
-        loss.backward()
-        self.step()
-        self.zero_grad()
-        return loss.detach()
+class ZeRO1(DDPInDisguise):
+    trained = buckets = ()
 
-    def step(self):
-        self.optimizer.step()
+    def step(self):  # what the exercise is to write, it writes itself
+        super().step()
 
     def _reduce_gradients(self): ...
-
-    def full_state_dict(self):
-        return self.module.state_dict()
 """
 
 
-def test_unsharded_adamw_under_ddp_fails_on_bytes_and_order(ranks, tmp_path):
+def test_unsharded_adamw_under_ddp_fails_on_bytes_and_order(ranks, tmp_path, capsys):
     """Right losses and nothing cut, behind an engine's face: there is nothing of a stage's inside for the steps to look
     at, so the checks of all steps together are asked."""
     text = f"{solution('zero1')}{IMPOSTOR}"
-    said = str(ranks(3).run(_all_steps, text=text, folder=str(tmp_path)))
-    assert "optimizer held in step 4" in said and "collectives in a training step" in said, said
+    for step, said in (("All steps: what", "optimizer held in step 4"), ("All steps: tr", "collectives in a training")):
+        fails(ranks(3), tmp_path, capsys, "zero1", text, step, said)
     assert examine(ranks(3), tmp_path, "zero1", text).verdicts[-1]["status"] != "passed"
-
-
-def _all_steps(text: str, folder: str) -> list[dict]:
-    file = Path(folder, f"impostor{dist.get_rank()}.py")
-    file.write_text(text)
-    sheet = check_sheet.Sheet("zero1", check_ranks.load("zero1", str(file)), torch.device("cpu"))
-    for each in check_steps.checks_of("zero1")[-2:]:
-        each.look(sheet)
-    return sheet.findings
 
 
 # As a student runs it.
@@ -590,9 +583,10 @@ def test_a_deadlock_names_what_every_rank_waits_in(tmp_path, capsys, monkeypatch
     assert leaving.value.code == 1 and "HANGS     Step 0" in said and not mistake, said + mistake
     assert "rank 0 waits in barrier, issued in line 4" in said, said
     assert "rank 1 waits in all_reduce of 12 bytes, issued in line 4" in said, said
-    assert "The ranks part at collective 1 of this step:" in said, said
+    assert PART in said, said
 
 
+PART = "The ranks part at collective 1 of this step:"
 BOTH = ["all_reduce of 64 bytes, issued in line 7", "broadcast of 8 bytes, issued in line 90"]
 
 
@@ -600,10 +594,7 @@ BOTH = ["all_reduce of 64 bytes, issued in line 7", "broadcast of 8 bytes, issue
     "second, said",
     (
         (BOTH, []),
-        (
-            BOTH[1:],
-            ["The ranks part at collective 1 of this step:", f"rank 0 issues {BOTH[0]}", f"rank 1 issues {BOTH[1]}"],
-        ),
+        (BOTH[1:], [PART, f"rank 0 issues {BOTH[0]}", f"rank 1 issues {BOTH[1]}"]),
         (BOTH[:1], [f"rank 0 issues {BOTH[1]}, collective 2 of this step; rank 1 does not"]),
         ([BOTH[0].replace("7", "9"), BOTH[1]], []),  # the same one, from two branches
         (None, []),  # that rank has died

@@ -91,8 +91,7 @@ def test_held_bytes_of_plain_adamw():
     "kind, expected", (("all-reduce", 1500), ("all-gather", 750), ("reduce-scatter", 750), ("broadcast", 750))
 )
 def test_sent_bytes_by_hand(kind, expected):
-    assert sent_bytes(kind, 1000, 4) == expected
-    assert sent_bytes(kind, 1000, 1) == 0
+    assert sent_bytes(kind, 1000, 4) == expected and sent_bytes(kind, 1000, 1) == 0
 
 
 def count_by_hand() -> list:
@@ -128,11 +127,10 @@ def test_the_traffic_ledger_counts_what_was_issued(ranks, world_size):
 
 
 class Unsharded:
-    """Plain PyTorch as an engine: a model, an optimizer over it, and maybe a leak."""
+    """Plain PyTorch as an engine: a model, and an optimizer over it."""
 
-    def __init__(self, model, leaks: bool = False):
-        self.model, self.leaks, self.kept = model, leaks, []
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    def __init__(self, model):
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
     def training_step(self, inputs, targets, loss_fn):
         with record_function("step 1 forward"):
@@ -141,8 +139,6 @@ class Unsharded:
             loss.backward()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
-        if self.leaks:
-            self.kept += [param.grad for param in self.model.parameters()]
         self.optimizer.zero_grad()
         return loss.detach()
 
@@ -179,19 +175,6 @@ def test_the_parts_of_an_unsharded_engine():
     assert sum(peak.made.values()) == peak.parts["temporaries"] > 0
 
 
-def test_where_in_forward_and_backward():
-    engine = Unsharded(two_layers())
-    with PartsLedger(engine) as memory:
-        engine.training_step(torch.ones(10, 100), torch.ones(10, 100), squares)
-    places = [(moment.step[:1], moment.module) for moment in memory.moments() if moment.step]
-    places = [place for place in places if place[1] != "Sequential"]  # lets go of what its layers have passed on
-    seen = [place for place, before in zip(places, [None, *places]) if place != before]
-    forward = [("1", "0"), ("1", "1"), ("1", "2"), ("1", "")]
-    assert seen[: len(forward)] == forward, seen
-    backward = [module for step, module in seen if step == "2" and module]
-    assert backward == ["2", "1", "0"], seen
-
-
 class Recomputed(nn.Module):
     """(2x)² of a linear layer's output x, run again in backward: only the 2x that `pow` needs is an activation."""
 
@@ -216,18 +199,6 @@ def test_what_is_run_again_is_an_activation_if_backward_needs_it():
     assert second[-1] <= 4_000 + 8 and 8_000 <= max(second) <= 8_000 + 8, second
 
 
-def test_a_leak_is_seen():
-    engine = Unsharded(two_layers(), leaks=True)
-    x, y = torch.ones(10, 100), torch.ones(10, 100)
-    with PartsLedger(engine) as memory:
-        found = []
-        for _ in range(3):
-            engine.training_step(x, y, squares)
-            memory.begin()
-            found.append(next(iter(reversed(list(memory.moments())))).parts["batch and buffers"])
-    assert found[1] - found[0] == found[2] - found[1] == 2 * WEIGHT
-
-
 def test_an_engine_opened_late_is_counted_as_one_opened_early(ranks):
     ranks(2).run(cases.ledgers_agree_on_an_open_engine)
 
@@ -243,10 +214,6 @@ def test_a_unit_that_is_never_freed_is_seen(ranks):
     ranks(2).run(cases.a_unit_that_stays_gathered)
 
 
-def test_weights_freed_by_assignment_are_still_there(ranks):
-    ranks(2).run(cases.gathered_by_a_naive_engine)
-
-
 def test_a_collective_ends_when_it_is_complete(ranks):
     ranks(2).run(cases.a_collectives_span)
 
@@ -257,10 +224,6 @@ def test_a_collective_of_gloo_on_the_second_gpu(ranks):
 
 def test_a_collective_without_a_work_is_a_wait(ranks):
     ranks(2).run(cases.a_collective_without_a_work)
-
-
-def test_a_moment_of_the_hosts_clock_on_a_gpus_timeline():
-    cases.a_moment_of_the_hosts_clock()
 
 
 def test_a_trace_has_memory_and_spans_on_one_clock(ranks, tmp_path):
@@ -307,8 +270,8 @@ def test_the_trace_is_what_chrome_reads():
     named = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
     lanes = ("steps", "compute", "all-gather", "all-gather 2")
     assert named == {(0, "rank 0"), (1, "rank 1"), (1, "steps"), *((0, lane) for lane in lanes)}
-    complete = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert complete[0] == (0, "step 1 forward", 0.0, 500_000.0) and complete[5] == (1, "step 1 forward", 0.0, 500_000.0)
+    complete = [(e["pid"], e["name"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert complete[0] == (0, "step 1 forward", 500_000.0) and complete[5] == (1, "step 1 forward", 500_000.0)
     gathers = [e["tid"] for e in events if e["ph"] == "X" and e["name"] == "all-gather"]
     assert gathers[0] == gathers[2] != gathers[1]
     gather = next(e for e in events if e["name"] == "all-gather")
@@ -316,8 +279,8 @@ def test_the_trace_is_what_chrome_reads():
     assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000}
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 2.0}]
     assert trace["otherData"] == {"title": "a title"}
-    parts = {"parameters": 1_000_000, "gradients": 500_000}
-    events = chrome_trace([[replace(spans[2], unit="blocks.3")]], [[(0.1, parts)]])["traceEvents"]
+    alive = {"parameters": 1_000_000, "gradients": 500_000}
+    events = chrome_trace([[replace(spans[2], unit="blocks.3")]], [[(0.1, alive)]])["traceEvents"]
     counters = {e["name"]: e["args"] for e in events if e["ph"] == "C"}
     assert list(counters.values()) == [{"MB": 1.5}, {"parameters": 1.0, "gradients": 0.5}]
     assert next(e["args"]["unit"] for e in events if e["ph"] == "X") == "blocks.3"

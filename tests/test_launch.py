@@ -1,9 +1,8 @@
 """launch.sh and the referee as a user runs them, mistakes included.
 
-A start through the door takes some ten seconds of a processor, most of them for imports. So each kind of start has one
-test that starts everything anew (the referee here, a chapter in tests/test_docs.py, a run that comes back in
-tests/test_train.py, the report in tests/test_report.py). The others run in processes that have imported torch already:
-also through the door (`quick_python`, tests/forked_python.py), or without it (tests/forked.py).
+A start through the door takes some ten seconds of a processor, most of them for imports. So one chapter is started
+wholly anew (tests/test_docs.py), and a run that comes back (tests/test_train.py). The others run in processes that have
+imported torch already: also through the door (`quick_python`), or without it (tests/forked.py).
 """
 
 import importlib.util
@@ -29,19 +28,19 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     return subprocess.run(
         [str(ROOT / "launch.sh"), *arguments],
-        env={**clean, "PYTHON": sys.executable, "ZERO_TIMEOUT": "60", **environment},
+        env={**clean, "PYTHON": sys.executable, "ZERO_TIMEOUT": "300", **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory):
+def comparison(tmp_path_factory, quick_python):
     file = tmp_path_factory.mktemp("referee") / "out.json"
-    options = ("--preset", "toy", "--steps", "8", "--timed-steps", "2", "--batch", "2", "--slow-rank", "1:0.05")
+    options = ("--preset", "toy", "--steps", "8", "--timed-steps", "2", "--batch", "2", "--slow-rank", "1:0.1")
     engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1,fsdp1_article"
-    result = launch("compare", "2", *options, "--engines", engines, "--json", str(file))
+    result = launch("compare", "2", *options, "--engines", engines, "--json", str(file), PYTHON=quick_python)
     return result, json.loads(file.read_text()) if file.exists() else None
 
 
@@ -51,9 +50,8 @@ def test_the_referee_compares(comparison):
     assert "MATCH: all engines have the same losses." in result.stdout
     assert "torchrun --standalone --nproc-per-node 2 fsdp2_compare.py" in result.stdout
     assert "Warning" not in result.stderr and "Warning" not in result.stdout, result.stderr[-3000:]
-    for key, value in {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 8}.items():
-        assert report[key] == value
-    assert report["match"] is True and report["parameters"] == 34_688
+    told = {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 8, "parameters": 34_688}
+    assert report["match"] is True and told.items() <= report.items()
     psi, state = 4 * 34_688, 8 * 34_688
     expected = {  # (parameters, gradients, optimizer's state without its counters) held, and sent in units of psi / 2
         "single": (1, 1, 1, 0),
@@ -88,7 +86,7 @@ def test_the_referee_compares(comparison):
 def test_the_referee_says_where_the_time_goes(comparison):
     """The rank that was delayed is named, although all ranks' steps take equally long; and all parts make the step."""
     result, report = comparison
-    assert report["slow_rank"] == [1, 0.05] and "rank 1 was delayed by 50 ms" in result.stdout
+    assert report["slow_rank"] == [1, 0.1] and "rank 1 was delayed by 100 ms" in result.stdout
     pointed = 0
     for name, run in report["runs"].items():
         found = run["step_time"]
@@ -103,16 +101,14 @@ def test_the_referee_says_where_the_time_goes(comparison):
         assert run["tokens_per_s_per_rank"] == pytest.approx(tokens, abs=0.1) and run["flops_per_s_per_rank"] > 0
     assert pointed >= 6, result.stdout  # of nine: two steps on a busy machine
     assert "SLOWEST" in result.stdout
-    for line in result.stdout.splitlines():
-        if line.startswith("engine ") and "own work" in line:
-            assert len(re.split(r"  +", line)) == 8
 
 
 def test_the_referee_in_bfloat16(tmp_path):
     file = tmp_path / "out.json"
-    engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1,fsdp1_article"
-    options = ("--preset", "toy", "--steps", "4", "--timed-steps", "0", "--batch", "2", "--engines", engines)
-    program = [str(ROOT / "fsdp2_compare.py"), "--dtype", "bf16", *options, "--json", str(file)]
+    options = ("--preset", "toy", "--steps", "3", "--timed-steps", "0", "--batch", "2")
+    engines = "single,ddp,zero1,zero2,zero3,fsdp2,fsdp1_article"
+    line = (*options, "--dtype", "bf16", "--engines", engines, "--json", str(file))
+    program = [str(ROOT / "fsdp2_compare.py"), *line]
     first, second = forked.on_ranks(program, 2)
     assert first.status == second.status == 0, first.stderr[-3000:] + second.stderr[-3000:]
     assert "bfloat16 with float32 reduction" in first.stdout and "Warning" not in first.stderr + second.stderr
@@ -121,7 +117,7 @@ def test_the_referee_in_bfloat16(tmp_path):
     runs = report["runs"]
     for name, run in runs.items():
         assert run["tolerance"] == (0.0 if name != "single" else 0.1)
-        if name != "single":  # to the bit: stages, DDP over plain PyTorch's casts, FSDP1 and 2
+        if name != "single":  # to the bit, as sums of two numbers are: stages, DDP over plain casts, FSDP1 and 2
             assert run["losses"] == runs["ddp"]["losses"], name
     assert 0 < runs["single"]["difference"] < 0.1
     low, full = runs["zero3"]["held_bytes"], runs["ddp"]["held_bytes"]
@@ -158,12 +154,11 @@ def wrapped_by_size() -> dict:
 
 def test_the_referee_fails_when_losses_differ(ranks):
     """Its judgement alone, on made-up losses: a wrong engine, and one that has become NaN."""
-    for world_size in (2, 3):
-        for broken, value in (("zero2", 3.0), ("zero2", float("nan")), ("single", 3.0)):
-            for match, text in ranks(world_size).run(judge, broken=broken, value=value):
-                assert match is False and f"DOES NOT MATCH: {broken}" in text and "MATCH: all" not in text
-        for match, text in ranks(world_size).run(judge, broken="", value=0.0):
-            assert match is True and "DOES NOT" not in text
+    for broken, value in (("zero2", 3.0), ("zero2", float("nan")), ("single", 3.0)):
+        for match, text in ranks(2).run(judge, broken=broken, value=value):
+            assert match is False and f"DOES NOT MATCH: {broken}" in text and "MATCH: all" not in text
+    for match, text in ranks(2).run(judge, broken="", value=0.0):
+        assert match is True and "DOES NOT" not in text
 
 
 def judge(broken: str, value: float):
@@ -250,161 +245,121 @@ def door(tmp_path):
     return started
 
 
-@pytest.mark.parametrize("ranks", ("4", None))
-@pytest.mark.parametrize("command", ("compare", "zero1", "zero2", "zero3", "train", "sweeps", "bench"))
-def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(door, command, ranks):
+@pytest.mark.parametrize(
+    "command, stage, started",
+    (
+        ("compare", [], "fsdp2_compare"),
+        ("zero1", [], "zero1"),
+        ("zero3", [], "zero3"),
+        ("train", ["zero2"], "harness.run.train"),
+        ("sweeps", [], "harness.measure.sweeps"),
+        ("bench", [], "harness.measure.bench"),
+    ),
+)
+def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(door, command, stage, started):
     """First one process checks the options and says how many ranks. Then torchrun starts as many of that program."""
     from torch.distributed.run import parse_args
 
-    stage = ["zero2"] if command == "train" else []
     own = ["--preset", "toy", "--steps", "-1"]  # the last word is none of launch.sh's options, nor of torchrun's
-    (asked, checked), (nothing, started) = door(command, *stage, *([ranks] if ranks else []), *own)
-    assert (asked, nothing) == (ranks or "auto", "")
-    assert started[:2] == ["-m", "harness.run.restarts" if command == "train" else "harness.run.torchrun"]
-    found = parse_args(started[2:])
-    assert found.nproc_per_node == "3" and found.standalone  # as the check has said
-    program = [*(["-m"] if found.module else []), found.training_script, *found.training_script_args]
-    assert program == checked and program[-len(own) :] == own
-    name = {"compare": "fsdp2_compare", "train": "harness.run.train"}.get(command, command)
-    name = name if name.startswith(("zero", "fsdp2", "harness")) else f"harness.measure.{name}"
-    assert found.training_script.removesuffix(".py") == name and importlib.util.find_spec(name)
-    assert program[: -len(own)] == [*(["-m"] if found.module else []), found.training_script, *stage]
+    for ranks in ("4", None):
+        (asked, checked), (nothing, words) = door(command, *stage, *([ranks] if ranks else []), *own)
+        assert (asked, nothing) == (ranks or "auto", "")
+        assert words[:2] == ["-m", "harness.run.restarts" if command == "train" else "harness.run.torchrun"]
+        found = parse_args(words[2:])
+        assert found.nproc_per_node == "3" and found.standalone  # as the check has said
+        assert found.training_script.removesuffix(".py") == started and importlib.util.find_spec(started)
+        program = [*(["-m"] if found.module else []), found.training_script]
+        assert [*program, *found.training_script_args] == [*program, *stage, *own] == checked
+    ((asked, words),) = door(command, *stage, "--help")  # which needs no ranks
+    assert asked == "" and words[-1] == "--help" and not {"harness.run.torchrun", "harness.run.restarts"} & {*words}
 
 
-@pytest.mark.parametrize("command", ("compare", "zero3", "train", "sweeps"))
-def test_help_starts_no_ranks(door, command):
-    ((asked, words),) = door(command, *(["zero3"] if command == "train" else []), "--help")
-    assert (
-        asked == ""
-        and words[-1] == "--help"
-        and not {"harness.run.torchrun", "harness.run.restarts"}.intersection(words)
-    )
-
-
-@pytest.mark.parametrize("command", ("memory", "bug", "report", "articles", "changes", "docs", "exercise", "check"))
-def test_a_command_without_ranks_is_one_process(door, command):
-    ((asked, words),) = door(command, "one", "--two")
-    assert asked == "" and words[0] == "-m" and importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
+def test_a_command_without_ranks_is_one_process(door):
+    for command in ("memory", "plan", "bug", "report", "articles", "changes", "docs", "exercise", "check", "watch"):
+        ((asked, words),) = door(command, "one", "--two")
+        assert asked == "" and words[0] == "-m" and importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
 
 
 def test_help():
     assert "./launch.sh compare [N]" in launch("help").stdout
     said = forked.alone([str(ROOT / "fsdp2_compare.py"), "--help"])
-    assert said.status == 0
-    for option in ("--preset", "--steps", "--batch", "--seq", "--engines", "--data", "--seed", "--json"):
-        assert option in said.stdout
+    assert said.status == 0 and all(option in said.stdout for option in ("--preset", "--engines", "--data", "--json"))
+
+
+MACHINES = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400"}
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
-    ((["zero4"], ["zero4", "zero1, zero2, zero3"]), (["zero1", "0"], ["'0'"]), (["zero1", "two"], ["'two'"])),
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    "line, environment, said",
+    (
+        ("zero4", {}, ["zero4", "zero1, zero2, zero3"]),
+        ("zero1 0", {}, ["'0'"]),
+        ("zero1 two", {}, ["'two'"]),
+        ("zero1 2", {"NNODES": "2"}, ["RDZV_ENDPOINT"]),
+        ("zero1 2", MACHINES, ["NODE_RANK"]),
+        ("zero1 2", {**MACHINES, "NODE_RANK": "2"}, ["NODE_RANK=2"]),
+        ("zero1 2", {"NNODES": "two"}, ["'two'"]),
+        ("zero1 2", {"PYTHON": "/nowhere/python"}, ["/nowhere/python"]),
+        ("zero1 2", {"ZERO_TIMEOUT": "soon"}, ["'soon'"]),
+    ),
+    ids=str,
 )
-def test_what_launch_sh_itself_refuses(arguments, words):
-    result = launch(*arguments)
+def test_what_launch_sh_refuses(line, environment, said, quick_python):
+    result = launch(*line.split(), **{"PYTHON": quick_python, **environment})
     assert result.returncode == 2 and len(result.stderr.strip().splitlines()) <= 2, result.stderr
-    assert all(word in result.stderr for word in words), result.stderr
+    assert all(word in result.stderr for word in said), result.stderr
 
 
 @pytest.mark.parametrize(
-    "program, words",
+    "program, said",
     (
-        (["zero1", "-1"], ["-1"]),
-        (["zero2", "--preset", "gigantic"], ["'gigantic'", "tiny"]),
-        (["fsdp2_compare", "--backend", "mpi"], ["mpi"]),
-        (["zero3", "--data", "/nowhere/text"], ["/nowhere/text", "No such file"]),
+        ("zero1.py -1", ["-1"]),
+        ("fsdp2_compare.py --backend mpi", ["mpi"]),
+        ("zero3.py --data /nowhere/text", ["/nowhere/text", "No such file"]),
+        ("-m harness.measure.sweeps --only x", ["'x'", "bucket size"]),
+        ("-m harness.measure.dry_run --preset 8b", ["'8b'", "70b"]),
+        ("-m harness.teach.museum 99", ["'99'", "1 to"]),
     ),
-    ids=lambda value: " ".join(value),
 )
-def test_mistakes_are_answered_in_one_clear_line(program, words):
-    """What the check before the ranks says of them."""
-    result = forked.alone([str(ROOT / f"{program[0]}.py"), *program[1:]], ZERO_PREFLIGHT="2")
-    assert result.status not in (0, None) and result.stdout == ""
-    assert len(result.stderr.strip().splitlines()) <= 14 and "Traceback" not in result.stderr, result.stderr
-    for word in words:
-        assert word in result.stderr, result.stderr
+def test_a_mistake_is_answered_in_clear_words_before_any_rank_starts(program, said):
+    result = forked.alone(program.split(), ZERO_PREFLIGHT="2")
+    assert result.status in (1, 2) and result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) <= 14 and "error: " in lines[-1] and "Traceback" not in result.stderr, result.stderr
+    assert all(word in lines[-1] for word in said), lines[-1]
+    alone = forked.alone(["zero2.py"]) if "backend" in program else None  # no ranks at all
+    assert alone is None or (alone.status == 1 and "./launch.sh zero2 2" in alone.stderr)
 
 
-@pytest.mark.parametrize(
-    "command, arguments, words",
-    (
-        ("zero3", ["--prefetch", "-1"], ["--prefetch", "-1"]),
-        ("zero2", ["--bucket-mb", "-1"], ["--bucket-mb", "-1"]),
-        ("compare", ["--engines", "zero9"], ["'zero9'", "zero_redundancy_optimizer"]),
-        ("compare", ["--engines", ","], ["--engines is empty"]),
-        ("compare", ["--steps", "0"], ["--steps", "0"]),
-        ("compare", ["--seq", "4096"], ["4096", "tiny"]),
-        ("compare", ["--seq", "-3"], ["--seq", "-3"]),
-        ("compare", ["--json", "/nowhere/out.json"], ["/nowhere/out.json"]),
-        ("zero1", ["--batch", "3", "--accumulate", "2"], ["--accumulate 2", "3"]),
-    ),
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_mistakes_in_the_options(command, arguments, words):
+REFUSED = {
+    "zero3 --prefetch -1": ["--prefetch", "-1"],
+    "zero2 --bucket-mb -1": ["--bucket-mb", "-1"],
+    "zero2 --preset gigantic": ["'gigantic'", "tiny"],
+    "zero1 --batch 3 --accumulate 2": ["--accumulate 2", "3"],
+    "compare --engines zero9": ["'zero9'", "zero_redundancy_optimizer"],
+    "compare --engines ,": ["--engines is empty"],
+    "compare --steps 0": ["--steps", "0"],
+    "compare --seq 4096": ["4096", "tiny"],
+    "compare --seq -3": ["--seq", "-3"],
+    "compare --json /nowhere/out.json": ["/nowhere/out.json"],
+}
+
+
+def test_mistakes_in_the_options():
     """The same, without starting a process for each: an exception of this kind is the one line."""
     from parts import STAGES
 
     import fsdp2_compare
     from harness.measure import walkthrough
 
-    with pytest.raises(ValueError) as raised:
-        if command == "compare":
-            fsdp2_compare.arguments(arguments)
-        else:
-            walkthrough.arguments(STAGES[command], "A chapter.", arguments)
-    assert all(word in str(raised.value) for word in words), raised.value
-
-
-@pytest.mark.parametrize(
-    "environment, words",
-    (
-        ({"NNODES": "2"}, "RDZV_ENDPOINT"),
-        ({"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400"}, "NODE_RANK"),
-        ({"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", "NODE_RANK": "2"}, "NODE_RANK=2"),
-        ({"NNODES": "two"}, "'two'"),
-        ({"PYTHON": "/nowhere/python"}, "/nowhere/python"),
-        ({"ZERO_TIMEOUT": "soon"}, "'soon'"),
-    ),
-    ids=str,
-)
-def test_mistakes_in_the_environment(environment, words):
-    result = launch("zero1", "2", **environment)
-    assert result.returncode == 2 and words in result.stderr, result.stderr
-
-
-def test_a_stage_file_without_ranks_says_how_to_start_it():
-    result = forked.alone([str(ROOT / "zero2.py")])
-    assert result.status == 1 and "./launch.sh zero2 2" in result.stderr and "Traceback" not in result.stderr
-
-
-def test_a_rank_that_dies_takes_the_others_down(tmp_path, quick_python):
-    script = tmp_path / "dies.py"
-    script.write_text(
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from harness.run import process_group\n"
-        "import torch, torch.distributed as dist\n"
-        "def main():\n"
-        "    me = process_group.start()\n"
-        "    if me.rank == 1: raise ValueError('rank 1 has had enough')\n"
-        "    dist.all_reduce(torch.ones(1))\n"
-        "process_group.run(main)\n"
-    )
-    result = subprocess.run(
-        [
-            quick_python,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(script),
-            str(ROOT),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert result.returncode != 0 and "[rank 1] error: rank 1 has had enough" in result.stderr
+    for line, said in REFUSED.items():
+        command, *arguments = line.split()
+        with pytest.raises(ValueError) as raised:
+            if command == "compare":
+                fsdp2_compare.arguments(arguments)
+            else:
+                walkthrough.arguments(STAGES[command], "A chapter.", arguments)
+        assert all(word in str(raised.value) for word in said), (line, raised.value)
 
 
 DYING = """
@@ -431,17 +386,19 @@ process_group.run(main)
     "stage, world_size, fate, collective",
     (
         (1, 3, "os.kill(os.getpid(), 9)", "all-reduce of the bucket of '3.bias'"),
+        (2, 2, "raise ValueError('I have had enough')", "reduce-scatter of"),
         (3, 2, "time.sleep(600)", "all-gather of unit"),
     ),
-    ids=("killed", "hangs"),
+    ids=("killed", "raises", "hangs"),
 )
 def test_when_a_rank_dies_or_hangs_every_other_one_leaves_and_says_where(tmp_path, stage, world_size, fate, collective):
     file = tmp_path / "dying.py"
     file.write_text(DYING.format(stage=stage, fate=fate))
     # In far less time than the rank that hangs would take. Nobody ends the others: they must do it themselves.
     hangs = "sleep" in fate
-    *others, lost = forked.on_ranks([str(file)], world_size, seconds=60, left_behind=int(hangs), ZERO_TIMEOUT="5")
-    assert lost.status == (None if hangs else -9)
+    *others, lost = forked.on_ranks([str(file)], world_size, seconds=200, left_behind=int(hangs), ZERO_TIMEOUT="5")
+    assert lost.status == (None if hangs else -9 if "kill" in fate else 1)
+    assert ("raise" in fate) == (f"[rank {world_size - 1}] error: I have had enough" in lost.stderr), lost.stderr
     for rank, other in enumerate(others):
         assert other.status == 1, other.stderr
         assert f"[rank {rank}] error: rank {rank} waited in vain for the {collective}" in other.stderr, other.stderr
@@ -514,20 +471,3 @@ def test_sweeps(tmp_path, quick_python):
     assert all(row["step_ms"] > 0 for row in rows.values())
     assert len({(row["collectives"], row["sent_bytes"]) for row in rows.values()}) == 1  # only the order differs
     assert "1 ahead" in result.stdout
-
-
-@pytest.mark.parametrize(
-    "module, arguments, words",
-    (
-        ("harness.measure.dry_run", ["--preset", "8b"], ["'8b'", "70b"]),
-        ("harness.measure.sweeps", ["--only", "x"], ["'x'", "bucket size"]),
-        ("harness.teach.museum", ["99"], ["'99'", "1 to"]),
-    ),
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_mistakes_in_the_other_commands(module, arguments, words):
-    result = forked.alone(["-m", module, *arguments], **({"ZERO_PREFLIGHT": "2"} if "sweeps" in module else {}))
-    assert result.status in (1, 2)
-    errors = [line for line in result.stderr.splitlines() if line]
-    assert len(errors) == 1 and errors[0].startswith("error: "), result.stderr
-    assert all(word in errors[0] for word in words), errors[0]

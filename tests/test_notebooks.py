@@ -1,4 +1,4 @@
-"""The notebooks: committed without outputs, built alike, and run to the end at toy size."""
+"""The notebooks: committed without outputs, they open anywhere, run to the end at toy size, and become pages."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from harness.teach import notebook
+from harness.teach import anywhere, notebook, quiz
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
-CELL_SECONDS = 60  # the longest that a cell may take
 
 each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
@@ -24,38 +24,24 @@ def cells_of(file: Path, kind: str) -> list[dict]:
     return [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == kind]
 
 
-def test_there_are_six_and_each_leads_to_the_next():
-    assert [int(file.name[:2]) for file in FILES] == [1, 2, 3, 4, 5, 6]
-    for file, following in zip(FILES, FILES[1:]):
-        assert f"({following.name})" in "".join(cells_of(file, "markdown")[-1]["source"])
-
-
 @each
-def test_no_outputs_are_kept(file):
+def test_no_outputs_are_kept_and_answers_are_folded_away(file):
     for cell in cells_of(file, "code"):
         assert cell["outputs"] == [] and cell["execution_count"] is None, cell["id"]
         assert "execution" not in cell["metadata"], cell["id"]  # the times that nbclient writes
-    ids = [cell["id"] for kind in ("code", "markdown") for cell in cells_of(file, kind)]
-    assert len(set(ids)) == len(ids) and all(re.fullmatch("[a-z0-9-]+", one) for one in ids), "names, not random ids"
-
-
-@each
-def test_each_says_its_end_asks_before_it_runs_and_folds_its_answers_away(file):
     texts = ["".join(cell["source"]) for cell in cells_of(file, "markdown")]
-    assert "**At the end you can say**" in texts[0]
-    assert sum("**Predict" in text for text in texts) >= 3
     questions = texts[-1].partition("## Questions")[2]
-    asked = len(re.findall(r"^\*\*\d+\.\*\*", questions, re.MULTILINE))
-    assert (
-        asked >= 5 and questions.count("<details><summary>Answer</summary>") == questions.count("</details>") == asked
-    )
+    assert sum("**Predict" in text for text in texts) >= 3
+    assert questions.count("<details>") == questions.count("</details>") >= 5
 
 
 @each
-def test_links_lead_somewhere(file):
-    for text in ("".join(cell["source"]) for cell in cells_of(file, "markdown")):
-        for target in re.findall(r"\]\(([^)#]+)\)", text):
-            assert target.startswith("http") or (file.parent / target).exists(), target
+def test_links_lead_somewhere_and_to_the_next_notebook(file):
+    texts = ["".join(cell["source"]) for cell in cells_of(file, "markdown")]
+    for target in re.findall(r"\]\(([^)#]+)\)", "".join(texts)):
+        assert target.startswith("http") or (file.parent / target).exists(), target
+    for following in FILES[FILES.index(file) + 1 :][:1]:
+        assert f"({following.name})" in texts[-1]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +65,7 @@ def executed(quick_python):
             # The kernel is spoken to by sockets in a folder: a port of its own may be one that a rank has taken.
             kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
             kernel.kernel_spec.argv[0] = quick_python
-            client = nbclient.NotebookClient(cells, km=kernel, timeout=CELL_SECONDS, resources=where)
+            client = nbclient.NotebookClient(cells, km=kernel, timeout=300, resources=where)
             try:
                 client.execute(env=environment, cleanup_kc=True)
             except Exception as error:
@@ -95,67 +81,139 @@ def test_it_runs_to_the_end(file, executed):
     result = executed[file]
     if isinstance(result, Exception):
         raise result
-    pictures, texts = 0, ""
-    for cell in result.cells:
-        for output in cell.get("outputs", ()):
-            texts += output.get("text", "")
-            assert output.output_type != "error"
-            pictures += "image/png" in output.get("data", {})
-            said = output.get("text", "")
-            assert "Warning" not in said, f"{cell.id}: {said}"
-    assert pictures >= 2
-    if file.stem == "04_zero2":
+    outputs = [output for cell in result.cells for output in cell.get("outputs", ())]
+    texts = "".join(output.get("text", "") for output in outputs)
+    assert not any(output.output_type == "error" for output in outputs) and "Warning" not in texts, texts
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    if file.stem == "04_zero2":  # the chapter that tests/test_launch.py does not start
         assert "Step 0 partition: 7 buckets" in texts and "3 reduce gradients: reduce-scatter" in texts
         assert "2.000 Ψ x (N-1)/N" in texts
 
 
-def test_a_command_is_shown_and_its_output_returned(capfd):
+# What stands before all else.
+
+
+def run_first_cell(folder: Path, address: str = ""):
+    """In Python without torch: what it prints is the project's folder."""
+    (code,) = {"".join(cells_of(file, "code")[0]["source"]) for file in FILES}  # the same one in all notebooks
+    code = code.replace('ADDRESS = ""', f"ADDRESS = {address!r}") + "\nprint(project)\n"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+
+
+def test_the_first_cell_finds_the_project_clones_it_or_says_where_it_looked(tmp_path):
+    for folder in (ROOT, ROOT / "notebooks"):
+        assert run_first_cell(folder).stdout.strip() == str(ROOT)
+    lost = run_first_cell(tmp_path)
+    assert lost.returncode == 1 and f"no zero1.py above {tmp_path}" in lost.stderr.splitlines()[-1]
+    origin, opened = tmp_path / "origin", tmp_path / "alone"
+    opened.mkdir()
+    subprocess.run(["git", "init", "-q", str(origin)], check=True)
+    (origin / "zero1.py").write_text("")
+    for line in (["add", "."], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-q", "-m", "m"]):
+        subprocess.run(["git", "-C", str(origin), *line], check=True)
+    for _ in range(2):  # the second time it is there
+        result = run_first_cell(opened, origin.as_uri())
+        assert result.stdout.strip() == str(opened / "zero-from-scratch"), result.stderr
+
+
+def test_ready_chooses_the_cpu_and_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.delenv("ZERO_NOTEBOOK_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    assert anywhere.ready() == "cpu" and anywhere.ready("cuda") == "cuda"
+    first, second = capsys.readouterr().out.splitlines()
+    assert "2 x Tesla T4" in first and 'anywhere.ready("cuda")' in first and "The runs use: cuda" in second
+    monkeypatch.setenv("ZERO_NOTEBOOK_DEVICE", "cuda")
+    assert anywhere.ready() == "cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device, version, said in (
+        ("cuda", "2.13.0", "torch sees no GPU here"),
+        ("tpu", "2.13.0", "got 'tpu'"),
+        ("cpu", "2.9.1+cu128", "torch 2.9.1 is installed, and 2.11 or newer is needed"),
+    ):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(RuntimeError, match=said):
+            anywhere.ready(device)
+
+
+# What they share.
+
+
+def test_a_command_is_run_as_typed_shown_or_quiet_and_says_why_it_fails(tmp_path, capfd, monkeypatch, quick_python):
     returned = notebook.run("./launch.sh help")
-    shown = capfd.readouterr().out
-    assert shown == f"$ ./launch.sh help\n{returned}" and "zero1|zero2|zero3" in shown
-    quiet = notebook.run("./launch.sh help", show=False)
-    assert capfd.readouterr().out == "$ ./launch.sh help\n"
-    assert notebook.part(quiet, "Environment", "  NNODES").splitlines()[0] == "Environment:"
+    assert capfd.readouterr().out == f"$ ./launch.sh help\n{returned}" and "zero1|zero2|zero3" in returned
+    assert notebook.part(returned, "Environment", "  NNODES").splitlines()[0] == "Environment:"
     with pytest.raises(ValueError, match="no lines from 'Environment' to 'nothing'"):
-        notebook.part(quiet, "Environment", "nothing")
-
-
-def test_a_command_that_fails_says_why():
+        notebook.part(returned, "Environment", "nothing")
     with pytest.raises(RuntimeError, match=r"ended with exit status 2:\n.*no command 'zero4'"):
         notebook.run("./launch.sh zero4 2", show=False)
-
-
-def test_a_command_runs_with_this_python_and_outside_of_any_torchrun(tmp_path, monkeypatch, quick_python):
     monkeypatch.setattr(sys, "executable", quick_python)
+    monkeypatch.setattr(notebook, "DOTS", 0)
+    monkeypatch.setenv("WORLD_SIZE", "7")  # of a torchrun around the notebook
     monkeypatch.setenv("RANK", "3")
     program = tmp_path / "print_it.py"
     program.write_text("import os, sys, harness\nprint(sys.executable, os.environ.get('WORLD_SIZE'))\n")
-    monkeypatch.setenv("WORLD_SIZE", "7")
-    said = notebook.run(f"torchrun --standalone --nproc-per-node 1 {program}", show=False)
-    assert said.split() == [sys.executable, "1"]
+    capfd.readouterr()
+    line = f"torchrun --standalone --nproc-per-node 1 {program}"
+    assert notebook.run(line, show=False).split() == [quick_python, "1"]
+    assert re.search(r"\n\. \d+ s\n$", capfd.readouterr().out)  # quiet, and it goes on
 
 
-def test_bars_draw_what_they_are_given():
+def test_text_fits_a_screen_and_bars_are_what_they_are_given(capsys):
+    notebook.say("  " + "word " * 40 + "\n  short   line")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(len(line) <= notebook.COLUMNS for line in lines)
+    assert lines[1].startswith("      word") and lines[3] == "  short   line"
+    notebook.table(["a", "number"], [["long name", 1], ["b", 22]])
+    assert capsys.readouterr().out == "a          number\nlong name       1\nb              22\n"
     rows = {"a": {"parameters": 3e6, "optimizer": 1e6}, "b": {"parameters": 2e6}}
-    figure = notebook.bars(rows, "a title", formula={"b": 2.5e6}, lines=[1e6, 9e9])
-    axes = figure.axes[0]
+    axes = notebook.bars(rows, "a title", formula={"b": 2.5e6}, lines=[1e6, 9e9]).axes[0]
     assert [patch.get_width() for patch in axes.patches] == [3, 1, 2]
     assert {line.get_segments()[0][0][0] for line in axes.collections} == {2.5}  # the tick of the formula
     assert axes.get_xlabel() == "MB (10⁶ bytes) on one rank" and len(axes.lines) == 1
-    assert notebook.unit(12) == ("bytes", 1) and notebook.unit(5e9)[1] == 1e9
 
 
-def test_the_command_that_opens_them(tmp_path):
-    """launch.sh hands Jupyter Lab the folder and the reader's options; a Python without it is told so."""
-    fake = tmp_path / "python"
-    fake.write_text('#!/bin/sh\nif [ "$1" = -c ]; then exit 0; fi\necho "$@"\n')
-    fake.chmod(0o755)
+def test_the_quiz_asks_claims_that_exist_and_tells_only_what_was_voted_on(capsys):
+    recorded = {row["claim"]: row for row in json.loads((ROOT / "results" / "articles.json").read_text())}
+    verdicts = [quiz.kind(recorded[claim]["verdict"]) for claim in quiz.ASKED]
+    assert len(verdicts) == 12 and {verdicts.count(vote) for vote in quiz.VOTES} == {4}
+    quiz.ask()
+    assert "verdict" not in capsys.readouterr().out
+    assert quiz.reveal({1: ""}) == 0
+    assert capsys.readouterr().out == "\n0 of 0 right; 12 without a vote yet\n"
+    right = dict(enumerate(verdicts, 1))
+    assert quiz.reveal(right) == 12
+    assert quiz.reveal(right | {1: "maybe", 2: "not"}, [recorded[quiz.ASKED[2]]]) == 10
+    out = capsys.readouterr().out
+    assert "it is 'maybe'" in out and out.count("run just now") == 1
+
+
+# The command. A Python that says what it was given stands for the real one.
+
+
+def test_launch_sh_opens_them_and_makes_html_copies(tmp_path):
+    fake, pages = tmp_path / "python", tmp_path / "pages"
     environment = {**os.environ, "PYTHON": str(fake)}
-    result = subprocess.run(
-        [str(ROOT / "launch.sh"), "notebooks", "--no-browser"], env=environment, capture_output=True, text=True
-    )
+
+    def notebooks(*options, python='if [ "$1" = -c ]; then exit 0; fi\necho "$@"'):
+        fake.write_text(f"#!/bin/sh\n{python}\n")
+        fake.chmod(0o755)
+        line = [str(ROOT / "launch.sh"), "notebooks", *options]
+        return subprocess.run(line, env=environment, capture_output=True, text=True)
+
+    opened = notebooks("--no-browser")
     root = " --allow-root" * (os.getuid() == 0)
-    assert result.stdout == f"-m jupyterlab --notebook-dir={ROOT / 'notebooks'}{root} --no-browser\n", result.stderr
-    fake.write_text('#!/bin/sh\ncase "$2" in *jupyterlab*) exit 1 ;; esac\n')
-    result = subprocess.run([str(ROOT / "launch.sh"), "notebooks"], env=environment, capture_output=True, text=True)
-    assert result.returncode == 2 and "has no Jupyter" in result.stderr
+    assert opened.stdout == f"-m jupyterlab --notebook-dir={ROOT / 'notebooks'}{root} --no-browser\n", opened.stderr
+    without = notebooks(python='case "$2" in *jupyterlab*) exit 1 ;; esac')
+    assert without.returncode == 2 and "has no Jupyter" in without.stderr
+    # nbconvert executes and writes; then the pages lead to each other and to the project's files.
+    pages.mkdir()
+    (pages / "01_a.html").write_text('<a href="02_b.ipynb">next</a> <a href="../zero1.py">the chapter</a>')
+    made = notebooks("--html", str(pages))
+    assert made.returncode == 0 and f"-m nbconvert --to html --execute --output-dir={pages}" in made.stdout
+    assert all(str(file) in made.stdout for file in FILES)
+    said = f'<a href="02_b.html">next</a> <a href="{ROOT.as_uri()}/zero1.py">the chapter</a>'
+    assert (pages / "01_a.html").read_text().strip() == said and len([*pages.iterdir()]) == 1
+    assert notebooks("--html", "pages", "--only").returncode == 2
+    failed = notebooks("--html", str(pages), python='[ "$1" = -c ]')
+    assert failed.returncode == 2 and "a cell has failed" in failed.stderr

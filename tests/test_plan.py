@@ -210,10 +210,10 @@ def test_prefetch_buckets_and_overlap_shorten_the_step():
     "engine, changed",
     [
         ("ddp", {"bucket_mb": 0.02}),  # buckets that reach from a block into the next, in the same way
-        ("zero1_2psi", {"bucket_mb": 1e6}),
-        ("zero2", {"bucket_mb": 0.03, "recompute": "blocks"}),
+        pytest.param("zero1_2psi", {"bucket_mb": 1e6}, marks=pytest.mark.thorough),
+        pytest.param("zero2", {"bucket_mb": 0.03, "recompute": "blocks"}, marks=pytest.mark.thorough),
         ("zero3", {"prefetch": 2}),
-        ("hybrid", {"row": 2}),
+        pytest.param("hybrid", {"row": 2}, marks=pytest.mark.thorough),
         ("fsdp2", {}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own (harness/run/ranks.py): what they say arrives, how they end is told, and they end."""
+"""Ranks in processes of their own: what they say arrives (harness/run/ranks.py), how they end is told, and they end."""
 
 import os
 import signal
@@ -66,19 +66,21 @@ def test_a_rank_that_is_killed_is_told_and_keeps_to_its_item(start):
     """) as there:
         found = dict(there.verdicts(["first", "second", "third"]))
     assert found["second"][0] == {"status": "passed"}
-    said = "was killed by SIGKILL: out of memory?; the last collective it was in: barrier"
+    said = "was killed by SIGKILL (out of memory? kill -9?); the last collective it was in: barrier"
     assert found["second"][1] == {"status": "died", "error": said}
 
 
 def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
     """Also those that do not hear the signal by which torchrun ends them: it is killed here, as it would wait long."""
     monkeypatch.setattr(ranks, "ENDING", 1)
-    with start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", seconds=5) as there:
-        found = dict(there.verdicts(["first", "second"]))
+    found = {}
+    with start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", seconds=300) as there:
+        for item, verdicts in there.verdicts(["first", "second"]):
+            found[item] = verdicts
+            there.until = time.monotonic()  # both have begun: their time is over
         pids = [int((there.folder / f"pid.{rank}").read_text()) for rank in (0, 1)]
-    assert [verdict["error"] for verdict in found["second"]] == [
-        "had not come to its end after 5 s, and was ended"
-    ] * 2, found
+    said = "had not come to its end after 300 s, and was ended"
+    assert [verdict["error"] for verdict in found["second"]] == [said] * 2, found
     assert all_end(pids)
 
 
@@ -121,7 +123,74 @@ def test_how_ranks_have_ended(tmp_path):
     assert there.deaths() == {
         0: "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
         "was in: barrier",
-        1: "was killed by SIGKILL: out of memory?",
+        1: "was killed by SIGKILL (out of memory? kill -9?)",
         2: "died: Segmentation fault in line 7 (is it a tensor whose memory was freed?)",
         3: "ended with exit status 5",
     }  # the fifth never began
+
+
+# A command that somebody stops, or that loses a rank (harness/run/torchrun.py): one line, and no process is left.
+
+# Ranks that need no torch: each says that it is there, and then waits, or is killed when both have said so.
+SCRIPT = """\
+import os, sys, time
+rank = os.environ["RANK"]
+os.write(1, f"rank {rank} has the number {os.getpid()}\\n".encode())  # in one piece
+open(f"{__file__}.{rank}", "w").close()
+if sys.argv[1:] == ["--killed"] and rank == "1":
+    while not os.path.exists(f"{__file__}.0"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+# `./launch.sh zero1` with this for its Python: torch is there, the options are right, and the chapter is `SCRIPT`.
+PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in -c*) exit 0 ;; esac
+[ -z "${{ZERO_PREFLIGHT:-}}" ] || {{ echo 2 && echo "two ranks" && exit 0; }}
+exec {python} "${{@/zero1.py/{script}}}"
+"""
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts ./launch.sh zero1 with options, waits until both ranks are there: (the process, the ranks' numbers)."""
+    script, python, processes = tmp_path / "ranks.py", tmp_path / "python", []
+    script.write_text(SCRIPT)
+    python.write_text(PYTHON.format(python=sys.executable, script=script))
+    python.chmod(0o755)
+
+    def start(*options):
+        process = subprocess.Popen(
+            [str(ranks.ROOT / "launch.sh"), "zero1", "2", *options],
+            env={**os.environ, "PYTHON": str(python)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # as a terminal starts it: Ctrl-C goes to this group
+        )
+        processes.append(process)
+        numbers = []
+        while len(numbers) < 2 and (line := process.stdout.readline()):
+            numbers += [int(line.split()[-1])] if line.startswith("rank ") else []
+        return process, numbers
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+def test_ctrl_c_is_answered_in_one_line(started):
+    process, numbers = started()
+    os.killpg(process.pid, signal.SIGINT)
+    _, mistake = process.communicate(timeout=300)
+    assert mistake.split("\n") == ["", "stopped by Ctrl-C", ""] and process.returncode == 130
+    assert len(numbers) == 2 and all_end(numbers)
+
+
+def test_a_killed_rank_is_named(started):
+    process, numbers = started("--killed")
+    _, mistake = process.communicate(timeout=300)
+    said = ["", "rank 1 was killed by SIGKILL (out of memory? kill -9?)", ""]
+    assert mistake.split("\n") == said and process.returncode == 1
+    assert len(numbers) == 2 and all_end(numbers)

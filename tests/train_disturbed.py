@@ -19,24 +19,24 @@ written = checkpoint_write.write
 
 class Dropping(train.GPT):
     def forward(self, tokens):
-        file = Path(os.environ.get("HANG", "none"))
-        if os.environ.get("RANK") == "1" and file.exists():
-            file.unlink()
-            hang()
+        if os.environ.get("RANK") == "1":
+            hang("")
         return F.dropout(super().forward(tokens), 0.1, self.training)
 
 
 def write(state, *args):
-    file = Path(os.environ.get("HANG", "none") + ".save")
     about = state.get(("extra", "1"))  # what rank 1 writes, and it alone
-    if about and about["step"] == about["options"]["steps"] and file.exists():
-        file.unlink()
-        hang()
+    if about and about["step"] == about["options"]["steps"]:
+        hang(".save")
     return written(state, *args)
 
 
-def hang() -> None:
-    time.sleep(10**6)
+def hang(suffix: str) -> None:
+    """If the file is there."""
+    file = Path(os.environ.get("HANG", "none") + suffix)
+    if file.exists():
+        file.unlink()
+        time.sleep(10**6)
 
 
 def put_in() -> None:

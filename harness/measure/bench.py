@@ -4,32 +4,30 @@
     ./launch.sh bench 2 --layers 12 --width 768 --heads 12
     ./launch.sh bench 1 --host              the host's time on many small parameters, rank 0 of 8 without the others
 
-Interleaved means: all engines are alive, and each makes one step in turn. So what disturbs the machine disturbs them
-all. What is printed was measured in this run, and a ratio compares two engines of it.
+Interleaved means: all engines are alive, and each makes one step in turn. What is printed was measured in this run, and
+a ratio compares two engines of it.
 """
 
 import argparse
 import cProfile
 import gc
-import importlib
-import json
 import os
 import pstats
 import statistics
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.dry_run import all_reduce_bucket
+from harness.measure import dry_run, tables
+from harness.measure.turns import take_turns
 from harness.run import engines, process_group
+from harness.run import options as common
 from harness.run.data import Batches, load_text
-from harness.run.model import GPT, GPTConfig, next_token_loss
+from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = engines.named("bench")
@@ -49,13 +47,9 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=float, help="of zero1 and zero2 (default: their own)")
     parser.add_argument("--host", action="store_true", help="the host's time per step, on many small parameters")
     parser.add_argument("--profile", metavar="ENGINE", help="with --host: where that engine's host time goes")
-    parser.add_argument("--json", help="write the results to this file")
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    common.add(parser, "json", "backend", "device")
     options = parser.parse_args(argv)
-    for name in ("layers", "width", "heads", "vocab", "seq", "batch", "rounds"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
+    common.settle(options, layers=1, width=1, heads=1, vocab=1, seq=1, batch=1, rounds=1)
     if options.width % options.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
     options.engines = engines.chosen(options.engines, "bench", ENGINES)
@@ -65,53 +59,24 @@ def arguments(argv=None) -> argparse.Namespace:
         raise ValueError(f"--profile {options.profile}, but --engines has {', '.join(options.engines)}")
     if options.host and options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU here: use --device cpu")
-    process_group.check_writable("--json", options.json)
     return options
-
-
-class Untied(GPT):
-    """The project's GPT with a head of its own weight, as many models have it."""
-
-    def __init__(self, config: GPTConfig):
-        super().__init__(config)
-        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
 def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str, list[float]]:
     """{engine: milliseconds of each timed step, of the slowest rank}. A collective."""
-    config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq)
+    config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq, tied=False)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda")
     batch = Batches(load_text(None, config.seq), options.batch, config.seq, 0, me.device)(0, me.rank)
     built = {}
     for name in options.engines:
-        model = Untied(config).to(me.device)
+        model = GPT(config).to(me.device)
         more = {"bucket_mb": options.bucket_mb} if name in ("zero1", "zero2") else {}
         built[name] = engines.build(name, model, adamw, me.device, **more)
-    numel = sum(param.numel() for param in Untied(config).parameters())
+    numel = number_of_parameters(config)
     me.print(f"a GPT of {numel:,} parameters, {me.world_size} ranks over {me.backend}; {options.rounds} rounds")
-    times = {name: [] for name in built}
-    gc.collect()
-    gc.disable()  # it would come in one engine's step, and not in another's
-    try:
-        for turn in range(-2, options.rounds):  # two rounds to warm up
-            for name, engine in built.items():
-                _synchronize(me)
-                started = time.perf_counter()
-                engine.training_step(*batch, next_token_loss)
-                if me.device.type == "cuda":
-                    torch.cuda.synchronize()
-                if turn >= 0:
-                    times[name].append((time.perf_counter() - started) * 1e3)
-    finally:
-        gc.enable()
-    slowest = process_group.largest([value for values in times.values() for value in values], me)
-    return {name: slowest[i * options.rounds :][: options.rounds] for i, name in enumerate(times)}
-
-
-def _synchronize(me: process_group.Rank) -> None:
-    if me.device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
+    steps = {name: partial(engine.training_step, *batch, next_token_loss) for name, engine in built.items()}
+    times = take_turns(steps, options.rounds, me)
+    return {name: [seconds * 1e3 for seconds in values] for name, values in times.items()}
 
 
 class Small(nn.Module):
@@ -137,48 +102,47 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
     On a GPU (`--device cuda`) a step ends when its last kernel is launched, not when it has run; the host waits for the
     GPU before the next one. The profile has the ten functions that cost `options.profile` most; it is empty without.
     """
-    fake_pg = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=8)
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
 
     def build(name):
-        engine = engines.build("single" if name == "plain" else name, Small().to(device), adamw, device)
-        if name == "ddp":
-            engine.model.register_comm_hook(None, all_reduce_bucket)  # the fake group's futures bring no result
-        return engine
+        return dry_run.build("single" if name == "plain" else name, Small().to(device), adamw, device)
 
-    built = {name: build(name) for name in ["plain", *(name for name in HOST_ENGINES if name in options.engines)]}
-    x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
-    times = {name: [] for name in built}
-    gc.collect()
-    gc.disable()
-    for turn in range(-3, options.rounds):
-        for name, engine in built.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            engine.training_step(x, y, F.mse_loss)
-            if turn >= 0:
-                times[name].append((time.perf_counter() - started) * 1e3)
-    gc.enable()
-    costs = []
-    if options.profile:
-        profile = cProfile.Profile()
-        profile.enable()
-        for _ in range(10):
-            built[options.profile].training_step(x, y, F.mse_loss)
-        profile.disable()
-        print(f"\n{options.profile}, 10 steps under Python's profiler, the costliest functions:")
-        stats = pstats.Stats(profile).sort_stats("tottime")
-        stats.print_stats(15)
-        for key in stats.fcn_list[:10]:
-            _, calls, own, _, _ = stats.stats[key]
-            costs.append({"function": _name(*key), "calls_per_step": calls / 10, "ms_per_step": round(own * 100, 4)})
-    built.clear()
-    gc.collect()  # DDP's reducer, before its group
-    dist.destroy_process_group()
+    with dry_run.fake_ranks(8):
+        built = {name: build(name) for name in ["plain", *(name for name in HOST_ENGINES if name in options.engines)]}
+        x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
+        times = {name: [] for name in built}
+        for turn in range(-3, options.rounds):
+            for name, engine in built.items():
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                started = time.perf_counter()
+                engine.training_step(x, y, F.mse_loss)
+                if turn >= 0:
+                    times[name].append((time.perf_counter() - started) * 1e3)
+        costs = []
+        if options.profile:
+            costs = profile(options.profile, partial(built[options.profile].training_step, x, y, F.mse_loss))
+        built.clear()
+        gc.collect()  # DDP's reducer, before its group
     return times, costs
+
+
+def profile(name: str, step) -> list[dict]:
+    """The ten functions that cost the host most in ten steps of the engine `name`. Prints some more."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(10):
+        step()
+    profiler.disable()
+    print(f"\n{name}, 10 steps under Python's profiler, the costliest functions:")
+    stats = pstats.Stats(profiler).sort_stats("tottime")
+    stats.print_stats(15)
+    costs = []
+    for key in stats.fcn_list[:10]:
+        _, calls, own, _, _ = stats.stats[key]
+        costs.append({"function": _name(*key), "calls_per_step": calls / 10, "ms_per_step": round(own * 100, 4)})
+    return costs
 
 
 def _name(file: str, line: int, function: str) -> str:
@@ -193,17 +157,25 @@ def _name(file: str, line: int, function: str) -> str:
 def table(times: dict[str, list[float]], reference: str) -> str:
     """Medians, ranges and ratios, one line per engine."""
     medians = {name: statistics.median(values) for name, values in times.items()}
-    lines = [f"{'engine':<28}{'ms':>8}{'lowest':>9}{'highest':>9}{'x ' + reference:>9}  beside torch's own"]
-    for name, values in times.items():
-        other = COUNTERPARTS.get(name)
-        beside = f"{medians[name] / medians[other]:.2f} x {other}" if other in medians else ""
-        ratio = f"{medians[name] / medians[reference]:>9.2f}" if reference in medians else " " * 9
-        lines.append(f"{name:<28}{medians[name]:>8.1f}{min(values):>9.1f}{max(values):>9.1f}{ratio}  {beside}".rstrip())
-    return "\n".join(lines)
+
+    def over(name: str, other: str | None, words: str = "") -> str:
+        return f"{medians[name] / medians[other]:.2f}{words}" if other in medians else ""
+
+    columns = {
+        "engine": lambda name, values: name,
+        "ms": lambda name, values: f"{medians[name]:.1f}",
+        "lowest": lambda name, values: f"{min(values):.1f}",
+        "highest": lambda name, values: f"{max(values):.1f}",
+        f"x {reference}": lambda name, values: over(name, reference),
+        "beside torch's own": lambda name, values: over(name, COUNTERPARTS.get(name), f" x {COUNTERPARTS.get(name)}"),
+    }
+    return "\n".join(tables.text(tables.rows_of(columns, times), left=(0, 5), rule=False))
 
 
 def main(argv=None) -> None:
     options = arguments(argv)
+    gc.collect()
+    gc.disable()  # it would come in one engine's step, and not in another's
     if options.host and "ZERO_PREFLIGHT" not in os.environ:
         times, costs = host_times(options)
         reference, about = "plain", {"what": "host time per step", "ranks": 8, "device": options.device}
@@ -216,11 +188,8 @@ def main(argv=None) -> None:
         if me.rank:
             return process_group.stop()
     print(table(times, reference))
-    if options.json:
-        about |= {"torch": torch.__version__, "command": " ".join(["./launch.sh bench", *sys.argv[1:]]), "ms": times}
-        with open(options.json, "w") as file:
-            json.dump(about, file, indent=1)
-            file.write("\n")
+    about |= {"torch": torch.__version__, "command": common.command("bench"), "ms": times}
+    common.write_json(options.json, about)
     if not options.host:
         process_group.stop()
 

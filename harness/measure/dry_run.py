@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import gc
 import importlib
-import json
 import multiprocessing
 import re
 import sys
@@ -32,14 +31,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import zero1
-from harness.measure import fake_gpu
+from harness.measure import fake_gpu, tables
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
-from harness.measure.memory import held_bytes, held_tensors, warm_up
+from harness.measure.memory import held_bytes, held_tensors, on_device, sizes_by_storage, warm_up
 from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run import engines as registry
 from harness.run import micro_batches, process_group
-from harness.run.model import GPT, PRESETS, GPTConfig, next_token_loss, preset
+from harness.run import options as common
+from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.recompute import checkpoint_blocks
 
 GPUS = (24, 40, 80, 141)  # GB of 10^9 bytes: RTX 4090, A100, A100 and H100, H200
@@ -89,35 +89,24 @@ NOT_EXACT = (
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="memory", description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="7b", help=f"model shape: {', '.join(PRESETS)} (default 7b)")
+    common.add(parser, "preset", "seq", "checkpoint-activations", "json", preset="7b")
     parser.add_argument("--ranks", type=int, default=8, help="world size N (default 8)")
     parser.add_argument("--up-to", type=int, help="instead of --ranks: 1, 2, 4, ... up to so many ranks, peaks only")
     parser.add_argument("--replicas", type=int, default=1, help="hybrid sharding: N ranks in so many rows (default 1)")
     parser.add_argument("--offload", action="store_true", help="shards, their gradients and AdamW's state on the host")
     parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
     micro_batches.add_options(parser, 1)
-    parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
     parser.add_argument("--engines", help=f"any of {', '.join(registry.named('memory'))}")
     parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda: real allocations")
-    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(argv)
-    config = preset(options.preset)
-    options.seq = config.seq if options.seq is None else options.seq
+    common.settle(options, ranks=1, replicas=1, seq=1, up_to=1)
     micro_batches.settle(options, 1)
-    for name in ("ranks", "replicas", "seq"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be 1 or more, got {getattr(options, name)}")
     if options.ranks > 10**6:
         raise ValueError(f"--ranks must be 1,000,000 or less, got {options.ranks}")
-    if options.up_to is not None and options.up_to < 1:
-        raise ValueError(f"--up-to must be 1 or more, got {options.up_to}")
     if options.replicas > 1 and options.up_to is not None:
         raise ValueError(f"--replicas {options.replicas} wants one number of --ranks, not --up-to {options.up_to}")
     if options.ranks % options.replicas:
         raise ValueError(f"--replicas must divide --ranks, which is {options.ranks}, got {options.replicas}")
-    if options.seq > config.seq:
-        raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
     if options.precision not in FORMULAS:
         raise ValueError(f"--precision must be {' or '.join(FORMULAS)}, got {options.precision!r}")
     if options.device not in ("fake", "cuda"):
@@ -134,7 +123,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
                 f"no engine 'ddp' with --offload (DDP has no offload: it cuts nothing); there are: {', '.join(known)}"
             )
     options.engines = registry.chosen(options.engines, "memory", known)
-    process_group.check_writable("--json", options.json)
     return options
 
 
@@ -356,12 +344,8 @@ def pinned_bytes(engine) -> int:
 
     torch keeps pinned blocks to use them again, and makes each a power of two: a buffer of 100 MB takes 134.
     """
-    held, sizes = held_tensors(engine), {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for tensor in (*held["parameters"], *held["gradients"]):
-            tensor = getattr(tensor, "_local_tensor", tensor)
-            if tensor.device.type == "cpu":
-                sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    held = held_tensors(engine)
+    sizes = sizes_by_storage(on_device([*held["parameters"], *held["gradients"]], "cpu"))
     return sum(1 << (nbytes - 1).bit_length() for nbytes in sizes.values() if nbytes)
 
 
@@ -427,8 +411,7 @@ def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
 
 def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda results: None) -> dict:
     """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`. `keep` gets it after each."""
-    with torch.device("meta"):
-        parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
+    parameters = number_of_parameters(preset(options.preset))
     engines = {}
     ranks = {"ranks": options.ranks, "replicas": options.replicas}
     results = {"parameters": parameters, **ranks, **_conditions(options), "engines": engines}
@@ -471,15 +454,14 @@ def _conditions(options: argparse.Namespace) -> dict:
         "device": options.device,
         "hardware": process_group.hardware(torch.device("cuda" if options.device == "cuda" else "cpu")),
         "torch": torch.__version__,
-        "command": " ".join(["./launch.sh memory", *sys.argv[1:]]),
+        "command": common.command("memory"),
     }
 
 
 def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
     """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
-    with torch.device("meta"):
-        parameters = sum(param.numel() for param in GPT(preset(options.preset)).parameters())
-    unit, size = ("GB", 1e9) if parameters > 2.5e8 else ("MB", 1e6)
+    parameters = number_of_parameters(preset(options.preset))
+    unit, size = tables.unit_for(parameters)
     numbers = [2**power for power in range(options.up_to.bit_length())]
     engines = {name: [] for name in options.engines}
     for options.ranks in numbers:
@@ -514,7 +496,7 @@ def formula_name(results: dict) -> str:
 def report(results: dict) -> str:
     """The tables as text. GB are 10^9 bytes, MB 10^6."""
     engines, ranks, parameters = results["engines"], results["ranks"], results["parameters"]
-    unit, size = ("GB", 1e9) if parameters > 2.5e8 else ("MB", 1e6)
+    unit, size = tables.unit_for(parameters)
     lines = [f"GPT {results['preset']}: Ψ = {parameters:,} parameters, {4 * parameters / size:.3f} {unit} in float32"]
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     name_of = {name: name + (" (stand-in)" if row.get("stand_in") else "") for name, row in engines.items()}
@@ -542,7 +524,7 @@ def report(results: dict) -> str:
         where = row["peak_where"]
         parts = [f"{row['peak_parts'].get(part, 0) / size:.3f}" for part in PARTS]
         rows.append([name_of[name], f"{row['peak_bytes'] / size:.3f}", where["step"], where["module"] or "-", *parts])
-    lines += _columns(rows, left=(0, 2, 3))
+    lines += tables.text(rows, left=(0, 2, 3), rule=False)
     for name, row in ran.items():
         made = ", ".join(f"{operation} {nbytes / size:.3f}" for operation, nbytes in row["temporaries"].items())
         lines.append(f"  {name}: temporaries made by {made}" if made else f"  {name}: no temporaries")
@@ -560,7 +542,7 @@ def report(results: dict) -> str:
             measured, formula = row["state_peak_bytes"], row["state_peak_formula_bytes"]
             off = f"{measured / formula - 1:+.3%}"
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
-        lines += _columns(rows, left=(0, 4))
+        lines += tables.text(rows, left=(0, 4), rule=False)
         if results.get("accumulate", 1) > 1 and results["replicas"] > 1 and not results["offload"]:
             lines.append(f"  ({NOT_EXACT})")
         lines += [
@@ -586,7 +568,7 @@ def report(results: dict) -> str:
             elements = row["sent_elements_by_collective"].get(kind)
             cells.append(f"{_sent(nbytes, elements, factor, size)} in {count}" if count else "-")
         rows.append([name_of[name], _sent(row["sent_bytes"], row["sent_elements"], factor, size), *cells])
-    lines += _columns(rows)
+    lines += tables.text(rows, rule=False)
 
     if replicas > 1:
         lines += ["", f"Elements sent in {replicas} rows of S = {ranks // replicas} ranks, replicas of each other:"]
@@ -623,7 +605,7 @@ def _held(engines: dict[str, dict], size: float) -> list[str]:
         difference += f" {rest:+,} padding" if rest else ""
         numbers = [f"{nbytes / size:.3f}" for nbytes in (*held, sum(held), row["formula_bytes"])]
         rows.append([name, *numbers, difference])
-    return _columns(rows)
+    return tables.text(rows, rule=False)
 
 
 def _by_dimension(engines: dict[str, dict], parameters: int, shards: int, replicas: int) -> list[str]:
@@ -641,27 +623,11 @@ def _by_dimension(engines: dict[str, dict], parameters: int, shards: int, replic
         sent = [row["sent_elements_by_dimension"].get(where, 0) for where in units]
         cells = [f"{n:,} = {n / unit:.3f} {words}" if n else "-" for n, (unit, words) in zip(sent, units.values())]
         rows.append([name, *cells])
-    return _columns(rows)
+    return tables.text(rows, rule=False)
 
 
 def _sent(nbytes: float, elements: float, factor: float, size: float) -> str:
     return f"{nbytes / size:.3f}" + (f" ({elements / factor:.3f} Ψ)" if factor else "")
-
-
-def _columns(rows: list[list[str]], left=(0,)) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if column in left else c.rjust(w) for column, (c, w) in enumerate(zip(row, widths))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def write(results: dict, file: str | None) -> None:
-    if file:
-        with open(file, "w") as opened:
-            json.dump(results, opened)
-            opened.write("\n")
 
 
 def main() -> None:
@@ -680,11 +646,11 @@ def main() -> None:
     rows = f" in {options.replicas} rows" if options.replicas > 1 else ""
     say(f"Rank 0 of {ranks}{rows} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
     if options.up_to is None:
-        results = measure_all(options, say, partial(write, file=options.json))
+        results = measure_all(options, say, partial(common.write_json, options.json, indent=None))
         print("\n" + report(results))
     else:
         results = measure_up_to(options, say)
-    write(results, options.json)
+    common.write_json(options.json, results, indent=None)
     if options.json:
         print(f"\nwritten: {options.json}")
 

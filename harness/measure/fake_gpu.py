@@ -11,6 +11,10 @@ from torch.utils import backend_registration
 NAME = "fake_gpu"
 
 
+def nothing(*args, **kwargs) -> None:
+    """What there is to do on a device that computes nothing."""
+
+
 class Stream(torch.Stream):
     """A queue in which nothing ever waits."""
 
@@ -18,42 +22,25 @@ class Stream(torch.Stream):
         kind = int(torch._C._autograd.DeviceType.PrivateUse1)  # torch's word for an accelerator from outside
         return super().__new__(cls, stream_id=0, device_index=0, device_type=kind)
 
-    def __init__(self, *args, **kwargs):
-        pass
+    __init__ = nothing
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        pass
+    __exit__ = nothing
 
     def record_event(self, event=None):
         return event or Event()
 
-    def wait_stream(self, stream) -> None:
-        pass
-
-    def wait_event(self, event) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    wait_stream = wait_event = synchronize = nothing
 
 
 class Event:
     """A signal that has always been given."""
 
-    def __init__(self, *args, **kwargs):
-        pass
+    __init__ = nothing
 
-    def record(self, stream=None) -> None:
-        pass
-
-    def wait(self, stream=None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    record = wait = synchronize = nothing
 
 
 class FakeGPU(backend_registration._DummyBackendModule):
@@ -61,8 +48,7 @@ class FakeGPU(backend_registration._DummyBackendModule):
 
     Stream, Event = Stream, Event
 
-    def synchronize(self, device=None) -> None:
-        pass
+    synchronize = nothing
 
     def current_stream(self, device=None) -> Stream:
         return Stream()

@@ -14,17 +14,7 @@ from matplotlib.patches import Patch
 from harness.measure import pictures_of_plans
 from harness.measure.pictures_of_memory import live, memory, scaling, stages
 from harness.measure.pictures_of_steps import lanes, losses, sweeps
-from harness.measure.style import (  # noqa: F401 (others draw with them)
-    LANE_COLOURS,
-    PART_COLOURS,
-    THEMES,
-    TIME_STYLES,
-    headline,
-    look,
-    new,
-    plt,
-    save,
-)
+from harness.measure.style import THEMES, TIME_STYLES, headline, look, new, plt, ruled, save  # noqa: F401 (others draw with them)
 from harness.run import journal
 
 TIME_LABELS = {"host": "host, between operations", "waiting": "waiting for the slowest rank"}
@@ -80,8 +70,7 @@ def step_time(results: list[tuple[str, dict]], theme: dict):
                     seen.add(part)
         axes.set_title(title)
         axes.set_xlabel("ms of a step (mean)")
-        axes.grid(axis="x", linewidth=0.5)
-        axes.set_axisbelow(True)
+        ruled(axes, "x")
     grid[0][0].set_yticks(range(len(rows)), [f"{name} {rank}" for name, rank in rows])
     grid[0][0].set_ylabel("engine and rank")
     grid[0][0].invert_yaxis()
@@ -109,35 +98,22 @@ def _delay(report: dict) -> str:
     return f"rank {rank} is delayed by {seconds * 1e3:g} ms in every step"
 
 
-# figure: (function, the JSON files in results/ that it draws; several with the title that each gets)
+# figure: (function, the JSON files in results/ that it draws, the command that writes such a file)
+REFEREE, MEMORY = "./launch.sh compare --json", "./launch.sh memory --json"
 FIGURES = {
-    "stages": (stages, ["memory-small-4ranks-64-tokens.json"]),
-    "memory": (memory, ["memory-7b-8ranks.json"]),
-    "live": (live, ["memory-small-4ranks-64-tokens.json"]),
-    "lanes": (lanes, ["trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"]),
-    "losses": (losses, ["referee-cpu-2ranks-3.json"]),
-    "step-time": (step_time, ["step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"]),
-    "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"]),
-    "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"]),
-    "plan-scale": (pictures_of_plans.scale, ["plan-scale.json"]),
-    "plan-validation": (pictures_of_plans.validation, ["plan-validation.json"]),
-    "run": (run, ["train-zero2-cpu.jsonl"]),
-}
-
-
-SOURCES = {
-    "stages": "./launch.sh memory --json",
-    "memory": "./launch.sh memory --json",
-    "live": "./launch.sh memory --json",
-    "lanes": "./launch.sh zero3 2 --trace",
-    "losses": "./launch.sh compare --json",
-    "step-time": "./launch.sh compare --json",
-    "sweeps": "./launch.sh sweeps --json",
-    "scaling": "./launch.sh memory --up-to 8 --json",
-    "plan-scale": "./launch.sh plan --scale --json",
-    "plan-validation": "./launch.sh plan --validate --json",
-    "run": "./launch.sh train zero2 2 --folder",
-}
+    "stages": (stages, ["memory-small-4ranks-64-tokens.json"], MEMORY),
+    "memory": (memory, ["memory-7b-8ranks.json"], MEMORY),
+    "live": (live, ["memory-small-4ranks-64-tokens.json"], MEMORY),
+    "lanes": (lanes, ["trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"],
+              "./launch.sh zero3 2 --trace"),
+    "losses": (losses, ["referee-cpu-2ranks-3.json"], REFEREE),
+    "step-time": (step_time, ["step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"], REFEREE),
+    "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"], "./launch.sh sweeps --json"),
+    "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"], "./launch.sh memory --up-to 8 --json"),
+    "plan-scale": (pictures_of_plans.scale, ["plan-scale.json"], "./launch.sh plan --scale --json"),
+    "plan-validation": (pictures_of_plans.validation, ["plan-validation.json"], "./launch.sh plan --validate --json"),
+    "run": (run, ["train-zero2-cpu.jsonl"], "./launch.sh train zero2 2 --folder"),
+}  # fmt: skip
 
 
 def load(name: str, paths: list[str]):
@@ -166,7 +142,7 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
         return save(FIGURES[name][0], results, os.path.join(out, name))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
-            f"{', '.join(paths)} is not what figure {name!r} is drawn from: {SOURCES[name]} writes that"
+            f"{', '.join(paths)} is not what figure {name!r} is drawn from: {FIGURES[name][2]} writes that"
         ) from error
 
 

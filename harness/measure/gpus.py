@@ -1,8 +1,12 @@
 """What GPUs are sold with: dense peak rates, which a measured rate is held against (MFU); and what fits on one."""
 
+import os
 import re
 
-from harness.run.model import GPTConfig
+import torch
+
+from harness.run import process_group
+from harness.run.model import GPTConfig, number_of_parameters
 
 # TFLOP/s of dense matrix products by the makers' data sheets: (model, bfloat16, float32 with TF32 off). A T4 has no
 # bfloat16.
@@ -52,3 +56,20 @@ def flops_per_token(config: GPTConfig, parameters: int, seq: int) -> float:
     """
     looked_up = config.seq + (0 if config.tied else config.vocab)
     return 6 * (parameters - looked_up * config.width) + 12 * config.layers * config.width * seq
+
+
+def rates(tokens_per_s: float, config: GPTConfig, seq: int, dtype: str, ranks: int, device: torch.device) -> dict:
+    """`tokens_per_s_per_rank`; the model's FLOP per second and rank; and on CUDA `mfu`, their share of the peak.
+
+    MFU is None for a GPU whose peak is not known, and with TF32. Ranks that share a GPU share its peak.
+    """
+    flops = flops_per_token(config, number_of_parameters(config), seq) * tokens_per_s
+    found = {"tokens_per_s_per_rank": round(tokens_per_s / ranks, 1), "flops_per_s_per_rank": round(flops / ranks)}
+    if device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), dtype)
+        if dtype == "fp32" and process_group.tf32():
+            peak = None  # the table has float32 without TF32
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        gpus = 1 if ranks == 1 else ranks * min(here, torch.cuda.device_count()) / here
+        found["mfu"] = round(flops / (gpus * peak), 4) if peak else None
+    return found

@@ -13,6 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def tensors_in(tree) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments or results, however they are nested."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage under `tensor`, also where that is a freed parameter; of a DTensor this rank's part."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
 class MemoryLedger(TorchDispatchMode):
     """`with MemoryLedger() as memory:` around building an engine and its steps; read `live` and `peak` (bytes).
 
@@ -55,8 +66,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def key(self, tensor: torch.Tensor) -> int:
         """What the ledger knows the storage under `tensor` by."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+        return storage_of(tensor)._cdata
 
     def _born(self, key: int) -> None:
         """For ledgers that tell storages apart."""
@@ -79,9 +89,8 @@ class MemoryLedger(TorchDispatchMode):
         except torch.OutOfMemoryError:
             self._out_of_memory()
             raise
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.track(leaf)
+        for tensor in tensors_in(result):
+            self.track(tensor)
         return result
 
     def __enter__(self):
@@ -107,13 +116,17 @@ class MemoryLedger(TorchDispatchMode):
 
 def storage_bytes(tensors) -> int:
     """Bytes of the storages under `tensors`: whole, each once, of a DTensor this rank's part."""
-    storages = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors:
-            tensor = getattr(tensor, "_local_tensor", tensor)
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    return sum(sizes_by_storage(tensors).values())
+
+
+def sizes_by_storage(tensors) -> dict[int, int]:
+    """{address: bytes} of the storages under `tensors`."""
+    return {storage._cdata: storage.nbytes() for storage in map(storage_of, tensors)}
+
+
+def optimizer_of(engine) -> torch.optim.Optimizer:
+    """The optimizer that has the state: ZeroRedundancyOptimizer wraps it."""
+    return getattr(engine.optimizer, "optim", engine.optimizer)
 
 
 def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
@@ -122,8 +135,7 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
     Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
     frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
     """
-    # ZeroRedundancyOptimizer wraps the one that has the state
-    inner = getattr(engine.optimizer, "optim", engine.optimizer)
+    inner = optimizer_of(engine)
     params = list(engine.model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
     params += [bucket.shard for bucket in getattr(engine, "buckets", ())]
     state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
@@ -137,10 +149,13 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
 def held_bytes(engine, device: str | None = None) -> dict[str, int]:
     """{"parameters", "gradients", "optimizer"}: bytes of `held_tensors`, with `device` of those on such a device."""
     held = held_tensors(engine)
-    if device is not None:
-        with torch._C.DisableTorchFunctionSubclass():  # a freed parameter may be asked for its device
-            held = {part: [one for one in tensors if one.device.type == device] for part, tensors in held.items()}
-    return {part: storage_bytes(tensors) for part, tensors in held.items()}
+    return {part: storage_bytes(on_device(tensors, device)) for part, tensors in held.items()}
+
+
+def on_device(tensors, device: str | None) -> list[torch.Tensor]:
+    """Those of `tensors` that are on such a device: all for None."""
+    with torch._C.DisableTorchFunctionSubclass():  # a freed parameter may be asked for its device
+        return [tensor for tensor in tensors if device in (None, tensor.device.type)]
 
 
 def engine_tensors(engine) -> list[torch.Tensor]:

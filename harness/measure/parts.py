@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from harness.measure.memory import MemoryLedger, held_tensors
+from harness.measure.memory import MemoryLedger, held_tensors, optimizer_of, tensors_in
 from harness.measure.where import Where
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -77,8 +76,7 @@ class PartsLedger(MemoryLedger):
         if self._engine is not None:
             model = self._engine.model
             self._sort_held()
-            optimizer = getattr(self._engine.optimizer, "optim", self._engine.optimizer)
-            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._sort_held()))
+            self._handles.append(optimizer_of(self._engine).register_step_pre_hook(lambda *_: self._sort_held()))
             for param in model.parameters():
                 if param.requires_grad:
                     self._handles.append(self._watch_gradient(param))
@@ -185,7 +183,7 @@ class PartsLedger(MemoryLedger):
         elif name == "fsdp.split_with_sizes_copy":
             self._put(kwargs["out"], GATHERED)
         elif name == "fsdp.all_gather_copy_in":
-            self._put([leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)], GATHERED)
+            self._put(tensors_in(result), GATHERED)
         elif name == "fsdp.chunk_cat":
             self._put([*args[0], kwargs["out"]], IN_FLIGHT)
         return result

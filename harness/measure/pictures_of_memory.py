@@ -5,7 +5,7 @@ from matplotlib.patches import Patch
 
 from harness.measure.dry_run import GPUS, formula_name
 from harness.measure.parts import HELD, PARTS, STATE
-from harness.measure.style import ENGINE_LINES, ENGINE_MARKS, PART_COLOURS, PART_STYLES, headline, key, look, new
+from harness.measure.style import ENGINE_LINES, ENGINE_MARKS, PART_COLOURS, PART_STYLES, headline, key, look, new, ruled
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
@@ -167,8 +167,7 @@ def live(results: dict, theme: dict, parts=PARTS, levels: dict[str, float] | Non
         if len(rows) > 1:
             peak = f"peak {_short(row['peak_bytes'] / size)} {unit}"
             axes.set_title(f"{NAMES.get(name, name)}{stand_in}: {peak}", loc="left")
-        axes.grid(axis="y", linewidth=0.5)
-        axes.set_axisbelow(True)
+        ruled(axes)
     for axes in list(grid.flat)[len(rows) :]:
         axes.set_visible(False)
     grid[0][0].set_xlim(0, 3)
@@ -240,8 +239,7 @@ def scaling(results: dict, theme: dict):
     axes.set_xlim(ranks[0], ranks[-1])
     axes.set_ylim(0, None)
     axes.minorticks_off()
-    axes.grid(axis="y", linewidth=0.5)
-    axes.set_axisbelow(True)
+    ruled(axes)
     axes.set_xlabel("ranks N")
     axes.set_ylabel(f"{label} on one rank at the peak")
     finding = "More ranks divide the state, and nothing else"

@@ -1,6 +1,6 @@
 """Pictures of steps: when a rank computes and sends, how far the engines' losses lie apart, what the options cost."""
 
-from harness.measure.style import ENGINE_MARKS, LANE_STYLES, headline, key, look, new
+from harness.measure.style import ENGINE_MARKS, LANE_STYLES, headline, key, look, new, ruled
 
 
 def lanes(results: list[tuple[str, dict]], theme: dict):
@@ -90,38 +90,8 @@ def step_of(trace: dict) -> list[dict]:
 
 
 def units_of_collectives(trace: dict) -> dict[int, str]:
-    """{id(event): its unit} of the gathers and reduces of a step of ZeRO-3; {} where that cannot be told.
-
-    A trace may say it ("unit"). If not, the order does: units are gathered in the order in which they compute, the root
-    first and only once, and reduced in the order in which backward leaves them, the root last. The numbers of
-    collectives and the bytes must agree with it, or nothing is said.
-    """
-    named = {}
-    for rank in _ranks(trace):
-        mine = [event for event in step_of(trace) if event["pid"] == rank]
-        # What a rank tells the others beside the step is a few bytes.
-        large = [e for e in mine if e["cat"] == "collectives" and e["args"].get("bytes", 0) > 1024]
-        if large and all("unit" in event["args"] for event in large):
-            named |= {id(event): event["args"]["unit"] for event in large}
-            continue
-        order = {"1": [], "2": []}
-        for event in mine:
-            step = event["args"].get("step", "")[:1]
-            if event["cat"] == "compute" and step in order and event["name"] not in ("root", *order[step]):
-                order[step].append(event["name"])
-        expected = {"all-gather": ["root", *order["1"], *order["2"]], "reduce-scatter": [*order["2"], "root"]}
-        sizes: dict[str, set] = {}
-        for kind, units in expected.items():
-            found = [event for event in large if event["name"] == kind]
-            # The unit that forward has just freed may be kept or gathered again: the count decides.
-            if len(found) != len(units) or not order["1"]:
-                return {}
-            for event, unit in zip(found, units):
-                sizes.setdefault(unit, set()).add(event["args"]["bytes"])
-                named[id(event)] = unit
-        if any(len(each) > 1 for each in sizes.values()):
-            return {}
-    return named
+    """{id(event): its unit or bucket} of the step's collectives, as the trace says it."""
+    return {id(event): event["args"]["unit"] for event in step_of(trace) if event["args"].get("unit")}
 
 
 def _issued_ahead(trace: dict) -> str:
@@ -202,8 +172,7 @@ def losses(results: dict, theme: dict):
     below.set_ylim(len(others) - 0.4, -1.1)
     below.set_xlabel(f"difference from {reference} in each step, nats (0: equal to the bit)")
     for axes, side in ((above, "both"), (below, "x")):
-        axes.grid(axis=side, linewidth=0.5)
-        axes.set_axisbelow(True)
+        ruled(axes, side)
     shape = f"GPT {results['preset']}, {results['world_size']} ranks, {results['dtype']}"
     headline(
         figure,
@@ -233,8 +202,7 @@ def sweeps(results: dict, theme: dict):
         above.set_xticks(xs, [""] * len(labels))
         below.set_xticks(xs, labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
         for axes in (above, below):
-            axes.grid(axis="y", linewidth=0.5)
-            axes.set_axisbelow(True)
+            ruled(axes)
             axes.set_xlim(-0.6, len(rows) - 0.4)
     grid[0][0].set_ylabel("step time, ms\n(median, and all rounds)")
     grid[0][0].set_ylim(bottom=0)

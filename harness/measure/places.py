@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
+from harness.measure.memory import optimizer_of, tensors_in
 from harness.measure.parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
 from harness.measure.rows import Row, Stretch, rows_of
 from harness.measure.timeline import Span
-from harness.measure.traffic import KINDS
+from harness.measure.traffic import kind_of
 
 COLUMNS = ("parameters", "gradients", "optimizer state")
 HELD, WHOLE = 0, 1  # two layers of a cell: what is kept, and whole buffers that come and go
@@ -134,7 +134,7 @@ class PlacesLedger(PartsLedger):
         for row in self.rows:
             for stretch in row.stretches:
                 self._put_stretch(stretch)
-        optimizer = getattr(self._engine.optimizer, "optim", self._engine.optimizer)
+        optimizer = optimizer_of(self._engine)
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if id(param) not in self._home:
                 continue
@@ -178,13 +178,12 @@ class PlacesLedger(PartsLedger):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        namespace, name = func.namespace, func._schema.name.split("::")[1]
-        if namespace in ("c10d", "_c10d_functional"):
-            if name in KINDS:
-                self._follow_collective(KINDS[name], args)
+        name = func._schema.name.split("::")[1]
+        if (kind := kind_of(func)) is not None:
+            self._follow_collective(kind, args)
         elif name == "_foreach_copy_":
             self._follow(args[0], args[1])
-        elif namespace == "fsdp":
+        elif func.namespace == "fsdp":
             self._follow_fsdp(name, args, kwargs or {}, result)
         return result
 
@@ -196,7 +195,7 @@ class PlacesLedger(PartsLedger):
                 self.put_in(tensor, place[0], place[0].whole())
 
     def _follow_collective(self, kind: str, args) -> None:
-        tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args[:2]]
+        tensors = [tensors_in(arg) for arg in args[:2]]
         place = self.place_of([*tensors[0], *tensors[1]])
         self.collective_rows.append(None if place is None else place[0].row)
         if kind == "reduce-scatter":
@@ -211,7 +210,7 @@ class PlacesLedger(PartsLedger):
     def _follow_fsdp(self, name: str, args, kwargs, result) -> None:
         """FSDP2's copies into and out of the buffers that its collectives send."""
         if name == "all_gather_copy_in":
-            self._follow([leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)], args[0])
+            self._follow(tensors_in(result), args[0])
         elif name == "split_with_sizes_copy":
             self._follow(kwargs["out"], args[:1])
         elif name == "chunk_cat":

@@ -1,7 +1,53 @@
-"""The tables and sentences of `harness/measure/step_time.py`'s numbers, for the referee and the chapters."""
+"""The referee's tables, and the sentences about where the time of a step goes, for the referee and the chapters."""
+
+from harness.measure import tables
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
+
+
+def columns(runs: dict[str, dict], reference: str) -> dict:
+    """The columns of the referee's results, {title: (name, run) -> cell}. MB are 10^6 bytes, as in the articles."""
+    base = runs[reference]["step_ms"]
+    return {
+        "engine": lambda name, run: name,
+        "first loss": lambda name, run: f"{run['losses'][0]:.4f}",
+        "last loss": lambda name, run: f"{run['losses'][-1]:.4f}",
+        f"diff to {reference}": lambda name, run: f"{run['difference']:.1e}" if run["difference"] else "0 (to the bit)",
+        "params MB": lambda name, run: f"{run['held_bytes']['parameters'] / 1e6:.2f}",
+        "grads MB": lambda name, run: f"{run['held_bytes']['gradients'] / 1e6:.2f}",
+        "optim MB": lambda name, run: f"{run['held_bytes']['optimizer'] / 1e6:.2f}",
+        "peak MB": lambda name, run: f"{run['peak_bytes'] / 1e6:.2f}",
+        "sent MB/step": lambda name, run: f"{run['sent_bytes'] / 1e6:.2f}",
+        "step ms": lambda name, run: f"{run['step_ms']:.1f}" if base else "-",
+        f"x {reference}": lambda name, run: f"{run['step_ms'] / base:.2f}" if base else "-",
+        "tokens/s": lambda name, run: f"{run['tokens_per_s']:.0f}" if base else "-",
+    }
+
+
+def table(runs: dict[str, dict], reference: str) -> str:
+    """The results of the referee's passes, a row per engine."""
+    return "\n".join(tables.text(tables.rows_of(columns(runs, reference), runs)))
+
+
+NO_RESHARD = (
+    "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
+    "and 1/N of them otherwise: it is not quite ZeRO-2.\n"
+)
+
+
+def results(result: dict, reference: str) -> str:
+    """Everything that the referee prints before its verdict, from the result that it writes as JSON."""
+    lines = [
+        table(result["runs"], reference),
+        "\nHeld: after the gradients are reduced and before the optimizer's step. "
+        + NO_RESHARD * ("fsdp2_no_reshard" in result["runs"])
+        + ("Peak: the CUDA allocator's. " if result["device"] == "cuda" else "Peak: all live storages of one step. ")
+        + "Sent: logical bytes of the collectives issued, per rank.\n",
+    ]
+    if result["timed_steps"]:
+        lines.append(report(result) + "\n")
+    return "\n".join(lines)
 
 
 def report(result: dict) -> str:
@@ -14,7 +60,7 @@ def report(result: dict) -> str:
         "Look at own work: in synchronous training all ranks take as long as the slowest, so their step times are",
         "equal; but a slow rank works longer, and the others wait for it.",
         "",
-        *columns([_HEAD, *(row for name, run in runs.items() for row in _rank_rows(name, run["step_time"]))]),
+        *tables.text([_HEAD, *(row for name, run in runs.items() for row in _rank_rows(name, run["step_time"]))]),
         "own work: computation, optimizer, and the host between operations. waiting: another rank has not come to the",
         "collective yet. exposed: bytes are on their way, and nothing is computed. overlapped: bytes are on their way",
         "beside own work, which costs no time; in %: of all the time in which bytes are.",
@@ -36,7 +82,7 @@ def report(result: dict) -> str:
             "",
             "Time in which each kind of collective moved bytes, and how much of it was exposed; mean of the ranks:",
         ]
-        lines += columns(rows)
+        lines += tables.text(rows)
     if any(rank["told_late"] for run in runs.values() for rank in run["step_time"]["ranks"]):
         lines.append("<=: the backend does not say when these end, but when they are waited for: at most so long.")
     return "\n".join([*lines, "", *_rates(result, runs)])
@@ -112,7 +158,7 @@ def _rates(result: dict, runs: dict[str, dict]) -> list[str]:
         words += [
             "MFU: their share of what the GPU can do at most, by its data sheet (-: a GPU that is not in the list)."
         ]
-    return ["How fast, by the step times of the first table:", "", *columns(rows), *words]
+    return ["How fast, by the step times of the first table:", "", *tables.text(rows), *words]
 
 
 def sentence(found: dict, rank: int) -> str:
@@ -128,10 +174,3 @@ def sentence(found: dict, rank: int) -> str:
         slowest_words(found),
     ]
     return "\n".join(lines).rstrip()
-
-
-def columns(rows: list[list[str]]) -> list[str]:
-    """A table in text: the first column to the left, a rule under the first row."""
-    widths = [max(map(len, cells)) for cells in zip(*rows)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]) for row in rows]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]

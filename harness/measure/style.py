@@ -69,6 +69,12 @@ def new(theme: dict, rows: int, columns: int = 1, height: float = 4.5, **options
     return plt.subplots(rows, columns, figsize=(WIDTH, height), layout="constrained", **options)
 
 
+def ruled(axes, along: str = "y") -> None:
+    """Thin lines behind what is drawn, where a number on this axis stands."""
+    axes.grid(axis=along, linewidth=0.5)
+    axes.set_axisbelow(True)
+
+
 def look(style: tuple[str, str], theme: dict) -> dict:
     """What matplotlib draws a patch of this (colour, hatch) with: the hatch is cut out of it in the paper's colour."""
     return {"facecolor": style[0], "hatch": style[1], "edgecolor": theme["paper"], "linewidth": 0.5}

@@ -1,28 +1,28 @@
 """Sweeps over what an engine lets one choose: bucket size, units, prefetch, recomputation, and the price of each.
 
-Every sweep has all its variants alive and gives each one step in turn, so that whatever disturbs the machine
-disturbs all of them; peaks and collectives are taken before, with one variant alive at a time.
+Every sweep has all its variants alive and gives each one step in turn; peaks and collectives are taken before, with one
+variant alive at a time.
 
 Run it: ./launch.sh sweeps 2 --preset tiny
 """
 
 import argparse
 import gc
-import json
 import statistics
-import sys
-import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from harness.measure import tables
 from harness.measure.memory import MemoryLedger, warm_up
 from harness.measure.traffic import TrafficLedger
+from harness.measure.turns import take_turns
+from harness.run import options as common
 from harness.run import process_group
 from harness.run.data import Batches, load_text
-from harness.run.model import GPT, PRESETS, next_token_loss, preset
+from harness.run.model import GPT, next_token_loss, preset
 from harness.run.process_group import Rank
 from harness.run.recompute import checkpoint_blocks
 from zero1 import ZeRO1
@@ -42,51 +42,39 @@ def pairs_of_blocks(model: GPT) -> list[nn.Module]:
     return list(model.blocks)
 
 
-def variants(sweep: str) -> dict[str, tuple]:
-    """{label: (engine class, what to do to the model, options)}; an option may be a function of the model."""
-    if sweep in ("bucket size, zero1", "bucket size, zero2"):
-        stage = ZeRO1 if sweep.endswith("1") else ZeRO2
-        sizes = {"one parameter": 0, "0.25 MiB": 0.25, "1 MiB": 1, "4 MiB": 4, "25 MiB": 25}
-        return {label: (stage, None, {"bucket_mb": size}) for label, size in sizes.items()}
-    if sweep == "units":
-        return {
-            "layers": (ZeRO3, None, {"units": every_layer}),
-            "blocks": (ZeRO3, None, {}),
-            "pairs of blocks": (ZeRO3, None, {"units": pairs_of_blocks}),
-            "the whole model": (ZeRO3, None, {"units": lambda model: [model]}),
-        }
-    if sweep == "prefetch":
-        return {f"{ahead} ahead": (ZeRO3, None, {"prefetch": ahead}) for ahead in (0, 1, 2, 4)}
-    return {
+def _buckets(stage) -> dict[str, tuple]:
+    sizes = {"one parameter": 0, "0.25 MiB": 0.25, "1 MiB": 1, "4 MiB": 4, "25 MiB": 25}
+    return {label: (stage, None, {"bucket_mb": size}) for label, size in sizes.items()}
+
+
+# sweep: {label: (engine class, what to do to the model, options)}; an option may be a function of the model.
+SWEEPS = {
+    "bucket size, zero1": _buckets(ZeRO1),
+    "bucket size, zero2": _buckets(ZeRO2),
+    "units": {
+        "layers": (ZeRO3, None, {"units": every_layer}),
+        "blocks": (ZeRO3, None, {}),
+        "pairs of blocks": (ZeRO3, None, {"units": pairs_of_blocks}),
+        "the whole model": (ZeRO3, None, {"units": lambda model: [model]}),
+    },
+    "prefetch": {f"{ahead} ahead": (ZeRO3, None, {"prefetch": ahead}) for ahead in (0, 1, 2, 4)},
+    "activations": {
         "activations kept": (ZeRO3, None, {}),
         "recomputed": (ZeRO3, partial(checkpoint_blocks, casts=False), {}),
-    }
-
-
-SWEEPS = ("bucket size, zero1", "bucket size, zero2", "units", "prefetch", "activations")
+    },
+}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sweeps", description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    common.add(parser, "preset", "seq", "backend", "device", "json")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each sweep (default 15)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
-    parser.add_argument("--seq", type=int, default=None, help="tokens per sequence (default: all the preset has)")
     parser.add_argument("--only", default="", help=f"sweeps with this in their name: {'; '.join(SWEEPS)}")
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args(argv)
-    config = preset(options.preset)
-    options.seq = config.seq if options.seq is None else options.seq
-    for name, least in (("rounds", 1), ("batch", 1), ("seq", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} must be {least} or more, got {getattr(options, name)}")
-    if options.seq > config.seq:
-        raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
+    common.settle(options, rounds=1, batch=1, seq=1)
     if not any(options.only in name for name in SWEEPS):
         raise ValueError(f"--only {options.only!r} is in none of: {'; '.join(SWEEPS)}")
-    process_group.check_writable("--json", options.json)
     return options
 
 
@@ -99,33 +87,35 @@ def build(variant: tuple, options: argparse.Namespace, me: Rank):
     return stage(model, partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda"), **own)
 
 
+def peak_of(step: Callable[[], object], memory: MemoryLedger, before: int, cuda: bool) -> int:
+    """The most that is alive at once in `step`; on CUDA by the allocator, which had given out `before`."""
+    memory.reset_peak()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() - before if cuda else memory.peak
+
+
 def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
     """{label: {"step_ms", "peak_bytes", "short_peak_bytes", "collectives", ...}}, maxima over the ranks.
 
     The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
     `ratio` is the median over the rounds of a step's time over the first variant's in the same round.
     """
-    inputs, targets = batch
+    short_batch = [tensor[:1, :8] for tensor in batch]
     cuda, rows = me.device.type == "cuda", {}
     if cuda:
         warm_up(me.device)
-    for label, variant in variants(sweep).items():
+    for label, variant in SWEEPS[sweep].items():
         before = torch.cuda.memory_allocated() if cuda else 0
         with MemoryLedger() as memory:
             engine = build(variant, options, me)
-            for _ in range(2):
-                engine.training_step(*batch, next_token_loss)
-            memory.reset_peak()
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
+            step = partial(engine.training_step, *batch, next_token_loss)
+            step()
+            step()
             with TrafficLedger() as traffic:
-                engine.training_step(*batch, next_token_loss)
-            peak = torch.cuda.max_memory_allocated() - before if cuda else memory.peak
-            memory.reset_peak()
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-            engine.training_step(inputs[:1, :8], targets[:1, :8], next_token_loss)
-            short = torch.cuda.max_memory_allocated() - before if cuda else memory.peak
+                peak = peak_of(step, memory, before, cuda)
+            short = peak_of(partial(engine.training_step, *short_batch, next_token_loss), memory, before, cuda)
         peak, short = process_group.largest([peak, short], me)
         rows[label] = {
             "peak_bytes": int(peak),
@@ -134,39 +124,35 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
             "all_gathers": sum(collective.kind == "all-gather" for collective in traffic.collectives),
             "sent_bytes": traffic.sent_bytes,
         }
-        del engine
+        del engine, step
         gc.collect()
-    engines = {label: build(variant, options, me) for label, variant in variants(sweep).items()}
-    times, names = {label: [] for label in engines}, list(engines)
-    for turn in range(-2, options.rounds):  # two rounds to warm up
-        for label in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always the first
-            dist.barrier()
-            started = time.perf_counter()
-            engines[label].training_step(*batch, next_token_loss)
-            if cuda:
-                torch.cuda.synchronize()
-            (seconds,) = process_group.largest([time.perf_counter() - started], me)
-            if turn >= 0:
-                times[label].append(seconds)
+    engines = {label: build(variant, options, me) for label, variant in SWEEPS[sweep].items()}
+    steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in engines.items()}
+    times = take_turns(steps, options.rounds, me)
+    first = next(iter(times.values()))
     for label, seconds in times.items():
-        rows[label]["ratio"] = round(statistics.median(a / b for a, b in zip(seconds, times[names[0]])), 4)
+        rows[label]["ratio"] = round(statistics.median(a / b for a, b in zip(seconds, first)), 4)
         rows[label]["step_ms"] = round(statistics.median(seconds) * 1000, 3)
         rows[label]["step_ms_lowest"] = round(min(seconds) * 1000, 3)
         rows[label]["step_ms_highest"] = round(max(seconds) * 1000, 3)
-    del engines
+    del engines, steps
     gc.collect()
     return rows
 
 
 def table(sweep: str, rows: dict[str, dict]) -> str:
-    head = ("step ms", "lowest", "highest", "relative", "peak MB", "8 tokens MB", "collectives", "all-gathers")
-    lines = [f"{sweep:<20}" + "".join(f"{word:>12}" for word in head)]
-    for label, row in rows.items():
-        numbers = [f"{row[key]:.1f}" for key in ("step_ms", "step_ms_lowest", "step_ms_highest")]
-        numbers += [f"{row['ratio']:.3f}", *(f"{row[key] / 1e6:.2f}" for key in ("peak_bytes", "short_peak_bytes"))]
-        numbers += [str(row["collectives"]), str(row["all_gathers"])]
-        lines.append(f"{label:<20}" + "".join(f"{number:>12}" for number in numbers))
-    return "\n".join(lines)
+    columns = {
+        sweep: lambda label, row: label,
+        "step ms": lambda label, row: f"{row['step_ms']:.1f}",
+        "lowest": lambda label, row: f"{row['step_ms_lowest']:.1f}",
+        "highest": lambda label, row: f"{row['step_ms_highest']:.1f}",
+        "relative": lambda label, row: f"{row['ratio']:.3f}",
+        "peak MB": lambda label, row: f"{row['peak_bytes'] / 1e6:.2f}",
+        "8 tokens MB": lambda label, row: f"{row['short_peak_bytes'] / 1e6:.2f}",
+        "collectives": lambda label, row: f"{row['collectives']}",
+        "all-gathers": lambda label, row: f"{row['all_gathers']}",
+    }
+    return "\n".join(tables.text(tables.rows_of(columns, rows), rule=False))
 
 
 def main() -> None:
@@ -196,12 +182,10 @@ def main() -> None:
             "preset": options.preset,
             "batch": options.batch,
             "seq": options.seq,
-            "command": f"./launch.sh sweeps {me.world_size} " + " ".join(sys.argv[1:]),
+            "command": common.command("sweeps", me.world_size),
             "sweeps": sweeps,
         }
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+        common.write_json(options.json, results)
         me.print(f"written: {options.json}")
     process_group.stop()
 

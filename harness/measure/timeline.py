@@ -1,6 +1,5 @@
 """The timeline: when a rank computes, when its collectives are under way, in which step and module."""
 
-import json
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,8 +9,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine.units import default_units
-from harness.measure.traffic import KINDS, group_of, whole_bytes
+from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
 from harness.measure.where import Where
+from harness.run.options import write_json
 
 STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
 
@@ -80,19 +80,14 @@ class Timeline(TorchDispatchMode):
         self._issued: list[list] = []  # the collectives' entries, in order
         self._waited: list[tuple] = []  # (start, end, the collective's entry), of waits that Python has called
         self._stream = None  # on CUDA the one that computes
+        self.on_wait = lambda work: None  # called when somebody has waited for a collective's work
 
     def mark(self) -> None:
         """Note the time, on CUDA that of the GPU: where a step begins, say."""
-        self.marks.append(self._now())
+        self.marks.append(self.now())
 
     def now(self):
         """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
-        return self._now()
-
-    def seconds(self, moment) -> float:
-        return self._seconds(moment)
-
-    def _now(self):
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -110,25 +105,25 @@ class Timeline(TorchDispatchMode):
         self._where.see(f"{namespace}.{name}", args)
         if namespace == "profiler":
             if name == "_record_function_enter_new":
-                self._open_steps.append((args[0], self._now()))
+                self._open_steps.append((args[0], self.now()))
             elif name == "_record_function_exit" and self._open_steps:
                 label, start = self._open_steps.pop()
                 if label.startswith("step "):
-                    self._raw.append([STEPS, label.removeprefix("step "), start, self._now(), "", 0])
+                    self._raw.append([STEPS, label.removeprefix("step "), start, self.now(), "", 0])
             return func(*args, **(kwargs or {}))
-        start = self._now()
+        start = self.now()
         self._look_for_ends(start)
         result = func(*args, **(kwargs or {}))
         if namespace in ("c10d", "_c10d_functional"):
-            if name in KINDS:
-                self._collective(KINDS[name], args, result, start)
+            if (kind := kind_of(func)) is not None:
+                self._collective(kind, args, result, start)
             return result
         begun = (start, time.perf_counter()) if self._cuda else start  # the GPU has come to it, the host launched it
         unit, step, last = self._unit(), self._where.step, self._computing
         if last is None or (last[1], last[4]) != (unit, step):
             self._computing = last = [COMPUTE, unit, begun, None, step, 0]
             self._raw.append(last)
-        last[3] = self._now()
+        last[3] = self.now()
         if self._is_computing():
             self.operations.append((begun, last[3]))
             self._between.append((start, last[3]))
@@ -143,26 +138,24 @@ class Timeline(TorchDispatchMode):
         entry = [COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, True]
         self._raw.append(entry)
         self._issued.append(entry)
-        for leaf in torch.utils._pytree.tree_leaves(result):
-            if isinstance(leaf, torch.ScriptObject):
-                work = dist.Work.unbox(leaf)
-                if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
-                    self._computing = None
-                    self._ended(entry)
-                    if self._is_computing():
-                        self._waited.append((start, entry[3], entry))
-                    return
-                self._under_way[id(work)] = (work, entry)
-                if self._cuda and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
-                    entry[7] = False
-                    return
-                try:
-                    future = work.get_future()
-                except RuntimeError:  # gloo's reduce-scatter has none
-                    entry[7] = False
-                    return
-                future.then(lambda _: self._ended(entry))
-                self._futures.append((future, entry))
+        for work in works_in(result):
+            if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
+                self._computing = None
+                self._ended(entry)
+                if self._is_computing():
+                    self._waited.append((start, entry[3], entry))
+                return
+            self._under_way[id(work)] = (work, entry)
+            if self._cuda and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
+                entry[7] = False
+                return
+            try:
+                future = work.get_future()
+            except RuntimeError:  # gloo's reduce-scatter has none
+                entry[7] = False
+                return
+            future.then(lambda _: self._ended(entry))
+            self._futures.append((future, entry))
 
     def _look_for_ends(self, now) -> None:
         """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
@@ -174,7 +167,7 @@ class Timeline(TorchDispatchMode):
 
     def _ended(self, entry: list, now=None) -> None:
         if entry[3] is None:
-            entry[3] = now or self._now()  # on CUDA a callback runs on a stream that has waited for the collective
+            entry[3] = now or self.now()  # on CUDA a callback runs on a stream that has waited for the collective
 
     def __enter__(self):
         self._where.open()
@@ -184,7 +177,7 @@ class Timeline(TorchDispatchMode):
 
         def wait(work, *timeout):
             timeline._computing = None
-            start = timeline._now()
+            start = timeline.now()
             try:
                 return timeline._plain_wait(work, *timeout)
             finally:
@@ -192,13 +185,14 @@ class Timeline(TorchDispatchMode):
                 if entry is not None:
                     timeline._ended(entry)
                     if timeline._is_computing():
-                        timeline._waited.append((start, timeline._now(), entry))
+                        timeline._waited.append((start, timeline.now(), entry))
+                timeline.on_wait(work)
 
         dist.Work.wait = wait
         if self._cuda:
             self._stream = torch.cuda.current_stream()
             torch.cuda.synchronize()  # so that the GPU's origin is the host's
-        self._origin = self._now()
+        self._origin = self.now()
         self.opened = time.perf_counter() if self._cuda else self._origin  # for other instruments' times
         return super().__enter__()
 
@@ -206,7 +200,7 @@ class Timeline(TorchDispatchMode):
         result = super().__exit__(*exception)
         dist.Work.wait = self._plain_wait
         self._where.close()
-        end = self._now()
+        end = self.now()
         if self._cuda:
             torch.cuda.synchronize()
         made = {}  # id of an entry -> its span
@@ -218,7 +212,7 @@ class Timeline(TorchDispatchMode):
         self.collectives = [made[id(entry)] for entry in self._issued]
         self.operations = [self._interval(*operation) for operation in self.operations]
         self._between = [self._interval(*operation) for operation in self._between]
-        self.marks = [self._seconds(moment) for moment in self.marks]
+        self.marks = [self.seconds(moment) for moment in self.marks]
         self.waits = self._find_waits()
         self._raw, self._issued, self._waited, self._futures, self._between, self._under_way = [], [], [], [], [], {}
         return result
@@ -230,7 +224,7 @@ class Timeline(TorchDispatchMode):
         in the gap. So the gap, up to that end, was a wait, unless Python has waited for the collective.
         """
         number = {id(entry): index for index, entry in enumerate(self._issued)}
-        waits = [Wait(self._seconds(a), self._seconds(b), number[id(entry)]) for a, b, entry in self._waited]
+        waits = [Wait(self.seconds(a), self.seconds(b), number[id(entry)]) for a, b, entry in self._waited]
         known = {wait.collective for wait in waits}
         slack = 5e-5 if self._cuda else 0.0  # a collective's end is noted on another stream, a moment later
         ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
@@ -246,11 +240,11 @@ class Timeline(TorchDispatchMode):
 
     def _interval(self, start, stop) -> tuple[float, float]:
         """In seconds. `start` may be a pair of moments: the later one counts."""
-        start = max(map(self._seconds, start)) if isinstance(start, tuple) else self._seconds(start)
-        stop = self._seconds(stop)
+        start = max(map(self.seconds, start)) if isinstance(start, tuple) else self.seconds(start)
+        stop = self.seconds(stop)
         return min(start, stop), stop  # the clocks of host and GPU are some microseconds apart
 
-    def _seconds(self, moment) -> float:
+    def seconds(self, moment) -> float:
         if isinstance(moment, float):  # of the host's clock
             return moment - self.opened
         return self._origin.elapsed_time(moment) / 1000
@@ -312,6 +306,4 @@ def _free_thread(span: Span, threads: dict[str, float]) -> str:
 
 
 def save_trace(path: str, trace: dict) -> None:
-    with open(path, "w") as file:
-        json.dump(trace, file)
-        file.write("\n")
+    write_json(path, trace, indent=None)

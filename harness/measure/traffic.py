@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.measure.memory import tensors_in
+
 KINDS = {  # as torch dispatches them
     "allreduce_": "all-reduce",
     "allreduce_coalesced_": "all-reduce",
@@ -23,6 +25,11 @@ KINDS = {  # as torch dispatches them
     "reduce_scatter_tensor": "reduce-scatter",
     "broadcast": "broadcast",
 }
+
+
+def kind_of(func) -> str | None:
+    """The kind of collective that torch dispatches as `func`, or None for any other operation."""
+    return KINDS.get(func._schema.name.split("::")[1]) if func.namespace in ("c10d", "_c10d_functional") else None
 
 
 @dataclass(frozen=True)
@@ -89,14 +96,14 @@ class TrafficLedger(TorchDispatchMode):
                 self._on_event(f"enter {args[0]}", len(self._steps), None)
             elif name == "_record_function_exit" and self._steps:
                 self._on_event(f"leave {self._steps.pop()}", len(self._steps) + 1, None)
-        elif namespace in ("c10d", "_c10d_functional") and name in KINDS:
-            self._note(KINDS[name], args)
+        elif (kind := kind_of(func)) is not None:
+            self._note(kind, args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, kind: str, args) -> None:
         whole = whole_bytes(kind, args)
         step = next((label for label in reversed(self._steps) if label.startswith("step ")), "")
-        element = next((leaf.element_size() for leaf in tree_leaves(args[:2]) if isinstance(leaf, torch.Tensor)), 4)
+        element = next((tensor.element_size() for tensor in tensors_in(args[:2])), 4)
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
         collective = Collective(kind, whole, sent_bytes(kind, whole, len(ranks)), step, element, ranks)
         self.collectives.append(collective)
@@ -108,7 +115,7 @@ def whole_bytes(kind: str, args) -> int:
     # It is the larger of a collective's tensors: output of an all-gather, input of a reduce-scatter.
     whole = max(_nbytes(argument) for argument in args[:2])
     if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
-        whole *= _world_size(args)
+        whole *= group_of(args).size()
     return whole
 
 
@@ -129,5 +136,6 @@ def group_of(args):
     return dist.distributed_c10d._resolve_process_group(args[-1])
 
 
-def _world_size(args) -> int:
-    return group_of(args).size()
+def works_in(result) -> list[dist.Work | None]:
+    """What a collective has returned to wait for; None for one that has run already."""
+    return [dist.Work.unbox(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]

@@ -6,7 +6,6 @@ Everything printed is observed from outside, by the memory and traffic ledgers; 
 import argparse
 import contextlib
 import inspect
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -21,8 +20,9 @@ from harness.measure.story import BucketStory, UnitStory, held
 from harness.measure.timeline import Timeline, chrome_trace, save_trace
 from harness.measure.traffic import TrafficLedger
 from harness.run import micro_batches, process_group
+from harness.run import options as common
 from harness.run.data import Batches, load_text
-from harness.run.model import GPT, PRESETS, next_token_loss, preset
+from harness.run.model import GPT, next_token_loss, preset
 from harness.run.recompute import checkpoint_blocks
 
 STEPS = ("0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters")
@@ -32,13 +32,9 @@ WATCHED_STEPS = 3  # after the told one, for the line that says where the time g
 def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     own = inspect.signature(engine_cls).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    common.add(parser, "preset", "checkpoint-activations", "data", "lr", "seed", "backend", "device")
     parser.add_argument("--steps", type=int, default=5, help="training steps (default 5)")
     micro_batches.add_options(parser, 4)
-    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
-    parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default 1e-3)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
     parser.add_argument("--trace", help="write a Chrome/Perfetto trace of one more step, and of step 0, to this file")
     parser.add_argument("--map", action="store_true", help="print which ranks own which parameter, all of them")
     if "bucket_mb" in own:
@@ -48,17 +44,10 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
         parser.add_argument(
             "--no-reshard-after-forward", action="store_true", help="keep units gathered until backward"
         )
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(argv)
-    preset(options.preset)
+    common.settle(options, steps=2, **{name: 0 for name in ("bucket_mb", "prefetch") if name in own})
     micro_batches.settle(options, 4)
-    if options.steps < 2:
-        raise ValueError(f"--steps must be 2 or more, got {options.steps}")
     process_group.check_writable("--trace", options.trace)
-    for name in ("bucket_mb", "prefetch"):
-        if not getattr(options, name, 0) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(options, name)}")
     return options
 
 
@@ -144,7 +133,7 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
             "title": f"{name}{own}: GPT {options.preset}, {ranks}",
             "hardware": process_group.hardware(me.device),
             "torch": torch.__version__,
-            "command": " ".join([f"./launch.sh {name.lower()} {me.world_size}", *sys.argv[1:]]),
+            "command": common.command(name.lower(), me.world_size),
         }
         # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
         begins = max(span.end for partition, _, _ in everyone for span in partition)

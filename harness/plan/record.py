@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from harness.measure.dry_run import fake_ranks
-from harness.measure.memory import MemoryLedger
-from harness.measure.traffic import KINDS, group_of, whole_bytes
+from harness.measure.memory import MemoryLedger, tensors_in
+from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
 from harness.plan.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
 from harness.plan.one_rank import Setup, build, mesh_for, parameters_of, train
 from harness.plan.streams import Streams
@@ -67,14 +66,12 @@ class Recorder(MemoryLedger):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if self._on:
-            if func.namespace in ("c10d", "_c10d_functional"):
-                if name in KINDS:
-                    self._collective(KINDS[name], args, result)
-            else:
+            if (kind := kind_of(func)) is not None:
+                self._collective(kind, args, result)
+            elif func.namespace not in ("c10d", "_c10d_functional"):
                 self._operation(func, name, args, kwargs, result)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.track(leaf)
+        for tensor in tensors_in(result):
+            self.track(tensor)
         return result
 
     @property
@@ -85,8 +82,7 @@ class Recorder(MemoryLedger):
     def _operation(self, func, name: str, args, kwargs, result) -> None:
         if name in NO_KERNEL:
             return
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made, given = tensors_in(result), tensors_in((args, kwargs))
         if not made and not func._schema.is_mutable:
             return
         mine = {self.key(tensor) for tensor in given}
@@ -101,7 +97,7 @@ class Recorder(MemoryLedger):
             nbytes *= 2 if name == "embedding" else 1
         elif name in WRITES_ONLY:
             source = args[1:2] if "copy_" in name else ()
-            nbytes += sum(_nbytes(leaf) for leaf in tree_leaves(source) if isinstance(leaf, torch.Tensor))
+            nbytes += sum(map(_nbytes, tensors_in(source)))
         else:
             out = sum(_nbytes(tensor) for tensor in _arguments(func, args, kwargs, lambda argument: argument.is_out))
             nbytes += sum(_nbytes(tensor) for tensor in given) - out  # it is written and not read
@@ -114,7 +110,7 @@ class Recorder(MemoryLedger):
         ranks = dist.get_process_group_ranks(group_of(args))
         group = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
         self.events.append(Collective(self._streams.current, kind, whole_bytes(kind, args), *group, self._step))
-        works = [dist.Work.unbox(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
+        works = works_in(result)
         self._waiting.setdefault((kind, *group), []).extend(works[:1])
 
     def _waited(self, work) -> None:
@@ -193,7 +189,7 @@ def _arguments(func, args, kwargs, wanted) -> list[torch.Tensor]:
     for number, argument in enumerate(func._schema.arguments):
         if wanted(argument):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            found += tensors_in(value)
     return found
 
 

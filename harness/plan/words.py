@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from harness.measure import tables
 from harness.measure.gpus import CONTEXT_BYTES, GAPS
-from harness.measure.step_report import columns
 from harness.plan.hardware import GB, Cluster
 from harness.plan.one_rank import ENGINES
 from harness.plan.predict import Prediction
@@ -32,7 +32,7 @@ def table(predictions: Sequence[Prediction]) -> str:
             "yes" if found.fits else "no", f"{found.step * 1e3:,.0f}", f"{found.exposed:.0%}",
             f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
         ))  # fmt: skip
-    lines = columns(rows)
+    lines = tables.text(rows)
     del lines[1]  # the rule under the first row
     if any("†" in row[0] for row in rows):
         lines.append("† no published measurement holds this engine to account")

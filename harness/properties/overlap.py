@@ -6,100 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.measure.in_flight import InFlight
 from harness.properties import parts
-from harness.properties.layout import padded
 from harness.properties.models import PartlyFrozen, Skipping
 from harness.properties.property import holds, same
 from harness.properties.training import Pair
-
-
-class _Order(TorchDispatchMode):
-    """Names of all-gathers and reduce-scatters (by their buffer's size) and of matrix products, as they are issued."""
-
-    def __init__(self, layer_of_size: dict[int, int]):
-        super().__init__()
-        self.layer_of_size, self.events = layer_of_size, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name == "c10d::_allgather_base_" and args[0].is_floating_point():  # not what the first step compares
-            self.events.append(("gather", self.layer_of_size[args[0].numel()]))
-        elif name == "c10d::_reduce_scatter_base_":
-            self.events.append(("reduce", self.layer_of_size[args[1].numel()]))
-        elif name == "aten::addmm":  # a Linear's forward
-            self.events.append(("forward", self.layer_of_size[-args[2].shape[0] * args[2].shape[1]]))
-        return func(*args, **(kwargs or {}))
-
-
-class Funnel(nn.Module):
-    """Linear layers of different sizes, so that a collective's size names the layer."""
-
-    def __init__(self, widths=(3, 5, 7, 9, 11)):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@holds("order", engines=("zero3",), sizes=(2,), further_sizes=(3,), cases=tuple({"prefetch": n} for n in (0, 1, 2)))
-def zero3_issues_the_next_gather_before_it_computes(engine, prefetch, device="cpu"):
-    """Gathers are issued `prefetch` units ahead, a reduction before the next unit's backward."""
-    engine.needs("zero3")
-    world_size = dist.get_world_size()
-    ahead = prefetch if world_size > 1 else 0  # a rank that is alone waits for nothing
-    model = parts.seeded(Funnel, dtype=torch.float32, device=device)
-    names, count = {}, len(model.layers)
-    for index, layer in enumerate(model.layers):
-        names[padded([layer.weight.numel(), layer.bias.numel()], world_size)[0]] = index
-        names[-layer.weight.numel()] = index
-    expected = []
-
-    def gather(*indices):
-        expected.extend(each for index in indices if (each := ("gather", index)) not in expected and 0 <= index < count)
-
-    gather(*range(ahead))
-    for index in range(count):
-        gather(*range(index, index + ahead + 1))
-        expected.append(("forward", index))
-    forward, expected = expected, []
-    for index in reversed(range(count)):
-        gather(*range(index, index - ahead - 1, -1))
-        expected.append(("reduce", index))  # hidden behind the next layer's backward
-    trained = engine(model, parts.ADAMW, prefetch=prefetch)
-    for _ in range(2):
-        x, y = torch.randn(2, 3, device=device), torch.randn(2, 11, device=device)
-        with _Order(names) as order:
-            trained.training_step(x, y, F.mse_loss)
-        same("the order of gathers, products and reductions", order.events, forward + expected, step=1)
-
-
-class _Watched:
-    """A collective's work that notes when it is waited for."""
-
-    def __init__(self, work, events: list, name: tuple):
-        self.work, self.events, self.name = work, events, name
-
-    def wait(self):
-        self.events.append(("wait", *self.name))
-        return self.work.wait()
-
-
-class _Products(TorchDispatchMode):
-    """Notes every matrix product, the work that a collective can hide behind."""
-
-    def __init__(self, events: list):
-        super().__init__()
-        self.events = events
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in ("aten::addmm", "aten::mm"):
-            self.events.append("compute")
-        return func(*args, **(kwargs or {}))
 
 
 class Rooted(parts.Stack):
@@ -132,7 +44,7 @@ def replaced(**functions):
 def collectives_travel_while_the_rank_computes(engine, root, reverse):
     """Between issuing a reduction or a prefetched gather and waiting for it the rank computes."""
     engine.needs("zero2", "zero3")
-    rank, layers, events, issued = dist.get_rank(), 6, [], {"gather": 0, "reduce": 0}
+    rank, layers = dist.get_rank(), 6
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
     kind = Rooted if root else parts.Stack
     model = parts.seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
@@ -140,32 +52,17 @@ def collectives_travel_while_the_rank_computes(engine, root, reverse):
     for _ in range(2):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
         trained.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
 
-    def watched(kind, issue):
-        def note(*args, **kwargs):
-            name = (kind, issued[kind])
-            issued[kind] += 1
-            events.append(("issue", *name))
-            return _Watched(issue(*args, **kwargs), events, name)
-
-        return note
-
-    gather, reduce = watched("gather", dist.all_gather_single), watched("reduce", dist.reduce_scatter_single)
-    with replaced(all_gather_single=gather, reduce_scatter_single=reduce), _Products(events):
+    with InFlight() as seen:
         trained.training_step(*parts.vector_batch(1, rank, 16), F.mse_loss)
-
-    def computed_meanwhile(kind: str) -> list[bool]:
-        spans = [(events.index(("issue", kind, n)), events.index(("wait", kind, n))) for n in range(issued[kind])]
-        return ["compute" in events[start:end] for start, end in spans]
-
     # The last reduction has no backward left to hide behind.
     expected = [True] * (layers + root - 1) + [False]
-    same("reductions behind which the rank computes", computed_meanwhile("reduce"), expected, step=3)
+    same("reductions behind which the rank computes", seen.computed_meanwhile("reduce"), expected, step=3)
     if engine.like == "zero3":
         # In forward the first gather has nothing in front of it, nor has the last unit's in backward. With a root the
         # first gather is the root's; in backward the root is gathered still, and its head hides the first.
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
         expected = [False] + [True] * layers + [True] * layers if root else expected
-        same("gathers behind which the rank computes", computed_meanwhile("gather"), expected, step=2)
+        same("gathers behind which the rank computes", seen.computed_meanwhile("gather"), expected, step=2)
 
 
 class _Late:

@@ -34,13 +34,17 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it must be: on which rank, and at which step of the algorithm (0 to 5) where known."""
+    """One thing that is not as it must be: on which rank, and at which step of the algorithm (0 to 5) where known.
+
+    `read` says where that is explained, if it is known.
+    """
 
     what: str
     expected: str
     found: str
     step: int | None
     rank: int
+    read: str = ""
 
     def __str__(self):
         at = f", step {self.step} {STEPS[self.step]}" if self.step is not None else ""
@@ -79,17 +83,23 @@ def same(what: str, found, expected, atol: float = 0.0, step: int | None = None)
     elif isinstance(expected, torch.Tensor):
         shapes = tuple(getattr(found, "shape", ())) if isinstance(found, torch.Tensor) else type(found).__name__
         expect(shapes == tuple(expected.shape), f"the shape of {what}", tuple(expected.shape), shapes, step)
-        expected = expected.detach().to(found.device)
-        wrong = ~torch.isclose(found.detach().to(expected.dtype), expected, rtol=0, atol=atol, equal_nan=True)
-        if wrong.any():
-            first = wrong.flatten().nonzero()[0].item()
-            off = (found.detach().to(expected.dtype) - expected).abs().max().item()
-            where = f" at element {first}; {int(wrong.sum())} of {wrong.numel()} differ, by {off:.3g} at most"
-            values = expected.flatten()[first].item(), found.detach().flatten()[first].item()
+        if there := first_difference(found, expected, atol):
+            right, wrong, where = there
+            off = (found.detach().to(expected) - expected.detach()).abs().max().item()
             allowed = f", to within {atol:g}" if atol else ", to the bit"
-            raise Differs(what, f"{values[0]:.17g}{allowed}", f"{values[1]:.17g}{where}", step)
+            raise Differs(what, f"{right:.17g}{allowed}", f"{wrong:.17g}{where}, by {off:.3g} at most", step)
     else:
         expect(found == expected, what, expected, found, step)
+
+
+def first_difference(found: torch.Tensor, expected: torch.Tensor, atol: float, rtol: float = 0):
+    """(the right value, the wrong one, where) of the first elements that differ by more; None if there are none."""
+    wrong = ~torch.isclose(found.detach().to(expected), expected.detach(), rtol=rtol, atol=atol, equal_nan=True)
+    if not wrong.any():
+        return None
+    first = wrong.flatten().nonzero()[0].item()
+    values = expected.detach().flatten()[first].item(), found.detach().flatten()[first].item()
+    return *values, f" at element {first}; {int(wrong.sum())} of {wrong.numel()} differ"
 
 
 def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeError), step: int | None = 0) -> str:

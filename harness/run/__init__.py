@@ -1,4 +1,4 @@
-"""Run: what starts and feeds a run. The process group, the model, the data, and the walk-through of a chapter.
+"""Run: what starts and feeds a run. The process group, ranks, the model, the data, training runs, and the registry.
 
-Imports torch, engine and measure.
+Imports torch, engine and the chapters.
 """

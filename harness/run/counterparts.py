@@ -1,11 +1,15 @@
 """What stands beside the three stages: torch's own engines as one uses them, and variants that no chapter has."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
@@ -30,11 +34,15 @@ class MixedModule(nn.Module):
         return torch.func.functional_call(self.model, low, inputs, tie_weights=True)
 
 
+def mixed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    return model if dtype is None else MixedModule(model, dtype)
+
+
 class PlainStep:
     """A model and an optimizer over it, used as one is used without an engine: the counterparts' training step."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer_cls):
+        self.model, self.optimizer = model, optimizer_cls(model.parameters())
 
     def __call__(self, *inputs):
         return self.model(*inputs)
@@ -56,11 +64,24 @@ class PlainStep:
         self.optimizer.zero_grad()
 
 
-def data_parallel(model: nn.Module, device: torch.device, bucket_mb: float | None = None) -> nn.Module:
+def single(model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
+    return PlainStep(mixed(model, dtype), optimizer_cls)
+
+
+def ddp(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, bucket_mb=None) -> PlainStep:
     """DDP, with gradients that are views of its buckets; `bucket_mb` is in MiB (default: torch's)."""
+    if isinstance(next(model.parameters()), FakeTensor):
+        return DDPStandIn(mixed(model, dtype), optimizer_cls, bucket_mb or 25)
     ids = None if device.type == "cpu" else [device]
     more = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **more)
+    model = DistributedDataParallel(mixed(model, dtype), device_ids=ids, gradient_as_bucket_view=True, **more)
+    return PlainStep(model, optimizer_cls)
+
+
+def zero_redundancy_optimizer(model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
+    """DDP whose optimizer keeps a share of its state on each rank."""
+    sharded = partial(ZeroRedundancyOptimizer, optimizer_class=optimizer_cls.func, **optimizer_cls.keywords)
+    return ddp(model, sharded, device, dtype)
 
 
 def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
@@ -85,10 +106,9 @@ class DDPStandIn(PlainStep):
     A test compares it with the real one, byte for byte.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float = 25):
-        super().__init__(model, optimizer)
-        self.sends, self._works = True, []
-        self._flats = []
+    def __init__(self, model: nn.Module, optimizer_cls, bucket_mb: float = 25):
+        super().__init__(model, optimizer_cls)
+        self.sends, self._works, self._flats = True, [], []
         for params in ddp_runs([param for param in model.parameters() if param.requires_grad], bucket_mb):
             self._add_bucket(params)
 
@@ -123,7 +143,7 @@ class DDPStandIn(PlainStep):
             self._works.pop(0).wait()
 
 
-def fully_sharded(model: nn.Module, device: torch.device, dtype=None, mesh=None, **options) -> nn.Module:
+def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mesh=None, **options) -> PlainStep:
     """FSDP2 around every block of the model, and around the rest."""
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -133,23 +153,24 @@ def fully_sharded(model: nn.Module, device: torch.device, dtype=None, mesh=None,
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    return PlainStep(fully_shard(model, mesh=mesh, **options), optimizer_cls)
 
 
 ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
 
 
-def fsdp1(model: nn.Module, device: torch.device, dtype, wrap) -> nn.Module:
-    """FSDP1 with the auto-wrap policy `wrap`.
+def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
+    """FSDP1 with the auto-wrap policy `wrap(model)`.
 
     The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
     10,000 parameters on (`by_size`), and offloads the parameters to the CPU. `fsdp1` wraps the blocks and does not
     offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
     """
     policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=wrap, device_id=device, use_orig_params=True, mixed_precision=policy
+    model = FullyShardedDataParallel(
+        model, auto_wrap_policy=wrap(model), device_id=device, use_orig_params=True, mixed_precision=policy
     )
+    return PlainStep(model, optimizer_cls)
 
 
 def by_size(model: nn.Module):

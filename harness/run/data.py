@@ -64,12 +64,17 @@ def hold_out(text: torch.Tensor, seq: int, part: float = 0.05) -> tuple[torch.Te
     return text[:cut], text[cut:]
 
 
+def _cut(text: torch.Tensor, starts: list[int], seq: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets), both (len(starts), seq) int64; targets are the inputs moved by one byte."""
+    rows = torch.stack([text[start : start + seq + 1] for start in starts]).long()
+    return rows[:, :-1].to(device), rows[:, 1:].to(device)
+
+
 class Sequences:
     """A text as an endless row of sequences: number 0, 1, 2 and so on, the same on every rank.
 
     An epoch is all of the text's sequences, in an order of its own. So one number, of the next sequence, is the
-    position in the data, on however many ranks. `sequences(range(8, 12))` returns (inputs, targets), both
-    (4, seq) int64; targets are the inputs moved by one byte.
+    position in the data, on however many ranks. `sequences(range(8, 12))` returns (inputs, targets) of four.
     """
 
     def __init__(self, text: torch.Tensor, seq: int, seed: int = 0, device="cpu"):
@@ -78,23 +83,18 @@ class Sequences:
         self._epoch, self._order = None, None
 
     def __call__(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.stack([self._row(number) for number in numbers]).long()
-        return rows[:, :-1].to(self.device), rows[:, 1:].to(self.device)
+        return _cut(self.text, [self._start(number) for number in numbers], self.seq, self.device)
 
-    def _row(self, number: int) -> torch.Tensor:
+    def _start(self, number: int) -> int:
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
             self._epoch, self._order = epoch, torch.randperm(self.per_epoch, generator=generator)
-        start = int(self._order[place]) * self.seq
-        return self.text[start : start + self.seq + 1]
+        return int(self._order[place]) * self.seq
 
 
 class Batches:
-    """Batch number `step` of rank `rank`: the same for every engine, another for every rank.
-
-    Returns (inputs, targets), both (batch, seq) int64; targets are the inputs moved by one byte.
-    """
+    """Batch number `step` of rank `rank`, as (inputs, targets): the same for every engine, another for every rank."""
 
     def __init__(self, text: torch.Tensor, batch: int, seq: int, seed: int, device="cpu"):
         self.text, self.batch, self.seq, self.seed, self.device = text, batch, seq, seed, device
@@ -104,8 +104,7 @@ class Batches:
         # the single process of the referee gets the whole batch.
         generator = torch.Generator().manual_seed(hash((self.seed, step, rank)) % 2**63)
         starts = torch.randint(len(self.text) - self.seq, (self.batch,), generator=generator)
-        rows = torch.stack([self.text[start : start + self.seq + 1] for start in starts.tolist()]).long()
-        return rows[:, :-1].to(self.device), rows[:, 1:].to(self.device)
+        return _cut(self.text, starts.tolist(), self.seq, self.device)
 
     def whole(self, step: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All ranks' batches of this step as one of (world_size * batch, seq)."""

@@ -10,20 +10,9 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from harness.run.counterparts import (
-    DDPStandIn,
-    MixedModule,
-    PlainStep,
-    ZeRO1By2Psi,
-    by_size,
-    data_parallel,
-    fsdp1,
-    fully_sharded,
-)
+from harness.run.counterparts import ZeRO1By2Psi, by_size, ddp, fsdp1, fsdp2, single, zero_redundancy_optimizer
 from harness.run.model import Block
 from zero1 import ZeRO1
 from zero2 import ZeRO2
@@ -32,38 +21,9 @@ from zero3 import ZeRO3
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; gradients are reduced in float32
 
 
-def _single(model, optimizer_cls, device, dtype=None):
-    model = model if dtype is None else MixedModule(model, dtype)
-    return PlainStep(model, optimizer_cls(model.parameters()))
-
-
-def _ddp(model, optimizer_cls, device, dtype=None, bucket_mb=None):
-    fake = isinstance(next(model.parameters()), FakeTensor)
-    model = model if dtype is None else MixedModule(model, dtype)
-    if fake:
-        return DDPStandIn(model, optimizer_cls(model.parameters()), bucket_mb or 25)
-    model = data_parallel(model, device, bucket_mb)
-    return PlainStep(model, optimizer_cls(model.parameters()))
-
-
-def _zero_redundancy_optimizer(model, optimizer_cls, device, dtype=None):
-    model = data_parallel(model if dtype is None else MixedModule(model, dtype), device)
-    return PlainStep(model, ZeroRedundancyOptimizer(model.parameters(), optimizer_cls.func, **optimizer_cls.keywords))
-
-
 def _stage(cls, model, optimizer_cls, device, dtype=None, mesh=None, **options):
     reduce_dtype = None if dtype is None else torch.float32
     return cls(model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
-
-
-def _fsdp2(model, optimizer_cls, device, dtype=None, mesh=None, **options):
-    model = fully_sharded(model, device, dtype, mesh, **options)
-    return PlainStep(model, optimizer_cls(model.parameters()))
-
-
-def _fsdp1(policy, model, optimizer_cls, device, dtype=None):
-    model = fsdp1(model, device, dtype, policy(model))
-    return PlainStep(model, optimizer_cls(model.parameters()))
 
 
 @dataclass(frozen=True)
@@ -99,27 +59,27 @@ BUCKETS, UNITS = "dtype mesh offload_policy bucket_mb", "dtype mesh offload_poli
 DARK, MIDDLE, LIGHT = "#60656c", "#717680", "#888c92"
 
 ENGINES: dict[str, Engine] = dict([
-    _entry("single", "one process", _single, "compare", "dtype", casts=True,
+    _entry("single", "one process", single, "compare", "dtype", casts=True,
            shade=LIGHT, line=":", mark="x"),
-    _entry("ddp", "DDP", _ddp, ALL, "dtype bucket_mb", casts=True, shade=DARK),
+    _entry("ddp", "DDP", ddp, ALL, "dtype bucket_mb", casts=True, shade=DARK),
     _entry("zero1", "ZeRO-1", partial(_stage, ZeRO1), ALL, BUCKETS, counterpart="zero_redundancy_optimizer",
            shade=LIGHT, mark="s"),
     _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", partial(_stage, ZeRO1By2Psi), "plan", BUCKETS,
            line="-.", mark="v"),
-    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", _zero_redundancy_optimizer, "compare bench report",
+    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", zero_redundancy_optimizer, "compare bench report",
            "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
     _entry("zero2", "ZeRO-2", partial(_stage, ZeRO2), ALL, BUCKETS, counterpart="fsdp2_no_reshard", mark="^"),
-    _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(_fsdp2, reshard_after_forward=False),
+    _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(fsdp2, reshard_after_forward=False),
            "compare memory bench plan report", "dtype mesh offload_policy", line="--", mark="^"),
     _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), "plan", UNITS,
            line="-.", mark="P"),
     _entry("zero3", "ZeRO-3", partial(_stage, ZeRO3), ALL, UNITS, counterpart="fsdp2", shade=DARK, mark="D"),
     _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), "watch",
            "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
-    _entry("fsdp2", "FSDP2", _fsdp2, ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
-    _entry("fsdp1", "FSDP1", partial(_fsdp1, lambda model: ModuleWrapPolicy({Block})), "", "dtype", line=":",
+    _entry("fsdp2", "FSDP2", fsdp2, ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
+    _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({Block})), "", "dtype", line=":",
            mark="<"),
-    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(_fsdp1, by_size), "", "dtype", line=":", mark=">"),
+    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(fsdp1, by_size), "", "dtype", line=":", mark=">"),
 ])  # fmt: skip
 
 PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)

@@ -15,18 +15,18 @@ import time
 from pathlib import Path
 
 LOCK = ".lock"
+STAGES = ("zero1", "zero2", "zero3")
 
 
-def folder_of(arguments: list[str], stages) -> Path | None:
+def folder_of(arguments: list[str]) -> Path | None:
     """The folder that a training program with these arguments takes; None if they name neither folder nor stage."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--folder")
     parser.add_argument("--preset", default="tiny")
     given, _ = parser.parse_known_args(arguments)
-    stage = next((word for word in arguments if word in stages), None)
-    if given.folder:
-        return Path(given.folder)
-    return Path(f"runs/{stage}-{given.preset}") if stage else None
+    stage = next((word for word in arguments if word in STAGES), None)
+    folder = given.folder or (stage and f"runs/{stage}-{given.preset}")
+    return Path(folder) if folder else None
 
 
 def refuse_others(folder: Path) -> None:
@@ -57,38 +57,27 @@ def lock(folder: Path, meeting: str | None = None):
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK, "a+")  # noqa: SIM115  until the process ends
-    for wait in (0.1, 0.2, 0.4, None):  # between `_first` and `_shared` of another launcher there is a moment
-        if _first(file, meeting) or (meeting and _shared(file, meeting)):
-            return file
-        if wait:
-            time.sleep(wait)
+    for wait in (0.1, 0.2, 0.4, 0):  # another launcher may be between its two locks
+        if _take(file, fcntl.LOCK_EX):  # nobody else holds it: write down who does now
+            holder = {"host": socket.gethostname(), "process": os.getpid(), "meeting": meeting}
+            file.truncate(0)
+            file.write(json.dumps(holder) + "\n")
+            file.flush()
+            if meeting is None or _take(file, fcntl.LOCK_SH):  # it lets the other machines of this run in
+                return file
+        elif meeting and _take(file, fcntl.LOCK_SH):
+            if _holder(file).get("meeting") == meeting:
+                return file
+            fcntl.flock(file, fcntl.LOCK_UN)
+        time.sleep(wait)
     holder = _holder(file)
     file.close()
     host, process = holder.get("host", "?"), holder.get("process", "?")
-    stop = f"kill -INT {process}" if host == socket.gethostname() else f"there: kill -INT {process}"
+    there = "" if host == socket.gethostname() else "there: "
     raise ValueError(
-        f"--folder {str(folder)!r} is in use by a run on {host}, process {process}: stop it first ({stop}), or take "
-        "another --folder"
+        f"--folder {str(folder)!r} is in use by a run on {host}, process {process}: stop it first "
+        f"({there}kill -INT {process}), or take another --folder"
     )
-
-
-def _first(file, meeting: str | None) -> bool:
-    """Nobody else holds it: write down who does now, and let the other machines of this run in."""
-    if not _take(file, fcntl.LOCK_EX):
-        return False
-    file.truncate(0)
-    file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "meeting": meeting}) + "\n")
-    file.flush()
-    return meeting is None or _take(file, fcntl.LOCK_SH)
-
-
-def _shared(file, meeting: str) -> bool:
-    if not _take(file, fcntl.LOCK_SH):
-        return False
-    if _holder(file).get("meeting") == meeting:
-        return True
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return False
 
 
 def _take(file, kind: int) -> bool:

@@ -5,6 +5,7 @@ no line is lost, as a step's line is in the file before a checkpoint has the ste
 of events: "start" (which processes), "restart" (how long it took), "lost" (a rank missed another), "left".
 """
 
+import contextlib
 import json
 import os
 import time
@@ -17,8 +18,7 @@ class Journal:
     """The file in `folder`, cut off after `step` and open for more lines. Rank 0 alone has one."""
 
     def __init__(self, folder, step: int):
-        path = Path(folder, NAME)
-        lines = read(path) if path.exists() else []
+        path, lines = Path(folder, NAME), _lines(folder)
         self._before = [] if any(line.get("event") == "left" for line in lines[-1:]) else lines
         self._step = step
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,19 +43,10 @@ class Journal:
         somebody has typed the line again, and the time until then says nothing of the restart.
 
         `joined` and `loaded` are times (seconds since 1970) of this process. A phase is everything from the end of the
-        one before it:
-            noticed    the rest of the last step that was begun; then a rank missed another one, or was found hanging.
-                       Not there if no rank lived to say so
-            restarted  torchrun stops the other ranks, the machines meet, this process is started
-            joined     Python starts and imports torch, the ranks find each other
-            loaded     the model is built, the checkpoint is checked and read
-            first step the first step is over
+        one before it; docs/checkpoints.md says what that is. No "noticed" if no rank lived to say that it missed one.
         """
         steps = [line for line in self._before if "event" not in line]
-        if not steps:
-            return None
-        last = steps[-1]["time"]
-        if launched > last:
+        if not steps or launched > (last := steps[-1]["time"]):
             return None
         lost = [line["time"] for line in self._before if line.get("event") == "lost" and line["time"] >= last]
         moments = {"noticed": min(lost, default=None), "restarted": process_began(), "joined": joined}
@@ -72,17 +63,19 @@ def read(path) -> list[dict]:
     """The lines of a journal. One that was not written to its end is left out."""
     lines = []
     for text in Path(path).read_text().splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
     return lines
+
+
+def _lines(folder) -> list[dict]:
+    path = Path(folder, NAME)
+    return read(path) if path.exists() else []
 
 
 def last_step(folder) -> int:
     """The last step that the journal in `folder` has; 0 if there is none."""
-    path = Path(folder, NAME)
-    return max((line["step"] for line in read(path) if "event" not in line), default=0) if path.exists() else 0
+    return max((line["step"] for line in _lines(folder) if "event" not in line), default=0)
 
 
 def note_lost(folder, rank: int, step: int, why: str) -> None:

@@ -9,6 +9,8 @@ import argparse
 import torch
 from torch.profiler import record_function
 
+from harness.run.options import at_least
+
 
 def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
     """`--batch`, `--micro-batch` and `--accumulate`; `batch` is the default of the first."""
@@ -19,9 +21,7 @@ def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
 
 def settle(options: argparse.Namespace, batch: int) -> None:
     """Fill in those of the three that were not given. Raises ValueError where they do not fit."""
-    for name in ("batch", "micro_batch", "accumulate"):
-        if (given := getattr(options, name)) is not None and given < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {given}")
+    at_least(options, batch=1, micro_batch=1, accumulate=1)
     micro, accumulate = options.micro_batch, options.accumulate
     if options.batch is None:
         options.batch = batch if micro is None else micro * (accumulate or 1)

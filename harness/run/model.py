@@ -148,3 +148,9 @@ def preset(name: str) -> GPTConfig:
         meant = f" (is {name.strip().lower()!r} meant?)" * (name.strip().lower() in PRESETS)
         raise ValueError(f"no preset {name!r}{meant}; there are: {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def number_of_parameters(config: GPTConfig) -> int:
+    """How many parameters a GPT of this shape has, counted on one without memory."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in GPT(config).parameters())

@@ -124,8 +124,7 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
             f"no ranks: start this file by ./launch.sh {name if name.startswith('zero') else 'compare'} 2, "
             f"or by torchrun --standalone --nproc-per-node 2 {name}.py"
         )
-    local_rank = int(os.environ["LOCAL_RANK"])
-    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend, device, why = choose(backend, device, local_rank, ranks_here, torch.cuda.device_count())
     chosen = torch.device(device)
     if chosen.type == "cuda":
@@ -209,42 +208,30 @@ def run(main) -> None:
 
     The other ranks do not wait for this one in vain: torchrun stops them when it exits.
     """
-    status = 0
+    status = 1
     try:
-        record(_reporting)(main)  # `record` lets torchrun name the first failure in its summary
+        record(main)()  # `record` writes an error down for torchrun
+        status = 0
     except SystemExit as leaving:
         status = leaving.code or 0
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         status = 128 + signal.SIGINT
-    except NotAgain:
+    except (ValueError, TypeError, OSError) as error:
+        _say(error)
+    except NotAgain as error:
         status = NOT_AGAIN
+        if os.environ.get("RANK", "0") == "0":  # all ranks have the same one, and the launcher ends with it
+            _say(error)
+    except RuntimeError as error:
+        signs = ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer")
+        lost = any(sign in str(error) for sign in signs)
+        _say(error, "\nAnother rank has failed or hangs: look for the first error of another rank." if lost else "")
     except Exception:
-        status = 1
+        traceback.print_exc()  # nothing that was foreseen: show where
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
-
-
-def _reporting(main) -> None:
-    try:
-        main()
-    except (ValueError, TypeError, OSError) as error:
-        _say(error)
-        raise
-    except NotAgain as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks have the same one, and the launcher ends with it
-            _say(error)
-        raise
-    except RuntimeError as error:
-        text = str(error)
-        signs = ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer")
-        lost = any(sign in text for sign in signs)
-        _say(error, "\nAnother rank has failed or hangs: look for the first error of another rank." if lost else "")
-        raise
-    except Exception:
-        traceback.print_exc()  # nothing that was foreseen: show where
-        raise
 
 
 def _say(error: BaseException, hint: str = "") -> None:

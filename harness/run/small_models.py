@@ -1,6 +1,6 @@
 """Small models of awkward shapes, data that differs per rank, and what plain PyTorch makes of both.
 
-Used by the tests (tests/parts.py) and by `./launch.sh check` (harness/teach/check/sheet.py).
+Used by harness/properties, and so by the tests and by `./launch.sh check`.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,9 +86,7 @@ class Stack(nn.Module):
 def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype=torch.float64, device=None) -> nn.Module:
     """The same model wherever it is called, without disturbing the rank's own random state."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # the CPU's, where the model is built; `manual_seed` sets the GPUs' too
+        torch.default_generator.manual_seed(seed)  # the CPU's, where it is built; `manual_seed` sets the GPUs' too
         return build().to(dtype).to(device)
 
 

@@ -6,6 +6,7 @@ line: who stopped it, or which rank was the first to fail. A rank that was kille
 how. (`./launch.sh train` has restarts.py, as there ranks may come back.)
 """
 
+import contextlib
 import logging
 import signal
 import sys
@@ -25,30 +26,56 @@ def stop(number: int, frame) -> None:
     raise Stopped(number)
 
 
+def stopped(number: int) -> str:
+    return "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+
+
+def failed(failures: dict) -> tuple[str, int]:
+    return what_failed(failures), 1
+
+
 def main(arguments: list[str]) -> None:
-    """Run torchrun with `arguments`. The exit status is 128 + the number of the signal that stopped it, or 1."""
     with one_line():  # importing torch takes seconds, and somebody may have seen a typing mistake
-        from torch.distributed import run as torchrun
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    # What it says of a rank that failed, and of those that it then stops, is said below.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        import torch.distributed.run  # noqa: F401
     for number in STOPPING:
         signal.signal(number, stop)
+    run(arguments, stopped, failed)
+
+
+def run(arguments: list[str], stopped, failed) -> None:
+    """Run torchrun with `arguments`. A signal stops it by a handler that raises `Stopped`.
+
+    `stopped(number)` is then the last line, and the exit status 128 + the signal's number. If ranks fail,
+    `failed(failures)` gives line and status.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    # What it says of a rank that failed, and of those that it then stops, is said below.
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     try:
         torchrun.main(["--signals-to-handle=SIGHUP,SIGQUIT", *arguments])  # the others are ours
-    except Stopped as error:
-        for each in STOPPING:
-            signal.signal(each, signal.SIG_IGN)
-        number = error.args[0]
-        _say("stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
-        sys.exit(128 + number)
+        return
+    except (Stopped, SignalException) as error:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+        number = error.args[0] if isinstance(error, Stopped) else error.sigval
+        words, status = stopped(number), 128 + number
     except ChildFailedError as error:
-        _say(what_failed(error.failures))
-        sys.exit(1)
+        words, status = failed(error.failures)
+    except RendezvousError as error:
+        words = f"the machines cannot agree on who takes part ({error}). Is the one at --rdzv-endpoint gone?"
+        status = 1
+    say(words)
+    sys.exit(status)
 
 
-def _say(text: str) -> None:
-    print(f"\n{text}", file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"\n{text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,25 +9,23 @@ import contextlib
 import math
 import os
 import socket
-import threading
 import time
 from concurrent.futures import wait
 from functools import partial
-from importlib import import_module
 
 import torch
 import torch.distributed as dist
 
 from harness.engine import checkpoint
 from harness.engine.together import together
-from harness.run import process_group, said
+from harness.run import engines, process_group
 from harness.run.data import Sequences, hold_out, load_text
 from harness.run.ending import NotAgain
 from harness.run.folder import unfinished
 from harness.run.journal import Journal, last_step, note_lost
 from harness.run.leaving import Leaving
 from harness.run.model import GPT, next_token_loss, preset
-from harness.run.train_options import DTYPES, STAGES, arguments, check_batch, kept, learning_rate
+from harness.run.train_options import arguments, changed, check_batch, kept, learning_rate
 from harness.run.watchdog import Watchdog
 
 HELD_OUT_BATCHES = 4  # of an evaluation
@@ -44,10 +42,8 @@ class Training:
         self.held_out = Sequences(held_out, config.seq, options.seed, me.device)
         torch.manual_seed(hash((options.seed, me.rank)))  # dropout, if a model has it: another one on every rank
         adamw = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1, fused=self.on_gpu)
-        low = DTYPES[options.dtype]
-        dtypes = {} if low is None else {"param_dtype": low, "reduce_dtype": torch.float32}
-        stage = getattr(import_module(options.stage), STAGES[options.stage])
-        self.engine = stage(GPT(config, options.seed).to(me.device), adamw, **dtypes)
+        model, dtype = GPT(config, options.seed).to(me.device), engines.DTYPES[options.dtype]
+        self.engine = engines.build(options.stage, model, adamw, me.device, dtype=dtype)
         self.saving = None
         self.watchdog = Watchdog(me.rank, process_group.timeout(), self.lost)
 
@@ -111,8 +107,16 @@ class Training:
         about["options"] = kept(self.options)
         about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.on_gpu else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
-        self.told = threading.Event()
-        self.saving.add_done_callback(partial(said.saved, self.step, self.me.rank == 0, self.told))
+        self.saving.step = self.step
+
+    def say_saved(self) -> None:
+        """Of a save that is over, once. If it has failed, the next one or the run's end raises its error."""
+        if self.saving and self.saving.done() and not self.saving.exception():
+            step, one, self.saving = self.saving.step, self.saving.result(), None
+            if self.me.rank == 0:  # what all ranks have written is there by now
+                nbytes = sum(file.stat().st_size for file in one.path.iterdir())
+                took = f"{nbytes:,} bytes in {one.seconds:.1f} s; training stood still for {one.stood_still:.2f} s"
+                print(f"saved step {step} to {one.path}: {took}", flush=True)
 
     def wait_for_save(self) -> None:
         """A save may take its time, as long as the files of all ranks grow."""
@@ -122,6 +126,7 @@ class Training:
                 self.watchdog.progress(f"the save after step {self.step}")
             before = nbytes
             wait([self.saving], timeout=0.2)
+        self.say_saved()
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
@@ -139,7 +144,10 @@ class Training:
                 torch.set_rng_state(about["random"][0])
                 if self.on_gpu and len(about["random"]) > 1:
                     torch.cuda.set_rng_state(about["random"][1])
-            self.me.print(said.going_on(self.step, path, made, about, self.options))
+            again = f": {made - self.step} steps are made again" if self.step < min(made, self.options.steps) else ""
+            self.me.print(f"going on after step {self.step}, from {path}{again}")
+            if news := changed(about.get("options", {}), self.options):
+                self.me.print(f"changed since step {self.step}: {', '.join(news)}")
             return
         if found:
             raise NotAgain(
@@ -159,22 +167,27 @@ class Training:
         processes, times["launched"] = [name for name, _ in processes], min(began for _, began in processes)
         self.journal = Journal(self.options.folder, self.step) if self.me.rank == 0 else None
         about = {"stage": self.options.stage, "preset": self.options.preset, "ranks": self.me.world_size}
-        first, wanted = self.step, self.options.steps
-        self.log(event="start", step=self.step, **about, processes=processes)
+        first = self.step
+        self.log(event="start", step=first, **about, processes=processes)
         try:
             why = self.steps(leaving, times)
             self.wait_for_save()
             if self.saving:
-                self.saving.result()
-                self.told.wait(10)  # so that the run's last line is printed after the save's
+                self.saving.result()  # it has failed
             self.watchdog.progress("the end", watched=False)
         except Exception as error:
             self.lost(str(error))
             raise
         self.log(event="left", step=self.step, why=why)
-        self.me.print(said.over(why, first, self.step, wanted))
+        if why != "done":
+            self.me.print(f"{why}, after step {self.step} of {self.options.steps}. The same line goes on from here")
+            return
+        nothing = f"already at step {first}, --steps is {self.options.steps}: nothing to do"
+        done = f"done: {self.step} steps" if first < self.step else nothing
+        self.me.print(f"{done}. A larger --steps goes on from here")
 
     def steps(self, leaving: Leaving, times: dict) -> str:
+        """Step by step, until one is the last. Returns why it is."""
         options, me, first = self.options, self.me, True
         while self.step < options.steps:
             began, lr = time.perf_counter(), learning_rate(self.step, options)
@@ -190,6 +203,7 @@ class Training:
             if at_end or self.step % options.evaluate_every == 0:
                 line["held_out"] = self.evaluate()
             self.log(**line, ranks=me.world_size, next=self.next)
+            self.say_saved()
             if first and self.journal and (phases := self.journal.back(**times)):
                 told = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items())
                 print(f"back {sum(phases.values()):.1f} s after the last step: {told}", flush=True)
@@ -214,7 +228,8 @@ def main(argv=None) -> None:
     me = process_group.start(options.backend, options.device)
     joined = time.time()
     check_batch(options, me.world_size)
-    me.print(f"{STAGES[options.stage]}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
+    title = engines.ENGINES[options.stage].title
+    me.print(f"{title}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
     Training(options, me, text, held_out).run(leaving, joined)
     process_group.stop()
 

@@ -10,59 +10,49 @@ import torch
 
 from harness.engine import checkpoint
 from harness.engine.safe_reader import Folder
-from harness.run import process_group
-from harness.run.folder import refuse_others
-from harness.run.journal import read
-from harness.run.model import GPT, PRESETS, preset
-
-STAGES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; shards and gradients' sums are float32
+from harness.run import journal, process_group
+from harness.run import options as common
+from harness.run.engines import DTYPES
+from harness.run.folder import STAGES, refuse_others
+from harness.run.model import GPT, preset
 
 # What a run may change when it goes on, and what then is another run than the one without a break.
 KEPT = ("data", "steps", "batch", "accumulate", "dtype", "lr", "warmup", "clip", "seed")
-RATE = (
-    "AdamW's, after the warm-up; then a cosine down to a tenth at --steps (another --steps is another curve) "
-    "(default 1e-3)"
-)
+NUMBERS = {  # {name: (type, default, the smallest there may be, help)}
+    "steps": (int, 200, 1, "of the whole run, with what is done"),
+    "batch": (int, 8, 1, "sequences per step, of all ranks together"),
+    "accumulate": (int, 1, 1, "backwards per step, each on a part"),
+    "lr": (float, 1e-3, 0, "AdamW's, after the warm-up; then a cosine down to a tenth at --steps (another --steps is "
+                           "another curve)"),
+    "warmup": (int, 10, 0, "steps in which it grows to that"),
+    "clip": (float, 1.0, 0, "largest norm of the gradients; 0: any"),
+    "save-every": (int, 50, 1, "steps from checkpoint to checkpoint"),
+    "keep": (int, 3, 1, "so many checkpoints, the newest"),
+    "evaluate-every": (int, 50, 1, "steps; on held-out text"),
+    "print-every": (int, 10, 1, "steps"),
+}  # fmt: skip
 
 
 def arguments(argv=None) -> argparse.Namespace:
     usage = "./launch.sh train STAGE [N] [options]"
-    parser = argparse.ArgumentParser(
-        prog="train", usage=usage, description="A training run that comes back: the same line goes on."
-    )
+    about = "A training run that comes back: the same line goes on."
+    parser = argparse.ArgumentParser(prog="train", usage=usage, description=about)
     parser.add_argument("stage", help=", ".join(STAGES))
-    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
-    parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
-    parser.add_argument("--steps", type=int, default=200, help="of the whole run, with what is done (default 200)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step, of all ranks together (default 8)")
-    parser.add_argument("--accumulate", type=int, default=1, help="backwards per step, each on a part (default 1)")
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="to compute in (default fp32)")
-    parser.add_argument("--lr", type=float, default=1e-3, help=RATE)
-    parser.add_argument("--warmup", type=int, default=10, help="steps in which it grows to that (default 10)")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: any (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
     parser.add_argument("--folder", help="checkpoints and losses.jsonl (default runs/STAGE-PRESET)")
-    parser.add_argument("--save-every", type=int, default=50, help="steps from checkpoint to checkpoint (default 50)")
-    parser.add_argument("--keep", type=int, default=3, help="so many checkpoints, the newest (default 3)")
-    parser.add_argument("--evaluate-every", type=int, default=50, help="steps; on held-out text (default 50)")
-    parser.add_argument("--print-every", type=int, default=10, help="steps (default 10)")
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="to compute in (default fp32)")
+    for name, (kind, default, _, words) in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{words} (default %(default)s)")
+    common.add(parser, "preset", "data", "seed", "backend", "device")
     options = parser.parse_args(argv)
-    preset(options.preset)
     if options.stage not in STAGES:
         raise ValueError(f"no stage {options.stage!r}; there are: {', '.join(STAGES)}")
-    for name in ("steps", "batch", "accumulate", "save_every", "keep", "evaluate_every", "print_every"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(options, name)}")
-    for name in ("lr", "warmup", "clip"):
-        if not 0 <= getattr(options, name) < math.inf:
-            raise ValueError(f"--{name} must be 0 or more, got {getattr(options, name)}")
+    common.settle(options, **{name.replace("-", "_"): least for name, (_, _, least, _) in NUMBERS.items()})
+    for name in ("lr", "clip"):
+        if getattr(options, name) == math.inf:
+            raise ValueError(f"--{name} must be a finite number, got inf")
     options.folder = Path(options.folder or f"runs/{options.stage}-{options.preset}")
     if "ZERO_PREFLIGHT" in os.environ:
-        here = process_group.ranks_here(os.environ["ZERO_PREFLIGHT"], options.backend, options.device)
-        check_batch(options, here * process_group.machines())
+        check_batch(options, process_group.planned_world_size(options.backend, options.device))
         _check_folder(options)
     return options
 
@@ -80,7 +70,7 @@ def _check_folder(options: argparse.Namespace) -> None:
     refuse_others(options.folder)
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
-        (options.folder / "losses.jsonl").touch()
+        (options.folder / journal.NAME).touch()
     except OSError as error:
         raise ValueError(f"cannot write --folder {str(options.folder)!r}: {error.strerror}") from error
     with torch.device("meta"):
@@ -89,12 +79,9 @@ def _check_folder(options: argparse.Namespace) -> None:
         with contextlib.suppress(checkpoint.Damaged):  # the ranks will take the one before it
             there = {name: value.shape for name, value in Folder(path, check=False).model_on_meta().items()}
             if there != wanted:
-                starts = [line for line in read(options.folder / "losses.jsonl") if line.get("event") == "start"]
-                own = (
-                    f"(preset {starts[-1]['preset']}): take --preset {starts[-1]['preset']}"
-                    if starts
-                    else "(see there): take its --preset"
-                )
+                starts = [line for line in journal.read(options.folder / journal.NAME) if line.get("event") == "start"]
+                other = starts[-1]["preset"] if starts else None
+                own = f"(preset {other}): take --preset {other}" if other else "(see there): take its --preset"
                 raise ValueError(
                     f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r} {own} or "
                     "another --folder"

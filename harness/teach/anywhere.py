@@ -1,62 +1,8 @@
-"""Notebooks that open anywhere: their first cell, which finds the project or clones it, and what is checked before all.
+"""What a notebook checks before all else, wherever it was opened. Its first cell finds the project, or clones it."""
 
-The address of the project stands here and nowhere else. After a change of it:
-
-    python -m harness.teach.anywhere      # writes the first cell, and the badge for Colab, into all notebooks
-"""
-
-import json
 import os
-from pathlib import Path
 
-ADDRESS = ""  # of the git repository, as https://github.com/OWNER/zero-from-scratch; empty until there is one
 NEEDED = (2, 11)  # torch
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-
-FIRST_CELL = """# Finds the project; where the notebook was opened alone (Colab, Kaggle), clones it from ADDRESS.
-import subprocess
-import sys
-from pathlib import Path
-
-ADDRESS = "{address}"
-here = Path.cwd()
-folders = [here, *here.parents, here / "zero-from-scratch"]
-project = next((folder for folder in folders if (folder / "zero1.py").exists()), None)
-if project is None:
-    if not ADDRESS:
-        raise FileNotFoundError(f"no zero1.py above {{here}}: open this notebook in the project's folder")
-    project = here / "zero-from-scratch"
-    subprocess.run(["git", "clone", "--depth", "1", ADDRESS, str(project)], check=True)
-sys.path.insert(0, str(project))"""
-
-
-def first_cell() -> str:
-    """The code of every notebook's first cell."""
-    return FIRST_CELL.format(address=ADDRESS)
-
-
-def badge(notebook: str) -> str:
-    """The line under a notebook's title that opens it in Colab; "" as long as there is no address on GitHub."""
-    place = ADDRESS.removeprefix("https://github.com/")
-    if place == ADDRESS:
-        return ""
-    return f"{BADGE}(https://colab.research.google.com/github/{place}/blob/main/notebooks/{notebook})"
-
-
-def write(file: Path) -> bool:
-    """Bring the first cell and the badge of a notebook up to date; whether anything changed."""
-    before = file.read_text(encoding="utf-8")
-    cells = json.loads(before)
-    by_id = {cell["id"]: cell for cell in cells["cells"]}
-    by_id["find-project"]["source"] = first_cell().splitlines(keepends=True)
-    title = [line for line in by_id["title"]["source"] if not line.startswith(BADGE)]
-    if badge(file.name):
-        title.insert(1, badge(file.name) + "\n")
-    by_id["title"]["source"] = title
-    after = json.dumps(cells, indent=1, ensure_ascii=False) + "\n"
-    file.write_text(after, encoding="utf-8")
-    return after != before
 
 
 def ready(device: str | None = None) -> str:
@@ -89,12 +35,3 @@ def ready(device: str | None = None) -> str:
     choice = ' (for the GPU: anywhere.ready("cuda"))' if gpus and device == "cpu" else ""
     print(f"torch {version}, {os.cpu_count()} CPU cores, {there}. The runs use: {device}{choice}")
     return device
-
-
-def main() -> None:
-    for file in sorted(NOTEBOOKS.glob("*.ipynb")):
-        print(f"{'written' if write(file) else 'up to date'}: {file.name}")
-
-
-if __name__ == "__main__":
-    main()

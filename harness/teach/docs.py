@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.measure import step_report, tables
 from harness.measure.dry_run import fits_on
 from harness.measure.ratios import ratios
 from harness.measure.report import page
@@ -50,10 +51,7 @@ def result(name: str):
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
-    """A table as GitHub shows it, numbers to the right."""
-    dashes = ["---", *("---:" if re.fullmatch(r"[\d.,]+", cell) else "---" for cell in rows[0][1:])]
-    cells = [columns, dashes, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return tables.markdown([columns, *rows])
 
 
 def mega(nbytes: float) -> str:
@@ -85,48 +83,45 @@ def conditions(report: dict, file: str) -> str:
     )
 
 
+TITLES = {"params MB": "parameters MB", "grads MB": "gradients MB", "optim MB": "optimizer MB", "x ddp": "x DDP"}
+
+
+def of_referee(report: dict, *titles: str, digits: int = 2) -> str:
+    """These columns of the referee's results: as it prints them itself, but for digits; held: with `digits`."""
+    columns = step_report.columns(report["runs"], "ddp") | {
+        "engine": lambda name, run: f"`{name}`",
+        "difference from DDP": difference,
+        "held MB": lambda name, run: f"{sum(run['held_bytes'].values()) / 1e6:.{digits}f}",
+        "peak MB": lambda name, run: mega(run["peak_bytes"]),
+        "step ms": lambda name, run: f"{run['step_ms']:.0f}",
+        "tokens/s": lambda name, run: f"{run['tokens_per_s']:,.0f}",
+    }
+    chosen = {title: columns[title] for title in ("engine", *titles)}
+    head, *rows = tables.rows_of(chosen, report["runs"])
+    return tables.markdown([[TITLES.get(title, title) for title in head], *rows])
+
+
 def referee() -> str:
     """The README's table: a row per engine, with everything that fits in eight columns."""
     report = result(REFEREE)
-    rows = []
-    for name, run in report["runs"].items():
-        numbers = [f"{run['losses'][-1]:.4f}", difference(name, run), f"{sum(run['held_bytes'].values()) / 1e6:.2f}"]
-        numbers += [mega(run["peak_bytes"]), f"{run['sent_bytes'] / 1e6:.2f}", f"{run['step_ms']:.0f}"]
-        rows.append([f"`{name}`", *numbers, f"{run['step_ms'] / report['runs']['ddp']['step_ms']:.2f}"])
-    columns = ["engine", "last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x DDP"]
-    return f"{table(columns, rows)}\n\n{conditions(report, REFEREE)}"
+    titles = ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x ddp")
+    return f"{of_referee(report, *titles)}\n\n{conditions(report, REFEREE)}"
 
 
 def referee_losses() -> str:
     report = result(REFEREE)
-    rows = [
-        [f"`{name}`", f"{run['losses'][0]:.4f}", f"{run['losses'][-1]:.4f}", difference(name, run)]
-        + [f"{run['step_ms']:.0f}", f"{run['step_ms'] / report['runs']['ddp']['step_ms']:.2f}"]
-        + [f"{run['tokens_per_s']:,.0f}"]
-        for name, run in report["runs"].items()
-    ]
-    columns = ["engine", "first loss", "last loss", "difference from DDP", "step ms", "x DDP", "tokens/s"]
-    return f"{conditions(report, REFEREE)}\n\n{table(columns, rows)}"
+    titles = ("first loss", "last loss", "difference from DDP", "step ms", "x ddp", "tokens/s")
+    return f"{conditions(report, REFEREE)}\n\n{of_referee(report, *titles)}"
 
 
 def referee_bytes() -> str:
-    rows = [
-        [f"`{name}`", *(f"{run['held_bytes'][part] / 1e6:.2f}" for part in ("parameters", "gradients", "optimizer"))]
-        + [mega(run["peak_bytes"]), f"{run['sent_bytes'] / 1e6:.2f}"]
-        for name, run in result(REFEREE)["runs"].items()
-    ]
-    return table(["engine", "parameters MB", "gradients MB", "optimizer MB", "peak MB", "sent MB/step"], rows)
+    return of_referee(result(REFEREE), "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step")
 
 
 def referee_bf16() -> str:
     report = result(REFEREE_BF16)
-    rows = [
-        [f"`{name}`", f"{run['losses'][-1]:.4f}", difference(name, run), mega(sum(run["held_bytes"].values()))]
-        + [mega(run["peak_bytes"]), f"{run['sent_bytes'] / 1e6:.2f}"]
-        for name, run in report["runs"].items()
-    ]
-    columns = ["engine", "last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step"]
-    return f"{conditions(report, REFEREE_BF16)}\n\n{table(columns, rows)}"
+    titles = ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step")
+    return f"{conditions(report, REFEREE_BF16)}\n\n{of_referee(report, *titles, digits=1)}"
 
 
 def launches() -> str:

@@ -1,7 +1,6 @@
 """What the notebooks share: the project's commands, run as a reader would type them, and text that fits a screen."""
 
 import atexit
-import contextlib
 import inspect
 import json
 import os
@@ -11,9 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
-from collections import deque
 from pathlib import Path
 
 from matplotlib.lines import Line2D
@@ -26,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 THEME = style.THEMES["-dark" if os.environ.get("ZERO_NOTEBOOK_THEME") == "dark" else ""]
 INK = THEME["ink"]
 COLUMNS = 99  # the widest line that a notebook shows without scrolling
+DOTS = 5  # seconds from one sign of life of a quiet command to the next
 
 
 def scratch() -> Path:
@@ -39,55 +37,35 @@ def run(line: str, show: bool = True) -> str:
     """Run `line` in the project's folder, print it and, as it comes, what it prints; returns what it printed.
 
     `line` is what a reader would type: ./launch.sh or torchrun with options, no shell syntax. It runs with this
-    kernel's Python. With `show=False` only the line is printed, then a dot every five seconds, and at the end how long
-    it took. Raises RuntimeError with the end of stderr.
+    kernel's Python. With `show=False` only the line is printed, then a dot for what the command says, at most one in
+    `DOTS` seconds, and how long it took. Raises RuntimeError with the end of what was printed.
     """
     words = shlex.split(line)
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
     environment = {key: value for key, value in ranks.environment().items() if key != "MPLBACKEND"}
+    streams = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     say(f"$ {line}", indent="      ")
-    printed, errors = [], deque(maxlen=40)
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-    with contextlib.ExitStack() as stack:  # it ends also when the reader interrupts the kernel
+    printed, began, dots = [], time.monotonic(), 0
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         environment["PYTHON"] = sys.executable
-        process = stack.enter_context(ranks.started(words, cwd=ROOT, env=environment, **streams))
-        reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)
-        reader.start()
-        if not show:
-            stack.callback(_Dots().stop)
-        for text in process.stdout:
-            printed.append(text)
-            if show:
-                print(text, end="", flush=True)
-        process.wait()
-    reader.join(timeout=10)
-    if process.returncode:
-        end = "".join([*printed[-10:], *errors])
-        raise RuntimeError(f"{line}\nended with exit status {process.returncode}:\n{end}")
+        # It ends also when the reader interrupts the kernel.
+        with ranks.started(words, cwd=ROOT, env=environment, stderr=errors, **streams) as process:
+            for text in process.stdout:
+                printed.append(text)
+                if show:
+                    print(text, end="", flush=True)
+                elif time.monotonic() >= began + (dots + 1) * DOTS:
+                    print(".", end="", flush=True)
+                    dots += 1
+            process.wait()
+        if dots:
+            print(f" {time.monotonic() - began:.0f} s", flush=True)
+        if process.returncode:
+            errors.seek(0)
+            end = "".join([*printed[-10:], *errors.readlines()[-40:]])
+            raise RuntimeError(f"{line}\nended with exit status {process.returncode}:\n{end}")
     return "".join(printed)
-
-
-class _Dots:
-    """A dot every five seconds, so that one sees that something is going on, and how long it took."""
-
-    SECONDS = 5
-
-    def __init__(self):
-        self._stopped, self._began, self._dots = threading.Event(), time.monotonic(), 0
-        self._thread = threading.Thread(target=self._print, daemon=True)
-        self._thread.start()
-
-    def _print(self) -> None:
-        while not self._stopped.wait(self.SECONDS):
-            print(".", end="", flush=True)
-            self._dots += 1
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-        if self._dots:
-            print(f" {time.monotonic() - self._began:.0f} s", flush=True)
 
 
 def memory(arguments: str, columns: int = COLUMNS) -> dict:
@@ -130,13 +108,8 @@ def part(text: str, first: str, last: str) -> str:
     Raises ValueError if there is none.
     """
     lines = text.splitlines()
-    start = stop = None
-    for number, line in enumerate(lines):
-        if start is None and line.startswith(first):
-            start = number
-        elif start is not None and line.startswith(last):
-            stop = number
-            break
+    start = next((number for number, line in enumerate(lines) if line.startswith(first)), len(lines))
+    stop = next((number for number in range(start + 1, len(lines)) if lines[number].startswith(last)), None)
     if stop is None:
         raise ValueError(f"no lines from {first!r} to {last!r} in:\n{text[-2000:]}")
     return "\n".join(lines[start:stop]).rstrip()

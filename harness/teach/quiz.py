@@ -1,8 +1,6 @@
 """Twelve claims of the articles to vote on before their verdicts are shown (notebook 6)."""
 
-import json
-
-from harness.teach.notebook import ROOT, say
+from harness.teach.notebook import ROOT, read, say
 
 VOTES = ("holds", "when", "not")
 # As the articles' room words them; two or three of each kind from every corner.
@@ -39,21 +37,19 @@ def reveal(votes: dict[int, str], claims: list[dict] = ()) -> int:
     `claims` are rows that were run just now; what is not among them comes from results/articles.json. A claim without a
     vote is not told.
     """
-    rows = {row["claim"]: (row, "recorded") for row in json.loads((ROOT / "results" / "articles.json").read_text())}
+    rows = {row["claim"]: (row, "recorded") for row in read(ROOT / "results" / "articles.json")}
     rows |= {row["claim"]: (row, "run just now") for row in claims}
-    right = voted = 0
-    for number, claim in enumerate(ASKED, 1):
-        vote, (row, where) = votes.get(number, ""), rows[claim]
-        if not vote:
-            continue
-        if vote not in VOTES:
-            say(f"{number:2}. {claim}: the vote must be one of {', '.join(VOTES)}, it is {vote!r}")
-            continue
-        voted += 1
+    voted = {number: vote for number, vote in votes.items() if vote in VOTES}
+    right = 0
+    for number, vote in voted.items():
+        row, where = rows[ASKED[number - 1]]
         right += vote == kind(row["verdict"])
-        say(f"{number:2}. {claim}")
+        say(f"{number:2}. {row['claim']}")
         say(f"    you: {vote}, verdict: {row['verdict']} -> {'right' if vote == kind(row['verdict']) else 'no'}")
         say(f"    measured ({where}): {row['measured']}")
-    missing = len(ASKED) - voted
-    print(f"\n{right} of {voted} right" + (f"; {missing} without a vote yet" if missing else ""))
+    for number, vote in votes.items():
+        if vote and vote not in VOTES:
+            say(f"{number:2}. the vote must be one of {', '.join(VOTES)}, it is {vote!r}")
+    missing = len(ASKED) - len(voted)
+    print(f"\n{right} of {len(voted)} right" + (f"; {missing} without a vote yet" if missing else ""))
     return right

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.measure.dry_run import fake_ranks
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.run.model import GPT, GPTConfig, next_token_loss, preset
+from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.recompute import checkpoint_blocks
 
 with warnings.catch_warnings():
@@ -62,9 +62,8 @@ small_gpt = partial(gpt, "toy", layers=8, width=64)
 
 @functools.cache
 def parameters_of(name: str) -> int:
-    """How many parameters a preset has, counted on a model without memory."""
-    with torch.device("meta"):
-        return sum(param.numel() for param in gpt(name).parameters())
+    """How many parameters a preset has."""
+    return number_of_parameters(preset(name))
 
 
 def batch_for(model: nn.Module, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:

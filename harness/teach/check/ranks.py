@@ -14,15 +14,15 @@ import threading
 import time
 import traceback
 import types
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from harness.engine.unit_moments import tensors_in
+from harness.properties.property import Finding
+from harness.properties.sheet import MIXED, MIXED_AT, Recorder, Sheet
 from harness.run import process_group, ranks
-from harness.teach.check.sheet import MIXED, MIXED_AT, Sheet, Work
 from harness.teach.check.steps import checks_of
 from harness.teach.exercise import EXERCISES, ROOT
 
@@ -41,19 +41,23 @@ class Broken(Exception):
     """The file cannot be used at all; the message says why."""
 
 
-class _Watch:
-    """Knows which collective this rank is in: it stands in front of the functions of torch.distributed."""
-
-    NAMES = ("all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "reduce_scatter",
-             "reduce_scatter_single", "reduce_scatter_tensor", "broadcast", "reduce", "gather", "scatter", "all_to_all",
-             "all_to_all_single", "send", "recv", "barrier", "all_gather_object", "broadcast_object_list")  # fmt: skip
+class _Watch(Recorder):
+    """Knows which collective this rank is in."""
 
     def __init__(self, file: str, note: Path | None = None):
-        self.file, self.now, self.last, self._real = file, "", "", {}
+        self.file, self.now, self.last = file, "", ""
         self._note = None if note is None else os.open(note, os.O_CREAT | os.O_WRONLY)
         self.count = 0  # of collectives
         self.issued: list[str] = []  # of this step, what and where
         self._log = None if note is None else os.open(f"{note}.issued", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def begins(self, what: str) -> str:
+        line = self.line(sys._getframe())
+        what += f", issued in line {line}" if line else ""
+        self.issued.append(what)
+        if self._log is not None:
+            os.write(self._log, f"{what}\n".encode())
+        return what
 
     @contextlib.contextmanager
     def inside(self, what: str):
@@ -81,35 +85,11 @@ class _Watch:
             frame = frame.f_back
         return None
 
-    def __enter__(self):
-        for name in self.NAMES:
-            if hasattr(dist, name):
-                self._real[name] = getattr(dist, name)
-                setattr(dist, name, partial(self._call, name, self._real[name]))
-        return self
-
     def __exit__(self, *exception):
-        for name, real in self._real.items():
-            setattr(dist, name, real)
+        super().__exit__(*exception)
         for file in (self._note, self._log):
             if file is not None:
                 os.close(file)
-
-    def _call(self, name, real, *args, **kwargs):
-        line = self.line(sys._getframe(1))
-        nbytes = max(sum(tensor.nbytes for tensor in tensors_in([arg])) for arg in [None, *args, *kwargs.values()])
-        what = f"{name}{f' of {nbytes:,} bytes' if nbytes else ''}"
-        what += f", issued in line {line}" if line else ""
-        self.issued.append(what)
-        if self._log is not None:
-            os.write(self._log, f"{what}\n".encode())
-        with self.inside(what):
-            result = real(*args, **kwargs)
-        if not isinstance(result, dist.Work):
-            return result
-        first = args[:2] if name == "all_reduce" else args[1:2]  # the input, where it is not given by name
-        inputs = [*first, *(value for key, value in kwargs.items() if key.startswith("input") or key == "tensor")]
-        return Work(result, self, what, tensors_in(inputs), nbytes)
 
 
 @contextlib.contextmanager
@@ -162,17 +142,26 @@ def examine(name, file: str, folder: str, seconds: float, device="cpu", first: i
                 threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
             try:
                 if sheet is None:
-                    sheet = Sheet(name, load(name, file), torch.device(device))
-                verdict = sheet.verdict(check, FINDINGS)
+                    sheet = sheet_of(name, load(name, file), device)
+                verdict = _findings(sheet.look(check.look)) or {"status": "passed"}
             except BaseException as error:
                 verdict = _verdict(error, watch, sheet)
-                if verdict["status"] == "error" and sheet and sheet.findings:  # of which it may be a consequence
-                    verdict = {"status": "failed", "findings": sheet.findings[:FINDINGS]}
+                if verdict["status"] == "error" and sheet:  # it may be a consequence of what was found before
+                    verdict = _findings(sheet.findings) or verdict
             over.set()
             ranks.say(folder, number, rank, {**verdict, "issued": [*watch.issued]})
             patience = PATIENCE if verdict["status"] == "lost" else 2 * seconds + 10  # who is lost sends no verdict
             if any(not_passed(other) for other in ranks.everyone(folder, number, world_size, patience)):
                 return
+
+
+def sheet_of(name: str, module: types.ModuleType, device: str = "cpu") -> Sheet:
+    cls = getattr(module, EXERCISES[name].engine)
+    return Sheet(name, module, cls, torch.device(device), f"exercises/{EXERCISES[name].source}")
+
+
+def _findings(found: list[Finding]) -> dict | None:
+    return {"status": "failed", "findings": [asdict(finding) for finding in found[:FINDINGS]]} if found else None
 
 
 def not_passed(verdict: dict | None) -> bool:

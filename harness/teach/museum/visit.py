@@ -7,7 +7,6 @@
 """
 
 import argparse
-import contextlib
 import gc
 import inspect
 import math
@@ -18,12 +17,10 @@ from collections import Counter
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.measure.in_flight import InFlight
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
@@ -33,49 +30,6 @@ from harness.teach.museum.exhibits import EXHIBITS, PATCHED, Exhibit, exhibit_of
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
 RANKS, MOST_RANKS = 2, 16
-
-
-class Overlap(TorchDispatchMode):
-    """Of the `issued` reductions inside, `hidden` were in flight while this rank computed a matrix product."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = self.issued = 0
-        self._in_flight: list[list] = []  # [whether something was computed meanwhile] of each
-        self._patches = contextlib.ExitStack()
-
-    def __enter__(self):
-        for name in ("all_reduce", "reduce_scatter_single"):
-            self._patches.enter_context(patch.object(dist, name, self._watched(getattr(dist, name))))
-        return super().__enter__()
-
-    def __exit__(self, *raised):
-        self._patches.close()
-        return super().__exit__(*raised)
-
-    def _watched(self, issue):
-        def issue_and_note(*args, **options):
-            work = issue(*args, **options)
-            if work is None:  # it has ended already
-                return None
-            entry = [False]
-            self.issued += 1
-            self._in_flight.append(entry)
-
-            def wait():
-                self._in_flight = [other for other in self._in_flight if other is not entry]
-                return work.wait()
-
-            return SimpleNamespace(wait=wait)
-
-        return issue_and_note
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm"):
-            for entry in self._in_flight:
-                self.hidden += not entry[0]
-                entry[0] = True
-        return func(*args, **(kwargs or {}))
 
 
 def nothing_yet() -> dict:
@@ -107,7 +61,7 @@ def train(loop: Loop, found: dict) -> None:
             peaks, gathered = {"forward": 0, "backward": 0}, [0]
             watching = [unit.module.register_forward_pre_hook(lambda *_, engine=engine, gathered=gathered:
                         gathered.append(gathered_bytes(engine))) for unit in getattr(engine, "units", ())]  # fmt: skip
-            with TrafficLedger() as traffic, Overlap() as overlap:
+            with TrafficLedger() as traffic, InFlight() as seen:
                 for moment, number in loop.moments(engine, step):
                     if number is not None:
                         found[moment].append(number)
@@ -121,7 +75,8 @@ def train(loop: Loop, found: dict) -> None:
             if watching:
                 found["gathered"] = max(gathered)
             found["peaks"], found["sent"], found["inside"] = peaks, traffic.sent_bytes, inside
-            found["hidden"], found["issued"] = overlap.hidden, overlap.issued
+            hidden = seen.computed_meanwhile("reduce")
+            found["hidden"], found["issued"] = sum(hidden), len(hidden)
             found["collectives"] = dict(Counter(collective.kind for collective in traffic.collectives))
     found["finished"] = True
 

@@ -2,11 +2,12 @@
 
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
+from harness.measure.memory import optimizer_of
 from harness.measure.places import PlacesLedger
 from harness.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
+from harness.measure.traffic import works_in
 from harness.measure.versions import Versions
 from harness.run import process_group
 from harness.run.process_group import Rank
@@ -22,25 +23,18 @@ class Recorder(PlacesLedger):
         self.clock, self.versions, self.updated = timeline.now, Versions(self.rank), None
         self._names = unit_names(self._engine.model)
         self.units = units_of(self.rows, self._names)
-        self._at_work, self._gathers, self._plain_wait = None, {}, dist.Work.wait
+        self._at_work, self._gathers, timeline.on_wait = None, {}, self._waited
         self.begun: list[tuple] = []  # (moment, unit, step) of each computation
         self.copies: list[list] = []  # [begins, ends] of what FSDP2 does beside the model: copies, and waits
-        optimizer = getattr(self._engine.optimizer, "optim", self._engine.optimizer)
+        optimizer = optimizer_of(self._engine)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_update()))
         self._look(range(len(self.rows)))
-        recorder = self
 
-        def wait(work, *timeout):
-            try:
-                return recorder._plain_wait(work, *timeout)
-            finally:
-                if id(work) in recorder._gathers:
-                    recorder._look([recorder._gathers.pop(id(work))[1]])
-
-        dist.Work.wait = wait
+    def _waited(self, work) -> None:
+        if self.clock is not None and id(work) in self._gathers:
+            self._look([self._gathers.pop(id(work))[1]])
 
     def stop(self) -> None:
-        dist.Work.wait = self._plain_wait
         self._look(range(len(self.rows)))
         self.clock = None
 
@@ -68,10 +62,7 @@ class Recorder(PlacesLedger):
         if len(self.collective_rows) > count:
             row = self.collective_rows[-1]
             if "allgather" in func._schema.name and row is not None and not self.rows[row].stretches[0].by_parameter:
-                for leaf in torch.utils._pytree.tree_leaves(result):
-                    if isinstance(leaf, torch.ScriptObject):
-                        work = dist.Work.unbox(leaf)
-                        self._gathers[id(work)] = (work, row)
+                self._gathers |= {id(work): (work, row) for work in works_in(result)}
         return result
 
     def _beside(self) -> bool:

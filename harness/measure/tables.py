@@ -1,0 +1,37 @@
+"""A table is rows of cells, said once; here are the two ways to show it: text in a terminal, and Markdown."""
+
+import re
+from collections.abc import Callable
+
+GB, MB = ("GB", 1e9), ("MB", 1e6)
+
+
+def rows_of(columns: dict[str, Callable[[str, dict], str]], things: dict[str, dict]) -> list[list[str]]:
+    """The rows of `things`, {name: numbers}: below the titles, in each column what it says of the name and the numbers.
+
+    So a column stands in one place: its title, and how its cell is written.
+    """
+    return [list(columns), *([cell(name, one) for cell in columns.values()] for name, one in things.items())]
+
+
+def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True) -> list[str]:
+    """Lines for a terminal: the columns `left` to the left and the others to the right, a rule under the first row."""
+    widths = [max(map(len, cells)) for cells in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if column in left else c.rjust(w) for column, (c, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return [lines[0], "-" * len(lines[0]), *lines[1:]] if rule else lines
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """The table as GitHub shows it, numbers to the right."""
+    titles, *others = rows
+    dashes = ["---", *("---:" if re.fullmatch(r"[\d.,]+", cell) else "---" for cell in others[0][1:])]
+    cells = [titles, dashes, *([cell.replace("|", "\\|") for cell in row] for row in others)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def unit_for(parameters: int) -> tuple[str, float]:
+    """The unit for the bytes of a model with so many parameters, and its size: GB of 10^9 for a large one, else MB."""
+    return GB if parameters > 2.5e8 else MB

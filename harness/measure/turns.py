@@ -1,0 +1,47 @@
+"""Step times that can be compared: all are alive, and each makes one step in turn.
+
+So whatever disturbs the machine disturbs all of them.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from harness.run import process_group
+from harness.run.process_group import Rank
+
+WARM_UP = 2  # rounds
+
+
+def take_turns(
+    steps: dict[str, Callable[[], object] | None],
+    rounds: int,
+    me: Rank,
+    meet: Callable[[str], None] = lambda name: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, list[float]]:
+    """{name: seconds of each of `rounds` steps on the slowest rank}. A collective.
+
+    A step is None on a rank that takes no part in it. `meet(name)` is called after each, before the ranks tell each
+    other their times; `say` every two seconds, with the round.
+    """
+    names, times, said = list(steps), {name: [] for name in steps}, time.perf_counter()
+    for turn in range(-WARM_UP, rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always the first
+            dist.barrier()
+            started = time.perf_counter()
+            if steps[name] is not None:
+                steps[name]()
+                if me.device.type == "cuda":
+                    torch.cuda.synchronize()
+            seconds = time.perf_counter() - started if steps[name] is not None else 0.0
+            meet(name)
+            (slowest,) = process_group.largest([seconds], me)
+            if turn >= 0:
+                times[name].append(slowest)
+        if time.perf_counter() - said > 2:
+            say(f"  round {turn + 1} of {rounds}" if turn >= 0 else "  warming up")
+            said = time.perf_counter()
+    return times
