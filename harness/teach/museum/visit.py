@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from harness.measure import tables
 from harness.measure.in_flight import InFlight
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
@@ -156,18 +157,14 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
 def report(right: list[dict], wrong: list[dict]) -> str:
     """What a user would see of the two, a list entry per rank each."""
     numbers = range(len(right))
-    head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in numbers)
-    lines = [f"{'':<22}{head}"]
+    table = [["", *(f"{name} {rank}" for name in ("right, rank", "this, rank") for rank in numbers)]]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
         for step in range(len(right[0][key])):
-            values = [dict(enumerate(found[key])).get(step) for found in (*right, *wrong)]
-            texts = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
-            lines.append(f"{f'{label}, step {step + 1}':<22}{texts}")
+            values = [f"{found[key][step]:.5f}" if step < len(found[key]) else "-" for found in (*right, *wrong)]
+            table.append([f"{label}, step {step + 1}", *values])
+    lines = tables.text(table, rule=False)
     if wrong[0]["finished"]:
-        counted = rows(right, wrong)
-        width = max(len(line) for line, _, _ in counted) + 1
-        lines += ["", f"{'rank 0, last step':<{width}}{'right':>12}{'this':>12}"]
-        lines += [f"{line:<{width}}{a:>12}{b:>12}" for line, a, b in counted]
+        lines += ["", *tables.text([("rank 0, last step", "right", "this"), *rows(right, wrong)], rule=False)]
     for rank in numbers:
         if wrong[rank]["error"]:
             lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]
