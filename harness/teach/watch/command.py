@@ -14,6 +14,7 @@ import torch
 
 from harness.run import process_group, ranks
 from harness.run.model import PRESETS, preset
+from harness.run.options import at_least
 from harness.teach.museum.exhibits import exhibit_of
 from harness.teach.watch import animation, page
 from harness.teach.watch.engines import TITLES, Run, of_engine, of_exhibit
@@ -58,8 +59,7 @@ def settle(options: argparse.Namespace) -> None:
         given = getattr(options, name)
         if not least <= given <= most:
             raise ValueError(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
-    if options.bucket_mb is not None and not options.bucket_mb >= 0:
-        raise ValueError(f"--bucket-mb must be 0 or more, got {options.bucket_mb}")
+    at_least(options, bucket_mb=0)
     gpus = torch.cuda.device_count()
     if options.ranks is None:
         options.ranks = str(process_group.default_ranks(options.backend, options.device, gpus, 1))
