@@ -33,7 +33,6 @@ def findings(number: int, name: str) -> list:
     def build(model, optimizer_cls, group=None, **options):
         return exhibit.wrong(model, optimizer_cls, group=own if group is None else group, **options)
 
-    more = {key: getattr(exhibit.wrong, key) for key in ("save", "load", "scaler") if hasattr(exhibit.wrong, key)}
     case = next(case for _, engine, case in library()[name].asked() if engine == exhibit.stage)
     more = {what: getattr(exhibit.wrong, what) for what in ("save", "load", "scaler") if hasattr(exhibit.wrong, what)}
     try:

@@ -56,17 +56,14 @@ def code(source: str) -> str:
 
 def sort(old: Chapter, new: Chapter) -> dict[str, list[str]]:
     """{"the same", "changed", "new", "gone": names of methods}, each in the order of its chapter."""
-    kinds = {
-        "the same": [],
-        "changed": [],
-        "new": [],
-        "gone": [name for name in old.methods if name not in new.methods],
-    }
-    for name, source in new.methods.items():
-        if name not in old.methods:
+    kinds = {kind: [] for kind in ("the same", "changed", "new", "gone")}
+    for name in {**new.methods, **old.methods}:
+        if name not in new.methods:
+            kinds["gone"].append(name)
+        elif name not in old.methods:
             kinds["new"].append(name)
         else:
-            kinds["the same" if code(source) == code(old.methods[name]) else "changed"].append(name)
+            kinds["the same" if code(new.methods[name]) == code(old.methods[name]) else "changed"].append(name)
     return kinds
 
 

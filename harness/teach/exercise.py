@@ -73,6 +73,10 @@ class Exercise:
     blanks: tuple[Blank, ...]
 
 
+_FOR_OTHERS = (
+    "(`precision.before_sum`, `precision.mean_of_sum` and `self.placement.brought`, for float16, replicas and offload, "
+    "are not needed here)"
+)
 _LAYOUT = Blank(
     "Bucket.__init__",
     "Step 0: lay the parameters end to end, and pad",
@@ -101,8 +105,7 @@ _REDUCE_1 = Blank(
     "bucket.own_part(bucket.flat_gradient): bucket.pieces and bucket.cut(shard) have the same order. Started with "
     'async_op=True, all buckets travel at once; wait(work, "all-reduce", bucket) receives one.',
     "about {lines} lines; sends 2Ψ elements (times (N-1)/N, as all that is sent); no second copy of the gradients: sum "
-    'and mean in place, pieces with views. `wait(work, "all-reduce", bucket)` receives. (`precision.before_sum`, '
-    "`precision.mean_of_sum` and `self.placement.brought`, for float16, replicas and offload, are not needed here)",
+    f'and mean in place, pieces with views. `wait(work, "all-reduce", bucket)` receives. {_FOR_OTHERS}',
     "the arithmetic at the top of exercises/zero1.py, `all-reduce` and `piece` in its words; ZeRO paper, section 5.1",
     first=("Assign", "works"),
     last=("For", 1),
@@ -167,9 +170,7 @@ EXERCISES = {
                 "group=self.group, async_op=True), shard of bucket.shard_numel elements. The whole must stay alive and "
                 "unchanged until the work was waited for. Divide by N, and set piece.grad from bucket.cut(shard).",
                 "about as many lines as the all-reduce takes ({lines}); sends Ψ elements here and 2Ψ in all; gradients "
-                'held at most 4Ψ + 4Ψ/N bytes. `wait(work, "reduce-scatter", bucket)` receives. '
-                "(`precision.before_sum`, `precision.mean_of_sum` and `self.placement.brought`, for float16, replicas "
-                "and offload, are not needed here)",
+                f'held at most 4Ψ + 4Ψ/N bytes. `wait(work, "reduce-scatter", bucket)` receives. {_FOR_OTHERS}',
                 "the arithmetic at the top of exercises/zero1_2psi.py, `reduce-scatter` in its words; ZeRO paper, "
                 "section 7.1",
                 first=("Assign", "works"),

@@ -1,12 +1,10 @@
 """The museum of bugs: real mistakes, each a few lines that go in front of a right stage from outside.
 
-Every exhibit takes an engine class and returns one that is wrong in one place. Many were found in public
-implementations, two in the articles; nearly all train without a complaint. `./launch.sh bug` lists them, and
-`./launch.sh bug 7` runs one beside the right engine (`visit.py`). tests/test_museum.py demands that each is stopped by
-the tests it names.
+Every exhibit is a class made from a right stage, and wrong in one place. Many were found in public implementations,
+two in the articles; nearly all train without a complaint. `./launch.sh bug` lists them, and `./launch.sh bug 7` runs
+one beside the right engine (`visit.py`). tests/test_museum.py demands that each lacks the properties it names.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,37 +20,60 @@ from harness.engine import checkpoint, gradients, guard, moments, optimizer, uni
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
+ORACLE = "equals_one_process_on_the_whole_batch"
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One mistake: what a visitor is told before (stage, title) and after (the rest), and how it is run.
+    """One mistake: what a visitor is told before (title) and after (the rest), and how it is run.
 
-    `mutate` takes the stage's class and returns the wrong one. `options` go to the engine, `training` to
-    `loop.Training`: the loop in which the mistake shows. `differs` are the lines of the report that are not
-    those of the right engine; or "error", or "timeout". `caught_by` names the tests that fail with the wrong one, as
-    pytest does.
+    `wrong` is the engine, made from the stage that is `right`. `differs` are the lines of the report that are not those
+    of the right engine; or "error", or "timeout". `caught_by` names the properties that it does not have. `options` go
+    to the engine, and `training` to `loop.Training`: the loop in which the mistake shows.
     """
 
     number: int
-    stage: str
     title: str
-    mutate: Callable[[type], type]
+    wrong: type
     differs: set[str]
     symptom: str
     diagnosis: str
     read: str
-    caught_by: tuple[str, ...]
-    options: dict
+    caught_by: tuple[str, ...] = (ORACLE,)
+    options: dict = field(default_factory=dict)
     training: dict = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str:
+        return next(name for name, right in STAGES.items() if issubclass(self.wrong, right))
 
     @property
     def right(self) -> type:
         return STAGES[self.stage]
 
-    @property
-    def wrong(self) -> type:
-        return self.mutate(self.right)
+
+# What the lines of an exhibit may use, in words.
+PATCHED = "# `@patch.object(module, name, other)`: while the method below it runs, module.name is the other one."
+
+EXHIBITS: dict[int, Exhibit] = {}
+
+
+def exhibit(title: str, **told):
+    """Above a wrong engine: makes it the museum's next exhibit."""
+
+    def show(wrong: type) -> type:
+        number = len(EXHIBITS) + 1
+        EXHIBITS[number] = Exhibit(number, title, wrong, **told)
+        return wrong
+
+    return show
+
+
+def exhibit_of(number: str) -> Exhibit:
+    """The exhibit with the number that somebody has typed. Raises ValueError if there is none."""
+    if not number.isdecimal() or int(number) not in EXHIBITS:
+        raise ValueError(f"no bug {number!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
+    return EXHIBITS[int(number)]
 
 
 def save(engine, folder) -> None:
@@ -73,128 +94,207 @@ def hand_out(bucket, shard: torch.Tensor) -> None:
 # ZeRO-1.
 
 
-def with_step_5(engine, gather):
-    """The stage with another function in the place of `gather_parameters`."""
-
-    class Mutant(engine):
-        def step(self):
-            with patch.object(zero1, "gather_parameters", gather):
-                super().step()
-
-    return Mutant
-
-
-def never_averaged(engine):
-    class Mutant(engine):
-        def _reduce_gradients(self):
-            if self.moments.settled:
-                return
-            for bucket in self.trained:
-                dist.all_reduce(bucket.flat_gradient, group=self.group)
-                hand_out(bucket, bucket.own_part(bucket.flat_gradient))  # the sum of N gradients
-            self.moments.settled = True
-
-    return Mutant
+@exhibit(
+    "The learning rate that was tuned on one GPU",
+    differs={"losses", "norms"},
+    symptom="The losses of step 1 are right, and the gradient norms are twice what they should be from the start. "
+    "Every step goes twice as far; with a small learning rate that even looks better.",
+    diagnosis="The all-reduced gradients are summed and never divided by N, so the learning rate grows with the number "
+    "of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
+    read="zero1.py, step 3, `ZeRO1._reduce_gradients`: `precision.mean_of_sum(bucket.flat_gradient, self.world_size)`",
+    caught_by=("a_step_on_integers_is_exact",),
+    training={"optimizer": "SGD", "max_norm": 100.0},
+)
+class NeverAveraged(zero1.ZeRO1):
+    def _reduce_gradients(self):
+        if self.moments.settled:
+            return
+        for bucket in self.trained:
+            dist.all_reduce(bucket.flat_gradient, group=self.group)
+            hand_out(bucket, bucket.own_part(bucket.flat_gradient))  # the sum of N gradients
+        self.moments.settled = True
 
 
-def not_padded(engine):
+@exhibit(
+    "It ran on the author's model",
+    differs={"error"},
+    symptom="The first forward and backward pass, then every rank stops: a collective's buffers do not fit.",
+    diagnosis="The flat buffer is not padded, so the last rank's shard is shorter than the others. That works only "
+    "while the length is a multiple of N (here of 4N elements, as shards start at multiples of 16 bytes). The "
+    "WordPress developer's piece cuts every parameter like this. The printed ZeRO-1 of 'AI in Multiple GPUs' pads the "
+    "parameter and not its gradient: there, too, N must divide.",
+    read="zero1.py, step 0, `Bucket.__init__`: `self.numel` and `self.shard_numel`",
+)
+class NotPadded(zero1.ZeRO1):
     class Bucket(zero1.Bucket):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.numel = self.offsets[-1] + self.params[-1].numel()  # not rounded up to a multiple of N
 
-    class Mutant(engine):
-        def __init__(self, *arguments, **options):
-            with patch.object(zero1, "Bucket", Bucket):
-                super().__init__(*arguments, **options)
-
-    return Mutant
+    @patch.object(zero1, "Bucket", Bucket)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
 
 
-def not_broadcast(engine):
-    class Mutant(engine):
-        def __init__(self, *arguments, **options):
-            with patch.object(dist, "broadcast", lambda *arguments, **options: None):  # no `dist.broadcast` in step 0
-                super().__init__(*arguments, **options)
-
-    return Mutant
-
-
-def different_shards(engine):
-    class Mutant(engine):
-        def _reduce_gradients(self):
-            for bucket in self.trained:
-                shard = bucket.own_part(bucket.flat_gradient)  # rank 0's shard 0, rank 1's shard 1
-                dist.all_reduce(shard, group=self.group)
-                hand_out(bucket, shard.div_(self.world_size))
-
-    return Mutant
+@exhibit(
+    "One seed per rank",
+    differs={"losses"},
+    symptom="Rank 0's first loss is right and rank 1's is not; later neither is, although all hold and send what they "
+    "should, and learn.",
+    diagnosis="Nobody broadcasts rank 0's weights at the start. After the first all-gather all ranks agree, on a "
+    "patchwork: each shard comes from its owner's own initialisation.",
+    read="zero1.py, step 0, `ZeRO1.__init__`: `dist.broadcast`",
+)
+class NotBroadcast(zero1.ZeRO1):
+    @patch.object(dist, "broadcast", lambda *arguments, **options: None)  # no `dist.broadcast` in step 0
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
 
 
-def updated_too_early(engine):
-    class Mutant(engine):
-        def step(self):
-            self.optimizer.step()  # step 4
-            self._reduce_gradients()  # step 3
-            zero1.gather_parameters(self.trained, self.group)  # step 5
+@exhibit(
+    "A third of the traffic saved",
+    differs={"losses", "sent"},
+    symptom="A third less is sent than should be, nothing complains, and it learns worse.",
+    diagnosis="Every rank all-reduces its own shard of the gradients: rank 0's shard 0 is added to rank 1's shard 1. "
+    "The sizes match, so nothing complains. A sum of one's own shard over the ranks is a reduce-scatter.",
+    read="zero1.py, step 3, `ZeRO1._reduce_gradients`: the whole buffer goes into the all-reduce",
+)
+class DifferentShards(zero1.ZeRO1):
+    def _reduce_gradients(self):
+        for bucket in self.trained:
+            shard = bucket.own_part(bucket.flat_gradient)  # rank 0's shard 0, rank 1's shard 1
+            dist.all_reduce(shard, group=self.group)
+            hand_out(bucket, shard.div_(self.world_size))
 
-    return Mutant
+
+@exhibit(
+    "Five steps, five batches, one model",
+    differs={"losses", "optimizer", "peak in forward", "peak in backward"},
+    symptom="The losses do not fall, and the optimizer holds no state, also at the peaks. The traffic is right.",
+    diagnosis="The optimizer steps before the gradients are reduced. Its pieces have no gradient yet, so it does "
+    "nothing; when they get one, zero_grad() follows.",
+    read="zero1.py, steps 3 and 4, `ZeRO1.step`",
+)
+class UpdatedTooEarly(zero1.ZeRO1):
+    def step(self):
+        self.optimizer.step()  # step 4
+        self._reduce_gradients()  # step 3
+        zero1.gather_parameters(self.trained, self.group)  # step 5
 
 
-def not_gathered(engine):
-    def gather(buckets, group):
-        pass
+@exhibit(
+    "Two models for the price of one",
+    differs={"losses", "sent", "all-gathers"},
+    symptom="The first loss is right, later ones are not. There is no all-gather, and a third less is sent.",
+    diagnosis="Step 5 is left out. Every rank updates its shard of the weights and never gets the others' shards. Its "
+    "own half of the model is new, and the other half never changes.",
+    read="zero1.py, step 5, `gather_parameters`",
+)
+class NotGathered(zero1.ZeRO1):
+    @patch.object(zero1, "gather_parameters", lambda buckets, group: None)
+    def step(self):
+        super().step()
 
-    return with_step_5(engine, gather)
 
-
-def next_ranks_shard(engine):
+@exhibit(
+    "Counting from one",
+    differs={"losses"},
+    symptom="The second loss is above the first, and every other one is that of an untrained model; all else is right.",
+    diagnosis="Step 5 contributes the shard of rank + 1, which this rank has not updated. The all-gather puts every "
+    "shard in another's place, without its update; the next one puts them back where they were.",
+    read="zero1.py, step 5, `gather_parameters`; `Bucket.own_part`: `self.start`",
+)
+class NextRanksShard(zero1.ZeRO1):
+    @staticmethod
     def gather(buckets, group):
         for bucket in buckets:
             start = (dist.get_rank(group) + 1) % dist.get_world_size(group) * bucket.shard_numel  # ranks counted from 1
             shard = bucket.flat[start : start + bucket.shard_numel].clone()
             dist.all_gather_single(bucket.flat, shard, group=group)
 
-    return with_step_5(engine, gather)
+    @patch.object(zero1, "gather_parameters", gather)
+    def step(self):
+        super().step()
 
 
-def whole_optimizer(engine):
+@exhibit(
+    "Equal to the last digit",
+    differs={"optimizer", "peak in forward", "peak in backward"},
+    symptom="Losses and traffic are right to the last digit; the optimizer holds twice what it should.",
+    diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
+    "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
+    read="zero1.py, step 0, `Bucket.make_pieces`; `ZeRO1.__init__`: `self.optimizer`",
+    caught_by=("held_bytes_equal_the_theory",),
+)
+class WholeOptimizer(zero1.ZeRO1):
+    def __init__(self, model, optimizer_cls, **options):
+        super().__init__(model, optimizer_cls, **options)
+        for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
+            bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
+            bucket.make_pieces(self.placement)
+        self.optimizer = optimizer.over_pieces(self, optimizer_cls)
+
+    @staticmethod
     def gather(buckets, group):
         for bucket in buckets:
             shard = bucket.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
             dist.all_gather_single(bucket.flat, shard, group=group)
 
-    class Mutant(with_step_5(engine, gather)):
-        def __init__(self, model, optimizer_cls, **options):
-            super().__init__(model, optimizer_cls, **options)
-            for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
-                bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
-                bucket.make_pieces(self.placement)
-            self.optimizer = optimizer.over_pieces(self, optimizer_cls)
-
-    return Mutant
+    @patch.object(zero1, "gather_parameters", gather)
+    def step(self):
+        super().step()
 
 
-def nothing_to_gather(engine):
-    right = zero1.gather_parameters
-
-    def gather(buckets, group):
+@exhibit(
+    "The parameter of one element",
+    differs={"timeout"},
+    symptom="The first step does not end. After the timeout each rank says that it waited in vain, each for another "
+    "collective.",
+    diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, and "
+    "it waits for them in the next step's all-reduce. A collective needs all ranks, also those with nothing to give.",
+    read="zero1.py, step 5, `gather_parameters`",
+    caught_by=("a_rank_may_own_only_padding",),
+    options={"bucket_mb": 0},
+)
+class NothingToGather(zero1.ZeRO1):
+    @staticmethod
+    def gather(buckets, group, right=zero1.gather_parameters):
         right([bucket for bucket in buckets if bucket.pieces], group)  # only where this rank updated some
 
-    return with_step_5(engine, gather)
+    @patch.object(zero1, "gather_parameters", gather)
+    def step(self):
+        super().step()
 
 
-def own_norm(engine):
-    class Mutant(engine):
-        def clip_grad_norm_(self, max_norm, norm_type=2.0):
-            self._reduce_gradients()
-            pieces = [piece for bucket in self.trained for _, piece in bucket.pieces]
-            return torch.nn.utils.clip_grad_norm_(pieces, max_norm, norm_type)
+@exhibit(
+    "Two opinions about a norm",
+    differs={"losses", "norms", "all-gathers"},
+    symptom="The ranks have different gradient norms, both below the right one; there is one all-gather fewer; the "
+    "losses are off from the second step on.",
+    diagnosis="Every rank clips by the norm of its own shard. The right norm is that of all shards together: the "
+    "squares must be summed over the ranks. Otherwise every shard is scaled by another factor.",
+    read="harness/engine/gradients.py, `clip_grad_norm_`",
+    caught_by=("clipping_takes_the_norm_of_the_whole_model",),
+    training={"optimizer": "SGD", "max_norm": 0.5},
+)
+class OwnNorm(zero1.ZeRO1):
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        self._reduce_gradients()
+        pieces = [piece for bucket in self.trained for _, piece in bucket.pieces]
+        return torch.nn.utils.clip_grad_norm_(pieces, max_norm, norm_type)
 
-    return Mutant
 
-
-def old_gradients(engine):
+@exhibit(
+    "Momentum from nowhere",
+    differs={"losses"},
+    symptom="The first two losses are right, and from the third on they are not: each step goes on in the direction of "
+    "the last.",
+    diagnosis="The gradients' buffer stays from step to step. The hook adds to it, and does not ask whether what is in "
+    "it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
+    read="harness/engine/moments.py, `CollectGradients._on_gradient`: `bucket.used`",
+    training={"optimizer": "SGD"},
+)
+class OldGradients(zero1.ZeRO1):
     class Collect(moments.CollectGradients):
         def _on_gradient(self, param):
             bucket, index, place = self._place[id(param)]
@@ -202,676 +302,415 @@ def old_gradients(engine):
             bucket.used.add(index)
             param.grad, self.settled = None, False
 
-    class Mutant(engine):
-        def __init__(self, *arguments, **options):
-            with patch.object(moments, "CollectGradients", Collect):
-                super().__init__(*arguments, **options)
-
-    return Mutant
+    @patch.object(moments, "CollectGradients", Collect)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
 
 
 # ZeRO-2.
 
 
-def last_micro_batch(engine):
-    class Mutant(engine):
-        def _receive(self):
-            if self._in_flight is not None:
-                for _, piece in self._in_flight.bucket.pieces:
-                    piece.grad = None  # `piece.grad = gradient`, where an earlier backward may have left one
-            super()._receive()
-
-    return Mutant
-
-
-def reduced_at_the_end(engine):
-    class Mutant(engine):
-        def gradients_final(self, bucket):
-            pass  # inside backward nothing is sent
-
-        def _reduce_gradients(self):
-            for bucket in self.trained:
-                self._send(bucket)
-            super()._reduce_gradients()
-
-    return Mutant
+@exhibit(
+    "Half of the batch",
+    differs={"losses"},
+    symptom="With one backward per step all is right; with two the losses are off from the second step on.",
+    diagnosis="What arrives from a reduction replaces what an earlier backward of the same step has brought. It should "
+    "be added: as it is, only the last micro-batch counts.",
+    read="zero2.py, step 3, `Reduction.finish`: `hand_over`; harness/engine/placement.py, `Placement._give`: "
+    "`piece.grad.add_(gradient)`",
+    caught_by=("backwards_before_a_step_add_up",),
+    training={"optimizer": "SGD", "micro_batches": 2},
+)
+class LastMicroBatch(zero2.ZeRO2):
+    def _receive(self):
+        if self._in_flight is not None:
+            for _, piece in self._in_flight.bucket.pieces:
+                piece.grad = None  # `piece.grad = gradient`, where an earlier backward may have left one
+        super()._receive()
 
 
-def received_in_place(engine):
-    class Mutant(engine):
-        def _receive(self):
-            reduction = self._in_flight
-            if reduction is not None:
-                wait(reduction.work, "reduce-scatter", reduction.bucket)
-                # This rank's part of the buffer that was sent is free by now, so why allocate another?
-                reduction.shard = reduction.bucket.own_part(reduction.flat).copy_(reduction.shard)
-            super()._receive()
+@exhibit(
+    "What the log said",
+    differs={
+        "peak in backward",
+        "of the reductions inside backward",
+        "reductions still in flight when the rank computes",
+    },
+    symptom="Losses, held bytes and traffic are right; the peak in backward is not, and nothing is reduced there.",
+    diagnosis="The hook reduces nothing, and step() reduces everything: all gradients, unsharded, are alive when "
+    "backward ends. Between steps 1/N of them is held, and that is what the log says. The peak tells the truth.",
+    read="zero2.py, step 3 inside step 2, `ZeRO2.gradients_final`",
+    caught_by=("zero2_has_two_buckets_of_whole_gradients_at_most",),
+)
+class ReducedAtTheEnd(zero2.ZeRO2):
+    def gradients_final(self, bucket):
+        pass  # inside backward nothing is sent
 
-    return Mutant
-
-
-def not_waited_for(engine):
-    class Mutant(engine):
-        def _send(self, bucket):
-            super()._send(bucket)
-            self._in_flight.work = SimpleNamespace(wait=lambda: None)  # what `async_op=True` returned is dropped
-
-    return Mutant
-
-
-def norm_of_the_model(engine):
-    class Mutant(engine):
-        def clip_grad_norm_(self, max_norm, norm_type=2.0):
-            # As torch's own would, which an engine's parameters refuse: nothing is found, and nothing clipped.
-            found = [param.grad for param in self.model.parameters() if param.grad is not None]
-            return torch.nn.utils.get_total_norm(found, norm_type)
-
-    return Mutant
+    def _reduce_gradients(self):
+        for bucket in self.trained:
+            self._send(bucket)
+        super()._reduce_gradients()
 
 
-def last_bucket_missed(engine):
-    class Mutant(engine):
-        def _reduce_gradients(self):
-            gradients.settle(self)  # and no `_receive` before it
-
-    return Mutant
-
-
-def frozen_forgotten(engine):
-    class Mutant(engine):
-        def __init__(self, model, *arguments, **options):
-            frozen = [param for param in model.parameters() if not param.requires_grad]
-            own = [param.detach().clone() for param in frozen]
-            super().__init__(model, *arguments, **options)
-            for param, values in zip(frozen, own):
-                param.data.copy_(values)  # as if only `self.trained`, and not all buckets, were broadcast
-
-    return Mutant
-
-
-def stepped_by_itself(engine):
-    class Mutant(engine):
-        def step(self):
-            self.optimizer.step()  # `optimizer.step()`, as every loop has it: no step 3 before it, no step 5 after it
-
-    return Mutant
+@exhibit(
+    "An allocation saved",
+    differs={"gradients", "peak in backward"},
+    symptom="Losses and traffic are right; the gradients held are twice what they should be on two ranks.",
+    diagnosis="The reduced shard is received into its place in the buffer that was sent. It is a view, and a view "
+    "keeps the whole storage alive: nothing is freed, although no variable names the buffer any more.",
+    read="zero2.py, step 3, `Reduction`: `self.shard`, and `self.flat = None`",
+    caught_by=("held_bytes_equal_the_theory",),
+)
+class ReceivedInPlace(zero2.ZeRO2):
+    def _receive(self):
+        reduction = self._in_flight
+        if reduction is not None:
+            wait(reduction.work, "reduce-scatter", reduction.bucket)
+            # This rank's part of the buffer that was sent is free by now, so why allocate another?
+            reduction.shard = reduction.bucket.own_part(reduction.flat).copy_(reduction.shard)
+        super()._receive()
 
 
-def received_at_once(engine):
-    class Mutant(engine):
-        def _send(self, bucket):
-            super()._send(bucket)
-            self._receive()  # what was just sent
+@exhibit(
+    "The fast one",
+    differs={"losses"},
+    symptom="The first loss is right. Later ones are wrong, in every run in another way, and perhaps NaN.",
+    diagnosis="Nobody waits for the asynchronous reduce-scatter. The optimizer gets memory that is not written yet.",
+    read="zero2.py, step 3, `Reduction.finish`: `wait`",
+)
+class NotWaitedFor(zero2.ZeRO2):
+    def _send(self, bucket):
+        super()._send(bucket)
+        self._in_flight.work = SimpleNamespace(wait=lambda: None)  # what `async_op=True` returned is dropped
 
-    return Mutant
+
+@exhibit(
+    "The calmest gradients in the house",
+    differs={"losses", "norms", "all-gathers"},
+    symptom="The gradient norm is 0 in every step, there is one all-gather fewer, and the losses are those of a "
+    "training without clipping.",
+    diagnosis="torch.nn.utils.clip_grad_norm_(model.parameters()) finds no gradient. They were reduced and freed in "
+    "backward, and the pieces have what is left. It returns 0 and clips nothing.",
+    read="harness/engine/gradients.py, `take` and `clip_grad_norm_`",
+    caught_by=("clipping_takes_the_norm_of_the_whole_model",),
+    training={"optimizer": "SGD", "max_norm": 0.5},
+)
+class NormOfTheModel(zero2.ZeRO2):
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        # As torch's own would, which an engine's parameters refuse: nothing is found, and nothing clipped.
+        found = [param.grad for param in self.model.parameters() if param.grad is not None]
+        return torch.nn.utils.get_total_norm(found, norm_type)
+
+
+@exhibit(
+    "The slow learner",
+    differs={"losses", "gradients", "optimizer"},
+    symptom="It learns, but less well. A little less gradient and optimizer state is held than should be; the "
+    "collectives are right.",
+    diagnosis="The last bucket is on its way when backward ends, and nobody receives it before the update. Its "
+    "parameters, here the token embedding, never change: each step's gradient arrives too late and is dropped.",
+    read="zero2.py, the end of step 3, `ZeRO2._reduce_gradients`",
+)
+class LastBucketMissed(zero2.ZeRO2):
+    def _reduce_gradients(self):
+        gradients.settle(self)  # and no `_receive` before it
+
+
+@exhibit(
+    "Fine-tuning",
+    differs={"losses"},
+    symptom="Rank 0's first loss is right, and all of rank 1's are off. On a model without frozen parameters all is "
+    "right.",
+    diagnosis="Only the trained parameters are broadcast at the start. Each rank keeps the frozen parameters that it "
+    "was initialised with. Nothing ever makes them equal, so the ranks train different models.",
+    read="zero2.py, step 0, `ZeRO2.__init__`: `self.buckets`",
+    training={"frozen": "positions"},
+)
+class FrozenForgotten(zero2.ZeRO2):
+    def __init__(self, model, *arguments, **options):
+        frozen = [param for param in model.parameters() if not param.requires_grad]
+        own = [param.detach().clone() for param in frozen]
+        super().__init__(model, *arguments, **options)
+        for param, values in zip(frozen, own):
+            param.data.copy_(values)  # as if only `self.trained`, and not all buckets, were broadcast
+
+
+@exhibit(
+    "The loop that everybody writes",
+    differs={"losses", "gradients", "optimizer", "sent", "all-gathers"},
+    symptom="The first losses are right, and later ones are too high, but they fall. There is no all-gather; a little "
+    "less gradient and optimizer state is held.",
+    diagnosis="The loop calls optimizer.step() and not engine.step(). The optimizer knows this rank's pieces alone. It "
+    "updates this rank's shard, with the gradients that have arrived so far: the last bucket is still on its way. And "
+    "nobody gathers the shards, so every rank trains another half of the model, and the ranks drift apart. The loss "
+    "falls all the same, which is why the right engine refuses this.",
+    read="harness/engine/optimizer.py, `over_pieces`: `before_step`",
+)
+class SteppedByItself(zero2.ZeRO2):
+    def step(self):
+        self.optimizer.step()  # `optimizer.step()`, as every loop has it: no step 3 before it, no step 5 after it
+
+
+@exhibit(
+    "Safe is safe",
+    differs={"reductions still in flight when the rank computes"},
+    symptom="Losses, bytes and collectives are right, all reductions are inside backward, and the peak there is even a "
+    "little lower. But no reduction is in flight while the rank computes.",
+    diagnosis="Each reduce-scatter is waited for right after it was sent. All is right but the order of events: "
+    "backward stands still while a bucket travels. With a fast network that is hardly seen, and with a slow one this "
+    "is the time that ZeRO-2 means to save. (The right engine has 17 of 20 in flight: behind the last three no matrix "
+    "product follows.) The peak is lower because only one bucket is whole at a time: the one before has arrived, and "
+    "is freed, when backward goes on.",
+    read="zero2.py, step 3, `ZeRO2._send`",
+    caught_by=("collectives_travel_while_the_rank_computes",),
+)
+class ReceivedAtOnce(zero2.ZeRO2):
+    def _send(self, bucket):
+        super()._send(bucket)
+        self._receive()  # what was just sent
 
 
 # ZeRO-3.
 
 
-def freed_by_data(engine):
-    class Mutant(engine):
-        def _gather(self, unit):
-            if not unit.gathered:
-                guard.open(unit.params)
-                for bucket in unit.buckets:
-                    bucket.flat = bucket.shard.new_empty(bucket.numel)
-                    for param, view in zip(bucket.params, bucket.views(bucket.flat)):
-                        param.data = view
-                super()._gather(unit)
+@exhibit(
+    "Nobody holds it any more",
+    differs={"peak in forward", "peak in backward"},
+    symptom="Losses, held bytes and traffic are right; the peak in forward is as high as if nothing were freed.",
+    diagnosis="Freeing by assigning param.data frees nothing: autograd has saved views of the gathered weights for "
+    "backward, and each keeps its whole storage alive. Then backward gathers the weights once more beside them. The "
+    'printed ZeRO-3 of "AI in Multiple GPUs" frees like this.',
+    read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
+    caught_by=(
+        "zero3_has_only_the_units_in_use_gathered",
+        "freeing_gives_the_storage_back",
+    ),
+)
+class FreedByData(zero3.ZeRO3):
+    def _gather(self, unit):
+        if not unit.gathered:
+            guard.open(unit.params)
+            for bucket in unit.buckets:
+                bucket.flat = bucket.shard.new_empty(bucket.numel)
+                for param, view in zip(bucket.params, bucket.views(bucket.flat)):
+                    param.data = view
+            super()._gather(unit)
 
-        def _free(self, unit):
-            if unit.gathered:
-                self._wait(unit)
-                for bucket in unit.buckets:
-                    bucket.flat = bucket.shard.new_empty(1).expand(bucket.numel)
-                    bucket.flat.untyped_storage().resize_(0)
-                    for param in bucket.params:  # nobody holds the whole weight any more
-                        param.data = param.data.new_zeros(()).expand(param.shape)
-                guard.close(unit.params)
-                unit.gathered = False
-
-    return Mutant
-
-
-def all_at_once(engine):
-    class Mutant(engine):
-        def before_forward(self, unit, upcoming):
-            # The earlier a gather is started, the better it hides.
-            super().before_forward(unit, self.units if unit is self.root else upcoming)
-
-    return Mutant
-
-
-def prefetched_and_freed(engine):
-    class Mutant(engine):
-        def after_forward(self, unit):
-            for other in self.units:  # a unit has run: free all that is gathered
-                self._free(other)
-
-    return Mutant
+    def _free(self, unit):
+        if unit.gathered:
+            self._wait(unit)
+            for bucket in unit.buckets:
+                bucket.flat = bucket.shard.new_empty(1).expand(bucket.numel)
+                bucket.flat.untyped_storage().resize_(0)
+                for param in bucket.params:  # nobody holds the whole weight any more
+                    param.data = param.data.new_zeros(()).expand(param.shape)
+            guard.close(unit.params)
+            unit.gathered = False
 
 
-def root_kept(engine):
-    class Mutant(engine):
-        def _free(self, unit):
-            if unit is self.root and hasattr(self, "optimizer"):  # every forward needs the root: keep it, once built
-                return
-            super()._free(unit)
-
-    return Mutant
-
-
-def kept_after_forward(engine):
-    class Mutant(engine):
-        def __init__(self, *arguments, reshard_after_forward=True, **options):
-            super().__init__(*arguments, reshard_after_forward=False, **options)  # the option is accepted, and ignored
-
-    return Mutant
+@exhibit(
+    "The more overlap the better",
+    differs={"peak in forward", "units gathered at once in forward"},
+    symptom="Losses, traffic and collectives are right; in forward all units are gathered at once.",
+    diagnosis="Forward begins with the all-gathers of all units. They hide well behind the computation, but then all "
+    "units are gathered at once, which ZeRO-3 is there to avoid.",
+    read="zero3.py, step 1, `ZeRO3.before_forward`: `upcoming`",
+    caught_by=("zero3_has_only_the_units_in_use_gathered",),
+)
+class AllAtOnce(zero3.ZeRO3):
+    def before_forward(self, unit, upcoming):
+        # The earlier a gather is started, the better it hides.
+        super().before_forward(unit, self.units if unit is self.root else upcoming)
 
 
-def divided_twice(engine):
-    class Mutant(engine):
-        def _send(self, bucket):
-            for param in bucket.params:
-                param.grad.div_(self.world_size)  # before the sum; `Reduction.finish` divides after it
-            super()._send(bucket)
-
-    return Mutant
-
-
-def first_shard_for_all(engine):
-    class Mutant(engine):
-        @torch.no_grad()
-        def load_full_state_dict(self, state):
-            for bucket in self.buckets:
-                for index, part in bucket.cut(bucket.shard):
-                    value = state[bucket.names[index]].reshape(-1)
-                    part.copy_(value[: part.numel()])  # from the parameter's beginning, whatever part it is
-            self._shards_changed()
-
-    return Mutant
+@exhibit(
+    "Tidy after every layer",
+    differs={"sent", "all-gathers"},
+    symptom="Losses and memory are right; there are more all-gathers than there should be, and more is sent.",
+    diagnosis="After each unit's forward all units are freed, also the prefetched one, which is gathered again to run.",
+    read="zero3.py, step 1, `ZeRO3.after_forward`: which unit is freed",
+    caught_by=("collectives_are_those_of_the_stage",),
+)
+class PrefetchedAndFreed(zero3.ZeRO3):
+    def after_forward(self, unit):
+        for other in self.units:  # a unit has run: free all that is gathered
+            self._free(other)
 
 
-def known_by_outputs(engine):
+@exhibit(
+    "Why gather it again?",
+    differs={"losses", "parameters", "sent", "all-gathers"},
+    symptom="The first loss is right, later ones are not. One all-gather fewer, and more parameters held.",
+    diagnosis="The root stays gathered from step to step. Its shards are updated, but it is never gathered again: "
+    "forward goes on with the weights of the first step.",
+    read="zero3.py, after step 4, `ZeRO3.step`: what is still gathered has the old values",
+)
+class RootKept(zero3.ZeRO3):
+    def _free(self, unit):
+        if unit is self.root and hasattr(self, "optimizer"):  # every forward needs the root: keep it, once built
+            return
+        super()._free(unit)
+
+
+@exhibit(
+    "A bargain",
+    differs={"sent", "all-gathers", "peak in forward", "peak in backward", "units gathered at once in forward"},
+    symptom="Losses are right and a third less is sent; the peak in forward is higher: all units are gathered.",
+    diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
+    "ignored. Backward then has nothing to gather, and all units stay gathered in between.",
+    read="zero3.py, step 1, `ZeRO3.after_forward`: `self.reshard_after_forward`",
+    caught_by=("zero3_has_only_the_units_in_use_gathered",),
+)
+class KeptAfterForward(zero3.ZeRO3):
+    def __init__(self, *arguments, reshard_after_forward=True, **options):
+        super().__init__(*arguments, reshard_after_forward=False, **options)  # the option is accepted, and ignored
+
+
+@exhibit(
+    "The more ranks, the slower",
+    differs={"losses", "norms"},
+    symptom="The losses of step 1 are right and no others, and the gradient norms are half of the right ones from the "
+    "start.",
+    diagnosis="Gradients are divided by N before the reduce-scatter, and once more after it. With SGD, as here, every "
+    "update is N times too small as well. AdamW divides a gradient by its own size, so the factor drops out: the "
+    "losses look right, and only the norms and clipping are wrong. That is why such a bug lives long.",
+    read="zero3.py, step 3, `ZeRO3._send`; zero2.py, `Reduction.finish`, which ZeRO-3 uses: "
+    "`precision.mean_of_sum(self.shard, world_size)`",
+    caught_by=("a_step_on_integers_is_exact",),
+    training={"optimizer": "SGD", "max_norm": 100.0},
+)
+class DividedTwice(zero3.ZeRO3):
+    def _send(self, bucket):
+        for param in bucket.params:
+            param.grad.div_(self.world_size)  # before the sum; `Reduction.finish` divides after it
+        super()._send(bucket)
+
+
+@exhibit(
+    "Resumed from a checkpoint",
+    differs={"losses"},
+    symptom="All is right until the checkpoint is loaded; from then on the losses are off, with no complaint.",
+    diagnosis="Every rank loads each parameter from its beginning, as if it owned the first part. The ranks after the "
+    "first hold a copy of the wrong part.",
+    read="harness/engine/state.py, `load_full_state_dict`: `first`",
+    caught_by=("the_state_of_one_engine_is_taken_in_by_another",),
+    training={"reload_at": 2},
+)
+class FirstShardForAll(zero3.ZeRO3):
+    @torch.no_grad()
+    def load_full_state_dict(self, state):
+        for bucket in self.buckets:
+            for index, part in bucket.cut(bucket.shard):
+                value = state[bucket.names[index]].reshape(-1)
+                part.copy_(value[: part.numel()])  # from the parameter's beginning, whatever part it is
+        self._shards_changed()
+
+
+@exhibit(
+    "A router's loss",
+    differs={"error"},
+    symptom="The first forward passes. Backward stops with a message about a storage of size 0. With prefetch=1 it "
+    "does not even stop: it trains, and most runs have wrong losses, each others. Without the blocks' own losses all "
+    "is right.",
+    diagnosis="Backward is known by hooks on what a unit returns. The loss that a block keeps is no output of it, and "
+    "backward comes to that loss first. So the router's weights are read while their unit is freed. With prefetching "
+    "its gather is on the way, and nobody has waited for it: what is read is whatever the memory had in it before. "
+    "Backward asks for the weights that it saved, and a look at these misses no path.",
+    read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
+    caught_by=("losses_beside_the_outputs_reach_the_weights",),
+    options={"prefetch": 0},
+    training={"model": "routed"},
+)
+class KnownByOutputs(zero3.ZeRO3):
     class Moments(unit_moments.UnitMoments):
         def _watch_saving(self):
             pass  # a unit's backward begins when one of its outputs gets a gradient: nobody looks at what it saved
 
-    class Mutant(engine):
-        def __init__(self, *arguments, **options):
-            with patch.object(zero3, "UnitMoments", Moments):
-                super().__init__(*arguments, **options)
-
-    return Mutant
+    @patch.object(zero3, "UnitMoments", Moments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
 
 
-def decided_alone(engine):
-    class Scaler(gradients.GradScaler):
+@exhibit(
+    "Every rank has saved its part",
+    differs={"losses", "checkpoint"},
+    symptom="All is right until the run stops and is resumed; then the losses jump, with no complaint. The checkpoint "
+    "has half of the weights' bytes, or less than half of what the right one has.",
+    diagnosis="Every rank hands its shards to torch.distributed.checkpoint as plain tensors, under the same names on "
+    "every rank. torch takes what has one name for one tensor, of which all ranks have a copy. It writes one of the "
+    "copies, now rank 0's, now rank 1's, and every rank loads that one. The other ranks' shards are nowhere on disk. A "
+    "shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between steps, so that "
+    "the weights are all that there is to save.)",
+    read="harness/engine/rectangles.py, what a rank says of its part, `Cut.__create_write_items__`",
+    caught_by=("what_is_loaded_is_what_was_saved",),
+    training={"optimizer": "SGD", "resume_at": 2},
+)
+class UnderOneName(zero3.ZeRO3):
+    def shards(self):
+        return {f"bucket {number}": bucket.shard for number, bucket in enumerate(self.buckets)}
+
+    def save(self, folder):
+        dcp.save(self.shards(), checkpoint_id=folder, process_group=self.group)  # each rank its own shards
+
+    def load(self, folder):
+        dcp.load(self.shards(), checkpoint_id=folder, process_group=self.group)  # in place
+        self._shards_changed()
+
+
+@exhibit(
+    "Only the weights matter",
+    differs={"losses", "optimizer after resuming"},
+    symptom="The first loss after the run was resumed is right, to the last digit. Those behind it are not. The "
+    "checkpoint has all its bytes; right after it was loaded no optimizer state is held.",
+    diagnosis="The weights are loaded, and the optimizer's state is not, although it is in the checkpoint. AdamW "
+    "begins at step 1 again, with moments of zero: its first step has the full length of the learning rate in every "
+    "element, however small the gradient is. The first loss comes from the weights alone, so a look at it tells "
+    "nothing. In a long run the jump is easily taken for a bad batch.",
+    read="harness/engine/checkpoint.py, after all was read, `_install`: `engine.optimizer.state`",
+    caught_by=("what_is_loaded_is_what_was_saved",),
+    training={"resume_at": 2},
+)
+class WeightsAlone(zero3.ZeRO3):
+    def load(self, folder):
+        state = {"model": self.full_state_dict()}  # the checkpoint has "optim" as well
+        dcp.load(state, checkpoint_id=checkpoint.newest(folder), process_group=self.group)
+        self.load_full_state_dict(state["model"])
+
+
+exhibit(
+    "It was a view",
+    differs={"error"},
+    symptom="The first forward passes, and backward stops with a message about a storage of size 0. Without the line "
+    "`x += 0.01` between the blocks all is right.",
+    diagnosis="Backward is known by hooks on the tensors that a unit returns. A linear layer on three dimensions "
+    "returns a view. When somebody writes to a view in place, autograd gives it another history, and drops the hooks "
+    "that were on it, without a word. So nobody hears that backward has come to the unit, and its weights are read "
+    "while it is freed. Backward asks for the weights that it saved, whatever became of an output.",
+    read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
+    caught_by=("changed_and_hidden_outputs_reach_the_weights",),
+    options={"prefetch": 0},
+    training={"model": "in place"},
+)(KnownByOutputs)
+
+
+@exhibit(
+    "Infinity on one rank",
+    differs={"losses", "scales", "all-reduces"},
+    symptom="All is right until a gradient is inf. From then on the ranks' loss scales differ, and the losses are off. "
+    "There is one small all-reduce less; nothing complains.",
+    diagnosis="After step 3 each rank has its own shard of the gradients, so an inf lies in one rank's shard. torch's "
+    "loss scaler looks at this rank's, and asks nobody. The rank that sees the inf skips its update and halves its "
+    "scale; the others update their shards. From then on a rank's loss is multiplied by another number than the "
+    "others' before the gradients are summed. All ranks must hear what one has found.",
+    read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
+    caught_by=("an_inf_in_one_ranks_shard_is_heard_by_all",),
+    training={"overflow_at": 3, "steps": 6},
+)
+class DecidedAlone(zero3.ZeRO3):
+    class scaler(gradients.GradScaler):  # what the loop makes its scaler of
         def unscale_(self, engine):
             engine._reduce_gradients()
             torch.amp.GradScaler.unscale_(self, engine.optimizer)  # looks at this rank's pieces, and asks nobody
             found = self._found_inf_per_device(engine.optimizer)
             device = engine.trained[0].flat.device
             found.setdefault(device, torch.zeros((), device=device))  # on a rank that owns only padding
-
-    class Mutant(engine):
-        scaler = Scaler  # what the loop makes its scaler of
-
-    return Mutant
-
-
-def under_one_name(engine):
-    class Mutant(engine):
-        def shards(self):
-            return {f"bucket {number}": bucket.shard for number, bucket in enumerate(self.buckets)}
-
-        def save(self, folder):
-            dcp.save(self.shards(), checkpoint_id=folder, process_group=self.group)  # each rank its own shards
-
-        def load(self, folder):
-            dcp.load(self.shards(), checkpoint_id=folder, process_group=self.group)  # in place
-            self._shards_changed()
-
-    return Mutant
-
-
-def weights_alone(engine):
-    class Mutant(engine):
-        def load(self, folder):
-            state = {"model": self.full_state_dict()}  # the checkpoint has "optim" as well
-            dcp.load(state, checkpoint_id=checkpoint.newest(folder), process_group=self.group)
-            self.load_full_state_dict(state["model"])
-
-    return Mutant
-
-
-ORACLE = "equals_one_process_on_the_whole_batch"
-# What an exhibit of a stage gets if it says nothing else: some buckets for each block of the museum's GPT.
-SMALL = {"bucket_mb": 0.0625}
-OPTIONS = {"zero1": SMALL, "zero2": SMALL, "zero3": {}}
-
-_IN_ORDER = (
-    dict(
-        stage="zero1",
-        title="The learning rate that was tuned on one GPU",
-        mutate=never_averaged,
-        differs={"losses", "norms"},
-        symptom="The losses of step 1 are right, and the gradient norms are twice what they should be from the start. "
-        "Every step goes twice as far; with a small learning rate that even looks better.",
-        diagnosis="The all-reduced gradients are summed and never divided by N, so the learning rate grows with "
-        "the number of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
-        read="zero1.py, step 3, `ZeRO1._reduce_gradients`: "
-        "`precision.mean_of_sum(bucket.flat_gradient, self.world_size)`",
-        caught_by=("a_step_on_integers_is_exact",),
-        training={"optimizer": "SGD", "max_norm": 100.0},
-    ),
-    dict(
-        stage="zero1",
-        title="It ran on the author's model",
-        mutate=not_padded,
-        differs={"error"},
-        symptom="The first forward and backward pass, then every rank stops: a collective's buffers do not fit.",
-        diagnosis="The flat buffer is not padded, so the last rank's shard is shorter than the others. That works only "
-        "while the length is a multiple of N (here of 4N elements, as shards start at multiples of 16 bytes). The "
-        "WordPress developer's piece cuts every parameter like this. The printed ZeRO-1 of 'AI in Multiple GPUs' pads "
-        "the parameter and not its gradient: there, too, N must divide.",
-        read="zero1.py, step 0, `Bucket.__init__`: `self.numel` and `self.shard_numel`",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero1",
-        title="One seed per rank",
-        mutate=not_broadcast,
-        differs={"losses"},
-        symptom="Rank 0's first loss is right and rank 1's is not; from the second step on neither is, although all "
-        "learn, hold and send what they should.",
-        diagnosis="Nobody broadcasts rank 0's weights at the start. After the first all-gather all ranks agree, on a "
-        "patchwork: each shard comes from its owner's own initialisation.",
-        read="zero1.py, step 0, `ZeRO1.__init__`: `dist.broadcast`",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero1",
-        title="A third of the traffic saved",
-        mutate=different_shards,
-        differs={"losses", "sent"},
-        symptom="A third less is sent than should be, nothing complains, and it learns worse.",
-        diagnosis="Every rank all-reduces its own shard of the gradients: rank 0's shard 0 is added to rank 1's "
-        "shard 1. The sizes match, so nothing complains. A sum of one's own shard over the ranks is a reduce-scatter.",
-        read="zero1.py, step 3, `ZeRO1._reduce_gradients`: the whole buffer goes into the all-reduce",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero1",
-        title="Five steps, five batches, one model",
-        mutate=updated_too_early,
-        differs={"losses", "optimizer", "peak in forward", "peak in backward"},
-        symptom="The losses do not fall, and the optimizer holds no state, also at the peaks. The traffic is right.",
-        diagnosis="The optimizer steps before the gradients are reduced. Its pieces have no gradient yet, so it does "
-        "nothing; when they get one, zero_grad() follows.",
-        read="zero1.py, steps 3 and 4, `ZeRO1.step`",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero1",
-        title="Two models for the price of one",
-        mutate=not_gathered,
-        differs={"losses", "sent", "all-gathers"},
-        symptom="The first loss is right, later ones are not. There is no all-gather, and a third less is sent.",
-        diagnosis="Step 5 is left out. Every rank updates its shard of the weights and never gets the others' shards. "
-        "Its own half of the model is new, and the other half never changes.",
-        read="zero1.py, step 5, `gather_parameters`",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero1",
-        title="Counting from one",
-        mutate=next_ranks_shard,
-        differs={"losses"},
-        symptom="The second loss is above the first, and every other one is that of an untrained model; bytes and "
-        "collectives are all right.",
-        diagnosis="Step 5 contributes the shard of rank + 1, which this rank has not updated. The all-gather puts "
-        "every shard in another's place, without its update; the next one puts them back where they were.",
-        read="zero1.py, step 5, `gather_parameters`; `Bucket.own_part`: `self.start`",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero1",
-        title="Equal to the last digit",
-        mutate=whole_optimizer,
-        differs={"optimizer", "peak in forward", "peak in backward"},
-        symptom="Losses and traffic are right to the last digit; the optimizer holds twice what it should.",
-        diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
-        "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
-        read="zero1.py, step 0, `Bucket.make_pieces`; `ZeRO1.__init__`: `self.optimizer`",
-        caught_by=("held_bytes_equal_the_theory",),
-    ),
-    dict(
-        stage="zero1",
-        title="The parameter of one element",
-        mutate=nothing_to_gather,
-        differs={"timeout"},
-        symptom="The first step does not end. After the timeout each rank says that it waited in vain, and they wait "
-        "in different collectives.",
-        diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, "
-        "and it waits for them in the next step's all-reduce. A collective needs all ranks, also those that have "
-        "nothing to give.",
-        read="zero1.py, step 5, `gather_parameters`",
-        caught_by=("a_rank_may_own_only_padding",),
-        options={"bucket_mb": 0},
-    ),
-    dict(
-        stage="zero1",
-        title="Two opinions about a norm",
-        mutate=own_norm,
-        differs={"losses", "norms", "all-gathers"},
-        symptom="The ranks have different gradient norms, both below the right one; there is one all-gather fewer; the "
-        "losses are off from the second step on.",
-        diagnosis="Every rank clips by the norm of its own shard. The right norm is that of all shards together: the "
-        "squares must be summed over the ranks. Otherwise every shard is scaled by another factor.",
-        read="harness/engine/gradients.py, `clip_grad_norm_`",
-        caught_by=("clipping_takes_the_norm_of_the_whole_model",),
-        training={"optimizer": "SGD", "max_norm": 0.5},
-    ),
-    dict(
-        stage="zero1",
-        title="Momentum from nowhere",
-        mutate=old_gradients,
-        differs={"losses"},
-        symptom="The first two losses are right, and from the third on they are not: each step continues in the "
-        "direction of the one before.",
-        diagnosis="The gradients' buffer stays from step to step. The hook adds to it, and does not ask whether what "
-        "is in it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
-        read="harness/engine/moments.py, `CollectGradients._on_gradient`: `bucket.used`",
-        caught_by=(ORACLE,),
-        training={"optimizer": "SGD"},
-    ),
-    dict(
-        stage="zero2",
-        title="Half of the batch",
-        mutate=last_micro_batch,
-        differs={"losses"},
-        symptom="With one backward per step all is right; with two the losses are off from the second step on.",
-        diagnosis="What arrives from a reduction replaces what an earlier backward of the same step has brought. It "
-        "should be added: as it is, only the last micro-batch counts.",
-        read="zero2.py, step 3, `Reduction.finish`: `hand_over`; harness/engine/placement.py, "
-        "`Placement._give`: `piece.grad.add_(gradient)`",
-        caught_by=("backwards_before_a_step_add_up",),
-        training={"optimizer": "SGD", "micro_batches": 2},
-    ),
-    dict(
-        stage="zero2",
-        title="What the log said",
-        mutate=reduced_at_the_end,
-        differs={
-            "peak in backward",
-            "of the reductions inside backward",
-            "reductions still in flight when the rank computes",
-        },
-        symptom="Losses, held bytes and traffic are right; the peak in backward is not, and nothing is reduced there.",
-        diagnosis="The hook reduces nothing, and step() reduces everything: all gradients, unsharded, are alive when "
-        "backward ends. Between steps 1/N of them is held, and that is what the log says. The peak tells the truth.",
-        read="zero2.py, step 3 inside step 2, `ZeRO2.gradients_final`",
-        caught_by=("zero2_has_two_buckets_of_whole_gradients_at_most",),
-    ),
-    dict(
-        stage="zero2",
-        title="An allocation saved",
-        mutate=received_in_place,
-        differs={"gradients", "peak in backward"},
-        symptom="Losses and traffic are right; the gradients held are twice what they should be on two ranks.",
-        diagnosis="The reduced shard is received into its place in the buffer that was sent. It is a view, and a view "
-        "keeps the whole storage alive: nothing is freed, although no variable names the buffer any more.",
-        read="zero2.py, step 3, `Reduction`: `self.shard`, and `self.flat = None`",
-        caught_by=("held_bytes_equal_the_theory",),
-    ),
-    dict(
-        stage="zero2",
-        title="The fast one",
-        mutate=not_waited_for,
-        differs={"losses"},
-        symptom="The first loss is right. Later ones are wrong, in every run in another way, and perhaps NaN.",
-        diagnosis="Nobody waits for the asynchronous reduce-scatter. The optimizer is handed memory that nothing has "
-        "been written to yet.",
-        read="zero2.py, step 3, `Reduction.finish`: `wait`",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero2",
-        title="The calmest gradients in the house",
-        mutate=norm_of_the_model,
-        differs={"losses", "norms", "all-gathers"},
-        symptom="The gradient norm is 0 in every step, there is one all-gather fewer, and the losses are those of a "
-        "training without clipping.",
-        diagnosis="torch.nn.utils.clip_grad_norm_(model.parameters()) finds no gradient. They were reduced and freed "
-        "in backward, and the pieces have what is left. It returns 0 and clips nothing.",
-        read="harness/engine/gradients.py, `take` and `clip_grad_norm_`",
-        caught_by=("clipping_takes_the_norm_of_the_whole_model",),
-        training={"optimizer": "SGD", "max_norm": 0.5},
-    ),
-    dict(
-        stage="zero2",
-        title="The slow learner",
-        mutate=last_bucket_missed,
-        differs={"losses", "gradients", "optimizer"},
-        symptom="It learns, but less well. A little less gradient and optimizer state is held than should be; the "
-        "collectives are right.",
-        diagnosis="The last bucket is on its way when backward ends, and nobody receives it before the update. Its "
-        "parameters, here the token embedding, never change: each step's gradient arrives too late and is dropped.",
-        read="zero2.py, the end of step 3, `ZeRO2._reduce_gradients`",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero2",
-        title="Fine-tuning",
-        mutate=frozen_forgotten,
-        differs={"losses"},
-        symptom="Rank 0's first loss is right, and all of rank 1's are off, on a model of which a part is frozen. "
-        "Without frozen parameters all is right.",
-        diagnosis="Only the trained parameters are broadcast at the start. Each rank keeps the frozen parameters that "
-        "it was initialised with. Nothing ever makes them equal, so the ranks train different models.",
-        read="zero2.py, step 0, `ZeRO2.__init__`: `self.buckets`",
-        caught_by=(ORACLE,),
-        training={"frozen": "positions"},
-    ),
-    dict(
-        stage="zero2",
-        title="The loop that everybody writes",
-        mutate=stepped_by_itself,
-        differs={"losses", "gradients", "optimizer", "sent", "all-gathers"},
-        symptom="The first losses are right, and later ones are too high, but they fall. There is no all-gather; a "
-        "little less gradient and optimizer state is held.",
-        diagnosis="The loop calls optimizer.step() and not engine.step(). The optimizer knows this rank's pieces "
-        "alone. It updates this rank's shard, with the gradients that have arrived so far: the last bucket is still on "
-        "its way. And nobody gathers the shards, so every rank trains another half of the model, and the ranks drift "
-        "apart. The loss falls all the same, which is why the right engine refuses this.",
-        read="harness/engine/optimizer.py, `over_pieces`: `before_step`",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero2",
-        title="Safe is safe",
-        mutate=received_at_once,
-        differs={"reductions still in flight when the rank computes"},
-        symptom="Losses, bytes and collectives are right, all reductions are inside backward, and the peak there is "
-        "even a little lower. But no reduction is in flight while the rank computes.",
-        diagnosis="Each reduce-scatter is waited for right after it was sent. All is right but the order of events: "
-        "backward stands still while a bucket travels. With a fast network that is hardly seen, and with a slow one "
-        "this is the time that ZeRO-2 means to save. (The right engine has 17 of 20 in flight: behind the last "
-        "three no matrix product follows.) The peak is lower because only one bucket is whole at a time: the "
-        "one before has arrived, and is freed, when backward goes on.",
-        read="zero2.py, step 3, `ZeRO2._send`",
-        caught_by=("collectives_travel_while_the_rank_computes",),
-    ),
-    dict(
-        stage="zero3",
-        title="Nobody holds it any more",
-        mutate=freed_by_data,
-        differs={"peak in forward", "peak in backward"},
-        symptom="Losses, held bytes and traffic are right; the peak in forward is as high as if nothing were freed.",
-        diagnosis="Freeing by assigning param.data frees nothing: autograd has saved views of the gathered weights for "
-        "backward, and each keeps its whole storage alive. Then backward gathers the weights once more beside them. "
-        'The printed ZeRO-3 of "AI in Multiple GPUs" frees like this.',
-        read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
-        caught_by=(
-            "zero3_has_only_the_units_in_use_gathered",
-            "freeing_gives_the_storage_back",
-        ),
-    ),
-    dict(
-        stage="zero3",
-        title="The more overlap the better",
-        mutate=all_at_once,
-        differs={"peak in forward", "units gathered at once in forward"},
-        symptom="Losses, traffic and collectives are right; in forward all units are gathered at once.",
-        diagnosis="Forward begins with the all-gathers of all units. They hide well behind the computation, but then "
-        "all units are gathered at once, which ZeRO-3 is there to avoid.",
-        read="zero3.py, step 1, `ZeRO3.before_forward`: `upcoming`",
-        caught_by=("zero3_has_only_the_units_in_use_gathered",),
-    ),
-    dict(
-        stage="zero3",
-        title="Tidy after every layer",
-        mutate=prefetched_and_freed,
-        differs={"sent", "all-gathers"},
-        symptom="Losses and memory are right; there are more all-gathers than there should be, and more is sent.",
-        diagnosis="After each unit's forward all units are freed, also the one that was prefetched. It is gathered "
-        "once more when it runs.",
-        read="zero3.py, step 1, `ZeRO3.after_forward`: which unit is freed",
-        caught_by=("collectives_are_those_of_the_stage",),
-    ),
-    dict(
-        stage="zero3",
-        title="Why gather it again?",
-        mutate=root_kept,
-        differs={"losses", "parameters", "sent", "all-gathers"},
-        symptom="The first loss is right, later ones are not. One all-gather fewer, and more parameters held.",
-        diagnosis="The root stays gathered from step to step. Its shards are updated, but it is never gathered again: "
-        "forward goes on with the weights of the first step.",
-        read="zero3.py, after step 4, `ZeRO3.step`: what is still gathered has the old values",
-        caught_by=(ORACLE,),
-    ),
-    dict(
-        stage="zero3",
-        title="A bargain",
-        mutate=kept_after_forward,
-        differs={"sent", "all-gathers", "peak in forward", "peak in backward", "units gathered at once in forward"},
-        symptom="Losses are right and a third less is sent; the peak in forward is higher: all units are gathered.",
-        diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
-        "ignored. Backward then has nothing to gather, and all units stay gathered in between.",
-        read="zero3.py, step 1, `ZeRO3.after_forward`: `self.reshard_after_forward`",
-        caught_by=("zero3_has_only_the_units_in_use_gathered",),
-    ),
-    dict(
-        stage="zero3",
-        title="The more ranks, the slower",
-        mutate=divided_twice,
-        differs={"losses", "norms"},
-        symptom="The losses of step 1 are right and no others, and the gradient norms are half of what they should be "
-        "from the start.",
-        diagnosis="Gradients are divided by N before the reduce-scatter, and once more after it. With SGD, as here, "
-        "every update is N times too small as well. AdamW divides a gradient by its own size, so the factor drops out: "
-        "the losses look right, and only the norms and clipping are wrong. That is why such a bug lives long.",
-        read="zero3.py, step 3, `ZeRO3._send`; zero2.py, `Reduction.finish`, which ZeRO-3 uses: "
-        "`precision.mean_of_sum(self.shard, world_size)`",
-        caught_by=("a_step_on_integers_is_exact",),
-        training={"optimizer": "SGD", "max_norm": 100.0},
-    ),
-    dict(
-        stage="zero3",
-        title="Resumed from a checkpoint",
-        mutate=first_shard_for_all,
-        differs={"losses"},
-        symptom="All is right until the checkpoint is loaded; from then on the losses are off, with no complaint.",
-        diagnosis="Every rank loads each parameter from its beginning, as if it owned the first part. The ranks after "
-        "the first hold a copy of the wrong part.",
-        read="harness/engine/state.py, `load_full_state_dict`: `first`",
-        caught_by=("the_state_of_one_engine_is_taken_in_by_another",),
-        training={"reload_at": 2},
-    ),
-    dict(
-        stage="zero3",
-        title="A router's loss",
-        mutate=known_by_outputs,
-        differs={"error"},
-        symptom="The first forward passes. Backward stops with a message about a storage of size 0. With prefetch=1 it "
-        "does not even stop: it trains, and most runs have wrong losses, each run others. Without the blocks' own "
-        "losses all is right.",
-        diagnosis="Backward is known by hooks on what a unit returns. The loss that a block keeps is no output of it, "
-        "and backward comes to that loss first. So the router's weights are read while their unit is freed. With "
-        "prefetching its gather is on the way, and nobody has waited for it: what is read is whatever the memory had "
-        "in it before. Backward asks for the weights that it saved, and a look at these misses no path.",
-        read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
-        caught_by=("losses_beside_the_outputs_reach_the_weights",),
-        options={"prefetch": 0},
-        training={"kept_losses": True},
-    ),
-    dict(
-        stage="zero3",
-        title="Every rank has saved its part",
-        mutate=under_one_name,
-        differs={"losses", "checkpoint"},
-        symptom="All is right until the run stops and is resumed; then the losses jump, with no complaint. The "
-        "checkpoint has half of the weights' bytes, or less than half of what the right one has.",
-        diagnosis="Every rank hands its shards to torch.distributed.checkpoint as plain tensors, under the same names "
-        "on every rank. torch takes what has one name for one tensor, of which all ranks have a copy. It writes one of "
-        "the copies, now rank 0's, now rank 1's, and every rank loads that one. The other ranks' shards are nowhere on "
-        "disk. A shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between "
-        "steps, so that the weights are all that there is to save.)",
-        read="harness/engine/rectangles.py, what a rank says of its part, `Cut.__create_write_items__`",
-        caught_by=("what_is_loaded_is_what_was_saved",),
-        training={"optimizer": "SGD", "resume_at": 2},
-    ),
-    dict(
-        stage="zero3",
-        title="Only the weights matter",
-        mutate=weights_alone,
-        differs={"losses", "optimizer after resuming"},
-        symptom="The first loss after the run was resumed is right, to the last digit. Those behind it are not. The "
-        "checkpoint has all its bytes; right after it was loaded no optimizer state is held.",
-        diagnosis="The weights are loaded, and the optimizer's state is not, although it is in the checkpoint. AdamW "
-        "begins at step 1 again, with moments of zero: its first step has the full length of the learning rate in "
-        "every element, however small the gradient is. The first loss comes from the weights alone, so a look at it "
-        "tells nothing. In a long run the jump is easily taken for a bad batch.",
-        read="harness/engine/checkpoint.py, after all was read, `_install`: `engine.optimizer.state`",
-        caught_by=("what_is_loaded_is_what_was_saved",),
-        training={"resume_at": 2},
-    ),
-    dict(
-        stage="zero3",
-        title="It was a view",
-        mutate=known_by_outputs,
-        differs={"error"},
-        symptom="The first forward passes, and backward stops with a message about a storage of size 0. Without the "
-        "line `x += 0.01` between the blocks all is right.",
-        diagnosis="Backward is known by hooks on the tensors that a unit returns. A linear layer on three dimensions "
-        "returns a view. When somebody writes to a view in place, autograd gives it another history, and drops the "
-        "hooks that were on it, without a word. So nobody hears that backward has come to the unit, and its weights "
-        "are read while it is freed. Backward asks for the weights that it saved, whatever became of an output.",
-        read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
-        caught_by=("changed_and_hidden_outputs_reach_the_weights",),
-        options={"prefetch": 0},
-        training={"in_place": True},
-    ),
-    dict(
-        stage="zero3",
-        title="Infinity on one rank",
-        mutate=decided_alone,
-        differs={"losses", "scales", "all-reduces"},
-        symptom="All is right until a gradient is inf. From then on the ranks' loss scales differ, and the losses are "
-        "off. There is one small all-reduce less; nothing complains.",
-        diagnosis="After step 3 each rank has its own shard of the gradients, so an inf lies in one rank's shard. "
-        "torch's loss scaler looks at this rank's, and asks nobody. The rank that sees the inf skips its update and "
-        "halves its scale; the others update their shards. From then on a rank's loss is multiplied by another number "
-        "than the others' before the gradients are summed. All ranks must hear what one has found.",
-        read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
-        caught_by=("an_inf_in_one_ranks_shard_is_heard_by_all",),
-        training={"overflow_at": 3, "steps": 6},
-    ),
-)
-
-EXHIBITS = {
-    number: Exhibit(number, **{"options": OPTIONS[exhibit["stage"]], **exhibit})
-    for number, exhibit in enumerate(_IN_ORDER, start=1)
-}

@@ -27,6 +27,8 @@ OPTIMIZERS = {
 class Tempered(GPT):
     """A GPT with a learned temperature: a parameter of one element, as many models have one somewhere."""
 
+    told = ""  # what a visitor hears of the model
+
     def __init__(self, config: GPTConfig, seed: int = 0):
         super().__init__(config, seed)
         self.temperature = nn.Parameter(torch.ones(1))
@@ -73,11 +75,11 @@ class WithBlocks(Tempered):
 
 
 class Routed(WithBlocks):
-    around, added = Balanced, "router"
+    around, added, told = Balanced, "router", ", with a loss that each block keeps"
 
 
 class InPlace(WithBlocks):
-    around, added = Written, "last"
+    around, added, told = Written, "last", ", on a model that writes to what its blocks return"
 
     def forward(self, tokens):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
@@ -85,6 +87,9 @@ class InPlace(WithBlocks):
             x = block(x)
             x += 0.01  # in place, on a view
         return self.head(self.norm(x)) / self.temperature
+
+
+MODELS = {"tempered": Tempered, "routed": Routed, "in place": InPlace}
 
 
 @dataclass(frozen=True)
@@ -98,26 +103,21 @@ class Training:
     reload_at: int | None = None  # before that step (from 0) a new engine takes the old one's weights
     resume_at: int | None = None  # before that step the run stops, and goes on from a checkpoint
     frozen: str | None = None  # parameters with this in their name
-    kept_losses: bool = False  # the blocks keep losses of their own, which are added
-    in_place: bool = False  # the model writes to what its blocks return
+    model: str = "tempered"  # one of MODELS
     overflow_at: int | None = None  # in that step a gradient of rank 1 is inf; a loss scaler is there for it
 
     def __str__(self):
         """All but the number of steps."""
-        words = [self.optimizer]
+        told = self.optimizer
         if self.micro_batches > 1:
-            words.append(f"{self.micro_batches} backwards per step")
+            told += f", {self.micro_batches} backwards per step"
         if self.max_norm is not None:
-            words.append(f"gradients clipped to a norm of {self.max_norm}")
+            told += f", gradients clipped to a norm of {self.max_norm}"
         if self.frozen is not None:
-            words.append(f"{self.frozen} frozen")
-        if self.kept_losses:
-            words.append("with a loss that each block keeps")
-        if self.in_place:
-            words.append("on a model that writes to what its blocks return")
+            told += f", {self.frozen} frozen"
+        told += MODELS[self.model].told
         if self.overflow_at is not None:
-            words.append(f"with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf")
-        told = ", ".join(words)
+            told += f", with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf"
         if self.reload_at is not None:
             told += f"; before step {self.reload_at + 1} a new engine loads the state"
         if self.resume_at is not None:
@@ -139,7 +139,8 @@ class Loop:
 
     def __init__(self, exhibit: Exhibit, engine_cls: type, rank: int, group=None, steps: int | None = None):
         self.training = training = Training(**exhibit.training)
-        self.rank, self._engine_cls, self._options = rank, engine_cls, {**exhibit.options, "group": group}
+        small = {} if exhibit.stage == "zero3" else {"bucket_mb": 0.0625}  # some buckets for each block
+        self.rank, self._engine_cls, self._options = rank, engine_cls, {**small, **exhibit.options, "group": group}
         draw, count = Batches(_text(), 2, SHAPE.seq, 0), (steps or training.steps) * training.micro_batches
         self._batches = [draw(number, rank) for number in range(count)]  # before anything is counted
         self._overflow, self._scaler = 1.0, None  # what one gradient is multiplied with
@@ -149,8 +150,7 @@ class Loop:
     def build(self, seed: int = 0):
         """The engine over a new model. Every rank starts from other weights: an engine takes rank 0's."""
         training = self.training
-        model_cls = Routed if training.kept_losses else InPlace if training.in_place else Tempered
-        model = model_cls(SHAPE, seed=seed + self.rank)
+        model = MODELS[training.model](SHAPE, seed=seed + self.rank)
         if training.overflow_at is not None:
             model.temperature.register_hook(lambda gradient: gradient * self._overflow)
         for name, param in model.named_parameters():

@@ -20,13 +20,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from harness.measure import tables
 from harness.measure.in_flight import InFlight
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
 from harness.run.ending import one_line
 from harness.run.shared_folder import shared_folder
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, hand_out, load, save, with_step_5
+from harness.teach.museum.exhibits import EXHIBITS, PATCHED, Exhibit, exhibit_of, hand_out, load, save
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
 RANKS, MOST_RANKS = 2, 16
@@ -107,43 +108,30 @@ def visit(exhibit: Exhibit, rank: int, say=lambda right: None, group=None, right
 # The report.
 
 
-def thousands(nbytes: float) -> str:
-    return f"{nbytes / 1e3:,.0f}"
-
-
 def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
-    """(line, right engine, this one) of what is counted in the last step, on rank 0; "-" where it was not reached."""
+    """(line, right engine, this one) of what is counted in the last step, on rank 0. Both have come to their end."""
+    both = (right[0], wrong[0])
 
-    def both(value) -> tuple[str, str]:
-        texts = []
-        for found in (right[0], wrong[0]):
-            try:
-                texts.append(value(found))
-            except KeyError:
-                texts.append("-")
-        return tuple(texts)
-
-    lines = []
-    for part in ("parameters", "gradients", "optimizer"):
-        lines.append((f"{part} held, kB", *both(lambda f, part=part: thousands(f["held"][part]))))
-    for phase in ("forward", "backward"):
-        lines.append((f"peak in {phase}, kB", *both(lambda f, phase=phase: thousands(f["peaks"][phase]))))
-    if any("gathered" in found for found in (right[0], wrong[0])):
-        lines.append(("units gathered at once in forward, kB", *both(lambda f: thousands(f["gathered"]))))
-    lines.append(("sent per step, kB", *both(lambda f: thousands(f["sent"]))))
-    for kind in ("all-reduce", "reduce-scatter", "all-gather"):
-        if any(found.get("collectives", {}).get(kind) for found in (right[0], wrong[0])):
+    def counted(found: dict):
+        for part in ("parameters", "gradients", "optimizer"):
+            yield f"{part} held, kB", found["held"][part] / 1e3
+        for phase in ("forward", "backward"):
+            yield f"peak in {phase}, kB", found["peaks"][phase] / 1e3
+        if "gathered" in found:
+            yield "units gathered at once in forward, kB", found["gathered"] / 1e3
+        yield "sent per step, kB", found["sent"] / 1e3
+        for kind in ("all-reduce", "reduce-scatter", "all-gather"):
             clipping = ", clipping's one among them" * (kind == "all-gather" and bool(right[0]["norms"]))
-            line = f"{kind}s per step{clipping}"
-            lines.append((line, *both(lambda f, kind=kind: str(f["collectives"].get(kind, 0)))))
-    if any(found.get("inside") for found in (right[0], wrong[0])):
-        lines.append(("of the reductions inside backward", *both(lambda f: str(f["inside"]))))
-        line = f"reductions still in flight when the rank computes (of {right[0].get('issued', '-')})"
-        lines.append((line, *both(lambda f: str(f["hidden"]))))
-    if any("checkpoint" in found for found in (right[0], wrong[0])):
-        lines.append(("checkpoint, kB", *both(lambda f: thousands(f["checkpoint"]))))
-        lines.append(("optimizer after resuming, kB", *both(lambda f: thousands(f["resumed"]["optimizer"]))))
-    return lines
+            if any(kind in each["collectives"] for each in both):
+                yield f"{kind}s per step{clipping}", found["collectives"].get(kind, 0)
+        if any(each["inside"] for each in both):
+            yield "of the reductions inside backward", found["inside"]
+            yield f"reductions still in flight when the rank computes (of {right[0]['issued']})", found["hidden"]
+        if "checkpoint" in found:
+            yield "checkpoint, kB", found["checkpoint"] / 1e3
+            yield "optimizer after resuming, kB", found["resumed"]["optimizer"] / 1e3
+
+    return [(line, f"{a:,.0f}", f"{b:,.0f}") for (line, a), (_, b) in zip(*map(counted, both))]
 
 
 def differences(right: list[dict], wrong: list[dict]) -> set[str]:
@@ -169,18 +157,14 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
 def report(right: list[dict], wrong: list[dict]) -> str:
     """What a user would see of the two, a list entry per rank each."""
     numbers = range(len(right))
-    head = "".join(f"{name + ' ' + str(rank):>14}" for name in ("right, rank", "this, rank") for rank in numbers)
-    lines = [f"{'':<22}{head}"]
+    table = [["", *(f"{name} {rank}" for name in ("right, rank", "this, rank") for rank in numbers)]]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
         for step in range(len(right[0][key])):
-            values = [dict(enumerate(found[key])).get(step) for found in (*right, *wrong)]
-            texts = "".join(f"{'-' if value is None else format(value, '.5f'):>14}" for value in values)
-            lines.append(f"{f'{label}, step {step + 1}':<22}{texts}")
+            values = [f"{found[key][step]:.5f}" if step < len(found[key]) else "-" for found in (*right, *wrong)]
+            table.append([f"{label}, step {step + 1}", *values])
+    lines = tables.text(table, rule=False)
     if wrong[0]["finished"]:
-        counted = rows(right, wrong)
-        width = max(len(line) for line, _, _ in counted) + 1
-        lines += ["", f"{'rank 0, last step':<{width}}{'right':>12}{'this':>12}"]
-        lines += [f"{line:<{width}}{a:>12}{b:>12}" for line, a, b in counted]
+        lines += ["", *tables.text([("rank 0, last step", "right", "this"), *rows(right, wrong)], rule=False)]
     for rank in numbers:
         if wrong[rank]["error"]:
             lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]
@@ -195,38 +179,34 @@ def catalogue() -> str:
     return "\n".join([__doc__.splitlines()[0], "", *lines, "", more])
 
 
+def told(exhibit: Exhibit, *parts: str) -> str:
+    """The exhibit's name and symptom, and then `parts`, in lines of 100 columns at most."""
+    said = (f"The symptom: {exhibit.symptom}", *parts)
+    lines = [textwrap.fill(part, 100, break_on_hyphens=False) for part in said]
+    return "\n".join([f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}", "", *lines])
+
+
 def hint(exhibit: Exhibit) -> str:
     """What to look at, and in which method to look: not what is wrong there."""
-    lines = ", ".join(sorted(exhibit.differs))
-    return "\n".join(
-        (
-            f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
-            "",
-            f"What differs from the right engine: {lines}.",
-            textwrap.fill(f"The symptom: {exhibit.symptom}", 100, break_on_hyphens=False),
-            f"Look at: {exhibit.read.partition(':')[0]}",
-            f"\nAnd if that does not help: ./launch.sh bug {exhibit.number} --answer",
-        )
-    )
+    differs = f"What differs from the right engine: {', '.join(sorted(exhibit.differs))}."
+    where = f"Look at: {exhibit.read.partition(':')[0]}"
+    return f"{told(exhibit, differs, where)}\n\nAnd if that does not help: ./launch.sh bug {exhibit.number} --answer"
 
 
 def answer(exhibit: Exhibit) -> str:
-    code = inspect.getsource(exhibit.mutate)
-    shown = [helper for helper in (hand_out, with_step_5) if f"{helper.__name__}(" in code] + [exhibit.mutate]
+    code = inspect.getsource(exhibit.wrong)
+    code = code[code.index("\nclass ") + 1 :]  # without what is told of it above
+    if "@patch.object(" in code:
+        code = f"{PATCHED}\n{code}"
+    if "hand_out(" in code:
+        code = f"{inspect.getsource(hand_out)}\n\n{code}"
     return "\n".join(
         (
-            f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}",
-            "",
-            textwrap.fill(f"The symptom: {exhibit.symptom}", 100, break_on_hyphens=False),
-            textwrap.fill(f"The mistake: {exhibit.diagnosis}", 100, break_on_hyphens=False),
-            textwrap.fill(f"Where to read: {exhibit.read}", 100, break_on_hyphens=False),
+            told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
             "\nThe lines that were put in front of the right ones (harness/teach/museum/exhibits.py):\n",
-            "\n\n".join(inspect.getsource(function).rstrip() for function in shown),
-            "\nCaught by (it passes as it is, and fails with these lines in place):",
-            *(
-                f"  ./launch.sh test {name if '::' in name else f'tests/test_properties.py -k {name}'}"
-                for name in exhibit.caught_by
-            ),
+            code,
+            "Caught by (it passes as it is, and fails with these lines in place):",
+            *(f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by),
             f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
         )
     )
@@ -243,12 +223,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--answer", action="store_true", help="tell what is wrong, and run nothing")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
     options = parser.parse_args(argv)
-    if options.number is None:
-        if options.answer or options.hint:
-            asked = "--answer" if options.answer else "--hint"
-            raise ValueError(f"{asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
-    elif not options.number.isdecimal() or int(options.number) not in EXHIBITS:
-        raise ValueError(f"no bug {options.number!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
+    options.exhibit = None if options.number is None else exhibit_of(options.number)
+    if options.exhibit is None and (options.answer or options.hint):
+        asked = "--answer" if options.answer else "--hint"
+        raise ValueError(f"{asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
     if not 2 <= options.ranks <= MOST_RANKS:
         raise ValueError(f"--ranks must be 2 to {MOST_RANKS}, got {options.ranks}")
     return options
@@ -296,17 +274,16 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.number is None:
-        print(catalogue())
-        return 0
-    exhibit = EXHIBITS[int(options.number)]
+    exhibit = options.exhibit
     if options.on_ranks:
         process_group.run(partial(on_ranks, exhibit, Path(options.on_ranks)))
-    if options.hint:
+    if exhibit is None:
+        print(catalogue())
+    elif options.hint:
         print(hint(exhibit))
-        return 0
-    if options.answer:
+    elif options.answer:
         print(answer(exhibit))
-        return 0
-    with one_line():
-        return show(exhibit, options.ranks)
+    else:
+        with one_line():
+            return show(exhibit, options.ranks)
+    return 0

@@ -14,7 +14,8 @@ import torch
 
 from harness.run import process_group, ranks
 from harness.run.model import PRESETS, preset
-from harness.teach.museum.exhibits import EXHIBITS
+from harness.run.options import at_least
+from harness.teach.museum.exhibits import exhibit_of
 from harness.teach.watch import animation, page
 from harness.teach.watch.engines import TITLES, Run, of_engine, of_exhibit
 from harness.teach.watch.record import record
@@ -33,17 +34,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that the state can be seen)")
-    parser.add_argument(
-        "--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: a sixth of all)"
-    )
+    parser.add_argument("--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: 1/6 of all)")
     parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
     parser.add_argument("--json", metavar="FILE", help="write the recordings to this file, too")
-    parser.add_argument(
-        "--from", metavar="FILE", dest="source", help="record nothing: take the recordings of this file"
-    )
+    parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: show what this file has")
     parser.add_argument("--gif", metavar="FILE", help="draw the engine as an animation, too (needs Chromium; slow)")
     parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
@@ -59,12 +56,10 @@ def settle(options: argparse.Namespace) -> None:
     config = preset(options.preset)
     options.seq = min(32, config.seq) if options.seq is None else options.seq
     for name, least, most in (("batch", 1, 4096), ("tries", 1, 1000), ("seq", 1, config.seq)):
-        if not least <= getattr(options, name) <= most:
-            raise ValueError(
-                f"--{name} must be {least} to {most} (preset {options.preset}), got {getattr(options, name)}"
-            )
-    if options.bucket_mb is not None and not options.bucket_mb >= 0:
-        raise ValueError(f"--bucket-mb must be 0 or more, got {options.bucket_mb}")
+        given = getattr(options, name)
+        if not least <= given <= most:
+            raise ValueError(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
+    at_least(options, bucket_mb=0)
     gpus = torch.cuda.device_count()
     if options.ranks is None:
         options.ranks = str(process_group.default_ranks(options.backend, options.device, gpus, 1))
@@ -72,20 +67,16 @@ def settle(options: argparse.Namespace) -> None:
         raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks!r}")
     options.ranks = int(options.ranks)
     process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
-    if options.engine is not None and options.engine not in TITLES:
-        raise ValueError(f"no engine {options.engine!r}; there are: {', '.join(TITLES)}")
     if options.bug is not None:
         if options.engine is not None or options.only is not None:
             raise ValueError("--bug brings its own engine: leave out the other one")
-        if not options.bug.isdecimal() or int(options.bug) not in EXHIBITS:
-            raise ValueError(f"no bug {options.bug!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
-        options.bug = int(options.bug)
-        of_exhibit(options.bug)
+        options.bug = exhibit_of(options.bug).number
+        of_exhibit(options.bug)  # raises, too
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in TITLES]:
-        raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
     options.engine = options.engine or ("zero3" if options.only is None else [*names, "zero3"][0])
     options.names = list(dict.fromkeys([options.engine, *names]))
+    if unknown := [name for name in options.names if name not in TITLES]:
+        raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
     options.opens = options.engine if options.bug is None else f"bug{options.bug}"
     if options.source is not None and options.opens not in [each["run"] for each in page.recordings_of(options.source)]:
         raise ValueError(f"--from {options.source!r} has no recording of {options.opens!r}")
