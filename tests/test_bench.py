@@ -21,6 +21,7 @@ def test_ratios_are_of_medians_of_one_run():
     (
         (["--width", "10", "--heads", "4"], "got 10 and 4"),
         (["--layers", "0"], "got 0"),
+        (["--vocab", "255"], "--vocab must be 256 or more"),
         (["--engines", "zero4"], "zero4"),
         (["--host", "--profile", "zero9"], "zero9"),
     ),

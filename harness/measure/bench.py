@@ -39,7 +39,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=1024, help="256 or more, as the text is bytes (default 1024)")
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence (default 128)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of every engine (default 15)")
@@ -49,7 +49,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--profile", metavar="ENGINE", help="with --host: where that engine's host time goes")
     common.add(parser, "json", "backend", "device")
     options = parser.parse_args(argv)
-    common.settle(options, layers=1, width=1, heads=1, vocab=1, seq=1, batch=1, rounds=1)
+    common.settle(options, layers=1, width=1, heads=1, vocab=256, seq=1, batch=1, rounds=1)
     if options.width % options.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
     options.engines = engines.chosen(options.engines, "bench", ENGINES)
