@@ -18,7 +18,7 @@ import linecache
 import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -228,11 +228,6 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
     except AssertionError as error:
         return [_finding(error)]
     return []
-
-
-def examine_as_dicts(name: str, engine: str, case: dict) -> list[dict]:
-    """The same, for answers that travel between processes."""
-    return [asdict(finding) for finding in examine(name, engine, case)]
 
 
 def _finding(error: AssertionError) -> Finding:
