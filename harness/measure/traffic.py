@@ -136,6 +136,12 @@ def group_of(args):
     return dist.distributed_c10d._resolve_process_group(args[-1])
 
 
+def was_async(func, args) -> bool:
+    """Whether a collective that torch dispatches was issued to be waited for later."""
+    names = [argument.name for argument in func._schema.arguments]
+    return "async_op" in names and dict(zip(names, args)).get("async_op", True)
+
+
 def works_in(result) -> list[dist.Work | None]:
     """What a collective has returned to wait for; None for one that has run already."""
     return [dist.Work.unbox(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
