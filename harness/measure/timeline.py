@@ -285,8 +285,8 @@ def unit_names(model) -> set[str]:
 def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None, **about) -> dict:
     """The JSON that chrome://tracing and ui.perfetto.dev open: a process per rank, a thread per lane.
 
-    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them, or
-    (seconds, {part: bytes}) for that one and one that is stacked by part; `about` is kept as it is.
+    `ranks` has the spans of each rank; `live`, of each rank, (seconds, {part: bytes alive}) for a counter above them
+    and one that is stacked by part; `about` is kept as it is.
     """
     events = []
     for rank, spans in enumerate(ranks):
@@ -297,24 +297,18 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None,
             # What overlaps cannot stand on one thread, unless it nests, as steps do.
             lane = _free_thread(span, threads) if span.lane == COLLECTIVES else span.lane
             threads[lane] = max(span.end, threads.get(lane, 0.0))
-            arguments = {"step": span.step} if span.step else {}
-            if span.unit:
-                arguments["unit"] = span.unit
-            if span.nbytes:
-                arguments["bytes"] = span.nbytes
+            arguments = {"step": span.step, "unit": span.unit, "bytes": span.nbytes}
             event = {"ph": "X", "pid": rank, "tid": list(threads).index(lane), "name": name, "cat": span.lane}
             times = {"ts": round(span.start * 1e6, 1), "dur": round((span.end - span.start) * 1e6, 1)}
-            events.append(event | times | {"args": arguments})
+            events.append(event | times | {"args": {what: value for what, value in arguments.items() if value}})
         for thread, name in enumerate(threads):
             events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
-        for seconds, alive in live[rank] if live else ():
+        for seconds, by_part in live[rank] if live else ():
             when = {"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1)}
-            by_part = alive if isinstance(alive, dict) else {}
-            total = sum(by_part.values()) if by_part else alive
-            events.append({**when, "name": "live", "args": {"MB": round(total / 1e6, 3)}})
-            if by_part:
-                counters = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
-                events.append({**when, "name": "live by part, MB", "args": counters})
+            counters = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
+            total = round(sum(by_part.values()) / 1e6, 3)
+            events.append({**when, "name": "live", "args": {"MB": total}})
+            events.append({**when, "name": "live by part, MB", "args": counters})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

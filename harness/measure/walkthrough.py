@@ -41,9 +41,8 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
         parser.add_argument("--bucket-mb", type=float, default=2.0, help="MiB; 0: one per parameter (default 2)")
     if "prefetch" in own:
         parser.add_argument("--prefetch", type=int, default=1, help="units to gather ahead (default 1)")
-        parser.add_argument(
-            "--no-reshard-after-forward", action="store_true", help="keep units gathered until backward"
-        )
+        keep = "keep units gathered until backward"
+        parser.add_argument("--no-reshard-after-forward", action="store_true", help=keep)
     options = parser.parse_args(argv)
     common.settle(options, steps=2, **{name: 0 for name in ("bucket_mb", "prefetch") if name in own})
     micro_batches.settle(options, 4)
@@ -104,9 +103,8 @@ def _walk(engine_cls, doc: str) -> None:
     factor = (me.world_size - 1) / me.world_size
     elements, megabytes = traffic.sent_elements, traffic.sent_bytes / 1e6
     times = f" = {elements / (psi * factor):.3f} Ψ x (N-1)/N, with N = {me.world_size}" if factor else ""
-    me.print(
-        f"sent in this step: {elements:,} elements{times}; {megabytes:.2f} MB in {len(traffic.collectives)} collectives"
-    )
+    count = len(traffic.collectives)
+    me.print(f"sent in this step: {elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
     again = partial(micro_batches.training_step, engine, *ready[-1], next_token_loss, options.accumulate)
     found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
     me.print(step_report.sentence(step_time.summary(found), 0))
@@ -154,10 +152,8 @@ def _partition(engine, limit: str) -> str:
         parts += " (a transformer block each) and the root (what belongs to no unit)"
     padding = sum(bucket.numel for bucket in engine.buckets) - sum(p.numel() for b in engine.buckets for p in b.params)
     shard = sum(bucket.shard_numel for bucket in engine.buckets)
-    return (
-        f"{parts}, each cut into {engine.world_size} equal shards, one per rank.\n"
-        f"This rank owns {shard:,} elements; {padding} of all elements are padding, zeros that make the shards equal."
-    )
+    own = f"This rank owns {shard:,} elements; {padding} of all elements are padding, zeros that make the shards equal."
+    return f"{parts}, each cut into {engine.world_size} equal shards, one per rank.\n{own}"
 
 
 def _owners(engine, world_size: int, everything: bool) -> str:
