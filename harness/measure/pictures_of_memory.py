@@ -5,7 +5,7 @@ from matplotlib.patches import Patch
 
 from harness.measure.dry_run import GPUS, formula_name
 from harness.measure.parts import HELD, PARTS, STATE
-from harness.measure.style import ENGINE_LINES, ENGINE_MARKS, PART_COLOURS, PART_STYLES, headline, key, look, new, ruled
+from harness.measure.style import PART_COLOURS, PART_STYLES, engine_look, headline, key, look, new, ruled
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
@@ -220,8 +220,7 @@ def scaling(results: dict, theme: dict):
     paper = {"facecolor": theme["paper"], "edgecolor": "none", "pad": 0.8}
     for name, rows in results["engines"].items():
         peaks = [rows[index]["peak_bytes"] / size for index in shown]
-        style = {"linestyle": ENGINE_LINES.get(name, "-"), "marker": ENGINE_MARKS.get(name, "o")}
-        axes.plot(ranks, peaks, color=theme["ink"], markersize=4, linewidth=1.6, **style)
+        axes.plot(ranks, peaks, markersize=4, linewidth=1.6, **engine_look(name, color=theme["ink"]))
         text = f"{NAMES.get(name, name)}, {peaks[-1]:.0f} {unit}"
         axes.annotate(text, (ranks[-1], peaks[-1]), (8, 0), textcoords="offset points", va="center", bbox=paper,
                       annotation_clip=False)  # fmt: skip

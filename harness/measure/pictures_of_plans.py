@@ -1,20 +1,13 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-from harness.measure.style import new
-from harness.run.engines import ENGINES
-
-
-def _style(engine: str) -> dict:
-    """An engine's own mark and line."""
-    one = ENGINES[engine]
-    return {"color": one.shade, "marker": one.mark, "linestyle": one.line}
+from harness.measure.style import engine_look, new
 
 
 def sweep(results: dict, theme: dict):
     """Step time above, exposed share below, a line per engine along one option."""
     figure, (above, below) = new(theme, 2, height=5.6, sharex=True)
     for engine, rows in results["engines"].items():
-        style = _style(engine)
+        style = engine_look(engine)
         xs = [row["at"] for row in rows]
         above.plot(xs, [row["step_s"] * 1e3 for row in rows], markersize=4, label=engine, **style)
         below.plot(xs, [row["exposed"] for row in rows], markersize=4, **style)
@@ -44,7 +37,7 @@ def scale(results: dict, theme: dict):
     for column, preset in enumerate(presets):
         for engine in dict.fromkeys(point["engine"] for point in results["points"]):
             mine = [point for point in results["points"] if (point["preset"], point["engine"]) == (preset, engine)]
-            style = _style(engine)
+            style = engine_look(engine)
             for axes, (key, factor) in zip(grid[:, column], shown):
                 axes.plot([point["ranks"] for point in mine], [point[key] * factor for point in mine], **style, ms=0)
                 for point in mine:
@@ -83,9 +76,8 @@ def validation(results: dict, theme: dict):
         axes.plot(line, line, color=theme["ink"], linewidth=0.8)
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
-            used = row["fitted"] and axes is left
-            face = theme["paper"] if used else ENGINES[row["engine"]].shade
-            style = _style(row["engine"]) | {"markerfacecolor": face}
+            own = {"markerfacecolor": theme["paper"]} if row["fitted"] and axes is left else {}
+            style = engine_look(row["engine"], **own)
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
         axes.set(xscale="log", yscale="log", xlabel=f"published {title}", ylabel=f"predicted {title}")
         ticks = [tick for tick in (1e3, 2e3, 5e3, 1e4, 2e4, 4e4) if line[0] < tick < line[1]]
@@ -95,7 +87,7 @@ def validation(results: dict, theme: dict):
         axes.minorticks_off()
         axes.grid(linewidth=0.5)
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
-        left.plot([], [], label=engine, **(_style(engine) | {"linestyle": "none"}))
+        left.plot([], [], label=engine, **engine_look(engine, linestyle="none"))
     left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in the fit")
     figure.legend(loc="outside lower center", ncols=5)
     return figure

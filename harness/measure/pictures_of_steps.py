@@ -1,6 +1,6 @@
 """Pictures of steps: when a rank computes and sends, how far the engines' losses lie apart, what the options cost."""
 
-from harness.measure.style import ENGINE_MARKS, LANE_STYLES, headline, key, look, new, ruled
+from harness.measure.style import LANE_STYLES, engine_look, headline, key, look, new, ruled
 
 
 def lanes(results: list[tuple[str, dict]], theme: dict):
@@ -146,8 +146,8 @@ def losses(results: dict, theme: dict):
     for place, name in enumerate(others):
         off = [abs(a - b) for a, b in zip(runs[name]["losses"], runs[reference]["losses"])]
         # A line above the next: how often that difference came is the darkness of the mark.
-        below.plot([max(value, floor) for value in off], [place] * len(off), ENGINE_MARKS.get(name, "o"),
-                   color=theme["ink"], alpha=0.35, markersize=7, clip_on=False)  # fmt: skip
+        marks = engine_look(name, color=theme["ink"], linestyle="none")
+        below.plot([max(value, floor) for value in off], [place] * len(off), **marks, alpha=0.35, ms=7, clip_on=False)
         exact = sum(value == 0 for value in off)
         equal += exact == len(off)
         farthest = max(farthest, *off)
