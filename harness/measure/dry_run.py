@@ -119,9 +119,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if options.offload:
         known = tuple(name for name in known if "offload_policy" in registry.ENGINES[name].takes)
         if "ddp" in (options.engines or "").split(","):
-            raise ValueError(
-                f"no engine 'ddp' with --offload (DDP has no offload: it cuts nothing); there are: {', '.join(known)}"
-            )
+            why = "DDP has no offload: it cuts nothing"
+            raise ValueError(f"no engine 'ddp' with --offload ({why}); there are: {', '.join(known)}")
     options.engines = registry.chosen(options.engines, "memory", known)
     return options
 
@@ -434,19 +433,10 @@ def measure_alone(name: str, options: argparse.Namespace) -> dict:
 
 
 def _conditions(options: argparse.Namespace) -> dict:
-    return {
-        "preset": options.preset,
-        "precision": options.precision,
-        "offload": options.offload,
-        "batch": options.batch,
-        "accumulate": options.accumulate,
-        "seq": options.seq,
-        "checkpoint_activations": options.checkpoint_activations,
-        "device": options.device,
-        "hardware": process_group.hardware(torch.device("cuda" if options.device == "cuda" else "cpu")),
-        "torch": torch.__version__,
-        "command": common.command("memory"),
-    }
+    of = ("preset", "precision", "offload", "batch", "accumulate", "seq", "checkpoint_activations", "device")
+    hardware = process_group.hardware(torch.device("cuda" if options.device == "cuda" else "cpu"))
+    about = {"hardware": hardware, "torch": torch.__version__, "command": common.command("memory")}
+    return {name: getattr(options, name) for name in of} | about
 
 
 def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:

@@ -135,9 +135,8 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
     try:
         return save(FIGURES[name][0], results, os.path.join(out, name))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"{', '.join(paths)} is not what figure {name!r} is drawn from: {FIGURES[name][2]} writes that"
-        ) from error
+        words = f"{', '.join(paths)} is not what figure {name!r} is drawn from"
+        raise ValueError(f"{words}: {FIGURES[name][2]} writes that") from error
 
 
 def main() -> None:

@@ -62,11 +62,9 @@ def _walk(engine_cls, doc: str) -> None:
     me = process_group.start(options.backend, options.device)
     batches = Batches(text, options.batch, config.seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
-    own = {}
-    if hasattr(options, "bucket_mb"):
-        own["bucket_mb"] = options.bucket_mb
+    own = {name: getattr(options, name) for name in ("bucket_mb", "prefetch") if hasattr(options, name)}
     if hasattr(options, "prefetch"):
-        own.update(prefetch=options.prefetch, reshard_after_forward=not options.no_reshard_after_forward)
+        own["reshard_after_forward"] = not options.no_reshard_after_forward
     me.print(f"{engine_cls.__name__}: {doc.splitlines()[0]}")
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
@@ -81,7 +79,7 @@ def _walk(engine_cls, doc: str) -> None:
         me.print(f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32")
         limit = f" of at most {options.bucket_mb:g} MiB" if hasattr(options, "bucket_mb") else ""
         me.print(f"\nStep {STEPS[0]}: {_partition(engine, limit)}")
-        me.print(_owners(engine, me.world_size, everything=options.map))
+        me.print(_owners(engine, options.map))
         # ZeRO-1's gradients have memory before the first backward.
         buffers = "; the gradients' buffers are made with the engine" * hasattr(engine.trained[0], "flat_gradient")
         me.print(f"holds {held(engine)} (AdamW makes its state in its first step{buffers})\n")
@@ -127,12 +125,8 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     if me.rank == 0:
         own = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own.items())
         name, ranks = type(engine).__name__, f"{me.world_size} ranks over {me.backend}"
-        about = {
-            "title": f"{name}{own}: GPT {options.preset}, {ranks}",
-            "hardware": process_group.hardware(me.device),
-            "torch": torch.__version__,
-            "command": common.command(name.lower(), me.world_size),
-        }
+        about = {"title": f"{name}{own}: GPT {options.preset}, {ranks}", "torch": torch.__version__}
+        about |= {"hardware": process_group.hardware(me.device), "command": common.command(name.lower(), me.world_size)}
         # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
         begins = max(span.end for partition, _, _ in everyone for span in partition)
         about["step_begins_ms"] = round(begins * 1e3, 4)
@@ -156,7 +150,7 @@ def _partition(engine, limit: str) -> str:
     return f"{parts}, each cut into {engine.world_size} equal shards, one per rank.\n{own}"
 
 
-def _owners(engine, world_size: int, everything: bool) -> str:
+def _owners(engine, everything: bool) -> str:
     """Which ranks own which parameter, for the layout that is really used."""
     lines = []
     for bucket in engine.buckets:
