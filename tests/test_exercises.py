@@ -600,17 +600,6 @@ def test_a_rank_that_skips_a_collective_is_told_by_its_line(second, said):
     assert check.merge(verdicts)["others"] == ["rank 1 waits", *said]
 
 
-def test_a_rank_that_has_died_is_told_with_what_it_had_issued(tmp_path, capsys):
-    for rank, last in enumerate(("barrier", "all_reduce of 8 bytes, issued in line 7")):
-        (tmp_path / f"now.{rank}.issued").write_text(f"broadcast of 8 bytes, issued in line 5\n{last}\n")
-    report = check.Report(check_ranks.checks_of("zero1"), "a.py", "")
-    died = [{"status": "died", "error": f"was killed, as {rank}"} for rank in (0, 1)]
-    report.add([check.with_issued(tmp_path, rank, verdict) for rank, verdict in enumerate(died)])
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith("DIED Step 0") and "rank 0 was killed, as 0 rank 1 was killed, as 1" in said, said
-    assert "The ranks part at collective 2 of this step: rank 0 issues barrier rank 1 issues all_reduce" in said, said
-
-
 def test_a_rank_that_waits_in_vain_does_not_wait_for_long(ranks, tmp_path):
     found = ranks(3).run(_wait_in_vain, folder=str(tmp_path))
     assert found[0] == {"status": "hang", "line": None, "error": "waits in barrier"}
