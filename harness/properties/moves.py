@@ -126,7 +126,11 @@ def gradients(sheet: Sheet) -> None:
         sheet.right_gradients(engine, times=passes)
         if options.get("find_unused"):
             issued.pop()  # which parameters were used
-        # When ZeRO-3 gathers is looked at by `_order_of_events`.
+        if sheet.name == "zero3":  # in forward and in backward; the root for both together
+            gathers = sum(each.kind == "all-gather" for each in issued)
+            once = (2 * len(engine.buckets) - len(engine.root.buckets)) * passes
+            said = f"{once}: one per bucket in forward and one in backward, but for the root; none for what was freed "
+            sheet.equal("all-gathers of forward and backward", gathers, once, said + "too early")
         issued = [each for each in issued if each.kind != "all-gather" or sheet.name != "zero3"]
         nbytes = sum(bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained)
         sheet.traffic(issued, [kind], times * sending, nbytes, "for the gradients")
