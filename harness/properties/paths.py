@@ -20,11 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.measure.memory import storage_bytes
-from harness.properties import parts
-from harness.properties.models import PartlyFrozen
+from harness.properties import models, parts
 from harness.properties.overlap import late_collectives, replaced
 from harness.properties.property import NotApplicable, expect, holds, same
-from harness.properties.training import EXACT, Pair, of_output
+from harness.properties.training import EXACT, Pair, inside, of_output
 
 
 def leaves(step: int, rank: int):
@@ -45,6 +44,8 @@ class Path:
     root_again: bool = False  # and the root, if nobody can see that the model's output will get a gradient
     keeps: bool = False  # a graph of backward's own may read all weights later: units stay gathered for it
     warns: bool = False  # ZeRO-3 says which unit is used from outside
+    dtype: torch.dtype | None = torch.float64
+    atol: float = EXACT
 
 
 class Layer(nn.Module):
@@ -83,11 +84,6 @@ class Body(nn.Module):
         return self.head(self.through(x))
 
 
-def inside(model) -> nn.Module:
-    """The model, of an engine or as it is."""
-    return getattr(model, "model", model)
-
-
 # Losses that do not pass through a unit's output.
 
 
@@ -112,21 +108,6 @@ class Apart(TwoLayers):
         return h.detach()
 
 
-class Measured(Layer):
-    def forward(self, x):
-        h = super().forward(x)
-        self.loss = h.square().mean()
-        return h
-
-
-class Unused(Body):
-    """The loss that is used comes from inside; the model's output, and its frozen head, are not used."""
-
-    def __init__(self):
-        super().__init__(Measured)
-        self.head.requires_grad_(False)
-
-
 class Silent(Body):
     """The model returns nothing, and keeps its loss."""
 
@@ -143,21 +124,16 @@ def with_kept_losses(model, x, y):
     return F.cross_entropy(model(x), y) + 0.1 * sum(block.loss for block in inside(model).blocks)
 
 
-def only_kept_losses(model, x, y):
-    model(x)
-    return sum(block.loss for block in inside(model).blocks)
-
-
-def features_of_hooks(model, x, y, deep):
+def features_of_hooks(model, x, y):
     """The loss takes what hooks of the caller's have seen, on units or on layers in them; of the output only a part."""
     seen, hooks = [], []
-    for block in inside(model).blocks:
-        module = block.a if deep else block
+    blocks = inside(model).blocks
+    for module in (blocks[0], *(block.a for block in blocks[1:])):
         hooks.append(module.register_forward_hook(lambda module, args, out: seen.append(out)))
     out = model(x)
     for hook in hooks:
         hook.remove()
-    return F.cross_entropy(out if deep else out.detach() + out[:, :1], y) + sum(each.pow(3).sum() for each in seen)
+    return F.cross_entropy(out.detach() + out[:, :1], y) + sum(each.pow(3).sum() for each in seen)
 
 
 LOSSES = {
@@ -165,9 +141,7 @@ LOSSES = {
     "through outputs": Path(Body),
     "losses kept beside outputs": Path(partial(Body, Router), with_kept_losses),
     "the model keeps its loss and returns nothing": Path(Silent, kept_by_the_model, root_again=True),
-    "losses kept, the model's output unused": Path(Unused, only_kept_losses),
-    "features of a hook": Path(Body, partial(features_of_hooks, deep=False)),
-    "features of a hook inside": Path(Body, partial(features_of_hooks, deep=True)),
+    "features of hooks": Path(Body, features_of_hooks),
 }
 
 # Outputs that are changed, hidden, or of odd forms.
@@ -176,10 +150,10 @@ LOSSES = {
 class Inplace(nn.Module):
     """An `nn.Linear` on three dimensions returns a view, which the model changes in place: its hooks are dropped."""
 
-    def __init__(self, count: int):
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, 5)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(count))
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
         self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(5, 3)
 
     def forward(self, tokens):
@@ -190,10 +164,12 @@ class Inplace(nn.Module):
 
 
 class Slots:
-    __slots__ = ("hidden",)
+    """An object that nobody knows, and that holds itself."""
+
+    __slots__ = ("hidden", "itself")
 
     def __init__(self, hidden):
-        self.hidden = hidden
+        self.hidden, self.itself = hidden, self
 
 
 class Output(dict):
@@ -204,15 +180,12 @@ Both = collections.namedtuple("Both", "first second")
 
 # (into a form, and out of it)
 FORMS = {
-    "set": (lambda h: {h}, lambda out: next(iter(out))),
     "slots": (Slots, lambda out: out.hidden),
     "closure": (lambda h: lambda: h, lambda out: out()),
     "generator": (lambda h: (part for part in (h[:, :2], h[:, 2:])), lambda out: torch.cat(list(out), 1)),
     "subclass of dict": (lambda h: Output(hidden=h), lambda out: out["hidden"]),
     "named tuple": (lambda h: Both(h, None), lambda out: out.first),
-    "default dictionary": (lambda h: collections.defaultdict(list, hidden=[h]), lambda out: out["hidden"][0]),
 }
-SEEN = {"named tuple", "default dictionary"}  # by who looks for tensors in an output
 
 
 def in_a(form: str) -> Path:
@@ -228,7 +201,7 @@ def in_a(form: str) -> Path:
             return wrap(super().forward(x))
 
     build = partial(Wrapped, Unit, use=lambda block, x: unwrap(block(x)))
-    return Path(build, lambda model, x, y: F.cross_entropy(unwrap(model(x)), y), root_again=form not in SEEN)
+    return Path(build, lambda model, x, y: F.cross_entropy(unwrap(model(x)), y), root_again=form != "named tuple")
 
 
 class Later(Layer):
@@ -261,8 +234,7 @@ class OwnWeight(nn.Module):
 
 
 OUTPUTS = {
-    "in place, 3 layers": Path(partial(Inplace, 3), batch=parts.token_batch),
-    "in place, 5 layers": Path(partial(Inplace, 5), batch=parts.token_batch),
+    "in place": Path(Inplace, batch=parts.token_batch),
     **{f"in a {form}": in_a(form) for form in FORMS},
     "in a generator that computes later": Path(
         partial(Body, Later, lambda block, x: torch.cat(list(block(x)))), again=False, warns=True
@@ -271,18 +243,6 @@ OUTPUTS = {
 }
 
 # Frozen weights, gradients of gradients, and parts without.
-
-
-class Prompted(Body):
-    """A frozen body behind a prompt that is trained: soft prompts."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks.requires_grad_(False)
-        self.prompt = nn.Parameter(torch.randn(5))
-
-    def forward(self, x):
-        return super().forward(x + self.prompt)
 
 
 def gradient_penalty(model, x, y):
@@ -322,17 +282,16 @@ class Partly(Body):
         return self.blocks[2](x + y)
 
 
-LOW_RANK = partial(Body, PartlyFrozen.Adapter)  # LoRA: a frozen weight and two small trained ones in each unit
+LOW_RANK = partial(Body, models.PartlyFrozen.Adapter)  # LoRA: a frozen weight and two small trained ones in each unit
 GRADIENTS = {
     "frozen weights and a leaf": Path(LOW_RANK),
-    "a frozen body and a leaf": Path(Prompted),
     "a gradient penalty": Path(Body, gradient_penalty, again=False, keeps=True),
     "two gradient penalties": Path(Body, twice(gradient_penalty), again=False, keeps=True),
     "a gradient penalty of frozen weights": Path(LOW_RANK, gradient_penalty, again=False, keeps=True),
     "two gradient penalties of frozen weights": Path(LOW_RANK, twice(gradient_penalty), again=False, keeps=True),
     "a gradient taken in forward": Path(Forces, again=False, keeps=True),
-    "a gradient of frozen weights taken in forward": Path(partial(Forces, PartlyFrozen.Adapter), again=False,
-                                                          keeps=True),
+    "a gradient of frozen weights taken in forward": Path(partial(Forces, models.PartlyFrozen.Adapter),
+                                                          again=False, keeps=True),
     "two forwards": Path(Body, twice(of_output), again=False),
     "two forwards of frozen weights": Path(LOW_RANK, twice(of_output), again=False),
     "two forwards of kept losses": Path(partial(Body, Router), twice(with_kept_losses), again=False),
@@ -342,14 +301,9 @@ GRADIENTS = {
 # Saved-tensor hooks of the caller's own, activation checkpointing, own functions.
 
 
-def restored(packed):
-    dtype, shape, values = packed
-    return torch.tensor(values, dtype=dtype).reshape(shape)
-
-
 def as_copies():
-    """A context of the caller's that makes something else of every tensor."""
-    return saved_tensors_hooks(lambda tensor: (tensor.dtype, tensor.shape, tensor.flatten().tolist()), restored)
+    """A context of the caller's that keeps a copy of every tensor."""
+    return saved_tensors_hooks(torch.clone, lambda tensor: tensor)
 
 
 def as_it_is():
@@ -420,21 +374,9 @@ class Computed(nn.Module):
         return torch.tanh(F.linear(torch.tanh(F.linear(x, first * self.gain)), second.T))
 
 
-class Tables(nn.Module):
-    """Units of which backward reads no weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables = nn.ModuleList([nn.Embedding(11, 5), nn.Embedding(11, 5)])
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.tables[0](tokens) + self.tables[1](10 - tokens)).mean(1))
-
-
 SAVED = {
     "saved on the CPU": Path(Body, under(save_on_cpu, of_output)),
-    "saved as something else": Path(Body, under(as_copies, of_output)),
+    "saved as copies": Path(Body, under(as_copies, of_output)),
     "saved on the CPU inside": Path(partial(Body, use=under(save_on_cpu, call))),
     "saved by a context inside": Path(partial(Body, use=under(as_it_is, call))),
     "a part of a unit runs again": Path(partial(Body, PartAgain)),
@@ -442,7 +384,6 @@ SAVED = {
     "a function of one's own": Path(partial(Body, partial(Own, True))),
     "a function that keeps the parameter": Path(partial(Body, partial(Own, False))),
     "computed weights": Path(partial(Body, Computed)),
-    "no weight is read": Path(Tables, batch=parts.token_batch, again=False),
 }
 
 # Units whose weights are used by others.
@@ -533,7 +474,20 @@ COMPILED = {
     "compiled in place, later": Path(Body, compiled_later),
     "a gradient taken in a compiled forward": Path(partial(compiled, Forces), again=False, keeps=True),
 }
-PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED
+
+# Models that reuse, tie, freeze, mix and nest.
+
+AWKWARD = {
+    "a block twice, and tied": Path(parts.Twice, batch=parts.token_batch, again=False),
+    "keywords and dataclasses": Path(models.Keywords, lambda model, x, y: model({"x": x}, scale=2.0).logits.sum()),
+    "partly frozen": Path(models.PartlyFrozen, batch=parts.token_batch, again=False),
+    # Float32 layers beside float64 gains: as exact as float32 is.
+    "two dtypes": Path(models.TwoTypes, dtype=None, atol=1e-6),
+    "tied across units": Path(models.TiedAcross, batch=parts.token_batch, again=False),
+    "shared inside units": Path(models.SharedInside, batch=parts.token_batch, again=False),
+    "nested containers": Path(models.Nested, again=False),
+}
+PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED | AWKWARD
 
 
 @contextlib.contextmanager
@@ -565,7 +519,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
             same("bytes of units that are gathered after forward", storage_bytes(units), 0, step=1)
         return value
 
-    pair = Pair(engine, path.build, loss=loss, batch=path.batch, **options)
+    pair = Pair(engine, path.build, loss=loss, batch=path.batch, dtype=path.dtype, atol=path.atol, **options)
     with late_collectives() if late else contextlib.nullcontext([]) as pending:
         for step in range(3):
             with warnings.catch_warnings(record=True) as caught, counted_gathers() as gathers:
@@ -582,7 +536,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
             if path.loss is of_output:
                 x, _ = path.batch(9, pair.rank)
                 with torch.no_grad():
-                    same("an evaluation", pair.trained(x), pair.plain(x), EXACT, step=1)
+                    same("an evaluation", pair.trained(x), pair.plain(x), path.atol, step=1)
             pair.nothing_gathered("an evaluation", 1)
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()
@@ -592,13 +546,13 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
 
 
-def cases_of(paths: dict[str, Path], size: int = 3) -> dict:
-    """Every path once, in ZeRO-3 on a slow network; the first in the other stages, too. Further ones: more options."""
+def cases_of(paths: dict[str, Path], size: int = 3, everywhere: int = 1) -> dict:
+    """Every path once, in ZeRO-3 on a slow network; the first ones `everywhere`. Further ones: more options."""
     others = [{"find_unused": True}, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
     others = [{"on": ("zero3",), **options} for options in others] + [{"on": ("zero1", "zero2")}]
     return {
         "sizes": (size,),
-        "cases": ({"path": next(iter(paths)), "on": ("zero1", "zero2")},
+        "cases": (*({"path": path, "on": ("zero1", "zero2")} for path in list(paths)[:everywhere]),
                   *({"path": path, "late": True, "on": ("zero3",)} for path in paths)),
         "further_cases": tuple({"path": path, **other} for path in paths for other in others),
     }  # fmt: skip
@@ -641,4 +595,10 @@ def weights_may_be_used_from_outside_their_unit(engine, **case):
 def compiled_models_train_alike(engine, **case):
     """Blocks and models that are compiled, in place, before the build or after it, train as they do uncompiled."""
     torch.compiler.reset()  # how often a forward may be compiled is counted over all models of a process
+    follow(engine, **case)
+
+
+@holds("values", **cases_of(AWKWARD, everywhere=len(AWKWARD)))
+def awkward_models_train_alike(engine, **case):
+    """Models that reuse, tie, freeze, nest, or mix dtypes train as they do alone."""
     follow(engine, **case)
