@@ -88,11 +88,8 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
             lambda: model.state_dict(),
             lambda: copy.deepcopy(model),
             lambda: repr(weight),
-            lambda: model.head(x),
-            lambda: model.blocks[0](x),
             lambda: model.blocks[1].up(x),
             lambda: weight.sum(),
-            lambda: weight.clone(),
             lambda: weight.detach(),
             lambda: weight.data.sum(),
             lambda: weight.numpy(),
@@ -101,7 +98,6 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
             lambda: weight[0],
             lambda: weight.copy_(torch.ones_like(weight)),
             lambda: torch.stack([torch.ones(7, 5, dtype=torch.float64), weight]),
-            lambda: torch.nn.utils.parameters_to_vector(model.parameters()),
             lambda: torch.save(model, io.BytesIO()),
             lambda: model.to(torch.float32),
         ):
@@ -109,15 +105,15 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
         for ask in (
             len,
             lambda p: p.type(),
-            lambda p: p.is_shared(),
-            lambda p: p.is_inference(),
-            lambda p: p.data.shape,
-            lambda p: p.data.dtype,
-            lambda p: torch.empty_like(p).shape,
-            lambda p: torch.empty_like(p, dtype=torch.int8).dtype,
+            lambda p: (
+                p.data.shape,
+                p.data.dtype,
+                torch.empty_like(p).shape,
+                torch.empty_like(p, dtype=torch.int8).dtype,
+            ),
             lambda p: (p.size(), p.size(0), p.stride(), p.dim(), p.numel(), p.element_size(), p.is_contiguous()),
             lambda p: (p.shape, p.dtype, p.device, p.layout, p.ndim, p.requires_grad, p.is_leaf, p.grad, p.grad_fn),
-            lambda p: isinstance(p, nn.Parameter),
+            lambda p: (isinstance(p, nn.Parameter), p.is_shared(), p.is_inference()),
         ):
             same("what a freed weight answers", ask(weight), ask(whole), step=1)
         assert isinstance(weight._version, int) and isinstance(weight.data_ptr(), int)
@@ -125,32 +121,3 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
         assert len(list(model.parameters())) == len(list(model.named_parameters())) and "OddBlock" in repr(model)
         trained.training_step(*parts.token_batch(moment, dist.get_rank()), F.cross_entropy)
     parts.OddModel().double().load_state_dict(trained.full_state_dict())
-
-
-@holds("bytes", engines=("zero3",), sizes=(2,), further_sizes=(1, 3))
-def freeing_gives_the_storage_back(engine):
-    """While a unit is freed, the bytes under its weights are gone, under the views that autograd has saved as well."""
-    engine.needs("zero3")
-    trained, seen = engine(parts.seeded(parts.OddModel), ADAMW), {}
-
-    def storage(param):
-        with torch._C.DisableTorchFunctionSubclass():
-            return param.untyped_storage().nbytes()
-
-    def held_by_all() -> int:
-        return sum(map(storage, trained.model.parameters()))
-
-    weights = [block.up.weight for block in trained.model.blocks]
-    trained.model.blocks[1].register_forward_pre_hook(lambda m, i: seen.update(inside=[storage(w) for w in weights]))
-    tokens, targets = parts.token_batch(0, dist.get_rank())
-    loss = F.cross_entropy(trained(tokens), targets)
-    # The unit at work, and the next, which is gathered ahead; a rank that is alone gathers nothing ahead.
-    alone = dist.get_world_size() == 1
-    same("units with memory while the second runs", [n > 0 for n in seen["inside"]], [False, True, not alone], step=1)
-    same("bytes of the units after forward", [storage(weight) for weight in weights], [0, 0, 0], step=1)
-    assert storage(trained.model.head.weight) > 0, "the root stays for backward"
-    loss.backward()
-    same("bytes of all parameters after backward", held_by_all(), 0, step=2)
-    with torch.no_grad():  # a forward without backward leaves nothing behind
-        trained(tokens)
-    same("bytes of all parameters after an evaluation", held_by_all(), 0, step=1)

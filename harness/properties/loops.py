@@ -162,18 +162,39 @@ def nested_no_sync_ends_at_the_outer_exit(engine):
     pair.same_weights()
 
 
-class TwoHeads(parts.OddModel):
-    """A second head, which is in no unit, and a parameter that only one of two losses reaches."""
+class Asked(nn.Linear):
+    """A head with a parameter that only one of two losses reaches."""
 
     def __init__(self):
-        super().__init__()
-        self.second, self.ask = nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+        super().__init__(5, 3)
+        self.ask = nn.Parameter(torch.ones(3))
 
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1) * self.frozen + self.shift
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x), self.second(x) * self.ask
+    def forward(self, x):
+        return super().forward(x) * self.ask
+
+
+class Heads(nn.ModuleDict):
+    """Two heads, which belong to the root."""
+
+    def forward(self, x):
+        return [head(x) for head in self.values()]
+
+
+class OwnHeads(nn.ModuleList):
+    """Two heads, each a unit of its own."""
+
+    def forward(self, x):
+        return [head(x) for head in self]
+
+
+def with_heads(kind: type, heads) -> nn.Module:
+    model = parts.OddModel()
+    model.head = kind(heads)
+    return model
+
+
+def two_heads() -> nn.Module:
+    return with_heads(Heads, {"first": nn.Linear(5, 3), "second": Asked()})
 
 
 def two_losses(model, batch, scale, shift=0):
@@ -232,7 +253,7 @@ def one_backward_for_a_parameter(model, batch, scale, quiet=contextlib.nullconte
     """The last backward reaches the smallest part."""
     with quiet():
         a_backward_for_each_loss(model, batch, scale)
-    (scale * inside(model).ask.square().sum()).backward()
+    (scale * inside(model).head["second"].ask.square().sum()).backward()
 
 
 def the_others_under_no_sync(model, batch, scale):
@@ -245,37 +266,23 @@ WAYS = (twice_through_one_graph, once_through_two_graphs, a_backward_for_each_lo
 OF_WHOLE_MODELS = (one_backward_for_a_parameter, the_others_under_no_sync)
 
 
-@holds("values", sizes=(3,), further_sizes=(2,), cases=(*UNITS, {"options": {"bucket_mb": 0}, "on": ("zero2",)}),
+@holds("values", sizes=(3,), further_sizes=(2,),
+       cases=(*UNITS, {"options": {"bucket_mb": 0, "find_unused": True}, "on": ("zero2",)}),
        further_cases=({"options": {"find_unused": True}},))  # fmt: skip
 def backward_may_be_called_in_any_way(engine, options):
     """Twice through one graph, per loss, after an evaluation or `autograd.grad`, interleaved: as in plain PyTorch."""
-    pair = Pair(engine, TwoHeads, **options)
+    pair = Pair(engine, two_heads, **options)
     for step, way in enumerate(WAYS + OF_WHOLE_MODELS if engine.like in ("zero1", "zero2") else WAYS):
         pair.backward_by(way, step)
         pair.step()
         pair.same_weights()
 
 
-class OwnHeads(TwoHeads):
-    """Two heads, each a unit of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
-        del self.head, self.second, self.ask
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1) * self.frozen + self.shift
-        for block in self.blocks:
-            x = block(x)
-        return [head(x) for head in self.heads]
-
-
 @holds("misuse", sizes=(3,),
        cases=tuple({"no_sync": n, "find_unused": f} for n in (True, False) for f in (True, False)))  # fmt: skip
 def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     """Two backwards through one body, each by a head of its own: right, or refused with a way that is right."""
-    pair = Pair(engine, OwnHeads, find_unused=find_unused)
+    pair = Pair(engine, lambda: with_heads(OwnHeads, [nn.Linear(5, 3), nn.Linear(5, 3)]), find_unused=find_unused)
 
     def each(model, batch, scale):
         first, second = two_losses(model, batch, scale)
@@ -289,7 +296,7 @@ def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
         pair.backward_by(each, 0)
     except RuntimeError as error:
         right = engine.like != "zero1" and not find_unused and "find_unused=True" in str(error)
-        expect(right and "heads" in str(error), "the error", "none, or one that names find_unused=True", error, step=3)
+        expect(right and "'head." in str(error), "the error", "none, or one that names find_unused=True", error, step=3)
         pair.trained.zero_grad()
         both(pair.trained, pair.batch(0, pair.rank), 1).backward()
         pair.trained.step()

@@ -373,28 +373,3 @@ def an_engine_is_like_its_model_and_says_where_not(engine):
     for name, word in ATTRIBUTES.items():
         refused(lambda name=name: getattr(trained, name), word, error=AttributeError)
     pair.alike()
-
-
-class Tagged(nn.Parameter):
-    """A parameter of a class of the caller's."""
-
-
-@holds("life", sizes=(2,), further_sizes=(3,))
-def parameters_of_ones_own_class_stay_so(engine):
-    """They can be printed, and stay of their class while they are gathered and while they are not."""
-
-    def build():
-        model = parts.OddModel()
-        model.head.weight = Tagged(model.head.weight.detach())
-        return model
-
-    pair = Pair(engine, build)
-    pair.alike()
-    head = pair.trained.model.head
-    assert isinstance(head.weight, Tagged)
-    if engine.like == "zero3":
-        refused(lambda: repr(head.weight), "'head.weight'", error=RuntimeError)
-    else:
-        assert "requires_grad=True" in repr(head.weight)
-    pair.trained.close()
-    assert type(head.weight) is Tagged and "requires_grad=True" in repr(head.weight)

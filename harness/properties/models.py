@@ -1,42 +1,11 @@
 """Models that other people write: what they reuse, tie, freeze, mix and return."""
 
-import dataclasses
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.properties import parts
 from harness.run.model import GPT, next_token_loss, preset
-
-
-@dataclasses.dataclass
-class Answer:
-    logits: torch.Tensor
-    hidden: object
-
-
-class Keywords(nn.Module):
-    """Units that take keyword arguments and return tuples, dictionaries and dataclasses."""
-
-    class Unit(nn.Module):
-        def __init__(self, kind):
-            super().__init__()
-            self.linear, self.kind = nn.Linear(5, 5), kind
-
-        def forward(self, *, x):
-            x = torch.tanh(self.linear(x))
-            return {"tuple": (x, None), "dict": {"x": x}, "dataclass": Answer(x, {})}[self.kind]
-
-    def __init__(self):
-        super().__init__()
-        self.units = nn.ModuleList([self.Unit("tuple"), self.Unit("dict"), self.Unit("dataclass")])
-
-    def forward(self, batch, scale=1.0):
-        x = self.units[0](x=batch["x"])[0]
-        x = self.units[1](x=x)["x"]
-        x = self.units[2](x=x).logits
-        return Answer(x * scale, {"unused": x.exp()})
 
 
 class PartlyFrozen(nn.Module):

@@ -5,13 +5,10 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from harness.properties import models, parts
-from harness.properties.property import expect, holds, same
+from harness.properties.property import expect, holds, same, subject
 from harness.properties.training import EXACT, Pair
 from harness.run.model import next_token_loss
 
@@ -70,28 +67,17 @@ def equals_ddp_and_fsdp2(engine, options, device="cpu"):
     def gpt():
         return models.gpt(torch.float32 if few else torch.float64, device)
 
-    def train(model):
-        optimizer, losses = adamw(model.parameters()), []
-        for step in range(steps):
-            loss = models.of_bytes(model, *models.byte_batch(step, rank, device))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return torch.stack(losses)
+    def train(build, **options):
+        trained = build(gpt(), adamw, **options)
+        batches = (models.byte_batch(step, rank, device) for step in range(steps))
+        return trained, torch.stack([trained.training_step(*batch, next_token_loss) for batch in batches])
 
-    ddp, fsdp = DistributedDataParallel(gpt()), gpt()
-    expected = train(ddp)
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device)  # by default it is of whatever accelerator there is
-    for block in fsdp.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(fsdp, mesh=mesh)
-    same("FSDP2's losses", train(fsdp), expected, atol)
-    trained = engine(gpt(), adamw, **options)
-    batches = (models.byte_batch(step, rank, device) for step in range(steps))
-    losses = torch.stack([trained.training_step(*batch, next_token_loss) for batch in batches])
+    ddp, expected = train(subject("ddp"))
+    _, of_fsdp2 = train(subject("fsdp2"))
+    same("FSDP2's losses", of_fsdp2, expected, atol)
+    trained, losses = train(engine, **options)
     same("the losses, beside DDP's", losses, expected, atol, step=1)
-    state = {name: value.cpu() for name, value in ddp.module.state_dict().items()}
+    state = {name: value.cpu() for name, value in ddp.model.module.state_dict().items()}
     same("the weights, beside DDP's", trained.full_state_dict(), state, atol, step=5)
     assert losses[-1] != losses[0], "nothing was trained"
 
