@@ -177,10 +177,10 @@ def test_colours_are_told_from_both_papers_and_from_each_other_in_grey(group):
 
 
 def test_engines_are_told_apart_without_colour():
-    drawn_with = [(style.ENGINE_MARKS[name], style.ENGINE_LINES.get(name, "-")) for name in style.ENGINE_COLOURS]
+    drawn_with = [(engine.mark, engine.line) for engine in style.ENGINES.values()]
     assert len(set(drawn_with)) == len(drawn_with)
-    for colour in style.ENGINE_COLOURS.values():
-        assert all(contrast(colour, theme["paper"]) >= 3 for theme in style.THEMES.values())
+    for engine in style.ENGINES.values():
+        assert all(contrast(engine.shade, theme["paper"]) >= 3 for theme in style.THEMES.values())
 
 
 def test_a_colour_means_one_thing():
@@ -203,8 +203,8 @@ def test_a_colour_means_one_thing():
                 assert distance > 16, (name, other)
             elif one != "computation":
                 assert distance == 0, (name, other)
-    for tone in style.ENGINE_COLOURS.values():  # greys
-        assert math.dist(lab(tone)[1:], (0, 0)) < 8, tone
+    for engine in style.ENGINES.values():  # greys
+        assert math.dist(lab(engine.shade)[1:], (0, 0)) < 8, engine.name
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

@@ -265,7 +265,7 @@ def test_the_trace_is_what_chrome_reads():
         Span("collectives", "all-gather", 0.12, 0.2, "5 gather parameters", 4000),  # while the other is under way
         Span("collectives", "all-gather", 0.2, 0.3, "5 gather parameters", 4000),
     ]
-    trace = chrome_trace([spans, spans[:1]], [[(0.1, 2_000_000)], []], title="a title")
+    trace = chrome_trace([spans, spans[:1]], [[(0.1, {"gradients": 2_000_000})], []], title="a title")
     events = trace["traceEvents"]
     named = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
     lanes = ("steps", "compute", "all-gather", "all-gather 2")
@@ -277,7 +277,7 @@ def test_the_trace_is_what_chrome_reads():
     gather = next(e for e in events if e["name"] == "all-gather")
     assert (gather["ts"], gather["dur"]) == (50_000.0, 100_000.0)  # microseconds
     assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000}
-    assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 2.0}]
+    assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 2.0}, {"gradients": 2.0}]
     assert trace["otherData"] == {"title": "a title"}
     alive = {"parameters": 1_000_000, "gradients": 500_000}
     events = chrome_trace([[replace(spans[2], unit="blocks.3")]], [[(0.1, alive)]])["traceEvents"]

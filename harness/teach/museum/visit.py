@@ -21,8 +21,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from harness.measure import tables
-from harness.measure.in_flight import InFlight
 from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.timeline import Timeline
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
 from harness.run.ending import one_line
@@ -62,7 +62,7 @@ def train(loop: Loop, found: dict) -> None:
             peaks, gathered = {"forward": 0, "backward": 0}, [0]
             watching = [unit.module.register_forward_pre_hook(lambda *_, engine=engine, gathered=gathered:
                         gathered.append(gathered_bytes(engine))) for unit in getattr(engine, "units", ())]  # fmt: skip
-            with TrafficLedger() as traffic, InFlight() as seen:
+            with TrafficLedger() as traffic, Timeline() as seen:
                 for moment, number in loop.moments(engine, step):
                     if number is not None:
                         found[moment].append(number)
@@ -76,7 +76,7 @@ def train(loop: Loop, found: dict) -> None:
             if watching:
                 found["gathered"] = max(gathered)
             found["peaks"], found["sent"], found["inside"] = peaks, traffic.sent_bytes, inside
-            hidden = seen.computed_meanwhile("reduce")
+            hidden = seen.computed_meanwhile("all-reduce", "reduce-scatter")
             found["hidden"], found["issued"] = sum(hidden), len(hidden)
             found["collectives"] = dict(Counter(collective.kind for collective in traffic.collectives))
     found["finished"] = True
