@@ -430,10 +430,6 @@ def test_what_is_run_again_is_an_activation_if_backward_needs_it():
     assert second[-1] <= 4_000 + 8 and 8_000 <= max(second) <= 8_000 + 8, second
 
 
-def test_an_engine_opened_late_is_counted_as_one_opened_early(ranks):
-    ranks(2).run(ledgers_agree_on_an_open_engine)
-
-
 @pytest.mark.parametrize("stage", parts.STAGES)
 def test_the_timeline_has_all_six_steps_and_every_collective(ranks, stage):
     for found in ranks(2).run(timeline_of_a_step, stage=stage):
@@ -441,20 +437,18 @@ def test_the_timeline_has_all_six_steps_and_every_collective(ranks, stage):
                          "5 gather parameters"]  # fmt: skip
 
 
-def test_a_unit_that_is_never_freed_is_seen(ranks):
-    ranks(2).run(a_unit_that_stays_gathered)
+ON_TWO_RANKS = (
+    ledgers_agree_on_an_open_engine,
+    a_unit_that_stays_gathered,
+    a_collectives_span,
+    gloo_on_the_second_gpu,
+    a_collective_without_a_work,
+)
 
 
-def test_a_collective_ends_when_it_is_complete(ranks):
-    ranks(2).run(a_collectives_span)
-
-
-def test_a_collective_of_gloo_on_the_second_gpu(ranks):
-    ranks(2).run(gloo_on_the_second_gpu)
-
-
-def test_a_collective_without_a_work_is_a_wait(ranks):
-    ranks(2).run(a_collective_without_a_work)
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
+def test_on_two_ranks(ranks, case):
+    ranks(2).run(case)
 
 
 def test_a_trace_has_memory_and_spans_on_one_clock(ranks, tmp_path):

@@ -129,9 +129,9 @@ def test_from_the_command_line(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     known, text = read(folder)
     assert "referee: left out by --only" in text and "no GPU" in text and "--quick" in text
-    assert {"plain", "ddp", "zero1", "zero2", "zero3", "fsdp2"} <= set(
-        json.loads((folder / "host-1.json").read_text())["ms"]
-    )
+    host = json.loads((folder / "host-1.json").read_text())
+    assert {"plain", "ddp", "zero1", "zero2", "zero3", "fsdp2"} <= {*host["ms"]} and host["ranks"] == 8
+    assert all(min(times) > 0 for times in host["ms"].values())
     assert [job["status"] for job in known["parts"]["host"]["jobs"]] == ["done"] and "beside torch's own" in text
 
 
