@@ -101,6 +101,12 @@ def _run(program: list[str], environments: list[dict], seconds: float, left_behi
     return ended
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run ./launch.sh as a user does, by that executable, and with no variable of a torchrun around us."""
     clean = ranks.environment(**{"PYTHON": python(), "ZERO_TIMEOUT": "300", **environment})

@@ -8,7 +8,6 @@ also through the door (`forked.launch`), or without it (tests/forked.py).
 import importlib.util
 import json
 import re
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -437,9 +436,7 @@ def test_rank_0_alone_may_take_longer_than_a_collective(ranks):
 
 def test_two_machines_on_loopback():
     """The lines of docs/machines.md, an agent of torchrun each, and a port that is free here."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = forked.free_port()
     page = (ROOT / "docs" / "machines.md").read_text()
     lines = re.findall(
         r"^(NNODES=2 NODE_RANK=\d RDZV_ENDPOINT=localhost):29400 \./launch\.sh (.*)$", page, re.MULTILINE

@@ -1,8 +1,10 @@
 """Where the time of a step goes: by hand, and on real ranks of which one is slow."""
 
+import itertools
 import time
 import types
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -57,35 +59,6 @@ def a_slow_rank(delay: float) -> dict[str, dict]:
     return {name: watched(name, delay) for name in KINDS}
 
 
-def exposed_and_overlapped() -> None:
-    """Against the union of all intervals in which a collective moved bytes, and the time that nobody waited in them."""
-    for name in ("ddp", "zero1", "zero3"):
-        engine, batch = built(name)
-        engine.training_step(*batch)
-        dist.barrier()
-        with timeline.Timeline(engine) as line:
-            line.mark()
-            engine.training_step(*batch)
-            line.mark()
-        issued = [None] * dist.get_world_size()
-        dist.all_gather_object(issued, [(span.ranks, span.start + line.opened) for span in line.collectives])
-        last = [moment - line.opened for moment in step_time.last_issues(issued, dist.get_rank())]
-        begin, end = line.marks
-        found = step_time.divide(begin, end, line.operations, [], line.waits, line.collectives, last)
-        together = sum(found["exposed"].values()) + sum(found["overlapped"].values())
-        moving = [(max(start, span.start), span.end) for start, span in zip(last, line.collectives)]
-        waiting = [(wait.start, min(wait.end, last[wait.collective])) for wait in line.waits]
-        # In thousands of a step's moments: does something move, and does this rank wait for the other one?
-        moments = [begin + (end - begin) * (number + 0.5) / 4000 for number in range(4000)]
-        share = sum(
-            any(a <= moment < b for a, b in moving) and not any(a <= moment < b for a, b in waiting)
-            for moment in moments
-        )
-        expected = (end - begin) * share / 4000
-        assert abs(together - expected) < 0.02 * (end - begin), (name, together, expected, found)
-        assert line.collectives and all(span.ranks == (0, 1) for span in line.collectives)
-
-
 def offsets(ahead: float) -> tuple[float, float]:
     rank = dist.get_rank()
     return step_time.clock_offset(f"machine {rank}", lambda: time.perf_counter() + ahead * rank)
@@ -117,61 +90,46 @@ def trained_in_parts() -> dict[str, tuple[dict, ...]]:
     return {name: tuple(trained(name, *way) for way in ways) for name in ("ddp", "zero1", "zero3")}
 
 
-class Full(TorchDispatchMode):
-    """A device on which the `nth` call of an operation that `of` picks finds no memory."""
+def without_memory(plain, nth: int, counts=lambda *_: True):
+    """`plain`, of which the `nth` call that counts finds no memory."""
+    calls = itertools.count(1)
 
-    def __init__(self, of, nth: int):
+    def call(*args, **kwargs):
+        if counts(*args) and next(calls) == nth:
+            raise torch.OutOfMemoryError("Tried to allocate too much.")
+        return plain(*args, **kwargs)
+
+    return call
+
+
+class Full(TorchDispatchMode):
+    """A device on which the `nth` GELU finds no memory."""
+
+    def __init__(self, nth: int):
         super().__init__()
-        self.of, self.left = of, nth
+        self.run = without_memory(lambda func, *args, **kwargs: func(*args, **kwargs), nth, self.counts)
+
+    def counts(self, func, *_) -> bool:
+        return func._schema.name == "aten::gelu"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.of(func._schema.name):
-            self.left -= 1
-            if self.left == 0:
-                raise torch.OutOfMemoryError("Tried to allocate too much.")
-        return func(*args, **(kwargs or {}))
+        return self.run(func, *args, **(kwargs or {}))
 
 
 def out_of_memory() -> list[str]:
-    said = []
-
-    def fails(steps: str = "3") -> None:
+    """What ZeRO-3's training says when an operation, a storage that grows, or a step after the watched one fails."""
+    said, blocks, gathers = [], 2, 5  # a step gathers the root and two blocks in forward, and the blocks in backward
+    grows = without_memory(torch.UntypedStorage.resize_, gathers + 2, lambda storage, size: size > 0)
+    for less_memory in (
+        Full(blocks + 2),  # the second block's in the second step
+        mock.patch.object(torch.UntypedStorage, "resize_", grows),
+        mock.patch.object(F, "cross_entropy", without_memory(F.cross_entropy, 4)),  # after the ledger's three steps
+    ):
         try:
-            trained("zero3", "--steps", steps)
+            with less_memory:
+                trained("zero3", "--steps", "5")
         except torch.OutOfMemoryError as error:
             said.append(str(error))
-
-    blocks = 2
-    with Full(lambda name: name == "aten::gelu", blocks + 2):  # the second block's in the second step
-        fails()
-    plain = torch.UntypedStorage.resize_
-    left = 5 + 2  # a step gathers the root and two blocks in forward, and the blocks in backward
-
-    def resize_(storage, size):
-        nonlocal left
-        left -= size > 0
-        if left == 0 and size > 0:
-            raise torch.OutOfMemoryError("Tried to allocate too much.")
-        return plain(storage, size)
-
-    torch.UntypedStorage.resize_ = resize_
-    try:
-        fails()
-    finally:
-        torch.UntypedStorage.resize_ = plain
-    loss, calls = F.cross_entropy, []
-
-    def cross_entropy(*args):
-        calls.append(1)
-        if len(calls) == 4:
-            raise torch.OutOfMemoryError("Tried to allocate too much.")
-        return loss(*args)
-
-    F.cross_entropy = cross_entropy  # after the ledger's three steps
-    try:
-        fails("5")
-    finally:
-        F.cross_entropy = loss
     return said
 
 
@@ -286,10 +244,6 @@ def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
         and all(other < fast["waiting_ms"] for other in others)
     )
     return "" if right else f"{engine}: {found}"
-
-
-def test_exposed_and_overlapped_are_all_the_time_in_which_bytes_move(ranks):
-    ranks(2).run(exposed_and_overlapped)
 
 
 def test_clocks_of_two_machines_are_compared_over_barriers(ranks):

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -162,7 +163,7 @@ def machines(folder: Path, _: str) -> list[Run]:
 
     `seen` of the first launcher: {(ranks, step): loss}, also of the steps that were repeated.
     """
-    endpoint = f"localhost:{free_port()}"
+    endpoint = f"localhost:{forked.free_port()}"
     options = f"--preset toy --steps {ENDLESS} --save-every 40 --batch 3 --evaluate-every {ENDLESS}".split()
     environment = {"NNODES": "1:2", "RDZV_ENDPOINT": endpoint}
     meeting = f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id train --nproc-per-node 1".split()
@@ -192,12 +193,6 @@ def machines(folder: Path, _: str) -> list[Run]:
     os.kill(run.ranks()[1], signal.SIGUSR1)  # one rank alone
     assert (run.end(), second.end()) == (0, 0), run.printed() + second.printed()
     return [run, second]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def _answers(endpoint: str) -> bool:
@@ -326,7 +321,9 @@ def test_an_error_that_no_restart_mends_ends_the_run_at_once(tmp_path, quick_pyt
 
 
 def test_the_first_signal_is_enough_while_no_rank_runs(tmp_path, quick_python):
-    meeting = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --nproc-per-node 1".split()
+    meeting = (
+        f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{forked.free_port()} --nproc-per-node 1".split()
+    )
     run = Run([*launcher(quick_python, *meeting), "none.py"], tmp_path)
     run.wait_for(lambda: "waiting for the other machine(s) at localhost:" in run.printed())
     run.process.send_signal(signal.SIGTERM)

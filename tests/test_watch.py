@@ -5,8 +5,6 @@ import dataclasses
 import gc
 import json
 import re
-import subprocess
-import sys
 import time
 import zlib
 from argparse import Namespace
@@ -283,25 +281,6 @@ def test_only_what_was_asked_for_is_recorded():
     assert arguments(["zero2", "--only", "ddp"]).names == ["zero2", "ddp"] and arguments([]).opens == "zero3"
     notes = {number: of_exhibit(number)[1].about["note"] for number in (3, 19, 21)}  # 3 changes numbers alone
     assert ["./launch.sh bug" in note for note in notes.values()] == [True, False, False]
-
-
-@pytest.mark.thorough
-def test_a_bug_beside_the_right_engine(tmp_path):
-    """The bug of the unit that nobody frees: its cells stay gathered, and the right one's do not. From one page."""
-    file = tmp_path / "bug.html"
-    command = [sys.executable, "-m", "harness.teach.watch", "--bug", "21", "2", "--tries", "1", "--out", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and str(file) in done.stdout, done.stderr[-3000:]
-    right, wrong = page.recordings_of(file)
-    assert (right["run"], wrong["run"]) == ("right", "bug21")
-
-    def most(recording: dict) -> int:
-        """Bytes of gathered units at the highest."""
-        ledgers = [ledger_at(recording, 0, k)["gathered units"] for k in range(len(recording["events"]))]
-        return max(ledgers)
-
-    assert most(wrong) > 1.2 * most(right) > 0
-    assert EXHIBITS[21].symptom in wrong["about"]["note"] and "note" not in right["about"]
 
 
 # Bug 15 reads memory that nothing has been written to yet: each run computes something else after its first step.
