@@ -119,7 +119,7 @@ claims.wordpress("an 80 GB GPU is out of memory before the first micro-batch",
 
 def times_smaller(name: str, ranks: int, than: int = 1) -> float:
     """How many times smaller an engine's state is on so many ranks than on `than` ranks. On one it is all of it."""
-    return (step("plain") if than == 1 else step(name, ranks=than)).state / step(name, ranks=ranks).state
+    return (step("single") if than == 1 else step(name, ranks=than)).state / step(name, ranks=ranks).state
 
 
 def per_parameter(name: str, **options) -> float:
@@ -136,7 +136,7 @@ def layers_over_the_state(ranks: int) -> float:
 def copies(name: str) -> float:
     """Optimizer state on all 8 ranks together, over what one copy is."""
     together = sum(step(name, toy, rank=rank).held["optimizer"] for rank in range(8))
-    return together / step("plain", toy).held["optimizer"]
+    return together / step("single", toy).held["optimizer"]
 
 
 # fmt: off
@@ -161,12 +161,12 @@ claims.frameworks("FSDP and ZeRO-3 train models 8 to 16 times larger", "state at
     all(about(times_smaller("zero3", n), n) for n in (8, 16)), 8 <= times_smaller("zero3", 4) <= 16))
 claims.frameworks("the stages reduce memory linearly with the number of GPUs", "state of each stage at N = 8 and 32",
                   "the stage is ZeRO-3", lambda: (
-    "state at N = 8 over N = 32: " + listed({name: times_smaller(name, 32, 8) for name in runs.CHAPTERS}),
+    "state at N = 8 over N = 32: " + listed({name: times_smaller(name, 32, 8) for name in runs.STAGES}),
     about(times_smaller("zero3", 32, 8), 4, 0.02),
     about(times_smaller("zero1", 32, 8), 4, 0.02) or about(times_smaller("zero2", 32, 8), 4, 0.02)))
 claims.scaling("largest model: by one GPU under DDP, more under ZeRO-1 and -2, by the cluster under ZeRO-3",
                "state per parameter at N = 512", "", lambda: (
-    "bytes per parameter at N = 512: " + listed({n: per_parameter(n, ranks=512) for n in ("ddp", *runs.CHAPTERS)}),
+    "bytes per parameter at N = 512: " + listed({n: per_parameter(n, ranks=512) for n in ("ddp", *runs.STAGES)}),
     per_parameter("ddp") > per_parameter("zero1", ranks=512) > per_parameter("zero2", ranks=512)
     > 10 * per_parameter("zero3", ranks=512)))
 claims.sharding_state("a layer too large for a GPU needs model parallelism as well",
@@ -211,7 +211,7 @@ def boxes_of_figure_two() -> tuple:
     """Against engines with bfloat16 weights and float32 gradients at N = 8."""
     # The float32 copy: beside bfloat16 weights 4/N; in ZeRO-3 the only one, where the figure has 2/N.
     boxes = {"zero1": (2 + 4 + 8 / 8, 4 / 8), "zero2": (2 + 12 / 8, 4 / 8), "zero3": (14 / 8, 2 / 8)}
-    held = {name: per_parameter(name, param_dtype=torch.bfloat16, reduce_dtype=torch.float32) for name in boxes}
+    held = {name: per_parameter(name, dtype=torch.bfloat16) for name in boxes}
     measured = listed({name: (held[name], box) for name, (box, _) in boxes.items()}, "{} {} and not {}")
     met, kept = (all(about(held[name] - without * copy, box, 0.02) for name, (box, copy) in boxes.items())
                  for without in (1, 0))  # fmt: skip
@@ -332,8 +332,8 @@ ALIVE = "live bytes after forward under each stage, gathered weights apart"
 for article, words in ((claims.multiple_gpus, "ZeRO leaves activations as they are"),
                        (claims.sharding_state, "sharding does not solve activation memory")):
     article(words, ALIVE, "", lambda: (
-        "bytes kept for backward: " + listed({name: kept_under(name) for name in ("plain", *runs.CHAPTERS)}),
-        all(about(kept_under(name), kept_under("plain"), 0.01) for name in runs.CHAPTERS)))
+        "bytes kept for backward: " + listed({name: kept_under(name) for name in ("single", *runs.STAGES)}),
+        all(about(kept_under(name), kept_under("single"), 0.01) for name in runs.STAGES)))
 claims.multiple_gpus("activations grow with batch, sequence and width", "each doubled, kept bytes weighed",
                      "attention does not keep its seq x seq scores", lambda: (
     "kept bytes, doubled " + listed({"batch": growth(batch=4), "sequence": growth(seq=256), "width": growth(width=128),

@@ -8,8 +8,6 @@ import functools
 from dataclasses import replace
 from functools import partial
 
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-
 from harness.measure.gpus import flops_per_token
 from harness.plan.events import COMPUTE, Collective, Operation
 from harness.plan.hardware import GPUS, Cluster
@@ -128,8 +126,7 @@ def fifteen_per_cent():
 def units_by_size():
     """Whether that costs time: gathers counted on a small GPT, and those of a block priced, by layers and as one."""
     model = partial(gpt, layers=4, width=64, tied=False)
-    policy = partial(size_based_auto_wrap_policy, min_num_params=10_000)
-    layers, blocks = (step("fsdp1", model, **own).count[GATHER] for own in ({"auto_wrap_policy": policy}, {}))
+    layers, blocks = (step(name, model).count[GATHER] for name in ("fsdp1_article", "fsdp1"))
     times = {}
     for width in (4_096, 768):
         sizes = [2 * parts * width**2 for parts in (3, 1, 4, 4)]  # bytes of its four matrices in bfloat16
