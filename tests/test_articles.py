@@ -103,6 +103,23 @@ def test_named_numbers_become_words():
     assert claims[0].check() == ("ZeRO-3 1.235, bytes 1,234,567, words few", "holds")
 
 
+@pytest.mark.parametrize(
+    "says, when, verdict",
+    (
+        (8, "", "does not hold"),  # of 8, 5 and 2 all would have to be
+        (8, "N > 1", "holds when N > 1"),  # the first is, the last is not
+        (2, "N > 1", "does not hold"),
+        (lambda number: number > 1, "", "holds"),
+        (lambda number: number > 1, "N > 1", "holds"),
+        (lambda number: number > 2, "N > 1", "holds when N > 1"),
+    ),
+)
+def test_a_claim_about_one_number(says, when, verdict):
+    claims = Claims()
+    claims.scaling("a", "b", when, {"at once": 8, "in parts": 5, "alone": 2}, says=says)
+    assert claims[0].check() == ("8 at once, 5 in parts, 2 alone", verdict)
+
+
 def test_the_command_writes_its_rows(tmp_path, capsys):
     file = tmp_path / "rows.json"
     assert main(["--only", "9.8 s", "--json", str(file)]) == 0

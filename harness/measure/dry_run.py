@@ -419,9 +419,11 @@ def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda 
 def dry_run_of(name: str, options: argparse.Namespace) -> dict:
     """The row that `measure` gives on fake tensors, of a run on a GPU."""
     options = argparse.Namespace(**{**vars(options), "device": "fake"})
-    if not options.offload:
-        return measure(name, options)
-    # The fake GPU must not be in one process with a real one.
+    return measure_apart(name, options) if options.offload else measure(name, options)
+
+
+def measure_apart(name: str, options: argparse.Namespace) -> dict:
+    """`measure` in a process of its own: a fake GPU stays where it is registered, and must not be beside a real one."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(measure_alone, name, options).result()
 
