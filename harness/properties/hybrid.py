@@ -5,34 +5,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from harness.engine import checkpoint
-from harness.engine.gradients import GradScaler
 from harness.measure.traffic import TrafficLedger
 from harness.properties import models, parts
-from harness.properties.groups import Branches
 from harness.properties.overlap import late_collectives, replaced
-from harness.properties.precision import FP32, FP64, LOW, trains_like_fsdp2
+from harness.properties.precision import grid
 from harness.properties.property import holds, refused, same
 from harness.properties.training import Pair
 from harness.run.model import next_token_loss
-
-
-def grid(replicas: int = 2, shards: int = 2):
-    return parts.mesh(replicas, shards, names=("replicas", "shards"))
-
-
-@holds("values", sizes=(4,), cases=({"micro_batches": 3, "no_sync": True}, {"max_norm": 0.1}), further_cases=({}, LOW))
-def hybrid_sharding_equals_fsdp2s(engine, max_norm=None, **how):
-    """On 2 x 2 ranks losses and weights equal FSDP2's on the same mesh, to the bit where nothing is clipped.
-
-    Both add two shards of a row, and then two rows: sums of two numbers, whose halves are exact. A norm adds up as many
-    numbers as there are parameters, in other orders: with clipping in float64, to 1e-12.
-    """
-    own = FP32 if max_norm is None else FP64
-    trains_like_fsdp2(engine, grid(), own, max_norm=max_norm, group=grid(), **how)
-    dist.barrier()
 
 
 @holds("values", sizes=(2, 4))
@@ -110,27 +91,6 @@ def only_shards_gradients_cross_to_the_replicas(engine):
     }
     same("elements that are sent, by ranks and kind", sent, {key: expected[key] for key in sent}, step=3)
     same("who sends what", set(sent), set(expected), step=3)
-    dist.barrier()
-
-
-@holds("values", sizes=(4,))
-def replicas_agree_on_what_is_unused_and_on_overflows(engine):
-    """Each replica uses a head of its own and nobody the third; one rank of four overflows, and all skip the step."""
-
-    def batch(step, who):
-        x, y = parts.vector_batch(step, who, 5, torch.float64)
-        return x, y[:, :3], who // 2, torch.inf if step == 1 and who == 3 else 1.0
-
-    given = iter((parts.seeded(Branches), model := parts.seeded(Branches)))
-    # All ranks must run the same units; a head, which is none here, is gathered with the root.
-    options = {"units": [model.blocks[0]]} if engine.like == "zero3" else {}
-    pair = Pair(engine, lambda: next(given), parts.DECAY, batch=batch, group=grid(), find_unused=True, **options,
-                loss=lambda model, x, y, head, factor: F.mse_loss(model(x, head), y) * factor)  # fmt: skip
-    scaler = engine.more.get("scaler", GradScaler)("cpu", init_scale=4.0)
-    for step in range(4):
-        pair.scaled_step(step, scaler, 0.1, skipped=step == 1)
-    same("the scale", scaler.get_scale(), 2.0, step=4)
-    pair.same_weights()
     dist.barrier()
 
 

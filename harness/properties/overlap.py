@@ -11,7 +11,7 @@ from harness.measure.in_flight import InFlight
 from harness.properties import parts
 from harness.properties.models import PartlyFrozen, Skipping
 from harness.properties.property import holds, same
-from harness.properties.training import Pair
+from harness.properties.training import Pair, of_vectors, vectors
 
 
 class Rooted(parts.Stack):
@@ -107,8 +107,8 @@ def a_collective_may_run_as_late_as_its_wait(engine, skips):
     """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing."""
     if skips:
         pair = Pair(engine, lambda: Skipping((8, 9, 8, 9)), parts.ADAMW, find_unused=True,
-                    loss=lambda model, x, y: F.mse_loss(model(x), y),
-                    batch=lambda step, who: parts.vector_batch(step, who, 8, torch.float64))  # fmt: skip
+                    loss=of_vectors,
+                    batch=vectors(8))  # fmt: skip
     else:
         pair = Pair(engine, PartlyFrozen, parts.ADAMW)
     with late_collectives() as pending:

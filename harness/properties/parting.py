@@ -11,7 +11,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.models import Skipping
 from harness.properties.property import expect, holds, refused, same
-from harness.properties.training import Pair
+from harness.properties.training import Pair, of_vectors, vectors
 from harness.run.data import while_all_have
 
 
@@ -70,8 +70,8 @@ def a_unit_left_out_at_the_end_is_named(engine):
 def a_unit_that_no_rank_runs_is_no_mistake(engine):
     """With `find_unused` training goes on right where all ranks skip a unit, and evaluations come in between."""
     pair = Pair(engine, lambda: Skipping((8, 9, 8, 9)), parts.DECAY, find_unused=True,
-                loss=lambda model, x, y: F.mse_loss(model(x), y),
-                batch=lambda step, who: parts.vector_batch(step, who, 8, torch.float64))  # fmt: skip
+                loss=of_vectors,
+                batch=vectors(8))  # fmt: skip
     for step, skip in enumerate((None, 1, 1, None, 3, 0)):
         pair.plain.skip = pair.trained.model.skip = skip
         pair.backward(step)

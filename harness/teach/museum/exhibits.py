@@ -703,7 +703,7 @@ exhibit(
     "scale; the others update their shards. From then on a rank's loss is multiplied by another number than the "
     "others' before the gradients are summed. All ranks must hear what one has found.",
     read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
-    caught_by=("an_inf_in_one_ranks_shard_is_heard_by_all",),
+    caught_by=("an_overflow_on_one_rank_skips_the_step_on_all",),
     training={"overflow_at": 3, "steps": 6},
 )
 class DecidedAlone(zero3.ZeRO3):
