@@ -117,7 +117,7 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
     """
     engine.needs("zero1", "zero2", "zero3")
     rank, layers, width = dist.get_rank(), 4, 12
-    group = parts.mesh(2, 2, names=("replicas", "shards")) if hybrid else None
+    group = parts.grid() if hybrid else None
     row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
     model, world_size = parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32), len(row)
     sizes = [width * width, width]

@@ -49,7 +49,7 @@ def a_unit_left_out_at_the_end_is_named(engine):
     """In an evaluation the last rank leaves out the last unit: its next forward must not meet the others' gather."""
     engine.needs("zero3")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = parts.seeded(lambda: Skipping((8, 8, 8, 8)), dtype=torch.float32)
+    model = parts.seeded(lambda: Skipping([8] * 4), dtype=torch.float32)
     trained = engine(model, parts.DECAY, group=short_group(), prefetch=0)
     x, _ = parts.vector_batch(0, rank, 8)
 
@@ -69,7 +69,7 @@ def a_unit_left_out_at_the_end_is_named(engine):
 @holds("values", sizes=(2,), further_sizes=(3,))
 def a_unit_that_no_rank_runs_is_no_mistake(engine):
     """With `find_unused` training goes on right where all ranks skip a unit, and evaluations come in between."""
-    pair = Pair(engine, lambda: Skipping((8, 9, 8, 9)), parts.DECAY, find_unused=True,
+    pair = Pair(engine, Skipping, parts.DECAY, find_unused=True,
                 loss=of_vectors,
                 batch=vectors(8))  # fmt: skip
     for step, skip in enumerate((None, 1, 1, None, 3, 0)):

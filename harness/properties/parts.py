@@ -108,6 +108,11 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = "cpu")
     return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
+def grid(replicas: int = 2, shards: int = 2):
+    """The mesh of hybrid sharding."""
+    return mesh(replicas, shards, names=("replicas", "shards"))
+
+
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     value = value.clone()
     dist.all_reduce(value)

@@ -12,16 +12,13 @@ from torch.nn import functional as F
 from harness.engine.gradients import GradScaler
 from harness.properties import models, parts
 from harness.properties.groups import Branches
+from harness.properties.parts import grid
 from harness.properties.property import expect, holds, refused, same
 from harness.properties.training import EXACT, Pair, of_vectors, vectors
 from harness.run.model import next_token_loss
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = {"param_dtype": BF16, "reduce_dtype": FP32}
-
-
-def grid(replicas: int = 2, shards: int = 2):
-    return parts.mesh(replicas, shards, names=("replicas", "shards"))
 
 
 def of_tokens(model, tokens, targets) -> torch.Tensor:
