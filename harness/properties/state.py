@@ -199,7 +199,12 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
     same("extra states that were loaded", kept(trained.model), expected)
     # torch makes texts of numbers as keys, and leaves out an empty dictionary, so nobody misses it.
     plain, again = (
-        nn.Sequential(Keeps(number), Keeps(torch.arange(4.0) * number), Keeps({"a": {"b": number}}), Keeps({}))
+        nn.Sequential(
+            Keeps(number),
+            Keeps(torch.arange(4.0) * number),
+            Keeps({"a": {"b": torch.ones(2) * number}, "c": [1]}),
+            Keeps({}),
+        )
         for number in (3, 0)
     )
     theirs, into = {"model": get_model_state_dict(plain)}, {"model": get_model_state_dict(again)}
