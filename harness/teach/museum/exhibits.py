@@ -642,7 +642,7 @@ class KnownByOutputs(zero3.ZeRO3):
     "shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between steps, so that "
     "the weights are all that there is to save.)",
     read="harness/engine/rectangles.py, what a rank says of its part, `Cut.__create_write_items__`",
-    caught_by=("what_is_loaded_is_what_was_saved",),
+    caught_by=("a_loaded_run_is_the_uninterrupted_one",),
     training={"optimizer": "SGD", "resume_at": 2},
 )
 class UnderOneName(zero3.ZeRO3):
@@ -667,7 +667,7 @@ class UnderOneName(zero3.ZeRO3):
     "element, however small the gradient is. The first loss comes from the weights alone, so a look at it tells "
     "nothing. In a long run the jump is easily taken for a bad batch.",
     read="harness/engine/checkpoint.py, after all was read, `_install`: `engine.optimizer.state`",
-    caught_by=("what_is_loaded_is_what_was_saved",),
+    caught_by=("a_loaded_run_is_the_uninterrupted_one",),
     training={"resume_at": 2},
 )
 class WeightsAlone(zero3.ZeRO3):
