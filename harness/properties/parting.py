@@ -20,50 +20,37 @@ def short_group():
     return dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
 
 
-WAYS = tuple(
-    {"at_step": at, "skip": skip, "prefetch": ahead} for at, skip, ahead in ((2, 1, 1), (0, 1, 1), (2, 3, 1), (2, 0, 0))
-)
+@holds("misuse", engines=("zero3",), sizes=(3,), further_sizes=(2,), cases=({}, {"evaluation": True, "prefetch": 0}),
+       further_cases=({"at_step": 0}, {"skip": 3}, {"skip": 0, "prefetch": 0}))  # fmt: skip
+def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch=1, evaluation=False):
+    """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest.
 
-
-@holds("misuse", engines=("zero3",), sizes=(3,), further_sizes=(2,), cases=WAYS[:1], further_cases=WAYS[1:])
-def a_unit_that_only_some_ranks_run_is_named(engine, at_step, skip, prefetch):
-    """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest."""
+    In an evaluation it leaves out the last unit: its next forward must not meet the others' gather.
+    """
     engine.needs("zero3")
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    sizes = (5, 6, 7, 8) if last == 2 else (8, 8, 8, 8)
-    model = parts.seeded(lambda: Skipping(sizes), dtype=torch.float32)
+    model = parts.seeded(lambda: Skipping((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
     trained = engine(model, parts.DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
-    for step in range(at_step):
-        trained.training_step(*parts.vector_batch(step, rank, 8), F.mse_loss)
-    model.skip = skip if rank == last else None
-    # A rank between the first and the last may meet it a unit later.
-    where = f"all-gather of unit 'blocks.{skip}'" if rank in (0, last) else "all-gather of unit"
-    try:
-        refused(lambda: trained.training_step(*parts.vector_batch(9, rank, 8), F.mse_loss), where, step=1)
-    finally:
-        dist.barrier()  # the others may still be on their way to their error
-
-
-@holds("misuse", engines=("zero3",), sizes=(3,))
-def a_unit_left_out_at_the_end_is_named(engine):
-    """In an evaluation the last rank leaves out the last unit: its next forward must not meet the others' gather."""
-    engine.needs("zero3")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = parts.seeded(lambda: Skipping([8] * 4), dtype=torch.float32)
-    trained = engine(model, parts.DECAY, group=short_group(), prefetch=0)
-    x, _ = parts.vector_batch(0, rank, 8)
+    x, y = parts.vector_batch(0, rank, 8)
 
     def evaluate():
         with torch.no_grad():
             trained(x)
-            model.skip = 3 if rank == world_size - 1 else None
+            model.skip = 3 if rank == last else None
             trained(x)
             trained(x)
 
+    def train():
+        for step in range(at_step + 1):
+            model.skip = skip if rank == last and step == at_step else None
+            trained.training_step(x, y, F.mse_loss)
+
+    # A rank between the first and the last may meet it a unit later.
+    unit = f" 'blocks.{3 if evaluation else skip}'" if rank in (0, last) else ""
     try:
-        refused(evaluate, "all-gather of unit 'blocks.3'", error=RuntimeError, step=1)
+        refused(evaluate if evaluation else train, f"all-gather of unit{unit}", error=RuntimeError, step=1)
     finally:
-        dist.barrier()
+        dist.barrier()  # the others may still be on their way to their error
 
 
 @holds("values", sizes=(2,), further_sizes=(3,))
