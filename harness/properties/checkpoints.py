@@ -184,22 +184,25 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
 
 # Journeys. A station is who loads and saves, and on how many ranks; `file` is torch's conversion into one and back.
 JOURNEYS = ("engine@3 other@2 file@1 engine@1 plain@1 engine@2", "engine@3 fsdp2@2 engine@2")
+ON_A_GRID = "grid@4 engine@4 grid@4 other@2"
 OTHER = {"zero1": "zero3", "zero2": "zero1", "zero3": "zero2"}
 
 
-@holds("life", sizes=(3,), cases=tuple({"journey": journey} for journey in JOURNEYS))
+@holds("life", sizes=(3, 4), cases=(
+    *({"journey": journey, "at": (3,)} for journey in JOURNEYS), {"journey": ON_A_GRID, "at": (4,)}))  # fmt: skip
 def a_checkpoint_travels(engine, journey):
     """Loading and saving again changes no bit, whoever does it where; training comes out where one process does."""
     stations = [station.split("@") for station in journey.split()]
-    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3)}
+    groups = {size: dist.new_group(range(size)) for size in range(1, 5) if size <= dist.get_world_size()}
     odd, source, steps = "fsdp2" not in journey, None, 0
     with shared_folder() as folder:
         for number, (kind, size) in enumerate(stations):
             here, copied, group = Path(folder, f"{number}"), Path(folder, f"{number} again"), groups[int(size)]
             todo = range(steps, steps + 2 * (kind != "file"))
             if dist.get_rank() < int(size):
-                if kind in ("engine", "other"):
-                    own = engine if kind == "engine" else subject(OTHER.get(engine.like, "zero1"))
+                if kind in ("engine", "other", "grid"):
+                    own = engine if kind != "other" else subject(OTHER.get(engine.like, "zero1"))
+                    group = parts.grid() if kind == "grid" else group
                     trained = zoo_under(own, seed=5 if source else 0, odd=odd, group=group)
                     if source:
                         checkpoint.load(trained, source)
@@ -213,7 +216,7 @@ def a_checkpoint_travels(engine, journey):
                     without_an_engine(kind == "fsdp2", group, source, here, todo, odd)
             dist.barrier()
             if copied.exists():
-                same_files(f"station {number}, {kind}", flat(copied), flat(source))
+                same(f"what is saved again at station {number}, {kind}", flat(copied), flat(source))
             source, steps = here, todo.stop
         found = flat(source)
     model = parts.seeded(lambda: Zoo(odd))
@@ -254,23 +257,21 @@ def without_an_engine(sharded: bool, group, source, folder, steps, odd: bool) ->
 
 
 def flat(folder) -> dict:
-    """All of a checkpoint by torch's own conversion, as one dictionary; without what says who has written it."""
+    """All of a checkpoint by torch's own conversion, by name; without the order, and without who has written it.
+
+    torch keeps a state for an empty parameter, and an engine has no piece of it.
+    """
     file = f"{folder} of rank {dist.get_rank()}.pt"
     dcp_to_torch_save(checkpoint.newest(folder), file)
     state = torch.load(file, weights_only=True)
-    options = [dict(sorted({**group, "params": None}.items())) for group in state["optim"]["param_groups"]]
-    names = [group["params"] for group in state["optim"]["param_groups"]]
-    groups = {(name, "group"): own for own, there in zip(options, names) for name in there}
-    moments = {(name, key): value for name, own in state["optim"]["state"].items() for key, value in own.items()}
-    return {**state["model"], **moments, **groups}
-
-
-def same_files(what: str, found: dict, expected: dict) -> None:
-    """To the bit. torch keeps a state for an empty parameter, and an engine has no piece of it."""
-    found, expected = ({k: d[k] for k in sorted(d, key=str) if k[0] != "empty"} for d in (found, expected))
-    same(what, found, expected)
-    dtypes = [{k: v.dtype for k, v in d.items() if torch.is_tensor(v)} for d in (found, expected)]
-    same(f"the dtypes of {what}", *dtypes)
+    found, optim = {**state["model"]}, state["optim"]
+    for group in optim["param_groups"]:
+        options = dict(sorted({**group, "params": None}.items()))
+        found |= {(name, "group"): options for name in group["params"]}
+    for name, own in optim["state"].items():
+        found |= {(name, key): value for key, value in own.items()}
+    found |= {(key, "dtype"): value.dtype for key, value in found.items() if torch.is_tensor(value)}
+    return {key: found[key] for key in sorted(found, key=str) if "empty" not in key[0]}
 
 
 @holds("life", sizes=(3,))
@@ -323,41 +324,31 @@ def of_other_runs(engine, folder: Path) -> None:
     checkpoint.save(engine(model, parts.ADAMW, param_groups=groups_of(model)), folder / "another shape")
 
 
-def damage(good: Path, folder: Path) -> None:
-    """Copies of the checkpoint `good`, each damaged in another way."""
-
-    def flip(content: bytes) -> bytes:
-        middle = len(content) // 2
-        return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-    for name, file, change in (
-        ("a flipped byte", "__1_0.distcp", flip),
-        ("a flipped byte in the list", ".metadata", flip),
-        ("a truncated file", "__0_0.distcp", lambda content: content[:-1]),
-        ("a missing file", "__1_0.distcp", lambda content: None),
-        ("no sums", "SHA256SUMS", lambda content: None),
-        ("a list that runs", ".metadata", lambda content: pickle.dumps(Runs(folder / "list ran"))),
-        ("never finished", ".metadata", lambda content: None),
-    ):
-        shutil.copytree(good, folder / name)
-        content = change((good / file).read_bytes())
-        (folder / name / file).unlink() if content is None else (folder / name / file).write_bytes(content)
-    (folder / "a list that runs" / "SHA256SUMS").unlink()
-    (folder / "nothing there").mkdir()
-    shutil.copytree(folder / "weights alone", folder / "torch's, truncated")
-    with open(folder / "torch's, truncated" / "__0_0.distcp", "ab") as stream:
-        stream.truncate(2000)
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
+def cut_off(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def gone(content: bytes) -> None:
+    return None
+
+
+DAMAGES = (  # a file, what is done to it, and how loading fails: the error, its words
+    ("__1_0.distcp", flipped, checkpoint.Damaged, "__1_0.distcp' is not what was written"),
+    (".metadata", flipped, checkpoint.Damaged, ".metadata' is damaged"),
+    ("__0_0.distcp", cut_off, checkpoint.Damaged, "__0_0.distcp' was cut off"),
+    ("__1_0.distcp", gone, checkpoint.Damaged, "__1_0.distcp' cannot be read", "No such file"),
+    ("SHA256SUMS", gone, checkpoint.Damaged, "SHA256SUMS' is missing"),
+    (".metadata", gone, FileNotFoundError, "no complete checkpoint"),
+)
 NOT_LOADED = {  # checkpoint: (error, its words)
-    "a flipped byte": (checkpoint.Damaged, "__1_0.distcp' is not what was written"),
-    "a flipped byte in the list": (checkpoint.Damaged, ".metadata' is damaged"),
-    "a truncated file": (checkpoint.Damaged, "__0_0.distcp' was cut off"),
-    "a missing file": (checkpoint.Damaged, "__1_0.distcp' cannot be read", "No such file"),
-    "no sums": (checkpoint.Damaged, "SHA256SUMS' is missing"),
+    **{f"{file} {change.__name__}": fails for file, change, *fails in DAMAGES},
     "a list that runs": (checkpoint.Unsafe, "it asks for ", ".open"),
     "an item that runs": (checkpoint.Unsafe, "tensors and plain values"),
-    "never finished": (FileNotFoundError, "no complete checkpoint"),
     "nothing there": (FileNotFoundError, "no complete checkpoint"),
     "torch's, truncated": (checkpoint.Damaged, "cut off"),
     "torch's SGD": (ValueError, "another class than AdamW"),
@@ -368,6 +359,20 @@ NOT_LOADED = {  # checkpoint: (error, its words)
     "fewer names": (ValueError, "missing 'empty', 'scale'"),
     "other groups": (ValueError, "other groups"),
 }
+
+
+def damage(good: Path, folder: Path) -> None:
+    """Copies of the checkpoint `good` under the names of NOT_LOADED, each damaged in another way."""
+    for file, change, *_ in DAMAGES:
+        copied = shutil.copytree(good, folder / f"{file} {change.__name__}") / file
+        content = change(copied.read_bytes())
+        copied.unlink() if content is None else copied.write_bytes(content)
+    copied = shutil.copytree(good, folder / "a list that runs")
+    (copied / ".metadata").write_bytes(pickle.dumps(Runs(folder / "list ran")))
+    (copied / "SHA256SUMS").unlink()
+    (folder / "nothing there").mkdir()
+    copied = shutil.copytree(folder / "weights alone", folder / "torch's, truncated")
+    os.truncate(copied / "__0_0.distcp", 2000)
 
 
 @holds("misuse")
@@ -396,15 +401,6 @@ def what_cannot_be_loaded_changes_nothing(engine):
         same("what a checkpoint has run", [path.name for path in folder.glob("* ran")], [])
         same("what was saved beside the weights", checkpoint.load(trained, folder / "good"), {"step": 1})
         same("what was loaded at last", state_of(trained, buffers=False), good)
-        for words, call in (
-            (
-                "'what': a checkpoint takes tensors",
-                lambda: checkpoint.save(trained, folder / "good", what=Runs(folder / "own")),
-            ),
-            ("keep must be a number", lambda: checkpoint.save(trained, folder / "good", keep=0)),
-            ("is a checkpoint itself", lambda: checkpoint.save(trained, folder / "good" / "000001")),
-        ):
-            refused(call, words, error=ValueError)
         dist.barrier()
         # The two that run are what they are said to be: torch's own reader runs them.
         with contextlib.suppress(Exception):
@@ -470,6 +466,9 @@ def what_cannot_be_loaded_is_not_saved(engine):
     """A value that could not be read again is refused by its name, on all ranks, before a folder is made."""
     with shared_folder() as folder:
         folder, trained = Path(folder, "new"), zoo_under(engine, param_groups=None)
+        other = checkpoint.save(trained, f"{folder}, and other").path
+        refused(lambda: checkpoint.save(trained, other), "is a checkpoint itself", error=ValueError)
+        refused(lambda: checkpoint.save(trained, folder, keep=0), "keep must be a number", error=ValueError)
         for name, value in (
             ("note", len.__call__),
             ("note", (x for x in ())),
@@ -481,7 +480,8 @@ def what_cannot_be_loaded_is_not_saved(engine):
             group["note"] = value if dist.get_rank() == 0 else 1
             refused(lambda: checkpoint.save(trained, folder), f"'param_groups.0.{name}'", error=ValueError)
             group["note"] = 1
-            refused(lambda value=value: checkpoint.save(trained, folder, what=value), "'what'", error=ValueError)
+            words = "'what", ": a checkpoint takes tensors"
+            refused(lambda value=value: checkpoint.save(trained, folder, what=value), *words, error=ValueError)
         trained = zoo_under(engine, parts.SGD, param_groups=None)
         piece = trained.optimizer.param_groups[0]["params"][0]
         for state in ({"kept": torch.zeros(2, 2)}, {"kept": [torch.zeros(2)]}, {1: piece.clone()}):
@@ -503,17 +503,18 @@ def old_checkpoints_go(engine):
         same("what the older one holds", checkpoint.load(trained, Path(folder, "000004")), {"step": 3})
 
 
-@holds("bytes", further_sizes=(3,))
-def each_rank_writes_its_part(engine):
+@holds("bytes", sizes=(2, 4), cases=({"at": (2, 3)}, {"hybrid": True, "at": (4,)}), further_sizes=(3,))
+def each_rank_writes_its_part(engine, hybrid=False):
     """A rank writes its shards and their moments, and torch's header of less than 2 kB for each rectangle and option.
 
-    ZeRO-1 and -2 have whole parameters, and each rank writes its shard of them all the same.
+    ZeRO-1 and -2 have whole parameters, and each rank writes its shard of them all the same. Of replicas one writes.
     """
-    trained = engine(parts.seeded(lambda: parts.Stack(layers=4, width=256), dtype=torch.float32), parts.ADAMW)
+    model = parts.seeded(lambda: parts.Stack(layers=4, width=256), dtype=torch.float32)
+    trained = engine(model, parts.ADAMW, group=parts.grid() if hybrid else None)
     trained.training_step(*parts.vector_batch(0, dist.get_rank(), 256), F.mse_loss)
     with shared_folder() as folder:
         written = checkpoint.save(trained, folder).nbytes
     runs = [rectangles(shape, first, first + piece.numel()) for _, piece, shape, first in layout.pieces(trained)]
-    own = sum(3 * 4 * bucket.shard.numel() for bucket in trained.buckets)
+    own = sum(3 * 4 * bucket.shard.numel() for bucket in trained.buckets) if not hybrid or dist.get_rank() < 2 else 0
     most = own + 2_000 * (sum(3 * len(run) + 1 for run in runs) + 40)
     expect(own < written < most, "bytes that this rank has written", f"{own:,} to {most:,}", f"{written:,}")

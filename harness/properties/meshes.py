@@ -41,27 +41,6 @@ def a_grid_trains_as_one_process(engine):
     dist.barrier()
 
 
-@holds("values", sizes=(4,))
-def a_checkpoint_goes_on_in_another_layout(engine):
-    """Saved on 2 x 2, loaded on all four, saved and loaded on 2 x 2 again: the run is one run."""
-    rank, written = dist.get_rank(), []
-    pair = Pair(engine, parts.OddModel, parts.ADAMW, group=grid())
-    with parts.folder() as folder:
-        for replicas, group in ((True, None), (False, grid())):
-            pair.train(2)
-            if replicas:
-                saved = checkpoint.save(pair.trained, folder, mine=rank)
-            else:
-                saved = checkpoint.async_save(pair.trained, folder, mine=rank).result()
-            written.append(saved.nbytes)
-            pair.trained = engine(parts.seeded(parts.OddModel, seed=rank), parts.ADAMW, group=group)
-            same("what was saved besides", checkpoint.load(pair.trained, folder), {"mine": rank})
-        pair.train(2)
-    pair.same_weights()
-    # On the grid one replica writes, and the other some small things.
-    same("whether this rank wrote shards", [nbytes > 10_000 for nbytes in written], [rank < 2, True])
-
-
 @holds("life", engines=("zero2",), sizes=(3,))
 def a_grid_over_some_of_the_ranks_needs_no_other(engine):
     """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything.

@@ -14,6 +14,7 @@ from harness.properties.models import PartlyFrozen
 from harness.properties.precision import of_tokens, scaler_of
 from harness.properties.property import expect, holds, refused, same
 from harness.properties.training import Pair
+from harness.run.shared_folder import shared_folder
 
 HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
 
@@ -35,7 +36,7 @@ def offload_changes_nothing(engine, options):
         pair.scaled_step(2 * step + 1, scaler, 0.5)
         if step == 1:  # saved from the host, loaded into an engine without offload, and back onto the host
             other = engine(parts.seeded(PartlyFrozen, seed=5), parts.ADAMW, **options)
-            with parts.folder() as folder:
+            with shared_folder() as folder:
                 checkpoint.save(pair.trained, folder, step=step)
                 same("what was saved besides", checkpoint.load(other, folder), {"step": step})
                 checkpoint.save(other, folder)

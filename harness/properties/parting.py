@@ -11,7 +11,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.models import Skipping
 from harness.properties.property import expect, holds, refused, same
-from harness.properties.training import Pair, of_vectors, vectors
+from harness.properties.training import Pair
 from harness.run.data import while_all_have
 
 
@@ -53,42 +53,24 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
         dist.barrier()  # the others may still be on their way to their error
 
 
-@holds("values", sizes=(2,), further_sizes=(3,))
-def a_unit_that_no_rank_runs_is_no_mistake(engine):
-    """With `find_unused` training goes on right where all ranks skip a unit, and evaluations come in between."""
-    pair = Pair(engine, Skipping, parts.DECAY, find_unused=True,
-                loss=of_vectors,
-                batch=vectors(8))  # fmt: skip
-    for step, skip in enumerate((None, 1, 1, None, 3, 0)):
-        pair.plain.skip = pair.trained.model.skip = skip
-        pair.backward(step)
-        pair.step()
-        with torch.no_grad():  # another kind of forward in between
-            pair.trained(pair.batch(step, pair.rank)[0])
-    pair.same_weights()
-
-
 @holds("traffic", engines=("zero3",))
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
     engine.needs("zero3")
+    x, y = parts.vector_batch(0, dist.get_rank(), 8, torch.float64)
     groups = []
     for _ in range(2):
         trained = engine(parts.seeded(lambda: parts.Stack(3, 8)), parts.DECAY, prefetch=0)
-        x, y = parts.vector_batch(0, dist.get_rank(), 8, torch.float64)
-        for turn in range(2):
-            with TrafficLedger() as traffic:
+        for _ in range(2):
+            with TrafficLedger() as traffic:  # of the second turn in the end
                 trained.training_step(x, y, F.mse_loss)
                 with torch.no_grad():
                     trained(x)
                 with trained.no_sync():
                     F.mse_loss(trained(x), y).backward()
-                F.mse_loss(trained(x), y).backward()
-                trained.step()
-                trained.zero_grad()
-            if turn:
-                whole = trained.units[0].buckets[0].flat.nbytes
-                same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole}, step=1)
+                trained.training_step(x, y, F.mse_loss)
+        whole = trained.units[0].buckets[0].flat.nbytes
+        same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole}, step=1)
         groups.append(len(dist.distributed_c10d._world.pg_map))
     same("process groups with a second engine", groups[1], groups[0], step=0)
 

@@ -48,6 +48,14 @@ def the_state_of_one_engine_is_taken_in_by_another(engine):
     same("the state after what was refused", trained.full_state_dict(), state, step=0)
 
 
+def buffers_of(model) -> dict:
+    return bytes_of(list(model.named_buffers()))
+
+
+def quantized_of(block) -> dict:
+    return bytes_of([(name, getattr(block, name)) for name in QUANTIZED])
+
+
 QUANTIZED = {"q8": torch.int8, "u8": torch.uint8, "q16": torch.int16}
 
 
@@ -99,48 +107,39 @@ def bytes_of(named) -> dict:
     return {name: (tuple(tensor.shape), str(tensor.dtype), values[name].tolist()) for name, tensor in named}
 
 
-@holds("life", sizes=(2,), further_sizes=(3,))
-def every_kind_of_buffer_is_rank_0s(engine):
-    """All ranks get rank 0's buffers, however they lie in memory; the whole state has them, and loading gives them."""
-    model, first = Buffered(dist.get_rank()), Buffered(0)
-    expected, own = (bytes_of(list(each.named_buffers())) for each in (first, model))
+@holds("life", cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(3,))
+def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None):
+    """All ranks get rank 0's buffers, however they lie in memory; the whole state has them, and loading gives them.
+
+    So it is with quantized frozen weights, in every forward, while a layer beside them trains. ZeRO-3 shards and frees
+    them as all others.
+    """
+    model, first, seen = Buffered(dist.get_rank()), Buffered(0), []
+    block, expected, own = model.blocks[0], buffers_of(first), buffers_of(model)
+    quantized = quantized_of(first.blocks[0])
     alike = sum(own[name] == expected[name] for name in own)
     assert dist.get_rank() == 0 or alike < 4, "the ranks have the same buffers: this proves nothing"
-    trained = engine(model, parts.DECAY)
-    same("buffers of the model", bytes_of(list(model.named_buffers())), expected, step=0)
-    model.int16_scalar.add_(dist.get_rank())  # own again, as running statistics are
-    own = bytes_of(list(model.named_buffers()))
-    state = trained.full_state_dict()
-    same("this rank's own buffers, when the state was asked for", bytes_of(list(model.named_buffers())), own)
-    saved = [name for name in first.state_dict() if name in expected]
-    same("buffers in the state", bytes_of([(n, state[n]) for n in saved]), {n: expected[n] for n in saved})
-    trained.load_full_state_dict(state)
-    same("buffers after loading", bytes_of(list(model.named_buffers())), expected)
-
-
-@holds("life", cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(3,))
-def quantized_frozen_parameters_are_rank_0s(engine, param_dtype=None):
-    """Frozen parameters that are quantized are rank 0's everywhere, in every forward, while a layer beside them trains.
-
-    ZeRO-3 shards and frees them as all others.
-    """
-    model, seen = Buffered(dist.get_rank()), []
-    block = model.blocks[0]
-    expected = bytes_of([(name, getattr(Buffered(0).blocks[0], name)) for name in QUANTIZED])
-    block.register_forward_hook(lambda *_: seen.append(bytes_of([(name, getattr(block, name)) for name in QUANTIZED])))
+    block.register_forward_hook(lambda *_: seen.append(quantized_of(block)))
     trained = engine(model, parts.DECAY, param_dtype=param_dtype)
+    same("buffers of the model", buffers_of(model), expected, step=0)
     for step in range(2):
         inputs, _ = parts.vector_batch(step, dist.get_rank(), 5, batch=2)
         trained.training_step(inputs, torch.tensor([0, 1]), lambda out, y: F.cross_entropy(out.float(), y))
-    same("quantized weights in forward", seen, [expected] * 2, step=1)
-    state = trained.full_state_dict()
-    same("quantized weights", bytes_of([(name, state[f"blocks.0.{name}"]) for name in QUANTIZED]), expected)
-    changed = {**state, "blocks.0.q8": state["blocks.0.q8"] - 1}
-    trained.load_full_state_dict(changed)
-    same("quantized weights that were loaded", trained.full_state_dict()["blocks.0.q8"], changed["blocks.0.q8"])
+    same("quantized weights in forward", seen, [quantized] * 2, step=1)
     if engine.like == "zero3":
         held = storage_bytes([getattr(block, name) for name in QUANTIZED])
         same("bytes of quantized weights that are gathered", held, 0, step=5)
+    model.int16_scalar.add_(dist.get_rank())  # own again, as running statistics are
+    own = buffers_of(model)
+    state = trained.full_state_dict()
+    same("this rank's own buffers, when the state was asked for", buffers_of(model), own)
+    saved = [name for name in first.state_dict() if name in expected]
+    same("buffers in the state", bytes_of([(n, state[n]) for n in saved]), {n: expected[n] for n in saved})
+    same("quantized weights", bytes_of([(name, state[f"blocks.0.{name}"]) for name in QUANTIZED]), quantized)
+    changed = {**state, "blocks.0.q8": state["blocks.0.q8"] - 1}
+    trained.load_full_state_dict(changed)
+    same("buffers after loading", buffers_of(model), expected)
+    same("quantized weights that were loaded", trained.full_state_dict()["blocks.0.q8"], changed["blocks.0.q8"])
 
 
 class Keeps(nn.Module):
