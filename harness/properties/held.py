@@ -4,6 +4,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.memory import MemoryLedger, held_bytes
@@ -11,13 +12,18 @@ from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.layout import owned, padded, sizes_by_bucket
 from harness.properties.property import holds, same
-from harness.properties.training import Pair, of_vectors, vectors
+from harness.properties.training import Pair, vectors
 
 ADAMW = parts.ADAMW
 
 
 def of_outputs(outputs, targets) -> torch.Tensor:
     return F.cross_entropy(outputs.float(), targets)
+
+
+def mixed(param_dtype) -> dict:
+    """The options of an engine, which may have none of the kind."""
+    return {"param_dtype": param_dtype, "reduce_dtype": torch.float32} if param_dtype else {}
 
 
 def settle(memory: MemoryLedger, expected: int) -> None:
@@ -34,7 +40,7 @@ def held_bytes_equal_the_theory(engine, param_dtype=None):
 
     In mixed precision no float32 weights stay besides the shards.
     """
-    engine.needs("zero1", "zero2", "zero3")
+    engine.needs("zero1", "zero1_2psi", "zero2", "zero3")
     stage, low = engine.like, param_dtype is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = parts.seeded(parts.OddModel, dtype=torch.float32)
@@ -49,7 +55,7 @@ def held_bytes_equal_the_theory(engine, param_dtype=None):
         outside = memory.live
         for param in model.parameters():
             memory.track(param)
-        trained = engine(model, ADAMW, param_dtype=param_dtype, reduce_dtype=torch.float32)
+        trained = engine(model, ADAMW, **mixed(param_dtype))
         trained.training_step(*batches[0], of_outputs)
         loss = of_outputs(trained(batches[1][0]), batches[1][1])
         loss.backward()
@@ -69,15 +75,17 @@ def held_bytes_equal_the_theory(engine, param_dtype=None):
     pieces = [size for sizes in trainable for size in owned(sizes, rank, world_size, align)]
     in_use = 0 if stage == "zero3" else (2 if low else 4) * all_whole
     expected = {
-        # A shard in float32 is a part of the weights in use, where those are float32 and whole.
-        "parameters": in_use + (4 * all_shard if low or stage == "zero3" else 0),
-        "gradients": 4 * (whole if stage == "zero1" else shard),
         # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
         "optimizer": 8 * sum(pieces) + 4 * len(pieces),
+        "gradients": 4 * (whole if stage in ("zero1", "zero1_2psi") else shard),
+        # A shard in float32 is a part of the weights in use, where those are float32 and whole.
+        "parameters": in_use + (4 * all_shard if low or stage == "zero3" else 0),
     }
+    if stage == "zero1_2psi" and held["gradients"] > 4 * whole:  # the mean came into a buffer of its own, as it may
+        expected["gradients"] += 4 * shard
     live = held.pop("live")
     for kind, nbytes in expected.items():
-        same(f"bytes of {kind} that are held", held[kind], nbytes, step=4)
+        same(f"bytes of the {kind} held in step 4", held[kind], nbytes, step=4)
     # Only the loss of the forward before.
     same("bytes that are alive besides", live - sum(expected.values()), 4, step=4)
 
@@ -123,7 +131,8 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
     sizes = [width * width, width]
     whole = padded(sizes, world_size, 8 if param_dtype else 4)[0]
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * sum(sizes) / 2**20}
-    trained = engine(model, ADAMW, group=group, param_dtype=param_dtype, reduce_dtype=torch.float32, **options)
+    options |= {"group": group} if hybrid else {}
+    trained = engine(model, ADAMW, **mixed(param_dtype), **options)
 
     def step(number):
         trained.training_step(*parts.vector_batch(number, rank, width), lambda out, y: F.mse_loss(out.float(), y))
@@ -155,16 +164,32 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
         same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent, step=3)
 
 
+class Lanes(nn.Module):
+    """Layers of different sizes, so that a collective's bytes name the layer, run in the order of `way`."""
+
+    def __init__(self, way=(0, 1, 2, 3)):
+        super().__init__()
+        self.layers, self.way = nn.ModuleList(nn.Linear(8, out) for out in (8, 16, 24, 32)), way
+
+    def forward(self, x):
+        *first, last = self.way
+        for index in first:
+            x = x + self.layers[index](x).sum(-1, keepdim=True)
+        return self.layers[last](x)
+
+
 @holds("order", engines=("zero2",), sizes=(2, 3), cases=({"reverse": False}, {"reverse": True}))
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
     engine.needs("zero2")
-    pair = Pair(engine, lambda: parts.Stack(5, 8, reverse), ADAMW, bucket_mb=0, loss=of_vectors, batch=vectors(8))
-    bias, weight = 8 * padded([8], pair.size, 2)[0], 8 * padded([64], pair.size, 2)[0]
+    way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
+    pair = Pair(engine, lambda: Lanes(way), ADAMW, bucket_mb=0, batch=vectors(8),
+                loss=lambda model, x, y: model(x).square().mean())  # fmt: skip
+    layers = [8 * padded([numel], pair.size, 2)[0] for out in (32, 24, 16, 8) for numel in (out, 8 * out)]
     for step in range(4):
         with TrafficLedger() as traffic:
             pair.backward(step)
+            pair.step()
         sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
-        same("bytes of the reduce-scatters, in their order", sizes, [bias, weight] * 5, step=3)
-        pair.step()
+        same("bytes of the reduce-scatters, each once, in the order of self.trained", sizes, layers, step=3)
     pair.same_weights()
