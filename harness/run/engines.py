@@ -38,7 +38,8 @@ class Engine:
     that does the same. `on` are the commands that run it unasked. `casts` says that it computes in a low precision with
     plain casts of its weights (`MixedModule`). `exact`: in two ranks it adds the same
     two numbers as DDP, and hands the same values to the same operations of the optimizer, so its losses must equal
-    DDP's to the bit. `needs` is a package that `pip install .[peers]` brings. `shade`, `line` and `mark` draw it: an
+    DDP's to the bit. `needs` is a package that `pip install .[peers]` brings, and `file` a file of
+    the user's (engine_file.py). `shade`, `line` and `mark` draw it: an
     engine is no part and no activity, so it has a tone of grey, a line and a mark, and its name beside it.
     """
 
@@ -51,6 +52,7 @@ class Engine:
     casts: bool = False
     exact: bool = True
     needs: str | None = None
+    file: str | None = None
     shade: str = "#717680"
     line: str = "-"
     mark: str = "o"
