@@ -318,7 +318,7 @@ class OldGradients(zero1.ZeRO1):
     "be added: as it is, only the last micro-batch counts.",
     read="zero2.py, step 3, `Reduction.finish`: `hand_over`; harness/engine/placement.py, `Placement._give`: "
     "`piece.grad.add_(gradient)`",
-    caught_by=("backwards_before_a_step_add_up",),
+    caught_by=("backward_may_be_called_in_any_way",),
     training={"optimizer": "SGD", "micro_batches": 2},
 )
 class LastMicroBatch(zero2.ZeRO2):
@@ -481,10 +481,7 @@ class ReceivedAtOnce(zero2.ZeRO2):
     "backward, and each keeps its whole storage alive. Then backward gathers the weights once more beside them. The "
     'printed ZeRO-3 of "AI in Multiple GPUs" frees like this.',
     read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
-    caught_by=(
-        "zero3_has_only_the_units_in_use_gathered",
-        "freeing_gives_the_storage_back",
-    ),
+    caught_by=("zero3_has_only_the_units_in_use_gathered",),
 )
 class FreedByData(zero3.ZeRO3):
     def _gather(self, unit):
