@@ -184,7 +184,7 @@ def table(results: dict[str, dict], properties: list[str]) -> str:
     for each in OUTCOMES:
         count = [str(Counter(one["outcome"] for one in found.values())[each]) for found in results.values()]
         rows.append(["", f"in all: {each}", *count])
-    return tables.text(["group", "property", *results], rows)
+    return "\n".join(tables.text([["group", "property", *results], *rows], left=range(2 + len(results))))
 
 
 def main() -> None:

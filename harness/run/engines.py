@@ -104,6 +104,11 @@ def named(command: str) -> tuple[str, ...]:
     return tuple(engine.name for engine in ENGINES.values() if command in engine.on)
 
 
+def installed(name: str) -> bool:
+    """Whether the package that the engine `name` needs is there."""
+    return ENGINES[name].needs is None or importlib.util.find_spec(ENGINES[name].needs) is not None
+
+
 def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None) -> list[str]:
     """The engines of an option `--engines a,b` (None: the command's own), each once.
 
@@ -115,7 +120,8 @@ def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None
     for name in names:
         if name not in known:
             raise ValueError(f"no engine {name!r}; there are: {', '.join(known)}")
-        if (package := ENGINES[name].needs) and importlib.util.find_spec(package) is None:
+        if not installed(name):
+            package = ENGINES[name].needs
             raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' brings it")
     if not names:
         raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
