@@ -121,7 +121,7 @@ class Checkpointed(nn.Module):
 class Skipping(nn.Module):
     """Units of different sizes or of the same, of which one may be skipped."""
 
-    def __init__(self, sizes):
+    def __init__(self, sizes=(8, 9, 8, 9)):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes])
         self.skip = None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from harness.engine import guard
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import label
-from harness.properties import held, loops, parts, peaks, precision, sent, unused, values
+from harness.properties import held, loops, parts, peaks, precision, unused, values
 from harness.properties.layout import padded
 from harness.properties.sheet import EXACT, LAYER, LAYERS, MIXED_AT, ROUNDED, SMALL, Recorder, Sheet, move
 
@@ -326,7 +326,7 @@ def zero2_turns(sheet: Sheet) -> None:
     """Backward sends every bucket once, in one order, and two are whole at most."""
     gradients(sheet)
     for reverse in (False, True):  # gradients that finish in the opposite order must not change that of the buckets
-        sheet.ask(sent.buckets_are_reduced_in_one_order, reverse=reverse)
+        sheet.ask(held.buckets_are_reduced_in_one_order, reverse=reverse)
     sheet.ask(peaks.zero2_has_two_buckets_of_whole_gradients_at_most, reverse=False)
 
 
@@ -571,7 +571,7 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
     # As declared, again, another way, that again, and a longer way.
     ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
     for prefetch in (1, 0, 2):
-        model, events = parts.seeded(sent.Lanes, dtype=torch.float32, device=sheet.device), []
+        model, events = parts.seeded(held.Lanes, dtype=torch.float32, device=sheet.device), []
         engine = sheet.build(model, _noting(cls or sheet.engine_cls, events), prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way

@@ -163,7 +163,8 @@ def subject(name: str) -> Subject:
 class Property:
     """`check(engine, **case)`, and for which engines, numbers of ranks and cases the tests ask it.
 
-    A case may say with "on" which of the engines it is for. `further` are sizes and cases of `--thorough`.
+    A case may say with "on" which of the engines it is for, and with "at" which of the sizes. `further` are sizes and
+    cases of `--thorough`.
     """
 
     check: Callable
@@ -188,8 +189,8 @@ class Property:
         usual = list(itertools.product(self.sizes, self.engines, self.cases))
         further = itertools.product(self.sizes + self.further_sizes, self.engines, self.cases + self.further_cases)
         for size, engine, case in [*usual, *(each for each in further if each not in usual)] if thorough else usual:
-            if engine in case.get("on", self.engines):
-                yield size, engine, {key: value for key, value in case.items() if key != "on"}
+            if engine in case.get("on", self.engines) and size in case.get("at", (size,)):
+                yield size, engine, {key: value for key, value in case.items() if key not in ("on", "at")}
 
 
 PROPERTIES: dict[str, Property] = {}

@@ -602,7 +602,7 @@ class KnownByOutputs(zero3.ZeRO3):
     "shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between steps, so that "
     "the weights are all that there is to save.)",
     read="harness/engine/rectangles.py, what a rank says of its part, `Cut.__create_write_items__`",
-    caught_by=("what_is_loaded_is_what_was_saved",),
+    caught_by=("a_loaded_run_is_the_uninterrupted_one",),
     training={"optimizer": "SGD", "resume_at": 2},
 )
 class UnderOneName(zero3.ZeRO3):
@@ -625,7 +625,7 @@ class UnderOneName(zero3.ZeRO3):
     "element, however small the gradient is. The first loss comes from the weights alone, so a look at it tells "
     "nothing. In a long run the jump is easily taken for a bad batch.",
     read="harness/engine/checkpoint.py, after all was read, `_install`: `engine.optimizer.state`",
-    caught_by=("what_is_loaded_is_what_was_saved",),
+    caught_by=("a_loaded_run_is_the_uninterrupted_one",),
     training={"resume_at": 2},
 )
 class WeightsAlone(zero3.ZeRO3):
@@ -657,7 +657,7 @@ exhibit(
     "scale; the others update their shards. From then on a rank's loss is multiplied by another number than the "
     "others' before the gradients are summed. All ranks must hear what one has found.",
     read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
-    caught_by=("an_inf_in_one_ranks_shard_is_heard_by_all",),
+    caught_by=("an_overflow_on_one_rank_skips_the_step_on_all",),
     training={"overflow_at": 3, "steps": 6},
 )
 class DecidedAlone(zero3.ZeRO3):
