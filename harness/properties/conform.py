@@ -1,6 +1,6 @@
 """Who trains right, who refuses, and who is silently wrong: every property, asked of any engines.
 
-./launch.sh conform                              the stages, DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed if it is there
+./launch.sh conform                              the stages, torch's own, and DeepSpeed where it is installed
 ./launch.sh conform zero2 fsdp2 my_engine.py 3   these, on three ranks
 
 An outcome for each engine and property: right; refused (an error in words); wrong (it trains, and silently differs);
@@ -21,7 +21,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from harness.measure import tables
 from harness.properties.property import GROUPS, HERE, NotApplicable, examine, library, subject

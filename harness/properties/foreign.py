@@ -36,8 +36,8 @@ class Foreign:
         """{name: whole tensor on the CPU}. Who shards parameters in a way of its own has this method, too."""
         if hasattr(self._engine, "full_state_dict"):
             return self._engine.full_state_dict()
-        state = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in self.model.state_dict().items()}
-        return {name: value.detach().cpu().clone() for name, value in state.items()}
+        state = self.model.state_dict()
+        return {name: whole(value).detach().cpu().clone() for name, value in state.items()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """torch's own, which DDP and FSDP2 are used with."""
@@ -46,7 +46,7 @@ class Foreign:
         if hasattr(self._engine, "held_tensors"):
             raise NotApplicable(f"{self._name} clips by its configuration, and not by a call")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
-        return getattr(norm, "full_tensor", lambda: norm)()
+        return whole(norm)
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -66,3 +66,8 @@ class Foreign:
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotApplicable(f"{self._name} documents nothing like `{name}`")
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """A DTensor's whole value, of which this rank has a part. A collective."""
+    return getattr(value, "full_tensor", lambda: value)()
