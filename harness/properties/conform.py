@@ -1,7 +1,7 @@
 """Who trains right, who refuses, and who is silently wrong: every property, asked of any engines.
 
 ./launch.sh conform                              the stages, torch's own, and DeepSpeed where it is installed
-./launch.sh conform zero2 fsdp2 my_engine.py 3   these, on three ranks
+./launch.sh conform zero2 fsdp2 my_engine.py 3   these, on three ranks (without N: on two, and on four what needs them)
 
 An outcome for each engine and property: right; refused (an error in words); wrong (it trains, and silently differs);
 crash (an error without words, or the process has gone); hang; not applicable (it documents nothing of the kind).
@@ -23,9 +23,10 @@ from pathlib import Path
 import torch
 
 from harness.measure import tables
-from harness.properties.property import GROUPS, HERE, NotApplicable, examine, library, subject
+from harness.properties.property import GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
 from harness.run import engine_file, engines, process_group, ranks
 
+RANKS = 2  # without N; what needs four, as a mesh of 2 x 2, has four
 SECONDS = 60  # that one property may take on an engine, all its cases together
 COLLECTIVE = 20  # seconds after which a collective in which ranks wait for each other in vain is a hang
 OUTCOMES = ("right", "refused", "wrong", "crash", "hang", "not applicable")
@@ -44,10 +45,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
     parser.add_argument("--json", metavar="FILE", help="write the results to this file")
     options = parser.parse_args(argv)
-    options.ranks = 2
+    options.ranks = None
     if options.engines and options.engines[-1].isdecimal():
         options.ranks = int(options.engines.pop())
-    if not 1 <= options.ranks <= 8:
+    if options.ranks is not None and not 1 <= options.ranks <= 8:
         raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
     options.engine_file += [given for given in options.engines if given.endswith(".py")]
     options.engines = [given for given in options.engines if not given.endswith(".py")]
@@ -83,9 +84,7 @@ def outcome(name: str, engine: str, size: int) -> dict:
     """{"outcome", "says", "seconds"} of this rank: the worst of all cases that the tests ask on so many ranks."""
     started, found = time.perf_counter(), []
     each = library()[name]
-    cases = [case for n, of, case in each.asked(thorough=True) if n == size and (of == engine or engine not in STAGES)]
-    usual = [case for n, of, case in each.asked() if n == size and (of == engine or engine not in STAGES)]
-    cases = list({repr(case): case for case in usual or cases[:1]}.values())
+    cases = cases_on(each, size, engine)
     if not cases:
         return {"outcome": "not applicable", "says": f"it is asked on {_sizes(each)} ranks", "seconds": 0.0}
     for case in cases:
@@ -96,11 +95,27 @@ def outcome(name: str, engine: str, size: int) -> dict:
     return {"outcome": worst[0], "says": worst[1], "seconds": round(time.perf_counter() - started, 2)}
 
 
+def cases_on(each, size: int, engine: str) -> list[dict]:
+    """The cases that the tests ask of a stage, or if this is none of any stage, on so many ranks.
+
+    What they ask on two ranks alone, or on three, is as true on three and on two.
+    """
+    for thorough in (False, True):
+        asked = [(n, case) for n, of, case in each.asked(thorough) if engine not in STAGES or of == engine]
+        for sizes in ({size}, {2, 3} if size in (2, 3) else ()):
+            if found := {repr(case): case for n, case in asked if n in sizes}:
+                return list(found.values())
+    return []
+
+
+def size_of(each) -> int:
+    """On how many ranks it is asked if nobody says: on two where it can be."""
+    sizes = {size for size, _, _ in each.asked(thorough=True)}
+    return RANKS if sizes & {2, 3} else min(sizes)
+
+
 def _sizes(each) -> str:
     return " or ".join(map(str, sorted({size for size, _, _ in each.asked(thorough=True)})))
-
-
-STAGES = ("zero1", "zero2", "zero3")
 
 
 def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
@@ -188,7 +203,9 @@ def table(results: dict[str, dict], properties: list[str]) -> str:
 
 def main() -> None:
     options = arguments()
-    print(f"{len(options.properties)} properties, {options.ranks} ranks over gloo, each engine in ranks of its own")
+    sizes = {name: options.ranks or size_of(library()[name]) for name in options.properties}
+    said = ", ".join(f"{count} on {size}" for size, count in sorted(Counter(sizes.values()).items()))
+    print(f"{len(sizes)} properties, ranks over gloo: {said}; each engine in ranks of its own", flush=True)
 
     def tell(engine, name, found):
         if found["outcome"] in ("wrong", "crash", "hang"):
@@ -199,13 +216,17 @@ def main() -> None:
     for engine in options.names:
         started = time.perf_counter()
         print(engine, flush=True)
-        results[engine] = ask(engine, engines.ENGINES[engine].file, options.properties, options.ranks, tell)
+        found = {}
+        for size in sorted(set(sizes.values())):
+            names = [name for name in sizes if sizes[name] == size]
+            found |= ask(engine, engines.ENGINES[engine].file, names, size, tell)
+        results[engine] = {name: found[name] for name in options.properties}
         count = Counter(found["outcome"] for found in results[engine].values())
         said = ", ".join(f"{count[each]} {each}" for each in OUTCOMES if count[each])
         print(f"  {said}; {time.perf_counter() - started:.0f} s", flush=True)
     print("\n" + table(results, options.properties))
     if options.json:
-        report = {"versions": versions(), "ranks": options.ranks, "engines": results}
+        report = {"versions": versions(), "ranks": options.ranks or RANKS, "engines": results}
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
         print(f"written: {options.json}")
     bad = any(f["outcome"] in ("wrong", "crash", "hang") for found in results.values() for f in found.values())

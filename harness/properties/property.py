@@ -19,7 +19,6 @@ import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -163,26 +162,9 @@ def subject(name: str) -> Subject:
     if name in STAGES:
         return Subject(name, engines.ENGINES[name].build.args[0], like=name)
 
-    entry = engines.ENGINES[name]
+    from harness.properties import foreign
 
-    def build(model, optimizer_cls, *, param_groups=None, group=None, **options):
-        from harness.properties.foreign import Foreign
-
-        if group is not None:
-            raise NotApplicable(f"{name} is built over all ranks here")
-        if param_groups is not None and not entry.casts:
-            raise NotApplicable(f"{name} is built over all parameters here")
-        over = optimizer_cls if param_groups is None else partial(_over, optimizer_cls, param_groups)
-        return Foreign(name, engines.build(name, model, over, next(model.parameters()).device, **options))
-
-    like = entry.counterpart if entry.file and entry.counterpart in STAGES else None
-    takes = frozenset({"bucket_mb"} & entry.takes | {"param_groups", "group"})
-    more = {"dtype": torch.float32, "atol": 2e-5} if entry.needs == "deepspeed" else {}
-    return Subject(name, build, like, takes, **more)
-
-
-def _over(optimizer_cls, param_groups, params):
-    return optimizer_cls(param_groups)
+    return foreign.subject(engines.ENGINES[name])
 
 
 # The library.

@@ -71,8 +71,8 @@ class DeepSpeedStep:
     def __init__(self, engine):
         self.engine, self.model, self.optimizer = engine, engine.module, engine.optimizer.optimizer
 
-    def __call__(self, *inputs):
-        return self.engine(*inputs)
+    def __call__(self, *inputs, **named):
+        return self.engine(*inputs, **named)
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
         with record_function("step 1 forward"):
