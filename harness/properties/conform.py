@@ -1,8 +1,9 @@
 """Who trains right, who refuses, and who is silently wrong: every property, asked of any engines.
 
 ./launch.sh conform                              the stages, torch's own, and DeepSpeed where it is installed
-./launch.sh conform zero2 fsdp2 my_engine.py 3   these, on three ranks (without N: on two, and on four what needs them)
+./launch.sh conform zero2 fsdp2 my_engine.py 3   these, on three ranks (default: two)
 
+A property that is not made for so many ranks, as one of a grid of 2 x 2, has its own number.
 An outcome for each engine and property: right; refused (an error in words); wrong (it trains, and silently differs);
 crash (an error without words, or the process has gone); hang; not applicable (it documents nothing of the kind).
 The exit status is 0 if no engine is wrong, crashes or hangs.
@@ -26,7 +27,6 @@ from harness.measure import tables
 from harness.properties.property import GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
 from harness.run import engine_file, engines, process_group, ranks
 
-RANKS = 2  # without N; what needs four, as a mesh of 2 x 2, has four
 SECONDS = 60  # that one property may take on an engine, all its cases together
 COLLECTIVE = 20  # seconds after which a collective in which ranks wait for each other in vain is a hang
 OUTCOMES = ("right", "refused", "wrong", "crash", "hang", "not applicable")
@@ -45,10 +45,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
     parser.add_argument("--json", metavar="FILE", help="write the results to this file")
     options = parser.parse_args(argv)
-    options.ranks = None
+    options.ranks = 2
     if options.engines and options.engines[-1].isdecimal():
         options.ranks = int(options.engines.pop())
-    if options.ranks is not None and not 1 <= options.ranks <= 8:
+    if not 1 <= options.ranks <= 8:
         raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
     options.engine_file += [given for given in options.engines if given.endswith(".py")]
     options.engines = [given for given in options.engines if not given.endswith(".py")]
@@ -84,10 +84,7 @@ def outcome(name: str, engine: str, size: int) -> dict:
     """{"outcome", "says", "seconds"} of this rank: the worst of all cases that the tests ask on so many ranks."""
     started, found = time.perf_counter(), []
     each = library()[name]
-    cases = cases_on(each, size, engine)
-    if not cases:
-        return {"outcome": "not applicable", "says": f"it is asked on {_sizes(each)} ranks", "seconds": 0.0}
-    for case in cases:
+    for case in cases_on(each, size, engine):
         found.append(_of_case(name, engine, case))
         if found[-1][0] in ("crash", "hang"):
             break
@@ -96,26 +93,18 @@ def outcome(name: str, engine: str, size: int) -> dict:
 
 
 def cases_on(each, size: int, engine: str) -> list[dict]:
-    """The cases that the tests ask of a stage, or if this is none of any stage, on so many ranks.
-
-    What they ask on two ranks alone, or on three, is as true on three and on two.
-    """
+    """The cases that the tests ask of a stage, or if this is none of any stage, on so many ranks."""
     for thorough in (False, True):
-        asked = [(n, case) for n, of, case in each.asked(thorough) if engine not in STAGES or of == engine]
-        for sizes in ({size}, {2, 3} if size in (2, 3) else ()):
-            if found := {repr(case): case for n, case in asked if n in sizes}:
-                return list(found.values())
-    return []
+        asked = [(of, case) for n, of, case in each.asked(thorough) if n == size]
+        if found := {repr(case): case for of, case in asked if engine == of or engine not in STAGES}:
+            return list(found.values())
+    return [case for _, case in asked[:1]]  # of another stage: it will say so
 
 
-def size_of(each) -> int:
-    """On how many ranks it is asked if nobody says: on two where it can be."""
+def size_of(each, wanted: int) -> int:
+    """On how many ranks it is asked: as many as wanted, if that is one of its sizes."""
     sizes = {size for size, _, _ in each.asked(thorough=True)}
-    return RANKS if sizes & {2, 3} else min(sizes)
-
-
-def _sizes(each) -> str:
-    return " or ".join(map(str, sorted({size for size, _, _ in each.asked(thorough=True)})))
+    return wanted if wanted in sizes else next(iter(each.asked()))[0]
 
 
 def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
@@ -130,7 +119,7 @@ def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
         words = isinstance(error, IN_WORDS) and str(error)
         ours = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == HERE
         return ("refused" if words and not ours else "crash"), said
-    return ("wrong", str(findings[0])) if findings else ("right", "")
+    return ("wrong", f"{findings[0]}\n  asked     {case}") if findings else ("right", "")
 
 
 def on_ranks(options: argparse.Namespace, engine: str, names: list[str], folder: str) -> None:
@@ -203,7 +192,7 @@ def table(results: dict[str, dict], properties: list[str]) -> str:
 
 def main() -> None:
     options = arguments()
-    sizes = {name: options.ranks or size_of(library()[name]) for name in options.properties}
+    sizes = {name: size_of(library()[name], options.ranks) for name in options.properties}
     said = ", ".join(f"{count} on {size}" for size, count in sorted(Counter(sizes.values()).items()))
     print(f"{len(sizes)} properties, ranks over gloo: {said}; each engine in ranks of its own", flush=True)
 
@@ -226,7 +215,7 @@ def main() -> None:
         print(f"  {said}; {time.perf_counter() - started:.0f} s", flush=True)
     print("\n" + table(results, options.properties))
     if options.json:
-        report = {"versions": versions(), "ranks": options.ranks or RANKS, "engines": results}
+        report = {"versions": versions(), "ranks": options.ranks, "engines": results}
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
         print(f"written: {options.json}")
     bad = any(f["outcome"] in ("wrong", "crash", "hang") for found in results.values() for f in found.values())

@@ -17,6 +17,7 @@ from harness.properties.training import EXACT, Pair
 @holds("life", sizes=(2,), further_sizes=(3,), cases=({"late": True},), further_cases=({"late": False},))
 def hooks_find_the_units_weights(engine, late):
     """Hooks around a unit's and the model's forward find the weights gathered, whenever they were registered."""
+    engine.needs("zero1", "zero2", "zero3")
     model, found = parts.seeded(parts.OddModel), []
 
     def looks(kind, name):
@@ -51,6 +52,7 @@ def hooks_find_this_ranks_gradients(engine, before, **options):
 
     C++ goes through the hooks in the order of insertion, which `OrderedDict.move_to_end` does not change.
     """
+    engine.needs("zero1", "zero2", "zero3")
     plain, model, found = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel), {}
 
     def register():

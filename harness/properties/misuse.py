@@ -178,6 +178,7 @@ CHANGES = {
 @holds("misuse", cases=tuple({"change": change} for change in (*MOVES, *CHANGES)))
 def a_model_that_changes_after_the_build_is_refused(engine, change):
     """A model that is moved, or whose parameters are others, is refused at once or in forward; the shards stay."""
+    engine.needs("zero1", "zero2", "zero3")
     pair = Pair(engine, Pictures)
     pair.alike()
     act, words = {**MOVES, **CHANGES}[change]

@@ -111,12 +111,12 @@ def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeEr
         raise
     except error as raised:
         said = str(raised)
-        if _asked is not None and _asked.takes is not None:  # not one of ours: it has words of its own
+        if _asked is not None and _asked.foreign:  # it has words of its own
             return said
         missing = [word for word in words if word not in said]
         expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said}", step)
         return said
-    if _asked is not None and _asked.takes is not None:
+    if _asked is not None and _asked.foreign:
         raise NotApplicable(f"{_asked.name} does not say that it refuses this")
     raise Differs("what cannot work", wanted, "no error", step)
 
@@ -147,9 +147,16 @@ class Subject:
     def __call__(self, model, optimizer_cls, **options):
         if options.get("units") == "the whole model":  # an option that can be written down, and sent to ranks
             options["units"] = [model]
-        if self.takes is not None and (unknown := sorted(options.keys() - self.takes)):
-            raise NotApplicable(f"{self.name} has no option {unknown[0]}")
+        if self.foreign:
+            options = {key: value for key, value in options.items() if value is not None}
+            if unknown := sorted(options.keys() - self.takes):
+                raise NotApplicable(f"{self.name} has no option {unknown[0]}")
         return self.build(model, optimizer_cls, **options)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is none of ours: it has what it documents, under `Foreign`, and errors in words of its own."""
+        return self.takes is not None
 
     def needs(self, *stages: str) -> None:
         """For properties of one stage: of another engine there is nothing to say."""
@@ -241,7 +248,7 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
         library()[name].check(engine, **(case or {}))
     except AssertionError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if engine.takes is not None and Path(frames[-1].filename).parent != HERE:
+        if engine.foreign and Path(frames[-1].filename).parent != HERE:
             raise  # another engine's own way to refuse
         return [finding_of(error)]
     finally:
