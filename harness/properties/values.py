@@ -35,11 +35,12 @@ def equals_one_process_on_the_whole_batch(engine, options, optimizer="adamw"):
     optimizer = parts.OPTIMIZERS[optimizer]
     model = parts.seeded(parts.OddModel)
     losses, expected = parts.oracle(model, optimizer, F.cross_entropy, parts.token_batch, 6, world_size)
-    # Rank 0 has the right start, and every other rank something else.
-    model = parts.seeded(parts.OddModel, seed=rank)
+    # Rank 0 has the right start, and every other rank something else, where the engine is to mend that.
+    own = rank if engine.broadcasts else 0
+    model = parts.seeded(parts.OddModel, seed=own)
     with torch.no_grad():
-        model.shift.add_(rank)
-        model.frozen.add_(rank)  # no seed makes these differ
+        model.shift.add_(own)
+        model.frozen.add_(own)  # no seed makes these differ
     trained = engine(model, optimizer, **options)
     for step in range(6):
         loss = trained.training_step(*parts.token_batch(step, rank), F.cross_entropy)
