@@ -15,13 +15,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from harness.properties.property import STAGES, NotApplicable, Subject
 from harness.run import counterparts, engines
 
-# What each documents of the options that a stage has, under the stage's names. FSDP2 and DeepSpeed need no
-# `find_unused`: they take parameters that have no gradient as they come.
+# What each documents of the options that a stage has, under the stage's names.
 OPTIONS = {
     "ddp": {"bucket_mb", "param_groups", "group", "find_unused"},
     "zero_redundancy_optimizer": {"param_groups", "group", "find_unused"},
-    "fsdp2": {"param_groups", "group", "find_unused", "param_dtype", "reduce_dtype"},
-    "deepspeed": {"param_groups", "find_unused"},
+    "fsdp2": {"param_groups", "group", "param_dtype", "reduce_dtype"},
+    "deepspeed": {"param_groups"},
 }
 
 
@@ -31,7 +30,7 @@ def subject(entry: engines.Engine) -> Subject:
     like = entry.counterpart if entry.file and entry.counterpart in STAGES else None
     takes = frozenset(OPTIONS.get(family, ()))
     more = {"dtype": torch.float32, "atol": 2e-5} if family == "deepspeed" else {}
-    more["broadcasts"] = family in ("ddp", "zero_redundancy_optimizer", "deepspeed")
+    more["broadcasts"] = family in ("ddp", "zero_redundancy_optimizer")
 
     def build(model, optimizer_cls, *, param_groups=None, **options):
         device, make = next(model.parameters()).device, entry.build
@@ -44,7 +43,9 @@ def subject(entry: engines.Engine) -> Subject:
             optimizer_cls = partial(ZeroRedundancyOptimizer, optimizer_class=optimizer_cls.func, process_group=group,
                                     **optimizer_cls.keywords)  # fmt: skip
             make = counterparts.ddp
-        scalars = _without_scalars(model) if family == "fsdp2" else []
+        scalars = _without_scalars(model) if family in ("fsdp2", "deepspeed") else []
+        if family == "deepspeed" and next(model.parameters()).dtype is torch.float64:
+            model.float()  # it knows no other but lower ones
         if param_groups is not None:
             optimizer_cls = _grouped(model, param_groups, optimizer_cls)
         return Foreign(entry.name, make(model, optimizer_cls, device, **options), scalars)
@@ -71,7 +72,7 @@ def _in_its_own_words(family: str | None, options: dict, device: torch.device) -
 
 
 def _without_scalars(model: nn.Module) -> list[str]:
-    """FSDP2 asks for one element instead of a scalar. The names of those that are changed so, in place."""
+    """FSDP2 and DeepSpeed want one element instead of a scalar. The names of those that are changed so, in place."""
     found = [name for name, param in model.named_parameters(remove_duplicate=False) if param.ndim == 0]
     for param in model.parameters():
         if param.ndim == 0:

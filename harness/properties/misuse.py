@@ -240,6 +240,7 @@ def weights_may_be_written_only_where_it_counts(engine):
 
     So is what would be loaded past the shards.
     """
+    engine.needs("zero1", "zero2", "zero3")
     pair = Pair(engine, parts.OddModel)
     words = "'head.weight'", "full_state_dict()"
     if engine.like == "zero3":  # there is nothing to write to

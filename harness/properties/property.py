@@ -105,18 +105,20 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor, atol: float, r
 def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeError), step: int | None = 0) -> str:
     """`call()` raises one of the `error`s, with all `words` in its message, which is returned."""
     wanted = f"an error that says {', '.join(map(repr, words)) or 'what is wrong'}"
+    foreign = _asked is not None and _asked.foreign
+    error = Exception if foreign else error
     try:
         call()
     except NotApplicable:
         raise
     except error as raised:
         said = str(raised)
-        if _asked is not None and _asked.foreign:  # it has words of its own
+        if foreign:  # it has errors of its own, and words
             return said
         missing = [word for word in words if word not in said]
         expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said}", step)
         return said
-    if _asked is not None and _asked.foreign:
+    if foreign:
         raise NotApplicable(f"{_asked.name} does not say that it refuses this")
     raise Differs("what cannot work", wanted, "no error", step)
 

@@ -114,6 +114,7 @@ def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None)
     So it is with quantized frozen weights, in every forward, while a layer beside them trains. ZeRO-3 shards and frees
     them as all others.
     """
+    engine.needs("zero1", "zero2", "zero3")
     model, first, seen = Buffered(dist.get_rank()), Buffered(0), []
     block, expected, own = model.blocks[0], buffers_of(first), buffers_of(model)
     quantized = quantized_of(first.blocks[0])

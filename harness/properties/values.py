@@ -36,7 +36,7 @@ def equals_one_process_on_the_whole_batch(engine, options, optimizer="adamw"):
     model = parts.seeded(parts.OddModel)
     losses, expected = parts.oracle(model, optimizer, F.cross_entropy, parts.token_batch, 6, world_size)
     # Rank 0 has the right start, and every other rank something else, where the engine is to mend that.
-    own = rank if engine.broadcasts else 0
+    own, atol = rank if engine.broadcasts else 0, max(EXACT, engine.atol)
     model = parts.seeded(parts.OddModel, seed=own)
     with torch.no_grad():
         model.shift.add_(own)
@@ -45,8 +45,14 @@ def equals_one_process_on_the_whole_batch(engine, options, optimizer="adamw"):
     for step in range(6):
         loss = trained.training_step(*parts.token_batch(step, rank), F.cross_entropy)
         expect(not loss.requires_grad, "the loss that training_step returns", "detached", "it requires a gradient", 1)
-        same(f"the mean of the ranks' losses of step {step}", parts.mean_over_ranks(loss), losses[step], EXACT, step=1)
-    same("the weights", trained.full_state_dict(), expected, EXACT, step=5)
+        same(
+            f"the mean of the ranks' losses of step {step}",
+            parts.mean_over_ranks(loss),
+            losses[step],
+            atol,
+            step=1,
+        )
+    same("the weights", trained.full_state_dict(), expected, atol, step=5)
     everyone = [torch.empty_like(loss) for _ in range(world_size)]
     dist.all_gather(everyone, loss)
     assert len({value.item() for value in everyone}) == world_size, "the ranks had the same data: this proves nothing"
