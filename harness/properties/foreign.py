@@ -47,7 +47,7 @@ def subject(entry: engines.Engine) -> Subject:
         if family == "deepspeed" and next(model.parameters()).dtype is torch.float64:
             model.float()  # it knows no other but lower ones
         if param_groups is not None:
-            optimizer_cls = _grouped(model, param_groups, optimizer_cls)
+            optimizer_cls = _grouped(model, param_groups, optimizer_cls, family != "zero_redundancy_optimizer")
         return Foreign(entry.name, make(model, optimizer_cls, device, **options), scalars)
 
     return Subject(entry.name, build, like, takes, **more)
@@ -80,11 +80,13 @@ def _without_scalars(model: nn.Module) -> list[str]:
     return found
 
 
-def _grouped(model: nn.Module, groups, optimizer_cls):
+def _grouped(model: nn.Module, groups, optimizer_cls, takes_names: bool):
     """`optimizer_cls` over these groups. An engine may put other parameters into the model: they go by their names."""
     names, found = {param: name for name, param in model.named_parameters()}, []
     for group in groups:
         pairs = [each if isinstance(each, tuple) else (None, each) for each in group["params"]]
+        if not takes_names and any(given for given, _ in pairs):
+            raise NotApplicable("ZeroRedundancyOptimizer documents no names of parameters")
         found.append((group, [(given, names[param]) for given, param in pairs]))
 
     def over(_):
