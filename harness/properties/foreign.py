@@ -29,8 +29,9 @@ def subject(entry: engines.Engine) -> Subject:
     family = next((family for family in OPTIONS if entry.name.startswith(family)), None)
     like = entry.counterpart if entry.file and entry.counterpart in STAGES else None
     takes = frozenset(OPTIONS.get(family, ()))
-    more = {"dtype": torch.float32, "atol": 2e-5} if family == "deepspeed" else {}
-    more["broadcasts"] = family in ("ddp", "zero_redundancy_optimizer")
+    more = {"broadcasts": family in ("ddp", "zero_redundancy_optimizer")}
+    if family == "deepspeed":
+        more |= {"dtype": torch.float32, "atol": 2e-5, "more": {"drops gradients": True, "to be destroyed": True}}
 
     def build(model, optimizer_cls, *, param_groups=None, **options):
         device, make = next(model.parameters()).device, entry.build

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from harness.engine.gradients import GradScaler
 from harness.engine.guard import EngineParameter
 from harness.properties import parts
-from harness.properties.property import expect, holds, refused, same, subject
+from harness.properties.property import NotApplicable, expect, holds, refused, same, subject
 from harness.properties.training import Pair
 from harness.properties.values import PLAIN
 
@@ -46,6 +46,8 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
         if how == "closed":
             trained.close()
         gone += [weakref.ref(thing) for thing in (trained, model, model.head, *model.parameters())]
+        if "to be destroyed" in engine.more:
+            raise NotApplicable(f"{engine.name} goes by a call, `destroy`")
         if how != "closed" and not engine.foreign:
             buckets = trained.buckets
             gone += [weakref.ref(thing) for thing in (trained.optimizer, trained.moments)]

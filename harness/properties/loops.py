@@ -331,6 +331,8 @@ def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
 @holds("values", sizes=(2,), further_sizes=(3,))
 def gradients_stay_until_they_are_thrown_away(engine):
     """Steps use them again and a backward adds to them, until the engine's `zero_grad`, or its optimizer's."""
+    if "drops gradients" in engine.more:
+        raise NotApplicable(f"{engine.name}'s step drops the gradients")
     pair = Pair(engine, parts.OddModel)
     for step in range(4):
         if step % 2:

@@ -126,6 +126,7 @@ ENDS = {  # the model itself is of no use then
 @holds("misuse", sizes=(2,), further_sizes=(3,), cases=tuple({"what": what} for what in LOOPS | ENDS))
 def loops_that_would_train_wrong_are_refused(engine, what):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
+    engine.needs("zero1", "zero2", "zero3")
     build, act, words = {**LOOPS, **ENDS}[what]
     pair = Pair(engine, build)
     refused(lambda: act(pair), *words, error=RuntimeError, step=None)

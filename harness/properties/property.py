@@ -145,7 +145,7 @@ class Subject:
     dtype: torch.dtype = torch.float64
     atol: float = 1e-12  # in float64, where another order of a sum makes some 1e-15
     broadcasts: bool = True  # all ranks start from rank 0's weights; else they must have the same already
-    more: dict = field(default_factory=dict)  # of an exhibit of the museum: its own save, load, scaler
+    more: dict = field(default_factory=dict)  # an exhibit's own save, load, scaler; what others say of themselves
 
     def __call__(self, model, optimizer_cls, **options):
         if options.get("units") == "the whole model":  # an option that can be written down, and sent to ranks
