@@ -84,6 +84,8 @@ def outcome(name: str, engine: str, size: int) -> dict:
     """{"outcome", "says", "seconds"} of this rank: the worst of all cases that the tests ask on so many ranks."""
     started, found = time.perf_counter(), []
     each = library()[name]
+    if engine in STAGES and engine not in each.engines:
+        return {"outcome": "not applicable", "says": f"it is of {', '.join(each.engines)} alone", "seconds": 0.0}
     for case in cases_on(each, size, engine):
         found.append(_of_case(name, engine, case))
         if found[-1][0] in ("crash", "hang"):
@@ -98,7 +100,7 @@ def cases_on(each, size: int, engine: str) -> list[dict]:
         asked = [(of, case) for n, of, case in each.asked(thorough) if n == size]
         if found := {repr(case): case for of, case in asked if engine == of or engine not in STAGES}:
             return list(found.values())
-    return [case for _, case in asked[:1]]  # of another stage: it will say so
+    return []
 
 
 def size_of(each, wanted: int) -> int:
@@ -211,13 +213,14 @@ def main() -> None:
             names = [name for name in sizes if sizes[name] == size]
             found |= ask(engine, engines.ENGINES[engine].file, names, size, tell)
         results[engine] = {name: found[name] for name in options.properties}
+        if options.json:  # after each engine: it takes minutes
+            report = {"versions": versions(), "ranks": options.ranks, "engines": results}
+            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
         count = Counter(found["outcome"] for found in results[engine].values())
         said = ", ".join(f"{count[each]} {each}" for each in OUTCOMES if count[each])
         print(f"  {said}; {time.perf_counter() - started:.0f} s", flush=True)
     print("\n" + table(results, options.properties))
     if options.json:
-        report = {"versions": versions(), "ranks": options.ranks, "engines": results}
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
         print(f"written: {options.json}")
     bad = any(f["outcome"] in ("wrong", "crash", "hang") for found in results.values() for f in found.values())
     sys.exit(1 if bad else 0)

@@ -125,8 +125,9 @@ class Foreign:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """{name: whole tensor on the CPU}. Who shards parameters in a way of its own has this method, too."""
         if hasattr(self._engine, "full_state_dict"):
-            return self._engine.full_state_dict()
-        state = {name: whole(value).detach().cpu().clone() for name, value in self.model.state_dict().items()}
+            state = self._engine.full_state_dict()
+        else:
+            state = {name: whole(value).detach().cpu().clone() for name, value in self.model.state_dict().items()}
         return state | {name: state[name].reshape(()) for name in self._scalars}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
