@@ -150,7 +150,9 @@ def ask(engine: str, file: str | None, names: list[str], size: int, tell) -> dic
         command = ["-m", "harness.properties.conform", "--on-ranks", engine, *(["--engine-file", file] if file else []),
                    "--properties", ",".join(left)]  # fmt: skip
         seconds = SECONDS * len(left)
-        with ranks.Ranks(command, size, seconds, quiet=True, ZERO_TIMEOUT=str(COLLECTIVE)) as running:
+        with ranks.Ranks(
+            command, size, seconds, quiet=True, ZERO_TIMEOUT=os.environ.get("ZERO_TIMEOUT", str(COLLECTIVE))
+        ) as running:
             before = len(found)
             for name, verdicts in running.verdicts(left):
                 found[name] = together(verdicts)
