@@ -137,8 +137,7 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     engine._reduce_gradients()
     buckets = engine.trained
     found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.pieces if piece.grad is not None]
-    gradients, dtype = [gradient for gradient, _ in found], common_dtype(buckets)
-    cut = tensor_parallel.dimension(buckets)
+    dtype, cut = common_dtype(buckets), tensor_parallel.dimension(buckets)
     counted = [gradient for gradient, param in found if tensor_parallel.counts(param, cut)]
     norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in counted]
     none, device = buckets[0].shard.new_zeros((), dtype=dtype), buckets[0].flat.device
@@ -150,15 +149,20 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     total = torch.linalg.vector_norm(everyone, norm_type)
     total = torch.linalg.vector_norm(tensor_parallel.over_dimension(total, cut), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
+    scale(buckets, factor)
+    return total
+
+
+def scale(buckets, factor: torch.Tensor) -> None:
+    """Multiply all gradients, which were reduced, by `factor` (0-d)."""
     # ZeRO-1's gradients are views of a whole buffer, to which a later backward adds: all of it is scaled.
     buffers = [bucket.flat_gradient for bucket in buckets if hasattr(bucket, "flat_gradient")]
     storages = {buffer.untyped_storage()._cdata for buffer in buffers}
-    for gradient in gradients:
-        if gradient.untyped_storage()._cdata not in storages:
-            gradient.mul_(factor.to(gradient.device))
+    for piece in (piece for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None):
+        if piece.grad.untyped_storage()._cdata not in storages:
+            piece.grad.mul_(factor.to(piece.grad.device))
     for buffer in buffers:
         buffer.mul_(factor)
-    return total
 
 
 def clip_grad_value_(engine, clip_value: float) -> None:
