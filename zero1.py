@@ -50,7 +50,7 @@ from torch import nn
 from torch.profiler import record_function  # gives a step its name in profiles, and computes nothing
 
 # What every stage needs and none teaches; the chapter can be read without it. `moments`: points in time, not Adam's.
-from harness.engine import gradients, moments, optimizer, precision, refusals, state, units
+from harness.engine import gradient_hooks, gradients, optimizer, precision, refusals, state, units
 from harness.engine.interface import Interface
 from harness.engine.placement import Placement
 from harness.engine.tensor_parallel import local
@@ -133,7 +133,7 @@ def round_up(number: int, multiple: int) -> int:
 
 def make_buckets(named_params, bucket_mb: float | None, *layout) -> list[Bucket]:
     """Bucket 0 holds the last parameters, for backward reaches them first. `layout` goes to `Bucket`."""
-    return [Bucket(run, *layout) for run in units.runs(named_params, bucket_mb)]
+    return [Bucket(run, *layout) for run in units.by_size(named_params, bucket_mb)]
 
 
 def partition(model: nn.Module, *layout) -> tuple[list[Bucket], list[Bucket]]:
@@ -187,7 +187,7 @@ class ZeRO1(Interface):
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         with record_function("step 5 gather parameters"):
-            gather_parameters(self.trained, self.group)  # the frozen ones have not changed
+            gather_parameters(self.trained_buckets, self.group)  # the frozen ones have not changed
 
     def _reduce_gradients(self) -> None:
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
@@ -196,19 +196,19 @@ class ZeRO1(Interface):
         with step 5 it is 3Ψ. The paper has a reduce-scatter here, which sends Ψ (./launch.sh exercise zero1_2psi).
         The all-reduce begins when backward is over, so nothing hides it. ZeRO-2 sends while backward computes.
         """
-        if self.moments.settled:
+        if self.hooks.reduced:
             return  # done: `clip_grad_norm_` needs the averages before `step`, and has called this
         works = []
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)  # `flat_gradient` itself, in place
             works.append(dist.all_reduce(to_sum, group=self.group, async_op=True))
-        for bucket, work in zip(self.trained, works):
+        for bucket, work in zip(self.trained_buckets, works):
             wait(work, "all-reduce", bucket)
             precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # divided by N, in place
-            shard = self.placement.brought(bucket, bucket.own_part(bucket.flat_gradient))  # as a rule the part itself
+            shard = self.placement.final_shard(bucket, bucket.own_part(bucket.flat_gradient))  # that part, no copy
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient.to(piece.dtype)  # of the same dtype: a view, no copy
-        gradients.settle(self)  # an error for a parameter without a gradient
+        gradients.require_all(self)  # an error for a parameter without a gradient
 
     def zero_grad(self) -> None:
         """Drop all gradients, after `step()`. Their buffer stays: the next backward writes over it, later ones add."""
@@ -226,17 +226,17 @@ class ZeRO1(Interface):
         self.model, self.group, self.placement, self.find_unused = model, place.group, place, find_unused
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         with record_function("step 0 partition"), torch.no_grad():
-            self.trained, frozen = partition(model, bucket_mb, self.rank, self.world_size, self.dtypes)
-            self.buckets = self.trained + frozen
+            self.trained_buckets, frozen = partition(model, bucket_mb, self.rank, self.world_size, self.dtypes)
+            self.buckets = self.trained_buckets + frozen
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=place.everyone)
                 bucket.make_pieces(place)
             state.broadcast_buffers(model, place.everyone)  # what the model has registered as buffers stays whole
-            for bucket in self.trained:  # it stays: to allocate it anew would take longer than to overwrite it
+            for bucket in self.trained_buckets:  # it stays: to allocate it anew would take longer than to overwrite it
                 bucket.flat_gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
-        self.moments = moments.CollectGradients(self)  # from here on gradients move into `flat_gradient`
+        self.hooks = gradient_hooks.CollectingHooks(self)  # from here on gradients move into `flat_gradient`
         self.zero_grad()
 
 

@@ -23,7 +23,7 @@ ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduc
 here the all-gather brings parameters and not gradients.
 
 A simple version keeps all gradients until backward is over: the article below has it, and says so. To do better, step 3
-must run inside step 2. Autograd calls a hook whenever a gradient is final, and harness/engine/moments.py turns these
+must run inside step 2. Autograd calls a hook whenever a gradient is final; harness/engine/gradient_hooks.py turns these
 calls into the one moment of this chapter, `gradients_final`. Buckets are counted from the last layer:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from harness.engine import gradients, moments, optimizer, precision, refusals, state
+from harness.engine import gradient_hooks, gradients, optimizer, precision, refusals, state
 from harness.engine.interface import Interface
 from harness.engine.placement import Placement
 from harness.engine.waiting import wait
@@ -71,7 +71,7 @@ class Reduction:
         wait(self.work, "reduce-scatter", self.bucket)
         self.flat = None  # the whole gradients are gone: this makes it ZeRO-2
         precision.mean_of_sum(self.shard, world_size)  # divided by N, in place
-        self.bucket.placement.hand_over(self.bucket, self.shard)  # to `piece.grad`, where several backwards add up
+        self.bucket.placement.deliver(self.bucket, self.shard)  # to `piece.grad`, where several backwards add up
 
 
 class ZeRO2(Interface):
@@ -134,18 +134,18 @@ class ZeRO2(Interface):
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         with record_function("step 5 gather parameters"):
-            gather_parameters(self.trained, self.group)  # the frozen ones have not changed
+            gather_parameters(self.trained_buckets, self.group)  # the frozen ones have not changed
 
     def _reduce_gradients(self) -> None:
         """The end of step 3: receive the last bucket."""
         self._receive()
-        gradients.settle(self)  # an error for a parameter without a gradient
+        gradients.require_all(self)  # an error for a parameter without a gradient
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
         self._receive()  # a buffer must not go while a collective uses it
         gradients.forget(self)
-        self._turns, self._complete = deque(self.trained), set()
+        self._turns, self._complete = deque(self.trained_buckets), set()
 
     def _shards_changed(self) -> None:
         """`load_full_state_dict` has written new values into all shards: bring the weights up to date."""
@@ -161,8 +161,8 @@ class ZeRO2(Interface):
         self.model, self.group, self.placement, self.find_unused = model, place.group, place, find_unused
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         with record_function("step 0 partition"), torch.no_grad():
-            self.trained, frozen = partition(model, bucket_mb, self.rank, self.world_size, self.dtypes)
-            self.buckets = self.trained + frozen
+            self.trained_buckets, frozen = partition(model, bucket_mb, self.rank, self.world_size, self.dtypes)
+            self.buckets = self.trained_buckets + frozen
             for bucket in self.buckets:
                 bucket.flatten()
                 dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=place.everyone)
@@ -170,7 +170,7 @@ class ZeRO2(Interface):
             state.broadcast_buffers(model, place.everyone)  # what the model has registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
-        self.moments = moments.BucketMoments(self)  # from here on backward calls `gradients_final`
+        self.hooks = gradient_hooks.BucketHooks(self)  # from here on backward calls `gradients_final`
         self.zero_grad()
 
 

@@ -42,7 +42,7 @@ same.) Nobody may read a tensor while its storage has no bytes: that would end t
 turns it into an error.
 
 When backward needs a unit. Forward saves weights for backward, and backward asks for them when it gets there. torch's
-`saved_tensors_hooks` call us both times: harness/engine/unit_moments.py knows when to call `before_backward`.
+`saved_tensors_hooks` call us both times: harness/engine/unit_hooks.py knows when to call `before_backward`.
 
 The other words are those of zero1.py. What changes from chapter 2: ./launch.sh changes zero2 zero3
 
@@ -60,7 +60,7 @@ from torch.profiler import record_function
 from harness.engine import gradients, guard, meta, optimizer, order, precision, refusals, state
 from harness.engine.interface import Interface
 from harness.engine.placement import Placement
-from harness.engine.unit_moments import UnitMoments
+from harness.engine.unit_hooks import UnitHooks
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import wait
 from zero1 import Bucket
@@ -82,7 +82,7 @@ class Unit:
         self.buckets = [Bucket(kind, *layout) for kind in kinds.values()]
         for bucket in self.buckets:
             bucket.label = f"unit {name!r}"  # in messages
-        self.trained = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
+        self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
         self.params = [param for bucket in self.buckets for param in bucket.params]
         self.gathered = True  # its buffers have memory; what is in flight may still be missing. False: freed
         self.works = []  # its all-gathers in flight
@@ -195,7 +195,7 @@ class ZeRO3(Interface):
     def gradients_final(self, unit: Unit) -> None:
         """All gradients of `unit` are final."""
         self.order.next("reduce-scatter", unit)
-        for bucket in unit.trained:
+        for bucket in unit.trained_buckets:
             self._send(bucket)
 
     # The steps.
@@ -221,7 +221,7 @@ class ZeRO3(Interface):
     def _reduce_gradients(self) -> None:
         """The end of step 3: receive the last bucket."""
         self._receive()
-        gradients.settle(self)  # an error for a parameter without a gradient
+        gradients.require_all(self)  # an error for a parameter without a gradient
 
     def _free_all(self) -> None:
         for unit in (*self.units, self.root):
@@ -254,7 +254,7 @@ class ZeRO3(Interface):
         with record_function("step 0 partition"), torch.no_grad():
             self.units, self.root = make_units(model, units, self.rank, self.world_size, self.dtypes)
             self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]
-            self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
+            self.trained_buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.trained_buckets]
             source = meta.Source(model, place.everyone, init_fn, state_dict)  # of the values, for a model on `meta`
             for unit in (*self.units, self.root):
                 for bucket in unit.buckets:
@@ -264,7 +264,7 @@ class ZeRO3(Interface):
             state.broadcast_buffers(model, place.everyone)  # what the model has registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
-        self.moments = UnitMoments(self)  # from here on the model's forward and backward call the moments
+        self.hooks = UnitHooks(self)  # from here on the model's forward and backward call the moments
         self.zero_grad()
 
     def _shard(self, bucket: Bucket, source: meta.Source) -> None:

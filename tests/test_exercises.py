@@ -53,8 +53,8 @@ for i in range(len(self.params)):
         found.append((i, shard[max(a - self.start, 0) : min(b, end) - self.start]))
 return found
 # _reduce_gradients
-works = [dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True) for bucket in self.trained]
-for work, bucket in zip(works, self.trained):
+works = [dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True) for bucket in self.trained_buckets]
+for work, bucket in zip(works, self.trained_buckets):
     work.wait()
     bucket.flat_gradient /= self.world_size
     mine = bucket.flat_gradient[bucket.start :][: bucket.shard_numel]
@@ -63,7 +63,7 @@ for work, bucket in zip(works, self.trained):
 # step
 self._reduce_gradients()
 self.optimizer.step()
-gather_parameters(self.trained, self.group)
+gather_parameters(self.trained_buckets, self.group)
 # gather_parameters
 works = []
 for bucket in buckets:
@@ -75,11 +75,11 @@ for work in works:
     "zero1_2psi": bodies("""
 # _reduce_gradients
 works = []
-for bucket in self.trained:
+for bucket in self.trained_buckets:
     shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
     work = dist.reduce_scatter_single(shard, bucket.flat_gradient, group=self.group, async_op=True)
     works.append((work, shard))
-for bucket, (work, shard) in zip(self.trained, works):
+for bucket, (work, shard) in zip(self.trained_buckets, works):
     wait(work, "reduce-scatter", bucket)
     shard /= self.world_size
     for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
@@ -113,8 +113,8 @@ for first in list(self._turns):
     self._send(first)
 # clip_grad_norm_
 self._reduce_gradients()
-grads = [piece.grad for bucket in self.trained for _, piece in bucket.pieces if piece.grad is not None]
-norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.trained[0].shard)
+grads = [piece.grad for bucket in self.trained_buckets for _, piece in bucket.pieces if piece.grad is not None]
+norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.trained_buckets[0].shard)
 everyone = norm.new_empty(self.world_size)
 dist.all_gather_single(everyone, norm.reshape(1), group=self.group)
 total = everyone.norm(norm_type)
@@ -159,7 +159,7 @@ self._wait(unit)
 self._free(unit)
 # gradients_final
 for bucket in unit.buckets:
-    if bucket in unit.trained:
+    if bucket in unit.trained_buckets:
         self._send(bucket)
 """),
 }
@@ -396,11 +396,11 @@ SLIPS = {
          "bucket.flat_gradient.copy_(bucket.flat_gradient / self.world_size)", "no second copy"),
         ("Step 4", "step", "self._reduce_gradients()", "self.optimizer.step(); self._reduce_gradients()",
          "updated before reduced"),
-        ("Step 4", "step", "self.trained", "self.buckets", "what is frozen"),
+        ("Step 4", "step", "self.trained_buckets", "self.buckets", "what is frozen"),
         ("Step 4", "step", "self.group", "None", "the group that gather_parameters is given"),
-        ("Step 4", "step", "gather_parameters(self.trained, self.group)", "pass", "calls of gather_parameters"),
+        ("Step 4", "step", "gather_parameters(self.trained_buckets, self.group)", "pass", "calls of gather_parameters"),
         ("Step 4", "step", "self.optimizer.step()",
-         "gather_parameters(self.trained, self.group); self.optimizer.step()", "gather, th"),
+         "gather_parameters(self.trained_buckets, self.group); self.optimizer.step()", "gather, th"),
         ("Step 5", "gather_parameters", "precision.rounded_shard(bucket)", "bucket.shard", "in mixed precision"),
         ("Step 5", "gather_parameters", "work.wait()", "pass", "never waited for"),
         ("Step 5", "gather_parameters", "for bucket in buckets:",
@@ -440,9 +440,9 @@ SLIPS = {
         ("Step 3: at most", "_send", "self._receive()", "last, self._in_flight = self._in_flight, Reduction(bucket, "
          "self.group); return last and last.finish(self.world_size)", "the one before first"),
         ("Step 3: inside", "gradients_final", "self._complete.add(bucket)", "self._complete.add(bucket)\n"
-         "if len(self._complete) < len(self.trained):\n    return", "worst moment"),
+         "if len(self._complete) < len(self.trained_buckets):\n    return", "worst moment"),
         ("Step 3: inside", "gradients_final", "self._complete.add(bucket)", "return self._send(bucket)",
-         "order of self.trained"),
+         "order of self.trained_buckets"),
         ("Step 3: inside", "gradients_final", "self._send(first)", "break", "reduce-scatters inside backward"),
         ("Step 3: clip", "clip_grad_norm_", "total = everyone.norm(norm_type)", "total = norm", "the norm that is",
          "the ranks' norms differ"),
@@ -460,7 +460,7 @@ SLIPS = {
         ("Step 5: free", "_free", "bucket.flat.untyped_storage().resize_(0)",
          "bucket.flat = torch.empty_like(bucket.flat); [setattr(p, 'data', v) for p, v in zip(bucket.params, "
          "bucket.views(bucket.flat))]; bucket.flat.untyped_storage().resize_(0)", "alive after freeing"),
-        ("Step 5: free", "_free", "in unit.buckets", "in unit.trained", "alive after freeing"),
+        ("Step 5: free", "_free", "in unit.buckets", "in unit.trained_buckets", "alive after freeing"),
         ("Step 5: free", "_free", "self._wait(unit)", "unit.works.clear()", "not waited for, or too late"),
         ("Step 5: free", "_free", "guard.close(unit.params)", "pass", "guard.close(unit.params)"),
         ("Step 5: start", "_gather", "unit.works.append(work)", "unit.works.append(work); work.wait()",
@@ -490,7 +490,7 @@ SLIPS = {
         ("Step 2: gather", "before_backward", "self._wait(unit)", "self._wait(unit); self._free(unit)",
          "before_backward(root) has returned, and root is not gathered: never gathered, or freed again? read"),
         ("Step 2: gather", "before_backward", "self._wait(unit)",
-         "self._wait(unit); [self._send(bucket) for bucket in unit.trained]",
+         "self._wait(unit); [self._send(bucket) for bucket in unit.trained_buckets]",
          "found None: it was sent away already. Was a unit reduced before backward had finished its gradients?"),
         ("Step 2: free", "after_backward", "self._free(unit)", "pass", "root (blocks.1 is freed later, as",
          "worst moment"),
@@ -499,17 +499,17 @@ SLIPS = {
         ("Step 2: free", "after_backward", "self._free(unit)", "[self._free(each) for each in [unit, *self.units]]",
          "; unit 2 is gathered twice: was it freed before its backward?"),
         ("Step 2: free", "after_backward", "self._free(unit)",
-         "self._free(unit); [self._send(bucket) for bucket in unit.trained]",
+         "self._free(unit); [self._send(bucket) for bucket in unit.trained_buckets]",
          "backward 3, free 3, reduce 3, gather 1, wait 2, backward 2, free 2, reduce 2; to reduce a unit is for "
          "`gradients_final` to do"),
         ("Step 3", "gradients_final", "self._send(bucket)", "self._send(bucket); self._receive()",
          "gradients_final of unit 'blocks.2' returns"),
         ("Step 3", "gradients_final", "for bucket in unit.buckets:",
          "self._free(unit)\nfor bucket in unit.buckets:", "freed too early"),
-        ("Step 3", "gradients_final", "bucket in unit.trained:",
-         "bucket in unit.trained and not self.find_unused:", "with find_unused=True"),
-        ("Step 3", "gradients_final", "if bucket in unit.trained:", "if bucket is unit.buckets[0]:",
-         "'blocks.0.pair' were not reduced. A unit may have several buckets: is each of `unit.trained` sent?"),
+        ("Step 3", "gradients_final", "bucket in unit.trained_buckets:",
+         "bucket in unit.trained_buckets and not self.find_unused:", "with find_unused=True"),
+        ("Step 3", "gradients_final", "if bucket in unit.trained_buckets:", "if bucket is unit.buckets[0]:",
+         "'blocks.0.pair' were not reduced. A unit may have several buckets: is each of `unit.trained_buckets` sent?"),
     ],
 }  # fmt: skip
 
@@ -540,7 +540,7 @@ IMPOSTOR = """
 from harness.properties.parts import DDPInDisguise
 
 class ZeRO1(DDPInDisguise):
-    trained = buckets = ()
+    trained_buckets = buckets = ()
 
     def step(self):  # what the exercise is to write, it writes itself
         super().step()

@@ -39,7 +39,7 @@ class Interface:
 
         Gradients then add up on this rank, whole, and nothing is sent.
         """
-        return self.moments.no_sync()
+        return self.hooks.no_sync()
 
     clip_grad_norm_ = gradients.clip_grad_norm_
     clip_grad_value_ = gradients.clip_grad_value_

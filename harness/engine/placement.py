@@ -54,11 +54,11 @@ class Placement:
 
     # Gradients: from a shard of one row's mean to the optimizer.
 
-    def hand_over(self, bucket, shard: torch.Tensor) -> None:
+    def deliver(self, bucket, shard: torch.Tensor) -> None:
         """Give a gradient's shard to the pieces, which add up the backwards of a step.
 
         With replicas its all-reduce is only started here. It travels while the next bucket's gradients come, and
-        the pieces have them after the next call, or after `settle`.
+        the pieces have them after the next call, or after `finish_all`.
         """
         self.finish()
         if self.replicas is None:
@@ -81,7 +81,7 @@ class Placement:
             gradient = gradient.to(piece.dtype)
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
 
-    def brought(self, bucket, shard: torch.Tensor) -> torch.Tensor:
+    def final_shard(self, bucket, shard: torch.Tensor) -> torch.Tensor:
         """ZeRO-1: `shard`, a view of the whole gradients, averaged over the replicas and brought to the host.
 
         Without replicas and offload `shard` itself. Else a copy: a later backward adds to the whole gradients, which
@@ -94,7 +94,7 @@ class Placement:
             shard = precision.mean_of_sum(shard, self.copies)
         return self._to_host(bucket, shard)
 
-    def settle(self) -> None:
+    def finish_all(self) -> None:
         """From here on the host may read the pieces' gradients and write into the shards."""
         self.finish()
         if self._device is not None:

@@ -10,7 +10,7 @@ def default_bucket_mb(named_params) -> float:
     return min(25, max(1, total_mb / 6))
 
 
-def runs(named_params, bucket_mb: float | None) -> list[list[tuple[str, nn.Parameter]]]:
+def by_size(named_params, bucket_mb: float | None) -> list[list[tuple[str, nn.Parameter]]]:
     """(name, parameter) pairs in runs of at most `bucket_mb` MiB, last parameter first.
 
     By default (None) a run has `default_bucket_mb`. A larger parameter has a run of its own. A buffer has one dtype, so

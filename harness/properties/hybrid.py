@@ -99,7 +99,7 @@ def only_shards_gradients_cross_to_the_replicas(engine):
     sent = {}
     for one in traffic.collectives:
         sent[one.ranks, one.kind] = sent.get((one.ranks, one.kind), 0) + one.sent_elements
-    numel = gathered = sum(bucket.numel for bucket in trained.trained)
+    numel = gathered = sum(bucket.numel for bucket in trained.trained_buckets)
     if engine.like == "zero3":
         gathered = 2 * numel - sum(bucket.numel for bucket in trained.root.buckets)  # the root once per step
     whole = engine.like == "zero1"

@@ -71,7 +71,7 @@ def offload_changes_nothing(engine, options, device="cpu"):
 
 
 def shards_are_on_the_host(trained, device: str) -> None:
-    for bucket in trained.trained:
+    for bucket in trained.trained_buckets:
         own = [bucket.shard, *(piece for _, piece in bucket.pieces)]
         own += [value for _, piece in bucket.pieces for value in trained.optimizer.state[piece].values()]
         same("where shards, pieces and state are", {tensor.device.type for tensor in own}, {"cpu"}, step=4)

@@ -155,7 +155,7 @@ def mixed_precision_holds_and_sends_what_the_theory_says(engine):
         trained = engine(parts.seeded(build, dtype=FP32), parts.ADAMW, group=parts.silent_group(), **LOW)
     held = held_bytes(trained)
     if engine.like == "zero1":  # its buffer is there before there are gradients
-        held["gradients"] = sum(bucket.flat_gradient.nbytes for bucket in trained.trained)
+        held["gradients"] = sum(bucket.flat_gradient.nbytes for bucket in trained.trained_buckets)
     same("bytes that construction leaves alive", memory.live, sum(held.values()), step=0)
     trained.training_step(*parts.vector_batch(0, rank, width), of_one_dtype)
     trained.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(trained)))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.engine.unit_moments import tensors_in
+from harness.engine.unit_hooks import tensors_in
 from harness.measure.memory import MemoryLedger
 from harness.measure.traffic import KINDS, Collective, TrafficLedger, group_of
 from harness.properties import parts
@@ -433,7 +433,7 @@ class Sheet:
 
     def pieces(self, engine):
         """(name, piece, the elements of the whole parameter that it is) of all that this rank owns."""
-        for bucket in engine.trained:
+        for bucket in engine.trained_buckets:
             for index, piece in bucket.pieces:
                 first = max(0, bucket.start - bucket.offsets[index])
                 yield bucket.names[index], piece, slice(first, first + piece.numel())
@@ -441,7 +441,7 @@ class Sheet:
     def right_gradients(self, engine, gradients: dict[str, torch.Tensor] | None = None, times: float = 1) -> None:
         """Every piece has its part of `gradients` (default: the oracle's)."""
         gradients = self.gradients() if gradients is None else gradients
-        dtypes = {bucket.reduce_dtype for bucket in engine.trained}
+        dtypes = {bucket.reduce_dtype for bucket in engine.trained_buckets}
         tolerance = EXACT if dtypes == {torch.float64} else ROUNDED
         for name, piece, part in self.pieces(engine):
             what = f"the gradient of this rank's piece of {name}"

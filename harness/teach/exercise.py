@@ -23,7 +23,7 @@ HINTS = 1  # of each blank's two, unless another number is asked for
 # Names one statement of a body, by its kind and a number or a name:
 #     ("With", 0)               the first `with` (-1: the last one)
 #     ("Assign", "self.flat")   the only assignment to self.flat
-#     ("For", "self.trained")   the only loop over self.trained
+#     ("For", "self.trained_buckets")   the only loop over self.trained_buckets
 Selector = tuple[str, int | str]
 
 
@@ -74,8 +74,8 @@ class Exercise:
 
 
 _FOR_OTHERS = (
-    "(`precision.before_sum`, `precision.mean_of_sum` and `self.placement.brought`, for float16, replicas and offload, "
-    "are not needed here)"
+    "(`precision.before_sum`, `precision.mean_of_sum` and `self.placement.final_shard`, for float16, replicas and "
+    "offload, are not needed here)"
 )
 _LAYOUT = Blank(
     "Bucket.__init__",
@@ -100,7 +100,7 @@ _CUT = Blank(
 _REDUCE_1 = Blank(
     "ZeRO1._reduce_gradients",
     "Step 3: all-reduce the gradients, and give each piece its part of the mean",
-    "For every bucket in self.trained, bucket.flat_gradient has this rank's gradients. Sum it over the ranks "
+    "For every bucket in self.trained_buckets, bucket.flat_gradient has this rank's gradients. Sum it over the ranks "
     "(group=self.group), divide by N, and set piece.grad, in the piece's dtype, from this rank's shard of it, "
     "bucket.own_part(bucket.flat_gradient): bucket.pieces and bucket.cut(shard) have the same order. Started with "
     'async_op=True, all buckets travel at once; wait(work, "all-reduce", bucket) receives one.',
@@ -207,7 +207,7 @@ EXERCISES = {
                 "dtype.",
                 "about {lines} lines; of the whole gradients not a byte is left, gradients held 4Ψ/N bytes. "
                 '`wait(self.work, "reduce-scatter", self.bucket)` receives, `precision.mean_of_sum(shard, world_size)` '
-                "divides by N, `self.bucket.placement.hand_over(self.bucket, shard)` adds to the pieces' gradients",
+                "divides by N, `self.bucket.placement.deliver(self.bucket, shard)` adds to the pieces' gradients",
                 "the first paragraph at the top of exercises/zero2.py",
             ),
             Blank(
@@ -223,8 +223,8 @@ EXERCISES = {
                 "ZeRO2.gradients_final",
                 "Step 3: inside backward, send the buckets whose turn has come",
                 "Backward calls this once for every bucket, in whatever order it completes them. self._turns is a "
-                "deque of self.trained, in the order in which every rank sends them; self._complete is the set of the "
-                "buckets that are complete and not sent. Put `bucket` into self._complete. While the first of "
+                "deque of self.trained_buckets, in the order in which every rank sends them; self._complete is the set "
+                "of the buckets that are complete and not sent. Put `bucket` into self._complete. While the first of "
                 "self._turns is in self._complete, take it off both and self._send it. It goes to the end of "
                 "self._turns again, for the next backward. A bucket that is complete before its turn waits: "
                 "collectives match by order.",
@@ -310,12 +310,12 @@ EXERCISES = {
             Blank(
                 "ZeRO3.gradients_final",
                 "Step 3: reduce a unit whose gradients are final",
-                "self._send each bucket of the unit that has gradients: unit.trained. Do no more than that: a frozen "
-                "weight of the unit may still be needed, and `after_backward` is called when it is not.",
+                "self._send each bucket of the unit that has gradients: unit.trained_buckets. Do no more than that: a "
+                "frozen weight of the unit may still be needed, and `after_backward` is called when it is not.",
                 "about {lines} lines; in backward two buckets of whole gradients at most; a reduce-scatter per bucket "
-                "of `unit.trained`, by `_send`, right after its unit's backward. `Reduction` divides by N",
+                "of `unit.trained_buckets`, by `_send`, right after its unit's backward. `Reduction` divides by N",
                 "the drawing of backward at the top of exercises/zero3.py; `_send` and `_receive` in it",
-                first=("For", "unit.trained"),
+                first=("For", "unit.trained_buckets"),
             ),
         ),
     ),

@@ -4,10 +4,10 @@ A chapter says *what* it does at a moment: before a unit's forward, when a bucke
 out *when* the moment has come, and calls the chapter's method of that name. torch offers many hooks for that. Each one
 used here says why no simpler one will do.
 
-    ZeRO-1   no moment: `CollectGradients` only moves each gradient into the chapter's buffer
-    ZeRO-2   `BucketMoments`: gradients_final(bucket)
+    ZeRO-1   no moment: `CollectingHooks` only moves each gradient into the chapter's buffer
+    ZeRO-2   `BucketHooks`: gradients_final(bucket)
     ZeRO-3   before_forward(unit, upcoming), after_forward(unit), before_backward(unit, upcoming), after_backward(unit),
-             gradients_final(unit): `UnitMoments` in engine/unit_moments.py
+             gradients_final(unit): `UnitHooks` in engine/unit_hooks.py
 
 A hook that held its engine would keep model and engine alive for ever: parameter, hook, engine, parameter is a cycle
 that runs through C++, where Python's garbage collector cannot see it. So all hooks are `WeakHook`s.
@@ -24,7 +24,7 @@ from harness.engine.hooks import WeakHook, when_backward_ends
 from harness.engine.unchanged import watch_forward
 
 
-class Moments:
+class Hooks:
     """What ZeRO-1's and the others' have in common: hooks on model and gradients, until the engine is closed."""
 
     def __init__(self, engine):
@@ -32,7 +32,7 @@ class Moments:
         for bucket in engine.buckets:
             guard.adopt(bucket, engine)
         self._handles = watch_forward(engine)
-        for bucket in engine.trained:
+        for bucket in engine.trained_buckets:
             for param in bucket.params:
                 # Called when `param.grad` is final for this backward, however often `param` was used.
                 self._handles.append(param.register_post_accumulate_grad_hook(WeakHook(self._on_gradient)))
@@ -40,21 +40,21 @@ class Moments:
 
     def stepped(self) -> None:
         """The optimizer has changed the shards."""
-        guard.stepped([param for bucket in self._engine.trained for param in bucket.params])
+        guard.stepped([param for bucket in self._engine.trained_buckets for param in bucket.params])
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
-class CollectGradients(Moments):
+class CollectingHooks(Hooks):
     """ZeRO-1: a gradient moves into its bucket's `flat_gradient` as soon as it is final. So it exists only once."""
 
     def __init__(self, engine):
         super().__init__(engine)
         self._place = {}  # id of a parameter -> (its bucket, its number there, its view of `flat_gradient`)
-        self.settled = False  # whether step 3 was made since the last gradient came
-        for bucket in engine.trained:
+        self.reduced = False  # whether step 3 was made since the last gradient came
+        for bucket in engine.trained_buckets:
             for index, view in enumerate(bucket.views(bucket.flat_gradient)):
                 self._place[id(bucket.params[index])] = bucket, index, view
 
@@ -68,13 +68,13 @@ class CollectGradients(Moments):
         store = place.add_ if self._engine.find_unused or index in bucket.used else place.copy_
         store(gradient.detach())
         bucket.used.add(index)
-        param.zero_moved, self.settled = True, False
+        param.zero_moved, self.reduced = True, False
 
     def reset(self) -> None:
         """All gradients were dropped."""
-        self.settled = False
+        self.reduced = False
         if self._engine.find_unused:
-            for bucket in self._engine.trained:
+            for bucket in self._engine.trained_buckets:
                 bucket.flat_gradient.zero_()
 
     def no_sync(self):
@@ -82,7 +82,7 @@ class CollectGradients(Moments):
         return contextlib.nullcontext()
 
 
-class BucketMoments(Moments):
+class BucketHooks(Hooks):
     """ZeRO-2: calls `engine.gradients_final(bucket)` when backward has finished all gradients of a bucket.
 
     A bucket that lacks some is final when backward ends, if an earlier backward of this step has brought them (several
@@ -92,13 +92,13 @@ class BucketMoments(Moments):
 
     def __init__(self, engine, parts=None):
         super().__init__(engine)
-        self._buckets_of = {bucket: [bucket] for bucket in engine.trained} if parts is None else parts
+        self._buckets_of = {bucket: [bucket] for bucket in engine.trained_buckets} if parts is None else parts
         self._home = {}  # id of a parameter -> (bucket or unit, bucket, the parameter's number there)
         self._sync = True  # False under `no_sync`
         self._backward = None  # autograd's number of the backward that is running, once it has shown itself
         self._open = {}  # buckets or units (as keys) whose gradients that backward has still to finish
         self._came = False  # whether that backward has brought any gradient
-        self.settled = False  # whether step 3 was finished since the last reduction
+        self.reduced = False  # whether step 3 was finished since the last reduction
         for part, buckets in self._buckets_of.items():
             for bucket in buckets:
                 for index, param in enumerate(bucket.params):
@@ -106,7 +106,7 @@ class BucketMoments(Moments):
 
     def reset(self) -> None:
         """All gradients were dropped, also those of a backward that did not finish."""
-        self.settled, self._backward, self._open = False, None, {}
+        self.reduced, self._backward, self._open = False, None, {}
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -158,7 +158,7 @@ class BucketMoments(Moments):
         self._open.pop(part, None)
         self._expect_all(part)
         if self._sync and self._buckets_of[part]:
-            self.settled = False
+            self.reduced = False
             self._engine.gradients_final(part)
 
     def _end_backward(self) -> None:

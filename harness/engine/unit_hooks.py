@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import guard
+from harness.engine.gradient_hooks import BucketHooks
 from harness.engine.hooks import WeakHook, backward_now, not_compiled
-from harness.engine.moments import BucketMoments
 from harness.engine.tensor_parallel import local
 from harness.engine.unchanged import moved_message
 
@@ -25,7 +25,7 @@ class Run:
         self.saved = False  # whether autograd saved one of the unit's weights in it
 
 
-class UnitMoments(BucketMoments):
+class UnitHooks(BucketHooks):
     """ZeRO-3: every moment in the life of a unit.
 
     Forward is known by module hooks. Backward is known by what it reads. Forward saves weights for it, and autograd
@@ -48,7 +48,7 @@ class UnitMoments(BucketMoments):
         self._lent: set = set()  # units whose weights this forward has used outside of their own forward
         self._warned: set = set()  # names of those that a warning was given for
         self._last_hook: dict = {}  # module -> number of the hook that is called after its forward
-        super().__init__(engine, {unit: unit.trained for unit in (*engine.units, engine.root)})
+        super().__init__(engine, {unit: unit.trained_buckets for unit in (*engine.units, engine.root)})
         self._unit_of = {}  # address of a storage -> (the unit whose gathered parameters it holds, the storage)
         for unit in (*engine.units, engine.root):
             for bucket in unit.buckets:
@@ -279,7 +279,7 @@ class UnitMoments(BucketMoments):
         unit = self._at_work
         if unit is None or unit is following:
             return
-        if self._engine.find_unused or len(unit.trained) < len(unit.buckets):
+        if self._engine.find_unused or len(unit.trained_buckets) < len(unit.buckets):
             self._free(unit)
         if self._engine.find_unused:
             self._deliver(unit)
@@ -290,7 +290,7 @@ class UnitMoments(BucketMoments):
 
     def _complete(self, unit) -> None:
         # Every use of a weight adds to its gradient. So when all gradients are final, nobody needs the weights.
-        if len(unit.trained) == len(unit.buckets):
+        if len(unit.trained_buckets) == len(unit.buckets):
             self._free(unit)
         if not self._engine.find_unused:
             self._deliver(unit)
