@@ -130,9 +130,9 @@ inside, outside = parameters_by_unit(model, list(modules))
 found = []
 for name, module in model.named_modules():
     if inside.get(module):
-        found.append(Unit(name, module, inside[module], *layout))
+        found.append(Unit(name, module, inside[module], rank, world_size, dtypes))
 found.sort(key=lambda unit: list(inside).index(unit.module))
-return found, Unit("root", model, outside, *layout)
+return found, Unit("root", model, outside, rank, world_size, dtypes)
 # _free
 if unit.gathered:
     self._wait(unit)

@@ -118,9 +118,10 @@ def drop_unused(buckets, group) -> None:
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     flags = iter(used.tolist())
     for bucket in buckets:
-        flag = [next(flags) for _ in bucket.params]
+        # Also by another rank alone: a later backward adds to the mean that ZeRO-1's buffer holds by now.
+        bucket.used = {index for index in range(len(bucket.params)) if next(flags)}
         for index, piece in bucket.pieces:
-            if not flag[index]:
+            if index not in bucket.used:
                 piece.grad = None
 
 

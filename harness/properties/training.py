@@ -42,12 +42,12 @@ class Pair:
         params = [param for param in self.plain.parameters() if param.requires_grad]
         self.optimizer = optimizer(groups(self.plain) if groups else params)
         more = {"param_groups": groups(model)} if groups else {}
-        self.trained_buckets = engine(model, optimizer, **more, **options)
+        self.trained = engine(model, optimizer, **more, **options)
 
     @property
     def both(self):
         """(model, optimizer) of both sides, for what a loop does to each alike: schedulers, modes, flags."""
-        return (self.plain, self.optimizer), (self.trained_buckets.model, self.trained_buckets.optimizer)
+        return (self.plain, self.optimizer), (self.trained.model, self.trained.optimizer)
 
     def backward(self, step: int, *, loss=None, scale: float = 1.0, inside=contextlib.nullcontext) -> torch.Tensor:
         """Forward and backward of both; returns this rank's loss. `inside` is a context for the engine's alone."""
@@ -56,7 +56,7 @@ class Pair:
             expected.append(loss(self.plain, *self.batch(step, other)) * scale)
             (expected[-1] / self.size).backward()
         with inside():
-            found = loss(self.trained_buckets, *self.batch(step, self.rank)) * scale
+            found = loss(self.trained, *self.batch(step, self.rank)) * scale
             found.backward()
         same("this rank's loss", found, expected[self.rank], self.atol, step=1)
         self.nothing_gathered("backward", 2)
@@ -65,16 +65,16 @@ class Pair:
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Both clip; the norms are the same, and returned."""
         expected = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm, norm_type)
-        norm = self.trained_buckets.clip_grad_norm_(max_norm, norm_type)
+        norm = self.trained.clip_grad_norm_(max_norm, norm_type)
         same("the gradients' norm", norm, expected, self.atol * max(1.0, expected.item()), step=3)
         return norm
 
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.trained_buckets.step()
+        self.trained.step()
         self.nothing_gathered("the step", 5)
-        self.trained_buckets.zero_grad()
+        self.trained.zero_grad()
 
     def scaled_step(self, step: int, scaler, max_norm: float, skipped=False, spoil=lambda trained: None) -> None:
         """Backward and step of both, with a scaled loss and clipping. A step that overflows is to be `skipped`.
@@ -83,20 +83,20 @@ class Pair:
         """
         scale = scaler.scale(torch.ones((), dtype=torch.float64))
         self.backward(step, scale=scale)
-        spoil(self.trained_buckets)
-        scaler.unscale_(self.trained_buckets)
+        spoil(self.trained)
+        scaler.unscale_(self.trained)
         for param in self.plain.parameters():
             param.grad = None if skipped or param.grad is None else param.grad / scale
         if skipped:
-            self.trained_buckets.clip_grad_norm_(max_norm)  # nobody knows what it will be: all ranks call it
+            self.trained.clip_grad_norm_(max_norm)  # nobody knows what it will be: all ranks call it
         else:
             self.clip(max_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        scaler.step(self.trained_buckets)
+        scaler.step(self.trained)
         scaler.update()
         self.nothing_gathered("the step", 5)
-        self.trained_buckets.zero_grad()
+        self.trained.zero_grad()
 
     def train(self, steps: int, **how) -> None:
         for step in range(steps):
@@ -105,11 +105,11 @@ class Pair:
 
     def same_weights(self) -> None:
         """All ranks take part."""
-        found = self.trained_buckets.full_state_dict()
+        found = self.trained.full_state_dict()
         same("the weights", found, {n: v.cpu() for n, v in self.plain.state_dict().items()}, self.atol, step=5)
 
     def nothing_gathered(self, after: str, step: int) -> None:
         """ZeRO-3 has freed all units, and the root."""
         if self.engine.like == "zero3" and not getattr(self, "keeps", False):
-            nbytes = storage_bytes(self.trained_buckets.model.parameters())
+            nbytes = storage_bytes(self.trained.model.parameters())
             same(f"bytes of parameters that are gathered after {after}", nbytes, 0, step=step)

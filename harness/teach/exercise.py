@@ -247,8 +247,8 @@ EXERCISES = {
                 "Step 0: put every parameter into one unit, or into the root",
                 "`modules` are what becomes a unit each; where it is None, default_units(model) chooses them. "
                 "parameters_by_unit(model, modules) gives {module: [(name, parameter), ...]} and the root's list of "
-                "(name, parameter). Make a Unit(name, module, named parameters, *layout) of each module that has "
-                "parameters, in the order of `modules`, named as in model.named_modules(). The root is a Unit, too: "
+                "(name, parameter). Make a Unit(name, module, named parameters, rank, world_size, dtypes) of each module "
+                "that has parameters, in the order of `modules`, named as in model.named_modules(). The root is a Unit, too: "
                 "'root', the model itself, what is left.",
                 "about {lines} lines; every parameter in exactly one unit, and no unit without parameters. "
                 "`default_units(model)` and `parameters_by_unit(model, modules)` help: see their docstrings in "
