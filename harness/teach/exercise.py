@@ -204,10 +204,11 @@ EXERCISES = {
                 "Step 3: receive this rank's shard of the mean, and free the whole gradients",
                 'wait(work, "reduce-scatter", self.bucket), let go of the whole buffer, divide by N (world_size), and '
                 "add each part of self.bucket.cut(shard) to its piece's gradient (None at first), in the piece's "
-                "dtype.",
+                "dtype, as add_to_pieces does it.",
                 "about {lines} lines; of the whole gradients not a byte is left, gradients held 4Ψ/N bytes. "
                 '`wait(self.work, "reduce-scatter", self.bucket)` receives, `precision.mean_of_sum(shard, world_size)` '
-                "divides by N, `self.bucket.placement.deliver(self.bucket, shard)` adds to the pieces' gradients",
+                "divides by N, `self.bucket.placement.deliver(self.bucket, shard, add_to_pieces)` adds to the "
+                "pieces' gradients",
                 "the first paragraph at the top of exercises/zero2.py",
             ),
             Blank(
@@ -247,9 +248,9 @@ EXERCISES = {
                 "Step 0: put every parameter into one unit, or into the root",
                 "`modules` are what becomes a unit each; where it is None, default_units(model) chooses them. "
                 "parameters_by_unit(model, modules) gives {module: [(name, parameter), ...]} and the root's list of "
-                "(name, parameter). Make a Unit(name, module, named parameters, rank, world_size, dtypes) of each module "
-                "that has parameters, in the order of `modules`, named as in model.named_modules(). The root is a Unit, too: "
-                "'root', the model itself, what is left.",
+                "(name, parameter). Make a Unit(name, module, named parameters, rank, world_size, dtypes) of each "
+                "module that has parameters, in the order of `modules`, named as in model.named_modules(). The root is "
+                "a Unit, too: 'root', the model itself, what is left.",
                 "about {lines} lines; every parameter in exactly one unit, and no unit without parameters. "
                 "`default_units(model)` and `parameters_by_unit(model, modules)` help: see their docstrings in "
                 "harness/engine/units.py. A unit is named as its module in `model.named_modules()`, the root `root`",
