@@ -7,12 +7,13 @@ import weakref
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import guard
 from harness.engine.gradient_hooks import BucketHooks
-from harness.engine.hooks import WeakHook, backward_now, not_compiled
+from harness.engine.hooks import WeakHook, backward_now, called_by_torch, not_compiled
 from harness.engine.tensor_parallel import local
 from harness.engine.unchanged import moved_message
 
@@ -190,7 +191,7 @@ class UnitHooks(BucketHooks):
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
         self._saving.__enter__()
 
-    @not_compiled
+    @called_by_torch
     def _pack(self, tensor: torch.Tensor):
         tensor, visit = self._engine.pack(tensor)
         if visit is not None:
@@ -202,7 +203,7 @@ class UnitHooks(BucketHooks):
             tensor = tensor.detach()
         return tensor, tensor._version, visit
 
-    @not_compiled
+    @called_by_torch
     def _unpack(self, saved) -> torch.Tensor:
         tensor, version, visit = saved
         if version is None:
@@ -371,9 +372,11 @@ def refuse_moved(unit) -> None:
         return
     moved = []
     for bucket in unit.buckets:
-        storage = bucket.flat.untyped_storage()._cdata
+        if isinstance(bucket.flat, FakeTensor):  # a dry run's has no address
+            continue
+        first, step = bucket.flat.data_ptr(), bucket.flat.element_size()
         for name, param, offset in zip(bucket.names, map(local, bucket.params), bucket.offsets):
-            if param.untyped_storage()._cdata != storage or param.storage_offset() != offset:
+            if param.data_ptr() != first + step * offset and param.numel():
                 moved.append(name)
     if moved:
         raise RuntimeError(moved_message(moved))
