@@ -22,8 +22,9 @@ def batch(step: int = 0):
     return parts.vector_batch(step, dist.get_rank(), WIDTH)
 
 
-def at_most(what: str, nbytes: float, allowed: float, step: int) -> None:
-    expect(nbytes <= allowed, what, f"at most {allowed / LAYER:.2f} layers", f"{nbytes / LAYER:.2f} layers", step)
+def at_most(what: str, nbytes: float, allowed: float, step: int, means: str = "") -> None:
+    found = f"{nbytes / LAYER:.2f} layers"
+    expect(nbytes <= allowed, what, f"at most {allowed / LAYER:.2f} layers of {LAYER:,} bytes{means}", found, step)
 
 
 def added_by_backward(trained, inside=contextlib.nullcontext) -> int:
@@ -57,7 +58,8 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
         assert most > allowed, "in the opposite order all gradients should be whole at once"
         at_most(what, most, LAYERS * LAYER + 2 * LAYER + activations, step=3)
     else:
-        at_most(what, most, allowed, step=3)
+        means = " (4Ψ/N of gradients, 2 buckets of a layer each, and activations)"
+        at_most(what, most, allowed, step=3, means=means)
         assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
 
 
@@ -91,7 +93,9 @@ def zero3_has_only_the_units_in_use_gathered(engine, options):
         assert in_forward >= units * LAYER, "fewer units than promised were gathered: is prefetching on?"
         at_most("units gathered after forward", after_forward, noise, step=1)
         # Backward adds the gradients' shards, and at most two units of whole gradients.
-        at_most("units gathered in backward", in_backward, (units + 2) * LAYER + own + noise, step=2)
+        means = f" (4Ψ/N of gradients, {units} units' parameters and 2 units' gradients, and activations)"
+        what = "bytes alive at backward's worst moment"
+        at_most(what, in_backward, (units + 2) * LAYER + own + noise, step=2, means=means)
     else:
         at_most("units that are kept for backward", after_forward, LAYERS * LAYER + noise, step=1)
         assert after_forward >= LAYERS * LAYER, "units were freed after forward, and should not have been"

@@ -226,11 +226,11 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
     try:
         library()[name].check(engine, **(case or {}))
     except AssertionError as error:
-        return [_finding(error)]
+        return [finding_of(error)]
     return []
 
 
-def _finding(error: AssertionError) -> Finding:
+def finding_of(error: AssertionError) -> Finding:
     """What an assertion says; of a plain `assert`, the line that is not true."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if isinstance(error, Differs):

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
@@ -46,6 +47,21 @@ def collectives_are_those_of_the_stage(engine):
     same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent, step=3)
 
 
+class Lanes(nn.Module):
+    """Layers of different sizes, so that a collective's bytes name the layer, run in the order of `way`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, out) for out in (8, 16, 24, 32))
+        self.way = [0, 1, 2, 3]
+
+    def forward(self, x):
+        *first, last = self.way
+        for index in first:
+            x = x + self.layers[index](x).sum(-1, keepdim=True)
+        return self.layers[last](x)
+
+
 @holds("order", engines=("zero2",), sizes=(2, 3), cases=({"reverse": False}, {"reverse": True}))
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
@@ -53,17 +69,22 @@ def buckets_are_reduced_in_one_order(engine, reverse):
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def build():
-        return parts.seeded(lambda: parts.Stack(5, 8, reverse))
+        model = parts.seeded(Lanes)
+        model.way = [3, 2, 1, 0] if reverse else model.way
+        return model
 
     def batch_of(step, who):
         return parts.vector_batch(step, who, 8, torch.float64)
 
-    _, state = parts.oracle(build(), ADAMW, F.mse_loss, batch_of, 10, world_size)
+    def loss_fn(outputs, _):
+        return outputs.square().mean()
+
+    _, state = parts.oracle(build(), ADAMW, loss_fn, batch_of, 10, world_size)
     trained = engine(build(), ADAMW, bucket_mb=0)
-    bias, weight = 8 * padded([8], world_size, 2)[0], 8 * padded([64], world_size, 2)[0]
+    layers = [(8 * padded([numel], world_size, 2)[0]) for out in (32, 24, 16, 8) for numel in (out, 8 * out)]
     for step in range(10):
         with TrafficLedger() as traffic:
-            trained.training_step(*batch_of(step, rank), F.mse_loss)
+            trained.training_step(*batch_of(step, rank), loss_fn)
         sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
-        same("bytes of the reduce-scatters, in their order", sizes, [bias, weight] * 5, step=3)
+        same("bytes of the reduce-scatters, each once, in the order of self.trained_buckets", sizes, layers, step=3)
     same("the weights", trained.full_state_dict(), state, atol=1e-12, step=5)

@@ -20,6 +20,11 @@ def of_output(model, inputs, targets) -> torch.Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
+def inside(model) -> nn.Module:
+    """The model, of an engine or as it is."""
+    return getattr(model, "model", model)
+
+
 class Pair:
     """`trained` is the engine under test; `plain` has the same start, and its step is on the batches of all ranks.
 
@@ -62,6 +67,13 @@ class Pair:
         self.nothing_gathered("backward", 2)
         return found
 
+    def backward_by(self, way: Callable, step: int) -> None:
+        """`way(model, batch, scale)` does the backwards of a step itself, of losses that it multiplies by `scale`."""
+        for other in range(self.size):
+            way(self.plain, self.batch(step, other), 1 / self.size)
+        way(self.trained, self.batch(step, self.rank), 1)
+        self.nothing_gathered(way.__name__, 2)
+
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Both clip; the norms are the same, and returned."""
         expected = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm, norm_type)
@@ -102,6 +114,19 @@ class Pair:
         for step in range(steps):
             self.backward(step, **how)
             self.step()
+
+    def alike(self, steps: int = 2, **how) -> None:
+        """Both train, to the same weights."""
+        self.train(steps, **how)
+        self.same_weights()
+
+    def alone(self, step: int = 9) -> torch.Tensor:
+        """A forward of the engine's alone: this rank's loss."""
+        return self.loss(self.trained, *self.batch(step, self.rank))
+
+    def step_alone(self) -> None:
+        self.alone().backward()
+        self.trained.step()
 
     def same_weights(self) -> None:
         """All ranks take part."""

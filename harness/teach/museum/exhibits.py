@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import zero1
 import zero2
 import zero3
-from harness.engine import checkpoint, gradients, guard, optimizer, unit_hooks
+from harness.engine import checkpoint, gradient_hooks, gradients, guard, optimizer, unit_hooks
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
@@ -291,13 +291,20 @@ class OwnNorm(zero1.ZeRO1):
     "the last.",
     diagnosis="The gradients' buffer stays from step to step. The hook adds to it, and does not ask whether what is in "
     "it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
-    read="zero1.py, step 2, `ZeRO1.on_gradient`: `bucket.used`",
+    read="harness/engine/gradient_hooks.py, `CollectingHooks._on_gradient`: `bucket.used`",
     training={"optimizer": "SGD"},
 )
 class OldGradients(zero1.ZeRO1):
-    def on_gradient(self, bucket, index):
-        bucket.gradient_views[index].add_(guard.take_gradient(bucket.params[index]))  # always added
-        bucket.used.add(index)
+    class Collect(gradient_hooks.CollectingHooks):
+        def _on_gradient(self, param):
+            bucket, index, place = self._place[id(param)]
+            place.add_(param.grad)  # always added, also to what the step before has left there
+            bucket.used.add(index)
+            param.grad, self.reduced = None, False
+
+    @patch.object(gradient_hooks, "CollectingHooks", Collect)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
 
 
 # ZeRO-2.
@@ -309,8 +316,9 @@ class OldGradients(zero1.ZeRO1):
     symptom="With one backward per step all is right; with two the losses are off from the second step on.",
     diagnosis="What arrives from a reduction replaces what an earlier backward of the same step has brought. It should "
     "be added: as it is, only the last micro-batch counts.",
-    read="zero2.py, the end of step 3, `add_to_pieces`: `piece.grad.add_(gradient)`",
-    caught_by=("backwards_before_a_step_add_up",),
+    read="zero2.py, step 3, `Reduction.finish`: `deliver`; harness/engine/placement.py, `Placement._give`: "
+    "`piece.grad.add_(gradient)`",
+    caught_by=("backward_may_be_called_in_any_way",),
     training={"optimizer": "SGD", "micro_batches": 2},
 )
 class LastMicroBatch(zero2.ZeRO2):
@@ -473,10 +481,7 @@ class ReceivedAtOnce(zero2.ZeRO2):
     "backward, and each keeps its whole storage alive. Then backward gathers the weights once more beside them. The "
     'printed ZeRO-3 of "AI in Multiple GPUs" frees like this.',
     read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
-    caught_by=(
-        "zero3_has_only_the_units_in_use_gathered",
-        "freeing_gives_the_storage_back",
-    ),
+    caught_by=("zero3_has_only_the_units_in_use_gathered",),
 )
 class FreedByData(zero3.ZeRO3):
     def _gather(self, unit):
@@ -614,11 +619,11 @@ class FirstShardForAll(zero3.ZeRO3):
     training={"model": "routed"},
 )
 class KnownByOutputs(zero3.ZeRO3):
-    class Hooks(unit_hooks.UnitHooks):
+    class Moments(unit_hooks.UnitHooks):
         def _watch_saving(self):
             pass  # a unit's backward begins when one of its outputs gets a gradient: nobody looks at what it saved
 
-    @patch.object(zero3, "UnitHooks", Hooks)
+    @patch.object(zero3, "UnitHooks", Moments)
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
 
