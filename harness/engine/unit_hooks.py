@@ -51,6 +51,8 @@ class UnitHooks(BucketHooks):
         self._warned: set = set()  # names of those that a warning was given for
         self._last_hook: dict = {}  # module -> number of the hook that is called after its forward
         super().__init__(engine, {unit: unit.trained_buckets for unit in (*engine.units, engine.root)})
+        # As long as these live, no other storage gets the number of one.
+        self._storages = [bucket.flat.untyped_storage() for bucket in engine.buckets]
         for unit in (*engine.units, engine.root):
             guard.watch(unit.params, WeakHook(self._touched, unit))
         for unit in engine.units:

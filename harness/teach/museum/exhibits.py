@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import zero1
 import zero2
 import zero3
-from harness.engine import checkpoint, gradient_hooks, gradients, guard, optimizer, unit_hooks
+from harness.engine import checkpoint, gradients, guard, optimizer, unit_hooks
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
@@ -291,20 +291,14 @@ class OwnNorm(zero1.ZeRO1):
     "the last.",
     diagnosis="The gradients' buffer stays from step to step. The hook adds to it, and does not ask whether what is in "
     "it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
-    read="harness/engine/gradient_hooks.py, `CollectingHooks._on_gradient`: `bucket.used`",
+    read="zero1.py, step 2, `ZeRO1.on_gradient`: `bucket.used`",
     training={"optimizer": "SGD"},
 )
 class OldGradients(zero1.ZeRO1):
-    class Collect(gradient_hooks.CollectingHooks):
-        def _on_gradient(self, param):
-            bucket, index, place = self._place[id(param)]
-            place.add_(param.grad)  # always added, also to what the step before has left there
-            bucket.used.add(index)
-            param.grad, self.reduced = None, False
-
-    @patch.object(gradient_hooks, "CollectingHooks", Collect)
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    def on_gradient(self, bucket, index):
+        # Always added, also to what the step before has left there.
+        bucket.gradient_views[index].add_(guard.take_gradient(bucket.params[index]))
+        bucket.used.add(index)
 
 
 # ZeRO-2.
@@ -316,8 +310,7 @@ class OldGradients(zero1.ZeRO1):
     symptom="With one backward per step all is right; with two the losses are off from the second step on.",
     diagnosis="What arrives from a reduction replaces what an earlier backward of the same step has brought. It should "
     "be added: as it is, only the last micro-batch counts.",
-    read="zero2.py, step 3, `Reduction.finish`: `deliver`; harness/engine/placement.py, `Placement._give`: "
-    "`piece.grad.add_(gradient)`",
+    read="zero2.py, the end of step 3, `add_to_pieces`: `piece.grad.add_(gradient)`",
     caught_by=("backward_may_be_called_in_any_way",),
     training={"optimizer": "SGD", "micro_batches": 2},
 )
@@ -619,11 +612,11 @@ class FirstShardForAll(zero3.ZeRO3):
     training={"model": "routed"},
 )
 class KnownByOutputs(zero3.ZeRO3):
-    class Moments(unit_hooks.UnitHooks):
+    class Hooks(unit_hooks.UnitHooks):
         def _watch_saving(self):
             pass  # a unit's backward begins when one of its outputs gets a gradient: nobody looks at what it saved
 
-    @patch.object(zero3, "UnitHooks", Moments)
+    @patch.object(zero3, "UnitHooks", Hooks)
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
 
