@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.in_flight import InFlight
+from harness.measure.timeline import Timeline
 from harness.properties import parts
 from harness.properties.models import PartlyFrozen, Skipping
 from harness.properties.property import holds, same
@@ -52,17 +52,18 @@ def collectives_travel_while_the_rank_computes(engine, root, reverse):
     for _ in range(2):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
         trained.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
 
-    with InFlight() as seen:
+    with Timeline() as seen:
         trained.training_step(*parts.vector_batch(1, rank, 16), F.mse_loss)
     # The last reduction has no backward left to hide behind.
     expected = [True] * (layers + root - 1) + [False]
-    same("reductions behind which the rank computes", seen.computed_meanwhile("reduce"), expected, step=3)
+    hidden = seen.computed_meanwhile("all-reduce", "reduce-scatter")
+    same("reductions behind which the rank computes", hidden, expected, step=3)
     if engine.like == "zero3":
         # In forward the first gather has nothing in front of it, nor has the last unit's in backward. With a root the
         # first gather is the root's; in backward the root is gathered still, and its head hides the first.
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
         expected = [False] + [True] * layers + [True] * layers if root else expected
-        same("gathers behind which the rank computes", seen.computed_meanwhile("gather"), expected, step=2)
+        same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected, step=2)
 
 
 class _Late:

@@ -68,12 +68,12 @@ def single(model: nn.Module, optimizer_cls, device: torch.device, dtype=None) ->
     return PlainStep(mixed(model, dtype), optimizer_cls)
 
 
-def ddp(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, bucket_mb=None) -> PlainStep:
+def ddp(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, bucket_mb=None, **more) -> PlainStep:
     """DDP, with gradients that are views of its buckets; `bucket_mb` is in MiB (default: torch's)."""
     if isinstance(next(model.parameters()), FakeTensor):
         return DDPStandIn(mixed(model, dtype), optimizer_cls, bucket_mb or 25)
     ids = None if device.type == "cpu" else [device]
-    more = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
+    more |= {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
     model = DistributedDataParallel(mixed(model, dtype), device_ids=ids, gradient_as_bucket_view=True, **more)
     return PlainStep(model, optimizer_cls)
 
@@ -159,7 +159,7 @@ def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mes
 ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
 
 
-def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
+def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=None, **options) -> PlainStep:
     """FSDP1 with the auto-wrap policy `wrap(model)`.
 
     The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
@@ -167,10 +167,8 @@ def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=Non
     offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
     """
     policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = FullyShardedDataParallel(
-        model, auto_wrap_policy=wrap(model), device_id=device, use_orig_params=True, mixed_precision=policy
-    )
-    return PlainStep(model, optimizer_cls)
+    options = {"device_id": device, "use_orig_params": True, "mixed_precision": policy, **options}
+    return PlainStep(FullyShardedDataParallel(model, auto_wrap_policy=wrap(model), **options), optimizer_cls)
 
 
 def by_size(model: nn.Module):

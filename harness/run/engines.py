@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from harness.run.counterparts import ZeRO1By2Psi, by_size, ddp, fsdp1, fsdp2, single, zero_redundancy_optimizer
-from harness.run.model import Block
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -77,8 +76,8 @@ ENGINES: dict[str, Engine] = dict([
     _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), "watch",
            "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
     _entry("fsdp2", "FSDP2", fsdp2, ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
-    _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({Block})), "", "dtype", line=":",
-           mark="<"),
+    _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({type(model.blocks[0])})), "", "dtype",
+           line=":", mark="<"),
     _entry("fsdp1_article", "FSDP1, wrapped by size", partial(fsdp1, by_size), "", "dtype", line=":", mark=">"),
 ])  # fmt: skip
 

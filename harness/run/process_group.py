@@ -57,10 +57,8 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
         return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"
     if backend == "nccl" or (backend == "auto" and ranks_here <= gpus):
         return "nccl", f"cuda:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
-    if ranks_here > gpus:
-        why = f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses"
-    else:
-        why = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without NCCL as --backend gloo asks"
+    alone = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without NCCL as --backend gloo asks"
+    why = f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses" if ranks_here > gpus else alone
     return "gloo", f"cuda:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
 
 
@@ -120,10 +118,9 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
         if name == "train":
             raise RuntimeError("no ranks: start it by ./launch.sh train zero3 2")
-        raise RuntimeError(
-            f"no ranks: start this file by ./launch.sh {name if name.startswith('zero') else 'compare'} 2, "
-            f"or by torchrun --standalone --nproc-per-node 2 {name}.py"
-        )
+        door = f"./launch.sh {name if name.startswith('zero') else 'compare'} 2"
+        bare = f"torchrun --standalone --nproc-per-node 2 {name}.py"
+        raise RuntimeError(f"no ranks: start this file by {door}, or by {bare}")
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend, device, why = choose(backend, device, local_rank, ranks_here, torch.cuda.device_count())
     chosen = torch.device(device)
