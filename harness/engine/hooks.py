@@ -1,7 +1,6 @@
 """Hooks that hold nobody alive and that a copy of the model does not inherit, and two questions to autograd."""
 
 import contextlib
-import functools
 import weakref
 
 import torch
@@ -11,21 +10,6 @@ from torch.autograd import Variable
 # it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. The mark is
 # `torch.compiler.disable`, in a form that imports the compiler when it is needed and not here.
 not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-_compiling = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)  # None: nobody compiles
-
-
-def called_by_torch(hook):
-    """As `not_compiled`, and quicker as long as nothing is compiled: for hooks that only torch's C++ code calls.
-
-    There are more than a thousand such calls in a step of a small model.
-    """
-    marked = not_compiled(hook)
-
-    @functools.wraps(hook)
-    def call(*args):
-        return hook(*args) if _compiling() is None else marked(*args)
-
-    return call
 
 
 class WeakHook:
@@ -52,7 +36,7 @@ class GradientHook(WeakHook):
         super().__init__(on_gradient, *where[:-1])
         self._index = where[-1]
 
-    @called_by_torch
+    @not_compiled
     def __call__(self, param):
         engine = self._object()
         if engine is not None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import guard
 from harness.engine.gradient_hooks import BucketHooks
-from harness.engine.hooks import WeakHook, backward_now, called_by_torch, not_compiled
+from harness.engine.hooks import WeakHook, backward_now, not_compiled
 from harness.engine.tensor_parallel import local
 from harness.engine.unchanged import moved_message
 
@@ -193,7 +193,7 @@ class UnitHooks(BucketHooks):
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
         self._saving.__enter__()
 
-    @called_by_torch
+    @not_compiled
     def _pack(self, tensor: torch.Tensor):
         tensor, visit = self._engine.pack(tensor)
         if visit is not None:
@@ -205,7 +205,7 @@ class UnitHooks(BucketHooks):
             tensor = tensor.detach()
         return tensor, tensor._version, visit
 
-    @called_by_torch
+    @not_compiled
     def _unpack(self, saved) -> torch.Tensor:
         tensor, version, visit = saved
         if version is None:
