@@ -42,12 +42,9 @@ class GradientHook(WeakHook):
         if engine is not None:
             where = (*(argument() for argument in self._first), self._index)
             # A backward that builds a graph must not record what happens here.
-            with torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
+            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
                 if engine.hooks.came(*where):
                     self._function(engine, *where)
-
-
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 def nothing(*args, **kwargs) -> None:
