@@ -2,16 +2,12 @@
 
 A schedule of `torch.distributed.pipelining` sends k micro-batches through the parts of a model. By default
 (`scale_grads=True`) it then calls `scale_grads(k)` of its stage, which divides every `param.grad` by k. An engine's
-gradients have left `param.grad` by then: they would stay k times too large, and no error would say so. torch asks
-nobody there, as it does around FSDP2's modules, so we put ourselves in front of that one method.
+gradients have left `param.grad` by then: they would stay k times too large, and no error would say so. torch knows
+FSDP2's modules there and asks nobody else, so we put ourselves in front of that one method.
 """
 
 import functools
 import sys
-
-import torch
-
-from harness.engine import gradients
 
 
 def heed() -> None:
@@ -24,9 +20,8 @@ def heed() -> None:
     @functools.wraps(of_torch)
     def scale_grads(stage, grad_scale_factor: int) -> None:
         of_torch(stage, grad_scale_factor)
-        engines = dict.fromkeys(p.zero_engine() for p in stage.submod.parameters() if hasattr(p, "zero_engine"))
-        for engine in engines if grad_scale_factor != 1 else ():  # on every rank in the same order
-            engine._reduce_gradients()
-            gradients.scale(engine.trained, torch.tensor(1 / grad_scale_factor, dtype=torch.float64))
+        for engine in {p.zero_engine() for p in stage.submod.parameters() if hasattr(p, "zero_engine")}:
+            # Divided at the end of step 3, when the pipeline is empty: an error in here would let other parts wait.
+            engine.divisor, engine.hooks.reduced = grad_scale_factor, False
 
     module._PipelineStageBase.scale_grads, module._PipelineStageBase.zero_heeds = scale_grads, True

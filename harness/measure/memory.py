@@ -134,13 +134,16 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
 
     Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
     frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
+    An engine that keeps them elsewhere has a `held_tensors` of its own.
     """
+    if hasattr(engine, "held_tensors"):
+        return engine.held_tensors()
     inner = optimizer_of(engine)
     params = list(engine.model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
     params += [bucket.shard for bucket in getattr(engine, "buckets", ())]
     state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
     gradients = [param.grad for param in params if param.grad is not None]
-    for bucket in getattr(engine, "trained", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
+    for bucket in getattr(engine, "trained_buckets", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
         gradients += [*getattr(bucket, "kept", {}).values()]
         gradients += [bucket.flat_gradient] if hasattr(bucket, "flat_gradient") else []
     return {"parameters": params, "gradients": gradients, "optimizer": state}

@@ -36,6 +36,10 @@ def vectors(width: int) -> Callable:
     return functools.partial(parts.vector_batch, width=width, dtype=torch.float64)
 
 
+def _in_dtype(batch: Callable, dtype: torch.dtype, step: int, rank: int) -> tuple[torch.Tensor, ...]:
+    return tuple(part.to(dtype) if part.is_floating_point() else part for part in batch(step, rank))
+
+
 class Pair:
     """`trained` is the engine under test; `plain` has the same start, and its step is on the batches of all ranks.
 
@@ -50,6 +54,9 @@ class Pair:
         batch=parts.token_batch, groups=None, dtype=torch.float64, atol: float = EXACT, seed: int = 0, device=None,
         **options,
     ):  # fmt: skip
+        if dtype is torch.float64 and engine.dtype is not dtype:  # it does not train in float64
+            dtype, atol = engine.dtype, max(atol, engine.atol)
+            batch = functools.partial(_in_dtype, batch, dtype)
         self.engine, self.loss, self.batch, self.atol = engine, loss, batch, atol
         group = options.get("group")
         if isinstance(group, DeviceMesh):  # on a grid of two dimensions all ranks train together

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from harness.engine import gradients, precision
+from harness.engine.units import default_units
 from harness.engine.waiting import wait
 from zero1 import ZeRO1
 
@@ -144,14 +145,14 @@ class DDPStandIn(PlainStep):
 
 
 def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mesh=None, **options) -> PlainStep:
-    """FSDP2 around every block of the model, and around the rest."""
+    """FSDP2 around every block of the model (of one without `blocks`: around ZeRO-3's units), and around the rest."""
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if mesh is None:
         # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU. And
         # `init_device_mesh` may choose a GPU by itself, and add an NCCL group, which ranks on one GPU cannot have.
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    for block in model.blocks:
+    for block in getattr(model, "blocks", None) or default_units(model):
         fully_shard(block, mesh=mesh, **options)
     return PlainStep(fully_shard(model, mesh=mesh, **options), optimizer_cls)
 
@@ -195,16 +196,16 @@ class ZeRO1By2Psi(ZeRO1):
     """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
 
     def _reduce_gradients(self) -> None:
-        if self.moments.settled:
+        if self.hooks.reduced:
             return
         works = []
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
             to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)
             works.append((shard, dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)))
-        for bucket, (shard, work) in zip(self.trained, works):
+        for bucket, (shard, work) in zip(self.trained_buckets, works):
             wait(work, "reduce-scatter", bucket)
             precision.mean_of_sum(shard, self.world_size)
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient.to(piece.dtype)
-        gradients.settle(self)
+        gradients.require_all(self)
