@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def kind() -> str:
-    """ "cuda" or "xpu" for example, and "cpu" where torch sees none."""
+    """What torch calls it, "cuda" or "xpu" for example; "cpu" where it sees none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
 

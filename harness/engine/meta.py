@@ -10,7 +10,7 @@ from harness.engine import accelerator, refusals, safe_reader
 
 
 def device_for(group) -> torch.device:
-    """Where a model on `meta` is to live: this rank's GPU if the group's collectives do, else torch's default device."""
+    """Where a model on `meta` is to live: this rank's GPU, if the group's collectives do; else torch's default."""
     if accelerator.carries(group):
         return accelerator.device_of(group)
     default = torch.get_default_device()

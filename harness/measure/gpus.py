@@ -66,10 +66,11 @@ def rates(tokens_per_s: float, config: GPTConfig, seq: int, dtype: str, ranks: i
     flops = flops_per_token(config, number_of_parameters(config), seq) * tokens_per_s
     found = {"tokens_per_s_per_rank": round(tokens_per_s / ranks, 1), "flops_per_s_per_rank": round(flops / ranks)}
     if device.type != "cpu":
-        peak = peak_flops(torch.get_device_module(device).get_device_name(device), dtype)
+        module = torch.get_device_module(device)
+        peak = peak_flops(module.get_device_name(device), dtype)
         if dtype == "fp32" and process_group.tf32():
             peak = None  # the table has float32 without TF32
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        gpus = 1 if ranks == 1 else ranks * min(here, torch.accelerator.device_count()) / here
+        gpus = 1 if ranks == 1 else ranks * min(here, module.device_count()) / here
         found["mfu"] = round(flops / (gpus * peak), 4) if peak else None
     return found

@@ -69,7 +69,8 @@ class Timeline(TorchDispatchMode):
         model = None if engine is None else engine.model
         self._units = set() if model is None else unit_names(model)
         self._where, self._model = Where(), model
-        self._gpu, self._device = device is not None and device.type != "cpu", device
+        self._device = device
+        self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
         self._open_steps: list[tuple] = []
         self._raw: list[list] = []  # [lane, name, start, end, step, nbytes], times not yet in seconds
         self._computing: list | None = None  # the entry that goes on, until the rank waits or works for another unit
@@ -94,8 +95,8 @@ class Timeline(TorchDispatchMode):
         """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
         if not self._gpu:
             return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))  # a thread of the backend may have another device
+        event = self._gpu.Event(enable_timing=True)
+        event.record(self._gpu.current_stream(self._device))  # a thread of the backend may have another device
         return event
 
     def _unit(self) -> str:
@@ -137,7 +138,7 @@ class Timeline(TorchDispatchMode):
 
     def _is_computing(self) -> bool:
         """Whether the current stream is the one that computes. FSDP2 copies and waits on streams of its own."""
-        return not self._gpu or torch.accelerator.current_stream() == self._stream
+        return not self._gpu or self._gpu.current_stream() == self._stream
 
     def computed_meanwhile(self, *kinds: str) -> list[bool]:
         """For each collective of these kinds that was issued to be waited for later, in order: has this rank multiplied
@@ -209,8 +210,8 @@ class Timeline(TorchDispatchMode):
 
         dist.Work.wait = wait
         if self._gpu:
-            self._stream = torch.accelerator.current_stream()
-            torch.accelerator.synchronize()  # so that the GPU's origin is the host's
+            self._stream = self._gpu.current_stream()
+            self._gpu.synchronize()  # so that the GPU's origin is the host's
         self._origin = self.now()
         self.opened = time.perf_counter() if self._gpu else self._origin  # for other instruments' times
         return super().__enter__()
@@ -221,7 +222,7 @@ class Timeline(TorchDispatchMode):
         self._where.close()
         end = self.now()
         if self._gpu:
-            torch.accelerator.synchronize()
+            self._gpu.synchronize()
         made = {}  # id of an entry -> its span
         for entry in self._raw:
             lane, name, start, stop, step, nbytes, *more = entry
