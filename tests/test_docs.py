@@ -189,12 +189,12 @@ def test_every_command_that_a_page_names_is_there_and_every_command_is_named(opt
     assert set(refused.stderr.partition("there are: ")[2].strip().split(", ")) == known
 
 
-# What the README prints and runs.
+# What the pages print and run.
 
 
-def code(language: str, containing: str) -> str:
-    """The README's only block of this language with `containing` in it."""
-    blocks = re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+def code(language: str, containing: str, page: Path = README) -> str:
+    """The only block of this language with `containing` in it."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if containing in block)
     return block
 
@@ -218,3 +218,15 @@ def test_the_readmes_script_trains(tmp_path):
     losses = dict(re.findall(r"rank (\d): loss ([\d.]+) on its own data, 4 tensors", printed))
     assert set(losses) == {"0", "1"} and losses["0"] != losses["1"], printed  # each rank has data of its own
     assert all(float(loss) < 8 for loss in losses.values())  # inputs.sum(1) has variance 10
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.thorough)])
+def test_three_dimensions_train(tmp_path, number):
+    script = tmp_path / "three_dimensions.py"
+    script.write_text(code("python", "PipelineStage", ROOT / "docs" / "hybrid.md"))
+    ranks = forked.on_ranks([str(script)], number)
+    assert [rank.status for rank in ranks] == [0] * number, ranks
+    found = re.findall(r"rank (\d): loss ([\d.]+)", "".join(rank.stdout for rank in ranks))
+    losses = {int(rank): float(loss) for rank, loss in found}
+    assert sorted(losses) == [rank for rank in range(number) if rank // (number // 4) % 2], found  # of the last part
+    assert len(set(losses.values())) == 2 and max(losses.values()) < 1, losses  # a copy each; they begin at 2.2

@@ -25,6 +25,7 @@ def forget(engine) -> None:
         for _, piece in bucket.pieces:
             piece.grad = None
         bucket.used, bucket.missing, bucket.kept = set(), set(range(len(bucket.params))), {}
+    vars(engine).pop("divisor", None)
     engine.hooks.reset()
 
 
@@ -89,6 +90,8 @@ def require_all(engine) -> None:
             "or no backward() was called since zero_grad() (outside no_sync()). Use every parameter in forward, freeze "
             "those that are not trained with requires_grad_(False) before building the engine, or build it with "
             "find_unused=True"
+            + ". (A zero-bubble pipeline computes gradients past autograd's hooks: take 1F1B or GPipe)"
+            * bool(left)
         )
     if left:
         raise RuntimeError(
@@ -104,6 +107,8 @@ def require_all(engine) -> None:
     if engine.find_unused and not engine.hooks.reduced:
         drop_unused(engine.trained_buckets, engine.placement.everyone)
     engine.hooks.reduced = True
+    if divisor := vars(engine).pop("divisor", None):  # a pipeline's: engine/pipelines.py
+        scale(engine.trained_buckets, torch.tensor(1 / divisor, dtype=torch.float64))
 
 
 def drop_unused(buckets, group) -> None:
@@ -138,8 +143,7 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     engine._reduce_gradients()
     buckets = engine.trained_buckets
     found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.pieces if piece.grad is not None]
-    gradients, dtype = [gradient for gradient, _ in found], common_dtype(buckets)
-    cut = tensor_parallel.dimension(buckets)
+    dtype, cut = common_dtype(buckets), tensor_parallel.dimension(buckets)
     counted = [gradient for gradient, param in found if tensor_parallel.counts(param, cut)]
     norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in counted]
     none, device = buckets[0].shard.new_zeros((), dtype=dtype), buckets[0].flat.device
@@ -151,15 +155,20 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     total = torch.linalg.vector_norm(everyone, norm_type)
     total = torch.linalg.vector_norm(tensor_parallel.over_dimension(total, cut), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
+    scale(buckets, factor)
+    return total
+
+
+def scale(buckets, factor: torch.Tensor) -> None:
+    """Multiply all gradients, which were reduced, by `factor` (0-d)."""
     # ZeRO-1's gradients are views of a whole buffer, to which a later backward adds: all of it is scaled.
     buffers = [bucket.flat_gradient for bucket in buckets if hasattr(bucket, "flat_gradient")]
     storages = {buffer.untyped_storage()._cdata for buffer in buffers}
-    for gradient in gradients:
-        if gradient.untyped_storage()._cdata not in storages:
-            gradient.mul_(factor.to(gradient.device))
+    for piece in (piece for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None):
+        if piece.grad.untyped_storage()._cdata not in storages:
+            piece.grad.mul_(factor.to(piece.grad.device))
     for buffer in buffers:
         buffer.mul_(factor)
-    return total
 
 
 def clip_grad_value_(engine, clip_value: float) -> None:

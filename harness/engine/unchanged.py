@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from harness.engine import precision
+from harness.engine import pipelines, precision
 from harness.engine.hooks import GradientHook, backward_now, no_hook, not_compiled
 from harness.engine.tensor_parallel import local
 from harness.engine.units import default_units
@@ -61,6 +61,7 @@ class Look:
     def __call__(self, model: nn.Module, args) -> None:
         if self._engine() is None or backward_now() is not None:  # gone; or activation checkpointing runs it again
             return
+        pipelines.heed()
         came, replaced, flags, moved, lost = [], [], [], [], []
         if any(len(params) != p or len(modules) != m for params, p, modules, m in self._counts):
             known = {id(param) for _, param, *_ in self._known}
