@@ -31,8 +31,8 @@ Words of ZeRO:
     piece            one parameter's elements inside this rank's shard. The optimizer is handed pieces
 Words of communication:
     process group    the ranks that communicate. They all call a **collective** together, and in the same order
-    all-gather       every rank gets all shards, in the order of the ranks (before torch 2.13 `all_gather_into_tensor`)
-    reduce-scatter   rank r gets shard r of the sum of all ranks' tensors (before 2.13 `reduce_scatter_tensor`)
+    all-gather       every rank gets all shards: `all_gather_single`, before torch 2.13 `all_gather_into_tensor`
+    reduce-scatter   rank r gets shard r of the sum: `reduce_scatter_single`, before 2.13 `reduce_scatter_tensor`
     all-reduce       every rank gets the whole sum: a reduce-scatter and an all-gather in one
     work             a collective that was started: it is **in flight** until `work.wait()`
 
@@ -69,8 +69,8 @@ from harness.engine.waiting import wait
 class Bucket:
     """Parameters in one flat buffer, cut into one equal shard per rank.
 
-    A collective has a fixed cost, so many parameters share a bucket, and the cuts fall where they fall. Parameters a to
-    d of 15, 3, 9, 3 elements with N = 4 have the `offsets` 0, 16, 20, 32; `numel` is 48, `shard_numel` 12:
+    A collective has a fixed cost, so many parameters share a bucket, and the cuts fall where they fall. For a to d of
+    15, 3, 9, 3 elements, each in multiples of 4, the `offsets` are 0, 16, 20, 32; `numel` is 48, and 48/N `shard_numel`:
 
         element  0         10        20        30        40
         flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.............     (a dot is padding)
@@ -78,8 +78,8 @@ class Bucket:
 
     Rank 1 has three pieces: the end of a, all of b, and the start of c. Rank 3 owns only padding, and must still take
     part in every collective. Why not whole layers for each rank? Then all ranks would send a layer's gradients to its
-    one owner, while the others' links idle. With N shards in each bucket all ranks send and receive the same amount at
-    any time. (Two of the articles cut each parameter by itself: a bucket of one parameter, `bucket_mb=0`.)
+    one owner, while the others' links idle. With N shards in each bucket all send and receive the same amount at any
+    time. (Two of the articles cut each parameter by itself: `bucket_mb=0`.)
     """
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
@@ -128,7 +128,7 @@ class Bucket:
 
         `detach` makes another tensor on the shard's memory: updating a piece updates the shard.
         """
-        placement.adopt(self)  # mixed precision and offload only: the shard moves into memory of its own
+        placement.adopt(self)  # sets `self.placement`; mixed precision and offload: the shard gets memory of its own
         trained = self.params[0].requires_grad
         self.pieces = [(index, part.detach().requires_grad_(trained)) for index, part in self.cut(self.shard)]
 
@@ -183,11 +183,11 @@ class ZeRO1(Interface):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
         Every rank receives all averages and uses 1/N of them. That is one article's way: it sends 2Ψ, and 3Ψ with step
-        5. The paper claims 2Ψ, which a reduce-scatter here would reach (./launch.sh exercise zero1_2psi). It begins
-        when backward is over, so nothing hides it. ZeRO-2 sends while backward computes.
+        5. The paper claims 2Ψ, which a reduce-scatter here would reach (./launch.sh exercise zero1_2psi). The
+        all-reduce begins when backward is over, so nothing hides it. ZeRO-2 sends while backward computes.
         """
         if self.hooks.reduced:
-            return  # done: `clip_grad_norm_` needs the averages before `step`, and has called this
+            return  # done since the last gradient came: `clip_grad_norm_` needs the averages, and has called this
         works = []
         for bucket in self.trained_buckets:
             to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)  # unchanged, except in float16
@@ -196,14 +196,14 @@ class ZeRO1(Interface):
             wait(work, "all-reduce", bucket)
             precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # divided by N, in place
             own = bucket.own_part(bucket.flat_gradient)
-            own = self.placement.final_shard(bucket, own)  # unchanged, but for a mesh with copies, and offload
+            own = self.placement.final_shard(bucket, own)  # unchanged, but for replicas and offload
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(own)):
                 piece.grad = gradient.to(piece.dtype)  # of the same dtype: a view, no copy
-        gradients.require_all(self)  # an error for a parameter without a gradient
+        gradients.require_all(self)  # an error for a parameter without a gradient, before anything is updated
 
     def zero_grad(self) -> None:
         """Drop all gradients, after `step()`. What is in `flat_gradient` stays, and `on_gradient` writes over it."""
-        gradients.forget(self)  # `bucket.used` is empty from here on
+        gradients.forget(self)  # `bucket.used`, what has a gradient in this step, is empty from here on
 
     # The moment at which ZeRO-1 acts inside step 2, and what triggers it.
 
@@ -229,7 +229,7 @@ class ZeRO1(Interface):
         # What cannot work raises here, on every rank, before anything is changed. Sets `rank`, `world_size`, `group`.
         self.prepare(model, optimizer_cls, param_groups, {"bucket_mb": bucket_mb}, **options)
         with record_function("step 0 partition"), torch.no_grad():
-            # The first bucket holds the last parameters, because backward reaches them first.
+            # Backward reaches the last parameters first, so they come first. A bucket has one dtype, all trained or none.
             parts = units.by_size(model.named_parameters(), bucket_mb)
             self.buckets = [Bucket(part, self.rank, self.world_size, self.dtypes) for part in parts]
             self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]

@@ -58,7 +58,7 @@ class Reduction:
     def __init__(self, bucket: Bucket, group):
         self.bucket = bucket
         self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)  # zeros: padding must never hold a NaN
-        # Every gradient is copied into its place, and no `param.grad` is left.
+        # All gradients are copied into their places, in one call, and no `param.grad` is left.
         torch._foreach_copy_(bucket.views(self.flat), gradients.take(bucket))
         self.shard = self.flat.new_empty(bucket.shard_numel)
         to_sum = precision.before_sum(self.flat, dist.get_world_size(group))  # unchanged, except in float16
@@ -67,9 +67,9 @@ class Reduction:
     def finish(self, world_size: int) -> None:
         """The shard of the mean is there: hand it to the optimizer."""
         wait(self.work, "reduce-scatter", self.bucket)
-        self.flat = None  # the whole gradients are gone: this makes it ZeRO-2
+        self.flat = None  # the whole gradients are gone: 1/N of them is left
         precision.mean_of_sum(self.shard, world_size)  # divided by N, in place
-        # Calls `add_to_pieces` right here, unless a mesh with copies or offload want the shard first.
+        # Calls `add_to_pieces` right here, unless replicas or offload want the shard first.
         self.bucket.placement.deliver(self.bucket, self.shard, add_to_pieces)
 
 
@@ -130,8 +130,8 @@ class ZeRO2(Interface):
                 param.register_post_accumulate_grad_hook(self.hooks.calling(self.on_gradient, bucket, index))
 
     def on_gradient(self, bucket: Bucket, index: int) -> None:
-        """The gradient of `bucket.params[index]` is final. `missing` are those that backward has still to bring."""
-        bucket.missing.discard(index)
+        """The gradient of `bucket.params[index]` is final."""
+        bucket.missing.discard(index)  # what backward has still to bring: when it begins, all of the bucket
         if not bucket.missing:
             self.gradients_final(bucket)  # the last one has come: the bucket is complete
 
@@ -154,8 +154,8 @@ class ZeRO2(Interface):
     def _send(self, bucket: Bucket) -> None:
         """Step 3, first half: send one bucket. Backward goes on meanwhile."""
         with record_function("step 3 reduce gradients"):
-            # The bucket before has travelled while backward filled this one. It is received first: that frees its whole
-            # gradients before another buffer is made. So never more than two buckets are whole.
+            # The bucket before has travelled while backward filled this one. To receive it first frees its gradients
+            # before others are gathered in a buffer. So never more than two buckets are whole: this makes it ZeRO-2.
             self._receive()
             self._in_flight = Reduction(bucket, self.group)
 
@@ -171,7 +171,7 @@ class ZeRO2(Interface):
         # What cannot work raises here, on every rank, before anything is changed. Sets `rank`, `world_size`, `group`.
         self.prepare(model, optimizer_cls, param_groups, {"bucket_mb": bucket_mb}, **options)
         with record_function("step 0 partition"), torch.no_grad():
-            # The first bucket holds the last parameters, because backward reaches them first.
+            # Backward reaches the last parameters first, so they come first. A bucket has one dtype, all trained or none.
             parts = units.by_size(model.named_parameters(), bucket_mb)
             self.buckets = [Bucket(part, self.rank, self.world_size, self.dtypes) for part in parts]
             self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]

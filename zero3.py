@@ -21,16 +21,17 @@ Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
 At that moment these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and whole
 gradients of the unit at work and of the one in flight (2U). The former three have no gradient shard yet, so (R + 2U)/N
-is subtracted. (Unequal units: `PEAK_FORMULAS` in harness/measure/dry_run.py.) With activations the peak comes early in
-backward as a rule. The root is gathered once per step, so a little less than 3Ψ is sent.
+is subtracted. Not counted are the root's own gradients (last norm, head), which stay whole until the embedding's has
+come. (Unequal units: `PEAK_FORMULAS` in harness/measure/dry_run.py.) With activations the peak comes early in backward
+as a rule. The root is gathered once per step, so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
 needs it, unit by unit. In the order of time, with prefetch 1, and under it the bytes that are gathered:
 
     forward   gather root, 0 | embedding | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | ...
               R + U            R + U       R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U
-    backward  ... | gather 0 | compute 1 | free 1, reduce 1 | compute 0 | free 0, reduce 0 | free root, reduce root
-                    R + 2U     R + 2U      R + U              R + U       R                  0
+    backward  ... | gather 0 | compute 1 | free 1, reduce 1 | compute 0 | free 0, reduce 0 | embedding | free root
+                    R + 2U     R + 2U      R + U              R + U       R                  R           0
 
 A gather stands left of the computation that it hides behind: it is started first and waited for later. The last unit is
 freed although backward soon gathers it again: head and loss come in between, whose activations are among the largest.
@@ -128,8 +129,8 @@ class ZeRO3(Interface):
         self._free_all()  # what is still gathered has the old values
 
     def _reduce_gradients(self) -> None:
-        """The end of step 3: receive the last bucket."""
-        self._receive()
+        """The end of step 3. When backward ended, `self.hooks` has received the last bucket and freed the root."""
+        self._receive()  # if it did not end
         gradients.require_all(self)  # an error for a parameter without a gradient
 
     def zero_grad(self) -> None:
@@ -137,10 +138,10 @@ class ZeRO3(Interface):
         self._receive()  # a buffer must not go while a collective uses it
         gradients.forget(self)
 
-    # The moments of forward. torch calls a module's hooks before its forward and after it. After it the root stays.
+    # The moments of forward. torch calls a module's hooks before its forward and after it. The root stays after it.
 
     def before_forward(self, unit: Unit, upcoming: list[Unit]) -> None:
-        """`unit` is about to run. `upcoming` are the `prefetch` units that ran next in the last forward."""
+        """`unit` is about to run. `upcoming`: the `prefetch` units that ran next in the forward before this one."""
         for each in (unit, *upcoming):
             self._gather(each)  # nothing to do if it was prefetched
         self._wait(unit)
@@ -151,21 +152,20 @@ class ZeRO3(Interface):
             self._free(unit)
 
     # The moments of backward. Forward saves tensors for backward, weights among them, and backward asks for each when
-    # it gets there. `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`, around the model's forward, shows both.
-    # (The article has backward hooks on modules. They miss what does not pass through a module's output, and come too
-    # early for an embedding's gradient.) A unit is done when its last gradient is final.
+    # it gets there. `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` shows both. (The article has backward
+    # hooks on modules: they miss what does not pass through a module's output.) A unit is done with its last gradient.
 
     def pack(self, tensor: torch.Tensor):
-        """Autograd calls this when forward saves `tensor`, and keeps what it returns."""
+        """`self.hooks` has autograd call this when forward saves `tensor`, and keep what it returns."""
         unit = self.unit_of.get(storage_number(tensor))  # whose weight is it, or a view of? None: nobody's
-        return tensor, None if unit is None else self.hooks.visit(unit)  # a visit: one forward of one unit
+        return tensor, None if unit is None else self.hooks.visit(unit)  # the unit's forward that runs now
 
     def unpack(self, saved) -> torch.Tensor:
-        """Autograd calls this in backward, right before it reads the tensor that `pack` returned."""
+        """Called in backward, right before autograd reads the tensor that `pack` returned."""
         tensor, visit = saved
         if visit is not None and visit not in self.asked:  # `asked` is empty when a backward begins
             self.asked.add(visit)  # it asks for the unit's first weight: it has come to the unit
-            self.before_backward(visit.unit, visit.before)
+            self.before_backward(visit.unit, visit.before)  # `before`: the `prefetch` units that ran before it
         return tensor
 
     def before_backward(self, unit: Unit, upcoming: list[Unit]) -> None:
@@ -185,7 +185,7 @@ class ZeRO3(Interface):
         """The gradient of `bucket.params[index]` is final: all that backward does with the weight is done."""
         bucket.missing.discard(index)
         if not any(bucket.missing for bucket in unit.trained_buckets):  # the unit's last one
-            if len(unit.trained_buckets) == len(unit.buckets):  # frozen weights may still be asked for
+            if len(unit.trained_buckets) == len(unit.buckets):  # frozen ones: when the next unit's turn comes
                 self.after_backward(unit)
             self.gradients_final(unit)
 
@@ -194,10 +194,10 @@ class ZeRO3(Interface):
         self._free(unit)
 
     def gradients_final(self, unit: Unit) -> None:
-        """All gradients of `unit` are final. No turns as in ZeRO-2: all ranks must run the same units in one order."""
+        """All gradients of `unit` are final. No turns as in ZeRO-2: the gathers have one order on all ranks."""
         self.order.next("reduce-scatter", unit)  # an error if they do not
         for bucket in unit.trained_buckets:
-            self._send(bucket)
+            self._send(bucket)  # `Reduction` needs only the size of `flat`, which may be freed
 
     # The moves.
 
