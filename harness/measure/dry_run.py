@@ -31,6 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import zero1
+from harness.engine.units import by_size
 from harness.measure import fake_gpu, tables
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.memory import held_bytes, held_tensors, on_device, sizes_by_storage, warm_up
@@ -140,7 +141,7 @@ def letters(
     named = list(model.named_parameters())
     units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
     total = sum(param.numel() for _, param in named)
-    made = zero1.make_buckets(named, bucket_mb, 0, ranks)
+    made = [zero1.Bucket(some, 0, ranks) for some in by_size(named, bucket_mb)]
     buckets, early = [bucket.numel for bucket in made], [0] * len(made)
     for number, (bucket, behind) in enumerate(zip(made, made[1:])):
         if bucket.names[-1].rpartition(".")[0] == behind.names[0].rpartition(".")[0]:

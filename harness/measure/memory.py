@@ -143,7 +143,7 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
     params += [bucket.shard for bucket in getattr(engine, "buckets", ())]
     state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
     gradients = [param.grad for param in params if param.grad is not None]
-    for bucket in getattr(engine, "trained", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
+    for bucket in getattr(engine, "trained_buckets", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
         gradients += [*getattr(bucket, "kept", {}).values()]
         gradients += [bucket.flat_gradient] if hasattr(bucket, "flat_gradient") else []
     return {"parameters": params, "gradients": gradients, "optimizer": state}

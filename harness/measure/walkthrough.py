@@ -81,7 +81,8 @@ def _walk(engine_cls, doc: str) -> None:
         me.print(f"\nStep {STEPS[0]}: {_partition(engine, limit)}")
         me.print(_owners(engine, options.map))
         # ZeRO-1's gradients have memory before the first backward.
-        buffers = "; the gradients' buffers are made with the engine" * hasattr(engine.trained[0], "flat_gradient")
+        whole = hasattr(engine.trained_buckets[0], "flat_gradient")
+        buffers = "; the gradients' buffers are made with the engine" * whole
         me.print(f"holds {held(engine)} (AdamW makes its state in its first step{buffers})\n")
         for step in range(options.steps - 1):
             memory.begin(engine)

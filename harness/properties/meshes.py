@@ -122,7 +122,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     def spoil(trained):
         if dist.get_rank() == 3:  # in one part of one rank
             trained._reduce_gradients()
-            trained.trained[0].pieces[0][1].grad[0] = torch.inf
+            trained.trained_buckets[0].pieces[0][1].grad[0] = torch.inf
 
     scaler = scaler_of(engine, init_scale=4.0)
     pair.scaled_step(0, scaler, 0.5)
@@ -138,7 +138,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     cut = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor) and p.placements[0].is_shard())
     least = cut / 4 + (sum(p.numel() for p in model.parameters()) - cut) / 2
     most = least + 2 * 8 * len(list(model.parameters()))  # with padding
-    held = sum(bucket.shard_numel for bucket in trained.trained)
+    held = sum(bucket.shard_numel for bucket in trained.trained_buckets)
     expect(least <= held <= most, "elements of this rank's shards", f"{least:.0f} to {most:.0f}", held, step=0)
     row, column = (tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in ("data", "tensor"))
     with TrafficLedger() as traffic:
