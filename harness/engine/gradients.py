@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from harness.engine import guard, tensor_parallel
+from harness.engine import accelerator, guard, tensor_parallel
 from harness.engine.precision import common_dtype
 from harness.engine.waiting import name_some, waiting_for
 
@@ -197,7 +197,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str | None = None, **options):
-        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+        super().__init__(device or accelerator.kind(), **options)
 
     def unscale_(self, engine) -> None:
         """Divide the gradients by the scale, and find out whether some rank has an inf or NaN. A collective."""

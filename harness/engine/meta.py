@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.engine import refusals, safe_reader
+from harness.engine import accelerator, refusals, safe_reader
 
 
 def device_for(group) -> torch.device:
-    """Where a model on `meta` is to live: this rank's GPU under NCCL, else torch's default device."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
+    """Where a model on `meta` is to live: this rank's GPU, if the group's collectives do; else torch's default."""
+    if accelerator.carries(group):
+        return accelerator.device_of(group)
     default = torch.get_default_device()
     return torch.device("cpu") if default.type == "meta" else default
 

@@ -71,7 +71,7 @@ def _walk(engine_cls, doc: str) -> None:
         model = GPT(config, options.seed + me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=False)
-        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
+        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
         with timeline as partition, explained("step 0, the construction", None, memory):
             engine = engine_cls(model, adamw, **own)
