@@ -70,7 +70,7 @@ class Bucket:
     """Parameters in one flat buffer, cut into one equal shard per rank.
 
     A collective has a fixed cost, so many parameters share a bucket, and the cuts fall where they fall. For a to d of
-    15, 3, 9, 3 elements, each in multiples of 4, the `offsets` are 0, 16, 20, 32; `numel` is 48, and 48/N `shard_numel`:
+    15, 3, 9, 3 elements, each in multiples of 4, `offsets` are 0, 16, 20, 32; `numel` is 48, and 48/N `shard_numel`:
 
         element  0         10        20        30        40
         flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.............     (a dot is padding)
@@ -229,7 +229,7 @@ class ZeRO1(Interface):
         # What cannot work raises here, on every rank, before anything is changed. Sets `rank`, `world_size`, `group`.
         self.prepare(model, optimizer_cls, param_groups, {"bucket_mb": bucket_mb}, **options)
         with record_function("step 0 partition"), torch.no_grad():
-            # Backward reaches the last parameters first, so they come first. A bucket has one dtype, all trained or none.
+            # Backward reaches the last parameters first: they come first. A bucket has one dtype, all trained or none.
             parts = units.by_size(model.named_parameters(), bucket_mb)
             self.buckets = [Bucket(part, self.rank, self.world_size, self.dtypes) for part in parts]
             self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]

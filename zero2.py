@@ -171,7 +171,7 @@ class ZeRO2(Interface):
         # What cannot work raises here, on every rank, before anything is changed. Sets `rank`, `world_size`, `group`.
         self.prepare(model, optimizer_cls, param_groups, {"bucket_mb": bucket_mb}, **options)
         with record_function("step 0 partition"), torch.no_grad():
-            # Backward reaches the last parameters first, so they come first. A bucket has one dtype, all trained or none.
+            # Backward reaches the last parameters first: they come first. A bucket has one dtype, all trained or none.
             parts = units.by_size(model.named_parameters(), bucket_mb)
             self.buckets = [Bucket(part, self.rank, self.world_size, self.dtypes) for part in parts]
             self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
