@@ -291,6 +291,8 @@ OF_WHOLE_MODELS = (one_backward_for_a_parameter, the_others_under_no_sync)
        further_cases=({"options": {"find_unused": True}},))  # fmt: skip
 def backward_may_be_called_in_any_way(engine, options):
     """Twice through one graph, per loss, after an evaluation or `autograd.grad`, interleaved: as in plain PyTorch."""
+    if "drops gradients" in engine.more:
+        raise NotApplicable(f"{engine.name} documents several backwards through its own `backward` alone")
     pair = Pair(engine, two_heads, **options)
     for step, way in enumerate(WAYS + OF_WHOLE_MODELS if engine.like in ("zero1", "zero2") else WAYS):
         pair.backward_by(way, step)
