@@ -73,12 +73,6 @@ def one_dimension_of_a_mesh_is_a_group(engine):
             pair.step()
             dist.barrier()
         pair.same_weights()
-<<<<<<< HEAD
-        buckets = [] if engine.foreign else pair.trained.trained
+        buckets = [] if engine.foreign else pair.trained.trained_buckets
         shards = sum(bucket.shard_numel for bucket in buckets)
         same("elements of all buckets", sum(bucket.numel for bucket in buckets), 2 * shards, step=0)
-=======
-        shards = sum(bucket.shard_numel for bucket in pair.trained.trained_buckets)
-        whole = sum(bucket.numel for bucket in pair.trained.trained_buckets)
-        same("elements of all buckets", whole, 2 * shards, step=0)
->>>>>>> main

@@ -12,13 +12,9 @@ from pathlib import Path
 
 import torch
 
-<<<<<<< HEAD
+from harness.engine import accelerator
 from harness.run import engine_file, process_group, ranks
 from harness.run.engines import ENGINES
-=======
-from harness.engine import accelerator
-from harness.run import process_group, ranks
->>>>>>> main
 from harness.run.model import PRESETS, preset
 from harness.run.options import at_least
 from harness.teach.museum.exhibits import exhibit_of
