@@ -341,7 +341,7 @@ def conformance_differs() -> str:
             rows.append(
                 [f"`{name}`", *("**" + end + "**" if end in ("wrong", "crash", "hang") else SIGNS[end] for end in ends)]
             )
-    return tables.markdown([["property", *(f"`{name}`" for name in engines)], *rows])
+    return tables.markdown([["property", *(f"`{name}`" for name in engines)], *rows]) if rows else "There are none."
 
 
 def exhibits_of(stage: str) -> str:
