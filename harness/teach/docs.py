@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from harness.measure import step_report, tables
 from harness.measure.dry_run import fits_on
 from harness.measure.ratios import ratios
 from harness.measure.report import page
+from harness.properties.conform import OUTCOMES, SIGNS
+from harness.properties.property import GROUPS, library
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
@@ -33,6 +36,7 @@ BLOCK = re.compile(
 
 REFEREE = "referee-cpu-2ranks-3.json"
 REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
+REFEREE_DEEPSPEED = "referee-deepspeed-cpu.json"
 REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
 SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 MEMORY = "memory-7b-8ranks.json"
@@ -110,6 +114,12 @@ def referee_bf16() -> str:
     report = result(REFEREE_BF16)
     titles = ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step")
     return f"{conditions(report, REFEREE_BF16)}\n\n{of_referee(report, *titles, digits=1)}"
+
+
+def referee_deepspeed() -> str:
+    report = result(REFEREE_DEEPSPEED)
+    titles = ("difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms", "x ddp")
+    return f"{conditions(report, REFEREE_DEEPSPEED)}\n\n{of_referee(report, *titles)}"
 
 
 def launches() -> str:
@@ -300,6 +310,40 @@ def exhibits() -> str:
     return f"{len(EXHIBITS)}"
 
 
+CONFORMANCE = "conform-cpu.json"
+
+
+def conformance() -> str:
+    """How many properties of each group an engine is right in, of those that can be asked of it; and the other ends."""
+    report = result(CONFORMANCE)
+    asked = {name: [(library()[p].group, one["outcome"]) for p, one in found.items() if p in library()]
+             for name, found in report["engines"].items()}  # fmt: skip
+    rows = []
+    for name, ends in asked.items():
+        row = [f"`{name}`"]
+        for group in GROUPS:
+            of = Counter(outcome for where, outcome in ends if where == group)
+            count = of.total() - of["not applicable"]
+            row.append(f"{of['right']} of {count}" if count else "—")
+        total = Counter(outcome for _, outcome in ends)
+        rows.append([*row, *(str(total[outcome]) for outcome in OUTCOMES)])
+    said = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{tables.markdown([['engine', *GROUPS, *OUTCOMES], *rows])}\n\n{said} (`results/{CONFORMANCE}`)."
+
+
+def conformance_differs() -> str:
+    """The properties that some engine does not fulfil: what each engine does there."""
+    engines = result(CONFORMANCE)["engines"]
+    rows = []
+    for name in library():
+        ends = [found[name]["outcome"] if name in found else "not applicable" for found in engines.values()]
+        if not {*ends} <= {"right", "not applicable"}:
+            rows.append(
+                [f"`{name}`", *("**" + end + "**" if end in ("wrong", "crash", "hang") else SIGNS[end] for end in ends)]
+            )
+    return tables.markdown([["property", *(f"`{name}`" for name in engines)], *rows]) if rows else "There are none."
+
+
 def exhibits_of(stage: str) -> str:
     """The museum's numbers for a stage. They must be in one run."""
     numbers = [number for number, exhibit in EXHIBITS.items() if exhibit.stage == stage]
@@ -308,9 +352,9 @@ def exhibits_of(stage: str) -> str:
     return f"{numbers[0]} to {numbers[-1]}"
 
 
-MEASURED = referee, referee_losses, referee_bytes, referee_bf16, launches, slow_rank, sweep, machines
+MEASURED = referee, referee_losses, referee_bytes, referee_bf16, referee_deepspeed, launches, slow_rank, sweep, machines
 COMPUTED = memory_peaks, memory_state, hybrid, offload, plan_validation, plan_summary
-SAID = article, other_claims, claims, changes_between, outline, exhibits, exhibits_of
+SAID = article, other_claims, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
 BLOCKS: dict[str, Callable[..., str]] = {
     block.__name__.replace("_", "-"): block for block in (*MEASURED, *COMPUTED, *SAID)
 }
