@@ -238,8 +238,7 @@ extern "C" void simulated_kernels() {
 // What the caching allocator gives out and gets back. Call it when torch has initialised CUDA: before, there is none.
 extern "C" void simulated_allocator() {
     c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
-        if (entry.action_ == entry.ALLOC) simulated_given_out((void*)entry.addr_, entry.size_);
-        if (entry.action_ == entry.FREE_COMPLETED)
-            simulated_given_back((void*)entry.addr_, entry.size_, (cudaStream_t)entry.stream_, entry.device_);
+        auto tell = entry.action_ == entry.ALLOC ? simulated_given_out : entry.action_ == entry.FREE_COMPLETED ? simulated_given_back : nullptr;
+        if (tell) tell((void*)entry.addr_, entry.size_, (cudaStream_t)entry.stream_, entry.device_);
     });
 }

@@ -184,10 +184,20 @@ struct Part {  // neighbouring bytes of a GPU with the same past
     Mark write;
     std::vector<Mark> reads;
     bool given_back = false;
+    int pool = -1;         // the stream that these bytes were given out for,
+    uint64_t turn = 0;     // and when: a number that grows
+};
+struct Late {  // bytes that were given back while other streams might still use them
+    int pool;
+    uint64_t turn;
+    std::string where;
+    std::vector<Mark> users;
 };
 
 static std::map<char*, Block> blocks;  // also freed ones, so that a message can say so
 static std::map<size_t, Part> parts;   // first byte -> part
+static std::vector<Late> late;
+static uint64_t turns;
 static std::vector<std::pair<char* const, Block>*> guarded;
 static size_t used[64];
 static const size_t SPACE = 1ull << 42;  // addresses; they cost nothing until they are touched
@@ -329,26 +339,37 @@ static std::map<size_t, Part>::iterator cut(size_t at) {
     return next;
 }
 
+static const char* NOTHING_ORDERS = "and no event, wait or synchronisation orders the two";
+
+static void race(const Mark& other, const char* did, const Mark& mine, const char* does, const std::string& where) {
+    found(format("%s %d %s %d", other.name, other.stream, mine.name, mine.stream),
+          format("race: %s on %s %s, and %s on %s %s %s: %s", other.name, name_of(other.stream).c_str(), did, mine.name,
+                 name_of(mine.stream).c_str(), does, where.c_str(), NOTHING_ORDERS));
+}
+
 static void look(const Mark& mine, const Clock& clock, const Access& access) {
     size_t first = (size_t)access.at, end = first + access.bytes;
-    auto clash = [&](const Mark& other, const char* did, const char* rule) {
-        if (other.stream == mine.stream || before(other, clock)) return;
-        found(format("%s %d %s %d", other.name, other.stream, mine.name, mine.stream),
-              format("race: %s on %s %s, and %s on %s %s %s, %s: %s", other.name, name_of(other.stream).c_str(), did,
-                     mine.name, name_of(mine.stream).c_str(), access.write ? "writes" : "reads", access.what,
-                     place_of(access.at, access.bytes).c_str(), rule));
-    };
+    const char* does = access.write ? "writes" : "reads";
+    auto where = [&] { return access.what + (" in " + place_of(access.at, access.bytes)); };
+    auto clashes = [&](const Mark& other) { return other.stream != mine.stream && !before(other, clock); };
     auto from = cut(first), to = cut(end);
+    Part written{end, mine, {}};
+    if (from != to) written.pool = from->second.pool, written.turn = from->second.turn;
     size_t covered = first;
     for (auto part = from; part != to; covered = part->second.end, ++part) {
         Part& past = part->second;
-        if (past.given_back && strcmp(mine.name, "free"))
-            found(format("freed %s", mine.name),
-                  format("%s on %s %s %s, memory that was given back: %s", mine.name, name_of(mine.stream).c_str(),
-                         access.write ? "writes" : "reads", access.what, place_of(access.at, access.bytes).c_str()));
-        clash(past.write, "writes", "and no event, wait or synchronisation orders the two");
+        if (past.given_back)
+            found(format("freed %s", mine.name), format("%s on %s %s memory that was given back: %s", mine.name,
+                                                        name_of(mine.stream).c_str(), does, where().c_str()));
+        // The allocator may as well have chosen the bytes that came back too early: which it gives is luck.
+        for (auto& early : late)
+            for (auto& user : early.users)
+                if (early.pool == past.pool && early.turn < past.turn && clashes(user))
+                    race(user, "uses what was freed", mine, "may be given", early.where);
+        if (clashes(past.write)) race(past.write, "writes", mine, does, where());
         if (access.write) {
-            for (auto& read : past.reads) clash(read, "reads", "and no event, wait or synchronisation orders the two");
+            for (auto& read : past.reads)
+                if (clashes(read)) race(read, "reads", mine, does, where());
             continue;
         }
         auto again = std::find_if(past.reads.begin(), past.reads.end(), [&](auto& r) { return r.stream == mine.stream; });
@@ -358,7 +379,7 @@ static void look(const Mark& mine, const Clock& clock, const Access& access) {
     }
     if (access.write) {
         parts.erase(from, to);
-        parts.emplace(first, Part{end, mine, {}});
+        parts.emplace(first, written);
     } else if (covered < end) {
         parts.emplace(covered, Part{end, {}, {mine}});
     }
@@ -384,21 +405,34 @@ void simulated_operation(cudaStream_t handle, const char* name, int count, const
     }
 }
 
-void simulated_given_out(const void* at, size_t bytes) {
+void simulated_given_out(const void* at, size_t bytes, cudaStream_t handle, int device) {
     LOCK;
-    auto to = cut((size_t)at + bytes);
-    for (auto part = cut((size_t)at); part != to; ++part) part->second.given_back = false;
+    auto from = cut((size_t)at), to = cut((size_t)at + bytes);
+    if (from == to) from = parts.emplace((size_t)at, Part{(size_t)at + bytes, {}, {}}).first;
+    for (turns++; from != to; ++from)
+        from->second.given_back = false, from->second.pool = stream_of(handle, device)->number, from->second.turn = turns;
 }
 
-// To give bytes back is as if the stream that they belong to wrote over them: its next work may do that at once.
+// The next work of the stream that these bytes belong to may write over them. Who uses them must be over by then.
 void simulated_given_back(const void* at, size_t bytes, cudaStream_t handle, int device) {
     LOCK;
     Stream* stream = stream_of(handle, device);
     Clock clock = stream->clock;
     merge(clock, known());
-    if ((int)stream->clock.size() <= stream->number) stream->clock.resize(stream->number + 1);
-    look({stream->number, ++stream->clock[stream->number], "free"}, clock, {at, bytes, true, "a tensor"});
-    cut((size_t)at)->second.given_back = true;
+    auto over = [&](const Mark& mark) { return mark.stream == stream->number || before(mark, clock); };
+    Late early{stream->number, turns, place_of(at, bytes), {}};
+    auto to = cut((size_t)at + bytes);
+    for (auto part = cut((size_t)at); part != to; ++part) {
+        part->second.given_back = true;
+        for (auto& user : part->second.reads)
+            if (!over(user)) early.users.push_back(user);
+        if (!over(part->second.write)) early.users.push_back(part->second.write);
+    }
+    // Those that were waited for in the meantime are no danger any more.
+    late.erase(std::remove_if(late.begin(), late.end(), [&](auto& old) {
+        return old.pool == stream->number && std::all_of(old.users.begin(), old.users.end(), over);
+    }), late.end());
+    if (!early.users.empty()) late.push_back(early);
 }
 
 void* simulated_memory(const void* at, size_t bytes, int* device) {
@@ -434,7 +468,7 @@ int simulated_findings(char* text, int size) {
 
 void simulated_forget() {
     LOCK;
-    findings.clear(), said.clear(), parts.clear();
+    findings.clear(), said.clear(), parts.clear(), late.clear();
 }
 
 // The runtime's functions.

@@ -18,7 +18,7 @@ void simulated_operation(cudaStream_t stream, const char* name, int count, const
 void* simulated_memory(const void* at, size_t bytes, int* device);
 const char* simulated_error();
 // The allocator has given out these bytes, or has got them back, to give them to the next who asks on this stream.
-void simulated_given_out(const void* at, size_t bytes);
+void simulated_given_out(const void* at, size_t bytes, cudaStream_t stream, int device);
 void simulated_given_back(const void* at, size_t bytes, cudaStream_t stream, int device);
 // Says on stderr, in the file of findings and in `simulated_error` that `name` is not simulated. An error's number.
 int simulated_missing(const char* name);
