@@ -93,7 +93,7 @@ static std::string python_lines() {
     for (size_t at = text.find("File"), end; at != std::string::npos && count < 3; at = text.find("File", end)) {
         end = std::min(text.find('\n', at), text.size());
         std::string line = text.substr(at, end - at);
-        if (line.find("site-packages") == std::string::npos) lines += (count++ ? " < " : " at ") + line;
+        if (line.find("site-packages") == std::string::npos && line.find("_dispatch__") == std::string::npos) lines += (count++ ? " < " : " at ") + line;
     }
     return lines;
 }
@@ -342,7 +342,8 @@ static std::map<size_t, Part>::iterator cut(size_t at) {
 static const char* NOTHING_ORDERS = "and no event, wait or synchronisation orders the two";
 
 static void race(const Mark& other, const char* did, const Mark& mine, const char* does, const std::string& where) {
-    found(format("%s %d %s %d", other.name, other.stream, mine.name, mine.stream),
+    bool early = !strcmp(does, "may be given");  // once, and not for all that is given out later
+    found(format("%s %d %s %d", other.name, other.stream, early ? "" : mine.name, mine.stream),
           format("race: %s on %s %s, and %s on %s %s %s: %s", other.name, name_of(other.stream).c_str(), did, mine.name,
                  name_of(mine.stream).c_str(), does, where.c_str(), NOTHING_ORDERS));
 }
