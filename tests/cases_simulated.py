@@ -44,14 +44,14 @@ def stop(*_):
 
 
 def stopped(engine, step: int, backward: bool) -> None:
-    """A forward or a backward that ends in the second block, with collectives in flight."""
-    blocks = [module for name, module in engine.model.named_modules() if name.count(".") == 1 and name.endswith("1")]
+    """A forward that ends before the second block, or a backward behind it: with collectives in flight."""
+    first, second = engine.model.blocks
     with contextlib.suppress(Stopped):
         if backward:
-            hook = blocks[0].register_forward_hook(lambda module, inputs, out: out.register_hook(stop) and None)
+            hook = first.register_forward_hook(lambda module, inputs, out: out.register_hook(stop) and None)
             loss_of(engine, step).backward()
         else:
-            hook = blocks[0].register_forward_pre_hook(stop)
+            hook = second.register_forward_pre_hook(stop)
             loss_of(engine, step)
     hook.remove()
     engine.zero_grad()

@@ -139,7 +139,7 @@ def test_notebooks(file, tmp_path):
 def pool():
     from pool import Pool
 
-    pool = Pool(RANKS if GPUS > 1 else 1, "nccl", device="cuda")
+    pool = Pool(RANKS, "nccl" if GPUS > 1 else "gloo", device="cuda")
     yield pool
     pool.let_go()
     pool.close()
@@ -203,3 +203,33 @@ def test_no_races(pool, stage, options):
 def test_no_races_in_what_we_compare_with(pool, name, dtype):
     name, _, offload = name.partition("-")
     assert not any(found := pool.run(cases.counterpart_trains, name=name, offload=bool(offload), dtype=dtype)), found
+
+
+# Each line that keeps an order on a GPU, and what is there without it: (module, the line, in its place, [(stage, options)]).
+P = "harness.engine.placement"
+TAKEN_OUT = {
+    "step 5 waits": ("zero1", 'wait(work, "all-gather", bucket)', "pass", [("zero1", {}), ("zero2", {})]),
+    "step 3 waits, ZeRO-1": ("zero1", 'wait(work, "all-reduce", bucket)', "pass", [("zero1", {}), ("zero1", OFFLOAD)]),
+    "step 3 waits": ("zero2", 'wait(self.work, "reduce-scatter", self.bucket)', "pass", [("zero2", {}), ("zero3", OFFLOAD)]),
+    "a unit waits": ("zero3", 'wait(unit.works.pop(0), "all-gather", unit.buckets[0])', "unit.works.pop(0)", [("zero3", {}), ("zero3", OFFLOAD)]),
+    "what is freed was waited for": ("zero3", "self._wait(unit)  # never free", "pass  # never free", [("zero3", {})]),
+    "zero_grad waits": ("zero3", "self._receive()  # a buffer must not go", "self._in_flight = None  # a buffer must not go", [("zero3", {})]),
+    "zero_grad waits, ZeRO-2": ("zero2", "self._receive()  # a buffer must not go", "self._in_flight = None  # a buffer must not go", [("zero2", {})]),
+    "replicas, ZeRO-2 and -3": (P, '(bucket, shard, work), self._in_flight = self._in_flight, None\n            wait(work, "all-reduce over the replicas", bucket)', "(bucket, shard, work), self._in_flight = self._in_flight, None", [("zero2", {"replicas": True}), ("zero3", {"replicas": True})]),
+    "replicas, ZeRO-1": (P, 'async_op=True)\n            wait(work, "all-reduce over the replicas", bucket)', "async_op=True)", [("zero1", {"replicas": True})]),
+    "the host adds": (P, "self._down.synchronize()", "pass", [("zero2", OFFLOAD), ("zero3", OFFLOAD)]),
+    "the host updates": (P, "self._device.synchronize()", "pass", [(stage, OFFLOAD) for stage in parts.STAGES]),
+    "copies up wait": (P, "self._up.wait_stream(self._device.current_stream())", "pass", [("zero3", OFFLOAD)]),
+    "copies down wait": (P, "self._down.wait_stream(self._device.current_stream())", "pass", [(stage, OFFLOAD) for stage in parts.STAGES]),
+    "memory is kept for copies down": (P, "shard.record_stream(self._down)", "pass", [("zero1", {**OFFLOAD, "param_dtype": torch.bfloat16}), ("zero2", OFFLOAD), ("zero3", OFFLOAD)]),
+}
+EACH = [pytest.param(*change, *case, id=f"{name}: {case}") for name, (*change, of) in TAKEN_OUT.items() for case in of]
+
+
+@finds
+@several
+@pytest.mark.parametrize("module, old, new, stage, options", EACH)
+def test_what_is_taken_out_is_missed(pool, module, old, new, stage, options):
+    for found in pool.run(cases.trains_without, module=module, old=old, new=new, stage=stage, options=options):
+        assert found and all("stream" in line and "bytes" in line for line in found), found
+        print("\n".join(found[:2]))

@@ -116,12 +116,13 @@ static void found(const std::string& key, const std::string& text) {
 struct Stream {
     int number, device;
     bool nccls = false;
+    int asked = 0;
     Clock clock = {};
 };
 struct Event {
     Clock clock;
     double milliseconds = 0;
-    int device = 0;
+    int device = 0, asked = 0;
     bool recorded = false;
 };
 struct Mark {  // an operation, as the memory remembers it
@@ -144,14 +145,18 @@ static bool before(const Mark& mark, const Clock& clock) {
 
 // What this thread knows to be over. Python's threads and autograd's hand work to each other and wait for it, so they
 // know the same. The threads of NCCL's watchdog and of gloo wait for themselves: training is not ordered by that.
-static Clock& known() {
-    static thread_local Clock own;
-    static thread_local const bool trains = [] {
+static bool trains() {
+    static thread_local const bool answer = [] {
         char name[17] = {};
         prctl(PR_GET_NAME, name);
         return strncmp(name, "pt_nccl", 7) != 0 && strncmp(name, "pt_gloo", 7) != 0;
     }();
-    return trains ? host : own;
+    return answer;
+}
+
+static Clock& known() {
+    static thread_local Clock own;
+    return trains() ? host : own;
 }
 
 static Stream* new_stream(int device) {
@@ -582,13 +587,24 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     if (greatest) *greatest = -5;
     return cudaSuccess;
 }
-// Work is computed when it is issued, so a question whether it is over is answered with yes: then the host knows it.
+// Is it over? Training is told "no" where it has not waited, as on a GPU that is late: what goes well by luck must not
+// count as an order. After a thousand questions it is told "yes", for a loop may wait so.
+static cudaError_t query(const Clock& clock, int& asked) {
+    Clock all = known();
+    merge(all, clock);
+    if (trains() && all != known() && asked++ < 1000) return fail(cudaErrorNotReady);
+    learn(clock);
+    return cudaSuccess;
+}
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    LOCK;
+    return query(stream_of(stream)->clock, stream_of(stream)->asked);
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     LOCK;
     learn(stream_of(stream)->clock);
     return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaStreamQuery(stream); }
 cudaError_t cudaDeviceSynchronize() {
     LOCK;
     for (auto* stream : streams)
@@ -620,16 +636,19 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t on) {
     if (stream->device != event->device)
         return fail(cudaErrorInvalidResourceHandle, "an event of one GPU is recorded on a stream of another");
     merge(stream->clock, known());
-    event->clock = stream->clock, event->milliseconds = milliseconds(), event->recorded = true;
+    event->clock = stream->clock, event->milliseconds = milliseconds(), event->recorded = true, event->asked = 0;
     return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t on, unsigned) { return cudaEventRecord(event, on); }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     LOCK;
+    return query(((Event*)event)->clock, ((Event*)event)->asked);
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    LOCK;
     learn(((Event*)event)->clock);
     return cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaEventQuery(event); }
 cudaError_t cudaEventElapsedTime(float* out, cudaEvent_t first, cudaEvent_t second) {
     Event *from = (Event*)first, *to = (Event*)second;
     if (!from->recorded || !to->recorded || from->device != to->device)
