@@ -43,18 +43,17 @@ def stop(*_):
     raise Stopped
 
 
-def stopped(engine, step: int, backward: bool) -> None:
-    """A forward that ends before the second block, or a backward behind it: with collectives in flight."""
-    first, second = engine.model.blocks
+def stopped(engine, step: int, block: int, backward: bool) -> None:
+    """A forward that ends before a block, or a backward that ends behind it: with collectives in flight."""
+    module = engine.model.blocks[block]
     with contextlib.suppress(Stopped):
         if backward:
-            hook = first.register_forward_hook(lambda module, inputs, out: out.register_hook(stop) and None)
+            hook = module.register_forward_hook(lambda module, inputs, out: out.register_hook(stop) and None)
             loss_of(engine, step).backward()
         else:
-            hook = second.register_forward_pre_hook(stop)
+            hook = module.register_forward_pre_hook(stop)
             loss_of(engine, step)
     hook.remove()
-    engine.zero_grad()
 
 
 def train(stage: str, options: dict, folder: str) -> list[str]:
@@ -74,6 +73,9 @@ def train(stage: str, options: dict, folder: str) -> list[str]:
         for part in range(2):
             with engine.no_sync() if step == 3 and not part else contextlib.nullcontext():
                 loss_of(engine, 2 * step + part).backward()
+        if step == 3:  # the next unit is on its way when the update frees all
+            with torch.no_grad():
+                stopped(engine, 12, block=0, backward=False)
         if step % 2:
             engine.clip_grad_norm_(0.5)
         engine.step()
@@ -83,8 +85,9 @@ def train(stage: str, options: dict, folder: str) -> list[str]:
         if step == 1:
             with torch.no_grad():
                 loss_of(engine, 9)
-            stopped(engine, 10, backward=False)
-            stopped(engine, 11, backward=True)
+            stopped(engine, 10, block=1, backward=False)
+            stopped(engine, 11, block=0, backward=True)
+            engine.zero_grad()
         if step == 2:
             saving.result()
             checkpoint.load(engine, folder)

@@ -213,8 +213,6 @@ TAKEN_OUT = {
     "step 3 waits": ("zero2", 'wait(self.work, "reduce-scatter", self.bucket)', "pass", [("zero2", {}), ("zero3", OFFLOAD)]),
     "a unit waits": ("zero3", 'wait(unit.works.pop(0), "all-gather", unit.buckets[0])', "unit.works.pop(0)", [("zero3", {}), ("zero3", OFFLOAD)]),
     "what is freed was waited for": ("zero3", "self._wait(unit)  # never free", "pass  # never free", [("zero3", {})]),
-    "zero_grad waits": ("zero3", "self._receive()  # a buffer must not go", "self._in_flight = None  # a buffer must not go", [("zero3", {})]),
-    "zero_grad waits, ZeRO-2": ("zero2", "self._receive()  # a buffer must not go", "self._in_flight = None  # a buffer must not go", [("zero2", {})]),
     "replicas, ZeRO-2 and -3": (P, '(bucket, shard, work), self._in_flight = self._in_flight, None\n            wait(work, "all-reduce over the replicas", bucket)', "(bucket, shard, work), self._in_flight = self._in_flight, None", [("zero2", {"replicas": True}), ("zero3", {"replicas": True})]),
     "replicas, ZeRO-1": (P, 'async_op=True)\n            wait(work, "all-reduce over the replicas", bucket)', "async_op=True)", [("zero1", {"replicas": True})]),
     "the host adds": (P, "self._down.synchronize()", "pass", [("zero2", OFFLOAD), ("zero3", OFFLOAD)]),

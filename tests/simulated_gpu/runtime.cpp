@@ -411,12 +411,18 @@ void simulated_operation(cudaStream_t handle, const char* name, int count, const
     }
 }
 
+// These bytes may have been in use until now, by all that was issued on the stream that they are given out for.
 void simulated_given_out(const void* at, size_t bytes, cudaStream_t handle, int device) {
     LOCK;
+    Stream* stream = stream_of(handle, device);
+    Mark last{stream->number, stream->clock.size() > (size_t)stream->number ? stream->clock[stream->number] : 0,
+              "what had this memory before"};
     auto from = cut((size_t)at), to = cut((size_t)at + bytes);
     if (from == to) from = parts.emplace((size_t)at, Part{(size_t)at + bytes, {}, {}}).first;
-    for (turns++; from != to; ++from)
-        from->second.given_back = false, from->second.pool = stream_of(handle, device)->number, from->second.turn = turns;
+    for (turns++; from != to; ++from) {
+        from->second.given_back = false, from->second.pool = stream->number, from->second.turn = turns;
+        if (from->second.write.stream < 0 || from->second.write.stream == stream->number) from->second.write = last;
+    }
 }
 
 // The next work of the stream that these bytes belong to may write over them. Who uses them must be over by then.
