@@ -92,10 +92,6 @@ class Small(nn.Module):
         return x
 
 
-# Those that run on a group that moves nothing.
-HOST_ENGINES = [name for name in ENGINES if "memory" in engines.ENGINES[name].on]
-
-
 def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], list[dict]]:
     """({engine: milliseconds of the host per step}, the profile) of rank 0 of 8, whose collectives move nothing.
 
@@ -108,8 +104,9 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
     def build(name):
         return dry_run.build("single" if name == "plain" else name, Small().to(device), adamw, device)
 
-    with dry_run.fake_ranks(8):
-        built = {name: build(name) for name in ["plain", *(name for name in HOST_ENGINES if name in options.engines)]}
+    chosen = [name for name in ENGINES if name in options.engines and "memory" in engines.ENGINES[name].on]
+    with dry_run.fake_ranks(8):  # a group that moves nothing
+        built = {name: build(name) for name in ["plain", *chosen]}
         x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
         times = {name: [] for name in built}
         for turn in range(-3, options.rounds):
@@ -147,11 +144,9 @@ def profile(name: str, step) -> list[dict]:
 
 def _name(file: str, line: int, function: str) -> str:
     """A function as the profile's table shows it, with its file in this repository, or the end of its path."""
-    if file == "~":
-        return function
     path = Path(file)
     inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(*path.parts[-2:])
-    return f"{inside}:{line} {function}"
+    return function if file == "~" else f"{inside}:{line} {function}"
 
 
 def table(times: dict[str, list[float]], reference: str) -> str:

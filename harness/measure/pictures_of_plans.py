@@ -1,20 +1,13 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-from harness.measure.style import new
-from harness.run.engines import ENGINES
-
-
-def _style(engine: str) -> dict:
-    """An engine's own mark and line."""
-    one = ENGINES[engine]
-    return {"color": one.shade, "marker": one.mark, "linestyle": one.line}
+from harness.measure.style import engine_look, new
 
 
 def sweep(results: dict, theme: dict):
     """Step time above, exposed share below, a line per engine along one option."""
     figure, (above, below) = new(theme, 2, height=5.6, sharex=True)
     for engine, rows in results["engines"].items():
-        style = _style(engine)
+        style = engine_look(engine)
         xs = [row["at"] for row in rows]
         above.plot(xs, [row["step_s"] * 1e3 for row in rows], markersize=4, label=engine, **style)
         below.plot(xs, [row["exposed"] for row in rows], markersize=4, **style)
@@ -24,13 +17,11 @@ def sweep(results: dict, theme: dict):
         below.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         below.minorticks_off()
     units = {"bandwidth": "GB/s", "bucket": "MiB", "micro-batch": "sequences", "prefetch": "units ahead"}
+    above.set(title=f"Predicted: {results['title']}", ylabel="step, ms (predicted)", ylim=(0, None))
+    below.set(ylabel="exposed, fraction of the step", ylim=(0, None))
     below.set_xlabel(f"{results['sweep']} {units.get(results['sweep'], '')}".strip())
-    above.set_ylabel("step, ms (predicted)")
-    below.set_ylabel("exposed, fraction of the step")
     for axes in (above, below):
-        axes.set_ylim(bottom=0)
         axes.grid(linewidth=0.5)
-    above.set_title(f"Predicted: {results['title']}")
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 
@@ -39,40 +30,33 @@ def scale(results: dict, theme: dict):
     """Step time, exposed share and live memory against the number of GPUs, a column per model."""
     presets = list(dict.fromkeys(point["preset"] for point in results["points"]))
     figure, grid = new(theme, 3, len(presets), height=7.2, sharex=True, squeeze=False)
-    rows = (
-        ("step, s", "step_s", 1),
-        ("exposed, fraction of the step", "exposed", 1),
-        ("live at the peak, GB", "peak_bytes", 1e-9),
-    )
+    shown = (("step_s", 1), ("exposed", 1), ("peak_bytes", 1e-9))
+    ticks = sorted({point["ranks"] for point in results["points"]})
+    for axes, label in zip(grid[:, 0], ("step, s", "exposed, fraction of the step", "live at the peak, GB")):
+        axes.set_ylabel(label)
     for column, preset in enumerate(presets):
         for engine in dict.fromkeys(point["engine"] for point in results["points"]):
             mine = [point for point in results["points"] if (point["preset"], point["engine"]) == (preset, engine)]
-            for row, (_, key, factor) in enumerate(rows):
-                ys = [point[key] * factor for point in mine]
-                axes, style = grid[row][column], _style(engine)
-                label = engine if not (row or column) else None
-                axes.plot([point["ranks"] for point in mine], ys, markersize=0, **style)
-                axes.plot([], [], label=label, **style)
-                for point, y in zip(mine, ys):
+            style = engine_look(engine)
+            for axes, (key, factor) in zip(grid[:, column], shown):
+                axes.plot([point["ranks"] for point in mine], [point[key] * factor for point in mine], **style, ms=0)
+                for point in mine:
                     face = style["color"] if point["fits"] else theme["paper"]
-                    axes.plot(point["ranks"], y, markersize=5, markerfacecolor=face, **style)
-        grid[0][column].set_title(preset)
-        grid[2][column].axhline(results["memory_gb"], color=theme["ink"], linewidth=0.8, linestyle="--")
-        ticks = sorted({point["ranks"] for point in results["points"]})
-        grid[2][column].set_xscale("log", base=2)
-        grid[2][column].set_xticks(ticks, [f"{tick}" for tick in ticks])
-        grid[2][column].set_xlabel("ranks, one on each GPU")
-        grid[2][column].set_yscale("log")
-        low, high = grid[2][column].get_ylim()
+                    axes.plot(point["ranks"], point[key] * factor, markersize=5, markerfacecolor=face, **style)
+            grid[0][0].plot([], [], label=None if column else engine, **style)
+        for axes in grid[:, column]:
+            axes.grid(linewidth=0.5)
+        above, middle, below = grid[:, column]
+        above.set(title=preset, ylim=(0, None))
+        middle.set_ylim(0, None)
+        below.axhline(results["memory_gb"], color=theme["ink"], linewidth=0.8, linestyle="--")
+        below.set_xscale("log", base=2)
+        below.set_xticks(ticks, ticks)
+        below.set(xlabel="ranks, one on each GPU", yscale="log")
+        low, high = below.get_ylim()
         marks = [mark for mark in (5, 10, 20, 50, 100, 200, 500, 1000) if low < mark < high]
-        grid[2][column].set_yticks(marks, [f"{mark}" for mark in marks])
-        grid[2][column].minorticks_off()
-        for row, (label, _, _) in enumerate(rows):
-            grid[row][column].grid(linewidth=0.5)
-            if row < 2:
-                grid[row][column].set_ylim(bottom=0)
-            if column == 0:
-                grid[row][column].set_ylabel(label)
+        below.set_yticks(marks, marks)
+        below.minorticks_off()
     how = f"{results['gpu']}, {results['precision']}, micro-batch {results['micro_batch']}, blocks recomputed"
     figure.suptitle(f"Predicted, not measured: {how} (empty: does not fit)", fontsize=11)
     figure.legend(loc="outside lower center", ncols=4)
@@ -92,22 +76,18 @@ def validation(results: dict, theme: dict):
         axes.plot(line, line, color=theme["ink"], linewidth=0.8)
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
-            used = row["fitted"] and axes is left
-            face = theme["paper"] if used else ENGINES[row["engine"]].shade
-            style = _style(row["engine"]) | {"markerfacecolor": face}
+            own = {"markerfacecolor": theme["paper"]} if row["fitted"] and axes is left else {}
+            style = engine_look(row["engine"], **own)
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set(xscale="log", yscale="log", xlabel=f"published {title}", ylabel=f"predicted {title}")
         ticks = [tick for tick in (1e3, 2e3, 5e3, 1e4, 2e4, 4e4) if line[0] < tick < line[1]]
         ticks = ticks if axes is left else [20, 30, 40, 50, 60, 80]
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.set_yticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_xlabel(f"published {title}")
-        axes.set_ylabel(f"predicted {title}")
         axes.grid(linewidth=0.5)
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
-        left.plot([], [], label=engine, **(_style(engine) | {"linestyle": "none"}))
+        left.plot([], [], label=engine, **engine_look(engine, linestyle="none"))
     left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in the fit")
     figure.legend(loc="outside lower center", ncols=5)
     return figure

@@ -19,6 +19,7 @@ import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -107,12 +108,21 @@ def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeEr
     wanted = f"an error that says {', '.join(map(repr, words)) or 'what is wrong'}"
     try:
         call()
+    except NotApplicable:
+        raise
     except error as raised:
         said = str(raised)
+        if _asked is not None and _asked.takes is not None:  # not one of ours: it has words of its own
+            return said
         missing = [word for word in words if word not in said]
         expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said}", step)
         return said
+    if _asked is not None and _asked.takes is not None:
+        raise NotApplicable(f"{_asked.name} does not say that it refuses this")
     raise Differs("what cannot work", wanted, "no error", step)
+
+
+_asked = None  # the `Subject` that is being examined
 
 
 # What is examined.
@@ -123,13 +133,16 @@ class Subject:
     """An engine under test. Calling it builds one: `subject(model, optimizer_cls, **options)`.
 
     `like` is the stage whose bytes, traffic and methods it promises (None: it promises nothing of the kind), and
-    `takes` are the options that it documents (None: all that a stage has).
+    `takes` are the options that it documents (None: all that a stage has). `dtype` and `atol` are those in which its
+    values are compared, unless a property says otherwise: not every engine trains in float64.
     """
 
     name: str
     build: Callable
     like: str | None = None
     takes: frozenset[str] | None = None
+    dtype: torch.dtype = torch.float64
+    atol: float = 1e-12  # in float64, where another order of a sum makes some 1e-15
     more: dict = field(default_factory=dict)  # of an exhibit of the museum: its own save, load, scaler
 
     def __call__(self, model, optimizer_cls, **options):
@@ -150,10 +163,26 @@ def subject(name: str) -> Subject:
     if name in STAGES:
         return Subject(name, engines.ENGINES[name].build.args[0], like=name)
 
-    def build(model, optimizer_cls, **options):
-        return engines.build(name, model, optimizer_cls, next(model.parameters()).device, **options)
+    entry = engines.ENGINES[name]
 
-    return Subject(name, build, takes=engines.ENGINES[name].takes)
+    def build(model, optimizer_cls, *, param_groups=None, group=None, **options):
+        from harness.properties.foreign import Foreign
+
+        if group is not None:
+            raise NotApplicable(f"{name} is built over all ranks here")
+        if param_groups is not None and not entry.casts:
+            raise NotApplicable(f"{name} is built over all parameters here")
+        over = optimizer_cls if param_groups is None else partial(_over, optimizer_cls, param_groups)
+        return Foreign(name, engines.build(name, model, over, next(model.parameters()).device, **options))
+
+    like = entry.counterpart if entry.file and entry.counterpart in STAGES else None
+    takes = frozenset({"bucket_mb"} & entry.takes | {"param_groups", "group"})
+    more = {"dtype": torch.float32, "atol": 2e-5} if entry.needs == "deepspeed" else {}
+    return Subject(name, build, like, takes, **more)
+
+
+def _over(optimizer_cls, param_groups, params):
+    return optimizer_cls(param_groups)
 
 
 # The library.
@@ -163,7 +192,8 @@ def subject(name: str) -> Subject:
 class Property:
     """`check(engine, **case)`, and for which engines, numbers of ranks and cases the tests ask it.
 
-    A case may say with "on" which of the engines it is for. `further` are sizes and cases of `--thorough`.
+    A case may say with "on" which of the engines it is for, and with "at" which of the sizes. `further` are sizes and
+    cases of `--thorough`.
     """
 
     check: Callable
@@ -188,8 +218,8 @@ class Property:
         usual = list(itertools.product(self.sizes, self.engines, self.cases))
         further = itertools.product(self.sizes + self.further_sizes, self.engines, self.cases + self.further_cases)
         for size, engine, case in [*usual, *(each for each in further if each not in usual)] if thorough else usual:
-            if engine in case.get("on", self.engines):
-                yield size, engine, {key: value for key, value in case.items() if key != "on"}
+            if engine in case.get("on", self.engines) and size in case.get("at", (size,)):
+                yield size, engine, {key: value for key, value in case.items() if key not in ("on", "at")}
 
 
 PROPERTIES: dict[str, Property] = {}
@@ -222,15 +252,22 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
 
     Only what a property says becomes a finding; other exceptions are raised, and so is `NotApplicable`.
     """
+    global _asked
     engine = subject(engine) if isinstance(engine, str) else engine
+    before, _asked = _asked, engine
     try:
         library()[name].check(engine, **(case or {}))
     except AssertionError as error:
-        return [_finding(error)]
+        frames = traceback.extract_tb(error.__traceback__)
+        if engine.takes is not None and Path(frames[-1].filename).parent != HERE:
+            raise  # another engine's own way to refuse
+        return [finding_of(error)]
+    finally:
+        _asked = before
     return []
 
 
-def _finding(error: AssertionError) -> Finding:
+def finding_of(error: AssertionError) -> Finding:
     """What an assertion says; of a plain `assert`, the line that is not true."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if isinstance(error, Differs):

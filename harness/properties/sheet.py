@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
-import importlib
 import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -15,12 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.engine.unit_moments import tensors_in
-from harness.measure.memory import MemoryLedger
-from harness.measure.traffic import KINDS, Collective, TrafficLedger, group_of
+from harness.measure.memory import MemoryLedger, tensors_in
+from harness.measure.traffic import sent_bytes
 from harness.properties import parts
 from harness.properties.overlap import replaced
-from harness.properties.property import Differs, Finding, NotApplicable, Subject, first_difference, holds
+from harness.properties.property import Differs, Finding, NotApplicable, Subject, finding_of, first_difference, holds
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
@@ -32,50 +32,23 @@ SMALL = {"bucket_mb": 320 / 2**20}  # several buckets, with three parameters and
 
 LAYERS, WIDTH = 8, 64
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of `Stack`
-ACTIVATIONS = (8 + 2 * LAYERS) * 4 * 2 * WIDTH
+NOISE = (8 + 2 * LAYERS) * 4 * 2 * WIDTH  # activations
 
 
-@dataclass(frozen=True)
-class Promise:
-    """What an engine sends in a training step: `times` Ψ elements in collectives of these `kinds`.
+class Promise(NamedTuple):
+    """The kind of collective that brings a step's gradients, which sends `times` Ψ; what each rank holds a part of."""
 
-    `reduce` is what of it is for the gradients. `cut` is what each rank holds only a part of.
-    """
-
-    kinds: list[str]
+    kind: str
     times: int
-    reduce: tuple[str, int]
     cut: tuple[str, ...]
 
 
 PROMISES = {
-    "zero1": Promise(["all-reduce", "all-gather"], 3, ("all-reduce", 2), ("optimizer",)),
-    "zero1_2psi": Promise(["reduce-scatter", "all-gather"], 2, ("reduce-scatter", 1), ("optimizer",)),
-    "zero2": Promise(["reduce-scatter", "all-gather"], 2, ("reduce-scatter", 1), ("gradients", "optimizer")),
-    "zero3": Promise(["all-gather", "reduce-scatter"], 3, ("reduce-scatter", 1),
-                     ("parameters", "gradients", "optimizer")),
-}  # fmt: skip
-
-
-# Models: awkward sizes for values, large layers for bytes, different layers for the order of events.
-
-Odd = partial(parts.OddModel, frozen_block=1)
-Stack = partial(parts.Stack, LAYERS, WIDTH)
-
-
-class Lanes(nn.Module):
-    """Layers of different sizes, so that a collective's bytes name the layer, run in the order of `way`."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, out) for out in (8, 16, 24, 32))
-        self.way = [0, 1, 2, 3]
-
-    def forward(self, x):
-        *first, last = self.way
-        for index in first:
-            x = x + self.layers[index](x).sum(-1, keepdim=True)
-        return self.layers[last](x)
+    "zero1": Promise("all-reduce", 2, ("optimizer",)),
+    "zero1_2psi": Promise("reduce-scatter", 1, ("optimizer",)),
+    "zero2": Promise("reduce-scatter", 1, ("gradients", "optimizer")),
+    "zero3": Promise("reduce-scatter", 1, ("parameters", "gradients", "optimizer")),
+}
 
 
 # Instruments.
@@ -97,43 +70,16 @@ class Alive(MemoryLedger):
         return self.peak - self.before
 
 
-class Traffic(TrafficLedger):
-    """Every collective and every message, also those that no stage needs; those outside of `group` under that name."""
-
-    def __init__(self, group, on_event=None):
-        super().__init__(on_event)
-        self.group, self.reduced = group, []  # what reduce-scatters were given
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1]
-        quiet = ("barrier", "monitored_barrier", "wait_tensor")
-        if func.namespace in ("c10d", "_c10d_functional") and name not in KINDS and name not in quiet:
-            whole = sum(tensor.nbytes for tensor in tensors_in(list(args)))
-            self.collectives.append(Collective(name.strip("_"), whole, whole, ""))
-            self._on_event(name, len(self._steps), self.collectives[-1])
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _note(self, kind, args) -> None:
-        tensors = tensors_in(list(args[:2]))
-        if all(tensor.dtype == torch.int64 for tensor in tensors) and tensors[-1].numel() == 1:
-            return  # the ranks compare notes, with a number each (harness/engine/order.py)
-        if group_of(args).group_name != self.group.group_name:
-            kind += " outside of the engine's group (was group= passed?)"
-        if kind == "reduce-scatter":
-            self.reduced.append(torch.cat([tensor.flatten() for tensor in tensors_in(args[1])]))
-        super()._note(kind, args)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [collective.whole_bytes for collective in self.collectives]
-
-
 @dataclass
 class Issued:
-    """A collective that was started: who it is, and what became of it."""
+    """A collective that was started, of `nbytes` (of the whole buffer), and what became of it."""
 
     what: str
+    kind: str
     nbytes: int
+    group: dist.ProcessGroup
+    given: torch.Tensor | None  # a copy of its input, where `Recorder.copies`
+    waits: bool = False  # somebody must wait for it
     waited: bool = False
     spoilt: bool = False  # its input was changed or freed before somebody waited for it
 
@@ -141,87 +87,34 @@ class Issued:
 class Work:
     """A collective's work that knows whether somebody has waited for it. It keeps no tensor alive."""
 
-    issued: list[Issued] = []
-    on_wait = None
-
     def __init__(self, work, recorder, issued: Issued, inputs):
         self._work, self._recorder, self._issued = work, recorder, issued
         self._inputs = [(weakref.ref(tensor), tensor._version) for tensor in inputs]
-        Work.issued.append(self._issued)
+        issued.waits = True
 
     def wait(self, *args, **kwargs):
         if not self._issued.waited:
             self._issued.waited = True
             there = [(tensor(), version) for tensor, version in self._inputs if tensor() is not None]
             self._issued.spoilt = any(t._version != v or not t.untyped_storage().nbytes() for t, v in there)
-            if Work.on_wait:
-                Work.on_wait(self._issued)
         with self._recorder.inside(self._issued.what):
             return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name):
-        return getattr(self._work, name)
+        return getattr(self._issued if name == "waited" else self._work, name)
 
 
-class Events(Traffic):
-    """Gathers, waits for them, frees, reductions, and the matrix products of forward and backward, by layer, in order.
-
-    A unit is freed by whoever takes the last byte from a storage of its size.
-    """
-
-    def __init__(self, engine):
-        super().__init__(engine.group, on_event=self._issued)
-        self.events = []
-        self._units = {unit.buckets[0].numel: number for number, unit in enumerate(engine.units)}
-        self._weights = {unit.buckets[0].params[0].numel(): number for number, unit in enumerate(engine.units)}
-        self._resize = torch.UntypedStorage.resize_
-        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", lambda *args: self._resized(*args))
-
-    def __enter__(self):
-        Work.on_wait = self._waited
-        self._patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        Work.on_wait = None
-        self._patch.stop()
-        return super().__exit__(*exception)
-
-    def _of_unit(self, verb: str, nbytes: int) -> None:
-        self.events.append(f"{verb} {self._units.get(nbytes // 4, '?')}")
-
-    def _resized(self, storage, nbytes: int):
-        if storage.nbytes() and nbytes == 0:
-            self._of_unit("free", storage.nbytes())
-        return self._resize(storage, nbytes)
-
-    def _waited(self, issued: Issued) -> None:
-        if issued.what.startswith("all_gather"):
-            self._of_unit("wait", issued.nbytes)
-
-    def _issued(self, what: str, depth: int, collective: Collective | None) -> None:
-        if collective is None:  # a label
-            return
-        verb = {"all-gather": "gather", "reduce-scatter": "reduce"}.get(collective.kind, collective.kind)
-        self._of_unit(verb, collective.whole_bytes)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func._schema.name == "aten::addmm" and args[2].numel() in self._weights:
-            self.events.append(f"forward {self._weights[args[2].numel()]}")
-        elif func._schema.name == "aten::mm" and result.numel() in self._weights:
-            self.events.append(f"backward {self._weights[result.numel()]}")
-        return result
-
-
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "reduce_scatter",
-               "reduce_scatter_single", "reduce_scatter_tensor", "broadcast", "reduce", "gather", "scatter",
-               "all_to_all", "all_to_all_single", "send", "recv", "barrier", "all_gather_object",
-               "broadcast_object_list")  # fmt: skip
+KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+COLLECTIVES = (*KINDS, "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
+               "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv", "barrier",
+               "all_gather_object", "broadcast_object_list")  # fmt: skip
 
 
 class Recorder:
-    """Stands in front of the functions of torch.distributed: inside, what they start is a `Work`."""
+    """Stands in front of the functions of torch.distributed, and writes down what is `issued` inside."""
+
+    issued: list[Issued] = []
+    copies = False
 
     def __enter__(self):
         here = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
@@ -241,15 +134,29 @@ class Recorder:
         return contextlib.nullcontext()
 
     def _call(self, name, real, *args, **kwargs):
-        nbytes = max(sum(tensor.nbytes for tensor in tensors_in([arg])) for arg in [None, *args, *kwargs.values()])
+        given = [*args, *kwargs.values()]
+        nbytes = max(sum(tensor.nbytes for tensor in tensors_in([arg])) for arg in [None, *given])
         what = self.begins(f"{name}{f' of {nbytes:,} bytes' if nbytes else ''}")
+        first = args[:2] if name == "all_reduce" else args[1:2]  # the input, where it is not given by name
+        inputs = [*first, *(value for key, value in kwargs.items() if key.startswith("input") or key == "tensor")]
+        inputs = tensors_in(inputs)
+        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), name)
+        group = next((each for each in given if isinstance(each, dist.ProcessGroup)), dist.group.WORLD)
+        copy = torch.cat([tensor.flatten() for tensor in inputs]) if self.copies and inputs else None
+        issued = Issued(what, kind, nbytes, group, copy)
+        # Left out are barriers, and the numbers with which the ranks compare notes (harness/engine/order.py).
+        if name != "barrier" and [(t.numel(), t.dtype) for t in inputs] != [(1, torch.int64)]:
+            Recorder.issued.append(issued)
         with self.inside(what):
             result = real(*args, **kwargs)
         if not isinstance(result, dist.Work):
             return result
-        first = args[:2] if name == "all_reduce" else args[1:2]  # the input, where it is not given by name
-        inputs = [*first, *(value for key, value in kwargs.items() if key.startswith("input") or key == "tensor")]
-        return Work(result, self, Issued(what, nbytes), tensors_in(inputs))
+        # What lies in the output is changed by the collective itself.
+        outputs = (
+            [] if name == "all_reduce" else tensors_in([args[:1], kwargs.get("output"), kwargs.get("output_tensor")])
+        )
+        places = {tensor.untyped_storage()._cdata for tensor in outputs}
+        return Work(result, self, issued, [t for t in inputs if t.untyped_storage()._cdata not in places])
 
 
 @functools.cache
@@ -259,8 +166,8 @@ def _groups(world) -> types.SimpleNamespace:
     `all` of the ranks; this rank `alone`; and `silent`, whose collectives move nothing and take no memory, for the
     bytes that an engine itself keeps.
     """
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    new = functools.partial(dist.new_group, group_desc="for all checks")
+    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    new = partial(dist.new_group, group_desc="for all checks")
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     return types.SimpleNamespace(all=new(), alone=alone, silent=new(backend="fake"))
 
@@ -299,6 +206,21 @@ class Sheet:
         check(self)
         return self.findings
 
+    def of_all_ranks(self, number: float) -> list[float]:
+        """Every rank's `number`. A collective of all ranks."""
+        everyone = torch.empty(self.world_size, dtype=torch.float64, device=self.device)
+        dist.all_gather_single(everyone, torch.tensor([number], dtype=torch.float64, device=self.device))
+        return everyone.tolist()
+
+    def ask(self, check: Callable, cls=None, **case) -> None:
+        """Write down what a property finds of the whole class, if no rank has found anything else so far."""
+        if any(self.of_all_ranks(len(self.findings))):
+            return
+        try:
+            check(Subject(self.name, cls or self.engine_cls, like=self.name), **case)
+        except AssertionError as error:
+            self.findings.append(finding_of(error))
+
     def expect(self, right: bool, what: str, expected, found, read: str = "") -> None:
         """Write down what is not `right`; and what to `read`, if not what its step says.
 
@@ -311,6 +233,9 @@ class Sheet:
     def equal(self, what: str, found, expected, said: str = "", read: str = "") -> None:
         """`found` is `expected`, or what is `said` in its place."""
         self.expect(found == expected, what, said or expected, found, read)
+
+    def none(self, what: str, found: list[str]) -> None:
+        self.expect(not found, what, "none", ", ".join(found))
 
     def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT, backwards: int = 1,
              none: str = "NoneType: is a return missing?") -> None:  # fmt: skip
@@ -335,20 +260,31 @@ class Sheet:
                 return f", {said}"
         return ""
 
-    def at_most(self, what: str, nbytes: int, allowed: float, means: str) -> None:
-        self.expect(nbytes <= allowed, what, f"at most {allowed:,.0f} bytes ({means})", f"{nbytes:,} bytes")
+    def at_most(self, what: str, nbytes: float, allowed: float, means: str) -> None:
+        self.expect(nbytes <= allowed, what, f"at most {allowed:,.0f} bytes ({means})", f"{nbytes:,.0f} bytes")
 
     @contextlib.contextmanager
-    def received(self, where: str):
-        """What is started inside is waited for inside, and left alone until then."""
-        Work.issued.clear()
-        yield
+    def listen(self, where: str = "", copies: bool = False):
+        """The collectives inside. What is started in a place that is named is waited for, and unchanged until then."""
+        issued = []
+        with mock.patch.multiple(Recorder, issued=issued, copies=copies):
+            yield issued
         for said, wrong in (
-            ("never waited for", [issued for issued in Work.issued if not issued.waited]),
-            ("whose input was changed or freed before the wait", [issued for issued in Work.issued if issued.spoilt]),
+            ("never waited for", [each for each in issued if each.waits and not each.waited]),
+            ("whose input was changed or freed before the wait", [each for each in issued if each.spoilt]),
         ):
-            if wrong and not self.findings:
+            if where and wrong and not self.findings:
                 self.expect(False, f"collectives of {where}, {said}", "none", f"{len(wrong)}, first {wrong[0].what}")
+
+    def sizes(self, issued: list[Issued]) -> list[int]:
+        return [each.nbytes for each in issued]
+
+    def in_flight(self, what: str, issued: list[Issued], read: str = "") -> None:
+        """The last of these collectives was not waited for yet."""
+        last = issued[-1] if issued else None
+        found = "waited for already" if last and last.waits else "over already: is it started with async_op=True?"
+        means = "in flight: it travels while the rank computes, and is waited for later"
+        self.expect(not last or last.waits and not last.waited, what, means, found, read=read)
 
     # What it is said about.
 
@@ -377,20 +313,17 @@ class Sheet:
 
     def odd(self, rank: int | None = None) -> nn.Module:
         """The model for values: the group's first rank's start is the right one, the others' is another."""
-        return parts.seeded(Odd, self.rank if rank is None else rank, torch.float64, self.device)
+        seed = self.rank if rank is None else rank
+        return parts.seeded(partial(parts.OddModel, frozen_block=1), seed, torch.float64, self.device)
 
     def start(self) -> nn.Module:
         return self.odd(self.ranks[0])
 
-    def lanes(self) -> nn.Module:
-        """The model for the order of events."""
-        return parts.seeded(Lanes, 0, torch.float32, self.device)
-
     @contextlib.contextmanager
     def ledger(self, cls=None, frozen: str | None = None, **options):
-        """(what is alive, an engine over `Stack` that was built under it, in a group that moves nothing)."""
+        """(what is alive, an engine over a `Stack` that was built under it, in a group that moves nothing)."""
         with Alive() as memory:
-            model = parts.seeded(Stack, 0, torch.float32, self.device)
+            model = parts.seeded(partial(parts.Stack, LAYERS, WIDTH), 0, torch.float32, self.device)
             if frozen:
                 model.get_parameter(frozen).requires_grad_(False)
             engine = self.build(model, cls, **{"group": self.groups.silent, **options})
@@ -405,9 +338,6 @@ class Sheet:
         """Bytes of this rank's part of a `Stack`, with its padding."""
         return LAYERS * LAYER / self.world_size + self.padding(buckets)
 
-    def listen(self) -> Traffic:
-        return Traffic(self.group)
-
     def batch(self, step: int, rank: int | None = None) -> tuple[torch.Tensor, ...]:
         tensors = parts.token_batch(step, self.rank if rank is None else rank)
         return tuple(tensor.to(self.device) for tensor in tensors)
@@ -415,17 +345,15 @@ class Sheet:
     def vectors(self, step: int, width: int = WIDTH) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.to(self.device) for tensor in parts.vector_batch(step, self.rank, width, batch=2))
 
-    def oracle(self, steps: int) -> tuple[nn.Module, torch.Tensor]:
-        """One process, plain PyTorch, all ranks' data: (the model after `steps`, with the last gradients, losses)."""
-        key = steps, *self.ranks
-        if key not in self._oracles:
-            model = self.start()
-            losses, _ = parts.oracle(model, ADAMW, F.cross_entropy, self.batch, steps, self.ranks)
-            self._oracles[key] = model, losses
+    def oracle(self) -> nn.Module:
+        """One process, plain PyTorch, all ranks' data: the model after a step, with its gradients."""
+        if (key := tuple(self.ranks)) not in self._oracles:
+            self._oracles[key] = self.start()
+            parts.oracle(self._oracles[key], ADAMW, F.cross_entropy, self.batch, 1, self.ranks)
         return self._oracles[key]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: param.grad for name, param in self.oracle(1)[0].named_parameters()}
+        return {name: param.grad for name, param in self.oracle().named_parameters()}
 
     def backward(self, engine) -> None:
         inputs, targets = self.batch(0)
@@ -448,19 +376,21 @@ class Sheet:
             if name in gradients and piece.grad is not None:
                 self.same(what, piece.grad, gradients[name].flatten()[part] * times, tolerance, int(times))
             else:
-                self.expect(name not in gradients and piece.grad is None, what,
-                            f"{piece.numel()} elements" if name in gradients else None, piece.grad)  # fmt: skip
+                said = f"{piece.numel()} elements" if name in gradients else None
+                self.expect(name not in gradients and piece.grad is None, what, said, piece.grad)
 
-    def traffic(self, traffic: Traffic, kinds: list[str], times: float, nbytes: float, when: str) -> None:
+    def traffic(self, issued: list[Issued], kinds: list[str], times: float, nbytes: float, when: str) -> None:
         """These kinds of collectives, in the order in which they are first met; not more than `times` Ψ (N-1)/N.
 
-        `nbytes` is what the Ψ elements take, in the dtype in which they travel.
+        `nbytes` is what the Ψ elements take, in the dtype in which they travel. All of it is in the engine's group.
         """
-        found = list(dict.fromkeys(collective.kind for collective in traffic.collectives))
+        outside = " outside of the engine's group (was group= passed?)"
+        found = list(dict.fromkeys(each.kind + outside * (each.group is not self.group) for each in issued))
         self.expect(found == kinds, f"collectives {when}", ", then ".join(kinds), ", then ".join(found) or "none")
         allowed = times * nbytes * (len(self.ranks) - 1) / len(self.ranks)
         means = f"{times:g}Ψ (N-1)/N elements; Ψ of them take {nbytes:,.0f} bytes, padding included"
-        self.at_most(f"bytes sent {when}", traffic.sent_bytes, allowed, means)
+        sent = sum(sent_bytes(each.kind, each.nbytes, each.group.size()) for each in issued)
+        self.at_most(f"bytes sent {when}", sent, allowed, means)
 
 
 # The library.
@@ -470,7 +400,7 @@ def of_subject(engine: Subject, device: str) -> Sheet:
     """A sheet about the class under test, with the other parts of the chapter that it promises to be."""
     if not isinstance(engine.build, type):
         raise NotApplicable(f"{engine.name} has no methods of a stage")
-    chapter = importlib.import_module(engine.like)
+    chapter = import_module(engine.like)
     return Sheet(engine.like, chapter, engine.build, torch.device(device), f"{engine.like}.py")
 
 

@@ -1,5 +1,6 @@
 """Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
 
+import contextlib
 import itertools
 import os
 import platform
@@ -57,10 +58,8 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
         return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"
     if backend == "nccl" or (backend == "auto" and ranks_here <= gpus):
         return "nccl", f"cuda:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
-    if ranks_here > gpus:
-        why = f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses"
-    else:
-        why = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without NCCL as --backend gloo asks"
+    alone = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without NCCL as --backend gloo asks"
+    why = f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses" if ranks_here > gpus else alone
     return "gloo", f"cuda:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
 
 
@@ -120,10 +119,9 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
         if name == "train":
             raise RuntimeError("no ranks: start it by ./launch.sh train zero3 2")
-        raise RuntimeError(
-            f"no ranks: start this file by ./launch.sh {name if name.startswith('zero') else 'compare'} 2, "
-            f"or by torchrun --standalone --nproc-per-node 2 {name}.py"
-        )
+        door = f"./launch.sh {name if name.startswith('zero') else 'compare'} 2"
+        bare = f"torchrun --standalone --nproc-per-node 2 {name}.py"
+        raise RuntimeError(f"no ranks: start this file by {door}, or by {bare}")
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend, device, why = choose(backend, device, local_rank, ranks_here, torch.cuda.device_count())
     chosen = torch.device(device)
@@ -132,13 +130,15 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
     else:
         # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    dist.init_process_group(
-        backend,
-        # Nothing waits for ever: a rank that never comes is an error on the others after this time.
-        timeout=timedelta(seconds=timeout()),
-        device_id=chosen if backend == "nccl" else None,
-    )
+    _join(backend, chosen)
     return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
+
+
+def _join(backend: str, device: torch.device, **where) -> None:
+    # Nothing waits for ever: a rank that never comes is an error on the others after this time.
+    dist.init_process_group(
+        backend, timeout=timedelta(seconds=timeout()), device_id=device if backend == "nccl" else None, **where
+    )
 
 
 def hardware(device: torch.device) -> str:
@@ -186,6 +186,34 @@ def wait_for_rank_0(me: Rank) -> None:
             continue
 
 
+def tell(what: str, said: str, me: Rank, store=None) -> list[str]:
+    """What every rank says; through the store, so that also those can speak that have left the group. All call it."""
+    store = store or dist.distributed_c10d._get_default_store()
+    store.set(f"{what}/{me.rank}", said)
+    keys, answers = [f"{what}/{rank}" for rank in range(me.world_size)], []
+    while len(answers) < len(keys):
+        with contextlib.suppress(dist.DistStoreError):  # it has not been said yet
+            store.wait([keys[len(answers)]], timedelta(seconds=1))
+            answers.append(store.get(keys[len(answers)]).decode())
+    return answers
+
+
+def leave():
+    """Leave the process group, without the others; returns its store, by which one can meet again."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    return store
+
+
+_starts = itertools.count(1)  # of `start_again`; the same number on all ranks
+
+
+def start_again(me: Rank, store) -> None:
+    """A new process group, for all ranks that have left the one before."""
+    _join(me.backend, me.device, store=dist.PrefixStore(f"group {next(_starts)}", store), rank=me.rank,
+          world_size=me.world_size)  # fmt: skip
+
+
 def check_writable(option: str, path: str | None) -> None:
     """Refuse a file that cannot be written, before the work that it is for. Raises ValueError."""
     if path is None:
@@ -224,14 +252,18 @@ def run(main) -> None:
         if os.environ.get("RANK", "0") == "0":  # all ranks have the same one, and the launcher ends with it
             _say(error)
     except RuntimeError as error:
-        signs = ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer")
-        lost = any(sign in str(error) for sign in signs)
-        _say(error, "\nAnother rank has failed or hangs: look for the first error of another rank." if lost else "")
+        hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
+        _say(error, hint if lost(str(error)) else "")
     except Exception:
         traceback.print_exc()  # nothing that was foreseen: show where
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
+
+
+def lost(said: str) -> bool:
+    """Whether an error's message is that of a rank which has waited for another one in vain."""
+    return any(sign in said for sign in ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer"))
 
 
 def _say(error: BaseException, hint: str = "") -> None:

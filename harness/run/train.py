@@ -210,9 +210,8 @@ class Training:
             first = False
             if asked or at_end or self.step % options.print_every == 0:
                 held_out = f", held-out {line['held_out']:.4f}" if "held_out" in line else ""
-                me.print(
-                    f"step {self.step}/{options.steps}: loss {loss:.4f}{held_out}, lr {lr:.1e}, {rate:,.0f} tokens/s"
-                )
+                numbers = f"loss {loss:.4f}{held_out}, lr {lr:.1e}, {rate:,.0f} tokens/s"
+                me.print(f"step {self.step}/{options.steps}: {numbers}")
             if asked or at_end or self.step % options.save_every == 0:
                 self.save()
             if asked:

@@ -14,8 +14,6 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.teach.hints import IDEAS
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises"
 HINTS = 1  # of each blank's two, unless another number is asked for
@@ -33,34 +31,29 @@ class Blank:
 
     Without `first` from the beginning of the body, without `last` to its end; `inside` names a statement, such as a
     `with`, whose body is meant in place of the function's. `task` is what the error says. Above it stand as many of its
-    `hints` as were asked for, and `target`, in which {lines} is the number of lines of code in the reference. `read`
-    says where to look when a check fails. With `source` the class has the method from a function in that file: the
-    exercise gets a method with its docstring and nothing else.
+    hints as were asked for (`idea`: what to think of, `hint`: how to go about it), and `target`, in which {lines} are
+    the reference's lines of code. `read` says where to look when a check fails. A method that the class has
+    from elsewhere is given with its `head`, and added to the class.
     """
 
     where: str
     task: str
+    idea: str
     hint: str
     target: str
     read: str
     first: Selector | None = None
     last: Selector | None = None
     inside: Selector | None = None
-    source: str = ""
+    head: str = ""
 
     @property
     def step(self) -> str:
         return self.task.partition(":")[0]
 
     @property
-    def hints(self) -> tuple[str, ...]:
-        """First what to think of, then how to go about it."""
-        return tuple(hint for hint in (IDEAS.get(self.task), self.hint) if hint)
-
-    def hints_in(self, text: str) -> int:
-        """How many of them stand in an exercise's text, however its lines are broken."""
-        words = " ".join(line.strip().removeprefix("#").strip() for line in text.split("\n"))
-        return sum(" ".join(hint.split()) in " ".join(words.split()) for hint in self.hints)
+    def hints(self) -> tuple[str, str]:
+        return self.idea, self.hint
 
 
 @dataclass(frozen=True)
@@ -80,6 +73,8 @@ _FOR_OTHERS = (
 _LAYOUT = Blank(
     "Bucket.__init__",
     "Step 0: lay the parameters end to end, and pad",
+    "Which sizes must be multiples of what, and which of them depends on N? Round up as you go, once more at the end, "
+    "and try it by hand for three parameters and N = 2.",
     "Set self.offsets (where each parameter starts), self.numel and self.shard_numel (of the buffer and of one shard) "
     "and self.start (of this rank's shard), all in elements. Every parameter and every shard starts on a multiple of "
     "16 bytes, in the parameters' dtype and in self.param_dtype, whose elements may be smaller. numel is N shards: N "
@@ -91,6 +86,8 @@ _LAYOUT = Blank(
 _CUT = Blank(
     "Bucket.cut",
     "Step 0: cut the shard into one part per parameter",
+    "Two ranges of numbers overlap or they do not. In whose coordinates does the parameter lie, and in whose does "
+    "`shard` begin at 0?",
     "Parameter i lies at [offset, offset + numel) of the buffer, the shard at [start, start + shard_numel). Where the "
     "two overlap, this rank owns some of the parameter: give (i, that part of `shard`), a view and no copy. Padding "
     "belongs to nobody; a parameter may be cut by several ranks.",
@@ -100,6 +97,8 @@ _CUT = Blank(
 _REDUCE_1 = Blank(
     "ZeRO1._reduce_gradients",
     "Step 3: all-reduce the gradients, and give each piece its part of the mean",
+    "After the collective every rank has a sum, of which it uses one part. Why is it better to start all buckets "
+    "before the first is waited for?",
     "For every bucket in self.trained, bucket.flat_gradient has this rank's gradients. Sum it over the ranks "
     "(group=self.group), divide by N, and set piece.grad, in the piece's dtype, from this rank's shard of it, "
     "bucket.own_part(bucket.flat_gradient): bucket.pieces and bucket.cut(shard) have the same order. Started with "
@@ -113,15 +112,23 @@ _REDUCE_1 = Blank(
 _CLIP = Blank(
     "ZeRO2.clip_grad_norm_",
     "Step 3: clip the gradients by their norm over all shards",
+    "What is the norm of a vector that is cut into parts, when you know each part's norm? Who must know it, and what "
+    "about a rank that has no part?",
     "Receive the gradients that are in flight (self._reduce_gradients()). Take the norm of this rank's gradients, "
     "combine the ranks' norms, and scale the pieces' gradients by min(1, max_norm / (norm + 1e-6)). Return the norm. A "
     "rank may own only padding: it has no gradients, and must take part. A piece's grad may be None. A maximum over "
     "ranks may lose a NaN; all values do not. dist.all_gather_single(output, input, group=self.group) gathers N "
     "numbers.",
-    "about {lines} lines with those that only ZeRO-1 needs; sends a number per rank, never gradients; the same norm as "
+    "about 10 lines; sends a number per rank, never gradients; the same norm as "
     "torch.nn.utils.clip_grad_norm_ on the whole model",
     "torch.nn.utils.clip_grad_norm_'s documentation; a norm over shards is the norm of the shards' norms",
-    source="harness/engine/gradients.py",
+    head='''
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Between backward and `step()`: scale the gradients so that their norm is at most `max_norm`. A collective.
+
+        Returns the norm before, a 0-d tensor that is the same on every rank: what `torch.nn.utils.clip_grad_norm_`
+        gives for the whole model. Padding does not count; a NaN or inf on one rank is seen by all.
+        """''',
 )
 
 EXERCISES = {
@@ -137,6 +144,7 @@ EXERCISES = {
             Blank(
                 "ZeRO1.step",
                 "Step 4: reduce, update this rank's pieces, gather",
+                "Which of the three needs what another one leaves behind?",
                 "Three calls in the right order: self._reduce_gradients(), the optimizer's, and gather_parameters(...) "
                 'of the trained buckets in self.group. Wrap each in record_function("step 3 reduce gradients"), "step '
                 '4 update the shard", "step 5 gather parameters": that is how a profile shows the steps.',
@@ -146,6 +154,8 @@ EXERCISES = {
             Blank(
                 "gather_parameters",
                 "Step 5: all-gather the updated shards into the weights",
+                "Who has the new values of which part, and where must they arrive so that the model sees them, with no"
+                " copy after it?",
                 "The model's weights are views of bucket.flat: an all-gather into it is all that is needed. "
                 "precision.rounded_shard(bucket) is what this rank brings (bucket.shard, in mixed precision rounded). "
                 'Start all of `buckets` in `group`, then wait(work, "all-gather", bucket) for each.',
@@ -165,6 +175,8 @@ EXERCISES = {
             Blank(
                 "ZeRO1._reduce_gradients",
                 "Step 3: reduce-scatter the gradients, and give each piece its part of the mean",
+                "Of all that the all-reduce brings, what does this rank use? Which collective brings just that, and "
+                "how large is its output?",
                 "The chapter's all-reduce brings every rank all averaged gradients, of which it uses 1/N. A "
                 "reduce-scatter brings this rank's shard alone: dist.reduce_scatter_single(shard, whole, "
                 "group=self.group, async_op=True), shard of bucket.shard_numel elements. The whole must stay alive and "
@@ -187,6 +199,8 @@ EXERCISES = {
             Blank(
                 "Reduction.__init__",
                 "Step 3: send one bucket's gradients by reduce-scatter",
+                "Where must each gradient lie so that cutting the buffer into N parts is cutting the parameters? Who "
+                "still reads the buffer when the call has returned?",
                 "gradients.take(bucket) gives the gradient of each of bucket.params, in the parameter's shape, and "
                 "sets param.grad to None. (An earlier gradient that no_sync has kept is added, and where there is "
                 "none it gives zeros.) Copy each into its view (bucket.views) of a buffer self.flat of bucket.numel "
@@ -202,6 +216,8 @@ EXERCISES = {
             Blank(
                 "Reduction.finish",
                 "Step 3: receive this rank's shard of the mean, and free the whole gradients",
+                "Which tensors keep the large buffer's memory alive, and a view of it too? What if a gradient of this "
+                "step is there already?",
                 'wait(work, "reduce-scatter", self.bucket), let go of the whole buffer, divide by N (world_size), and '
                 "add each part of self.bucket.cut(shard) to its piece's gradient (None at first), in the piece's "
                 "dtype.",
@@ -213,6 +229,8 @@ EXERCISES = {
             Blank(
                 "ZeRO2._send",
                 "Step 3: at most one bucket in flight",
+                "Sending is quick and travelling is slow. At which moment must the one before have arrived, so that "
+                "never more than two buckets are whole?",
                 "Receive the bucket before (self._receive()), then send this one: self._in_flight is the Reduction "
                 "that was sent and not received.",
                 "about {lines} lines; two buckets of whole gradients at most: this one, and that which backward fills",
@@ -222,6 +240,8 @@ EXERCISES = {
             Blank(
                 "ZeRO2.gradients_final",
                 "Step 3: inside backward, send the buckets whose turn has come",
+                "Two ranks may complete their buckets in another order. What would the third collective of one rank "
+                "meet on the other?",
                 "Backward calls this once for every bucket, in whatever order it completes them. self._turns is a "
                 "deque of self.trained, in the order in which every rank sends them; self._complete is the set of the "
                 "buckets that are complete and not sent. Put `bucket` into self._complete. While the first of "
@@ -245,6 +265,7 @@ EXERCISES = {
             Blank(
                 "make_units",
                 "Step 0: put every parameter into one unit, or into the root",
+                "What if two modules share a weight, and if one has no weights? The engine has helpers for both.",
                 "`modules` are what becomes a unit each; where it is None, default_units(model) chooses them. "
                 "parameters_by_unit(model, modules) gives {module: [(name, parameter), ...]} and the root's list of "
                 "(name, parameter). Make a Unit(name, module, named parameters, *layout) of each module that has "
@@ -258,6 +279,8 @@ EXERCISES = {
             Blank(
                 "ZeRO3._free",
                 "Step 5: free a unit",
+                "Who has views of the gathered buffer, besides the module? What can be taken away from all of them at "
+                "once? And what if a collective still writes to it?",
                 "Nothing to do unless unit.gathered. Wait for an all-gather in flight (self._wait), then give back the "
                 "memory under bucket.flat of each of unit.buckets: the storage's, as autograd and the model keep views "
                 "of it. guard.close(unit.params) turns a use of the freed weights into an error. unit.gathered says "
@@ -270,6 +293,7 @@ EXERCISES = {
             Blank(
                 "ZeRO3._gather",
                 "Step 5: start to gather a unit",
+                "What is the opposite of what `_free` does? Who waits, and when?",
                 "For each of unit.buckets give the storage under bucket.flat its bytes back (for numel elements); "
                 "start an all-gather of precision.rounded_shard(bucket) into it, in self.group; the work goes to "
                 "unit.works, which self._wait waits for. unit.gathered is True from here on. The label is "
@@ -284,6 +308,7 @@ EXERCISES = {
             Blank(
                 "ZeRO3.before_forward",
                 "Step 1: gather before forward, and prefetch",
+                "What is needed now, what is needed next, and for which of the two does the rank have to stand still?",
                 "`unit` is about to run and needs its weights. `upcoming` are the units that run after it, as many as "
                 "`prefetch` says. Start to gather them all (self._gather), the one that is needed first, and wait for "
                 "`unit` only (self._wait): the others travel while it computes.",
@@ -293,6 +318,7 @@ EXERCISES = {
             Blank(
                 "ZeRO3.before_backward",
                 "Step 2: gather before backward, and prefetch",
+                "As before forward, the other way round.",
                 "Backward has come to `unit` and needs its weights, and after it those of `upcoming`. Start them all, "
                 "the one that is needed first, and wait for that one only.",
                 "about {lines} lines; every unit gathered once more; each before its backward, `prefetch` ahead",
@@ -301,6 +327,7 @@ EXERCISES = {
             Blank(
                 "ZeRO3.after_backward",
                 "Step 2: free after backward",
+                "Will anybody read these weights again in this step?",
                 "Backward is done with `unit`, so nobody needs its weights any more, whatever "
                 "self.reshard_after_forward says: self._free it. Its gradients stay where they are until "
                 "`gradients_final`.",
@@ -310,6 +337,8 @@ EXERCISES = {
             Blank(
                 "ZeRO3.gradients_final",
                 "Step 3: reduce a unit whose gradients are final",
+                "Which of the unit's buckets have gradients at all? Is every weight of the unit done with, now that "
+                "these are final?",
                 "self._send each bucket of the unit that has gradients: unit.trained. Do no more than that: a frozen "
                 "weight of the unit may still be needed, and `after_backward` is called when it is not.",
                 "about {lines} lines; in backward two buckets of whole gradients at most; a reduce-scatter per bucket "
@@ -375,20 +404,13 @@ def statements(tree: ast.Module, blank: Blank) -> list[ast.stmt]:
 def _opened(text: str, blank: Blank, hints: int) -> str:
     """The chapter's `text` with this blank in it. Raises LookupError for what is not found."""
     lines = text.split("\n")
-    if not blank.source:
+    if blank.head:
+        end = find(ast.parse(text), blank.where.partition(".")[0]).end_lineno
+        lines[end:end] = [*blank.head.split("\n"), *_instead(blank, [], 8, hints)]
+    else:
         taken = statements(ast.parse(text), blank)
         first, last, indent = taken[0].lineno - 1, taken[-1].end_lineno, taken[0].col_offset
         lines[first:last] = _instead(blank, lines[first:last], indent, hints)
-        return "\n".join(lines)
-    class_name, name = blank.where.split(".")
-    borrowed = (ROOT / blank.source).read_text()
-    function, theirs = find(ast.parse(borrowed), name), borrowed.split("\n")
-    docstring = function.body[0].end_lineno
-    head = "\n".join(theirs[function.lineno - 1 : docstring])
-    head = textwrap.indent(head.replace(f"{name}({function.args.args[0].arg}", f"{name}(self", 1), " " * 4)
-    body = _instead(blank, theirs[docstring : function.end_lineno], 8, hints)
-    end = find(ast.parse(text), class_name).end_lineno
-    lines[end:end] = ["", *head.split("\n"), *body]
     return "\n".join(lines)
 
 

@@ -6,9 +6,11 @@ Run it: python -m harness.measure.report.machine --json FILE
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import distributions
+from pathlib import Path
 
 SMI = ("index,name,driver_version,memory.total,memory.used,utilization.gpu,power.limit,clocks.max.sm,"
        "pcie.link.gen.max,pcie.link.width.max,mig.mode.current,ecc.mode.current")  # fmt: skip
@@ -26,11 +28,9 @@ def said(*command: str) -> str:
 
 def host(found: dict) -> None:
     """The processor, its memory, the software beside torch, and what the driver says of GPUs, links and other users."""
-    found["processor"] = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-        found["processor"] = (names or [found["processor"]])[0]
+    about = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", about.read_text() if about.exists() else "", re.MULTILINE)
+    found["processor"] = names[0] if names else platform.processor() or platform.machine()
     found["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found["system"], found["python"] = f"{platform.system()} {platform.release()}", platform.python_version()
@@ -70,5 +70,4 @@ if __name__ == "__main__":
     for name, value in known.items():
         for line in value if isinstance(value, list) else [value]:
             print(f"{name.replace('_', ' ')}: {line}")
-    with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
-        json.dump(known, file, indent=1)
+    Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(known, indent=1))

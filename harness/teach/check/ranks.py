@@ -14,17 +14,17 @@ import threading
 import time
 import traceback
 import types
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from harness.properties.moves import ALL_STEPS, MOVES
 from harness.properties.property import Finding
 from harness.properties.sheet import MIXED, MIXED_AT, Recorder, Sheet
 from harness.run import process_group, ranks
-from harness.teach.check.steps import checks_of
-from harness.teach.exercise import EXERCISES, ROOT
+from harness.teach.exercise import EXERCISES, ROOT, Blank
 
 FINDINGS = 3  # that are written down per step
 PATIENCE = 3  # seconds
@@ -35,6 +35,29 @@ TOO_SMALL = re.compile(r"requiring a storage size of (\d+) are out of bounds for
 NOT_READY = re.compile(r"unit '(.+?)' is to compute, but it is (not gathered|on its way): (\w+)\(\) must")
 TWO_DTYPES = re.compile(r"invalid tensor type|same (data ?)?type|consistent dtype|tensors? of different d?types?")
 LOST = ("onnection reset", "onnection closed", "roken pipe")  # what gloo says when another rank has gone
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what it looks at (`blank`, or all steps together) and how."""
+
+    title: str
+    look: object
+    blank: Blank | None = None
+
+    @property
+    def read(self) -> str:
+        return self.blank.read if self.blank else "what stands at the top of the file, and its class's docstring"
+
+
+ALL = ("training like one process on all data, and what it sends", "what is held, and that nothing else is alive")
+
+
+def checks_of(name: str) -> list[Check]:
+    """The checks of an exercise, in the order of the steps."""
+    blanks = zip(EXERCISES[name].blanks, MOVES[name], strict=True)
+    whole = [Check(f"All steps: {title}", look) for title, look in zip(ALL, ALL_STEPS, strict=True)]
+    return [Check(blank.task, look, blank) for blank, look in blanks] + whole
 
 
 class Broken(Exception):
@@ -48,14 +71,12 @@ class _Watch(Recorder):
         self.file, self.now, self.last = file, "", ""
         self._note = None if note is None else os.open(note, os.O_CREAT | os.O_WRONLY)
         self.count = 0  # of collectives
-        self.issued: list[str] = []  # of this step, what and where
         self._log = None if note is None else os.open(f"{note}.issued", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def begins(self, what: str) -> str:
         line = self.line(sys._getframe())
         what += f", issued in line {line}" if line else ""
-        self.issued.append(what)
-        if self._log is not None:
+        if self._log is not None:  # for whoever asks where the ranks part
             os.write(self._log, f"{what}\n".encode())
         return what
 
@@ -73,7 +94,6 @@ class _Watch(Recorder):
 
     def begin(self) -> None:
         """A step begins: nothing was issued in it yet."""
-        self.issued.clear()
         if self._log is not None:
             os.ftruncate(self._log, 0)
 
@@ -149,7 +169,7 @@ def examine(name, file: str, folder: str, seconds: float, device="cpu", first: i
                 if verdict["status"] == "error" and sheet:  # it may be a consequence of what was found before
                     verdict = _findings(sheet.findings) or verdict
             over.set()
-            ranks.say(folder, number, rank, {**verdict, "issued": [*watch.issued]})
+            ranks.say(folder, number, rank, verdict)
             patience = PATIENCE if verdict["status"] == "lost" else 2 * seconds + 10  # who is lost sends no verdict
             if any(not_passed(other) for other in ranks.everyone(folder, number, world_size, patience)):
                 return
@@ -241,7 +261,7 @@ def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, nu
     where = f"waits in {watch.now}" if watch.now else "is in no collective"
     # Issued at one line, waited for at another.
     at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
-    hang = {"status": "hang", "line": line, "error": where + at, "issued": [*watch.issued]}
+    hang = {"status": "hang", "line": line, "error": where + at}
     ranks.say(folder, number, rank, hang)
     ranks.everyone(folder, number, world_size, 5)
     os._exit(3)

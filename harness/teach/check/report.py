@@ -5,7 +5,6 @@ This process has no rank: it starts those that try the steps (`ranks.py`), and p
 
 import argparse
 import ast
-import contextlib
 import itertools
 import os
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from harness.run import ranks
 from harness.run.ending import one_line
-from harness.teach.exercise import EXERCISES, FOLDER, ROOT, Blank, answer, find, generate
+from harness.teach.exercise import EXERCISES, FOLDER, ROOT, answer
 
 SECONDS = 30  # for one step; each takes a second or two
 GONE = ("died", "lost", "hang")  # ranks with nothing to say about the step itself
@@ -32,19 +31,6 @@ def to_write(text: str) -> list[tuple[int, str]]:
             if isinstance(said, ast.Constant) and str(said.value).startswith("Step "):
                 found.append((node.lineno, said.value))
     return sorted(found)
-
-
-def first_open(name: str, text: str) -> Blank | None:
-    """The exercise's first blank, if its function stands as the exercise was written; None if anything was changed.
-
-    A blank behind others is told by the ranks alone: those before it may be wrong.
-    """
-    blank = EXERCISES[name].blanks[0]
-    with contextlib.suppress(LookupError):
-        trees = ast.parse(text), ast.parse(generate(name))
-        written, blank_one = (ast.dump(find(tree, blank.where)) for tree in trees)
-        return blank if written == blank_one else None
-    return None
 
 
 def merge(verdicts: list[dict]) -> dict:
@@ -126,14 +112,14 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
 
 def next_hints(check, text: str, many: int) -> list[str]:
     """The next `many` hints of the blank that `check` looks at, beyond those that stand in the file's `text`."""
-    if check.blank is None:
-        return [f"hint      all blanks are written; read {check.read}"]
-    shown = check.blank.hints_in(text)
-    hints = check.blank.hints[shown : shown + many]
-    lines = [f"hint      {hint}" for hint in hints] or [f"hint      there is no other; read {check.read}"]
-    if hints and shown + many < len(check.blank.hints):
+    hints = check.blank.hints if check.blank else ()
+    words = " ".join(text.replace("#", " ").split())  # however its lines are broken
+    hints = [hint for hint in hints if " ".join(hint.replace("#", " ").split()) not in words]
+    lines = [f"hint      {hint}" for hint in hints[:many]]
+    if hints[many:] and many:
         lines.append(f"          (one more: {' '.join(['--hint'] * (many + 1))})")
-    return [part for line in lines for part in _wrapped(line)]
+    none = "there is no other" if check.blank else "all blanks are written"
+    return [part for line in lines or [f"hint      {none}; read {check.read}"] for part in _wrapped(line)]
 
 
 def _wrapped(line: str) -> list[str]:
@@ -164,14 +150,14 @@ class Report:
 
 
 def with_issued(folder: Path, rank: int, verdict: dict) -> dict:
-    """The verdict; of a rank that has ended without its own, with what it had written down that it issues."""
+    """The verdict, with what this rank has written down that it issues in this step, as long as it was there."""
     log = folder / f"now.{rank}.issued"
-    return {**verdict, "issued": log.read_text().splitlines()} if "issued" not in verdict and log.exists() else verdict
+    return {**verdict, "issued": log.read_text().splitlines()} if log.exists() else verdict
 
 
 def run(name: str, world_size: int, seconds: float, backend: str, device: str, file: Path) -> Report:
     """Start the ranks on `file`, and print the report."""
-    from harness.teach.check import steps as check_steps
+    from harness.teach.check.ranks import checks_of
 
     shown = _shown(file)
     print(
@@ -179,7 +165,7 @@ def run(name: str, world_size: int, seconds: float, backend: str, device: str, f
         flush=True,
     )
     command = ["-m", "harness.teach.check.ranks", name, str(file), str(seconds), backend, device]
-    report = Report(check_steps.checks_of(name), shown, file.read_text())
+    report = Report(checks_of(name), shown, file.read_text())
     together = 60 + (seconds + 5) * len(report.checks)
     variables = {"ZERO_TIMEOUT": str(12 * seconds + 60), "OMP_NUM_THREADS": "1"}
     with ranks.Ranks(command, world_size, together, file=str(file), **variables) as there:
@@ -245,12 +231,10 @@ def main(argv=None) -> None:
     try:
         text = file.read_text()
         lines = {task: line for line, task in to_write(text)}
-    except SyntaxError as error:
-        place = f", line {error.lineno}" * bool(error.lineno)
-        print(f"{shown}{place}: {error.msg}: {(error.text or '').strip()}".rstrip(": "), file=sys.stderr)
-        sys.exit(1)
-    except ValueError as error:  # not utf-8, or a null byte
-        print(f"{shown}: {error}", file=sys.stderr)
+    except (SyntaxError, ValueError) as error:  # not Python, not utf-8, or a null byte
+        line = getattr(error, "lineno", None)
+        said = f"{error.msg}: {error.text or ''}" if line else error
+        print(f"{shown}{f', line {line}' * bool(line)}: {said}".rstrip(" :\n"), file=sys.stderr)
         sys.exit(1)
     import torch
 
@@ -263,11 +247,12 @@ def main(argv=None) -> None:
         _, device, why = process_group.choose(options.backend, options.device, 0, world_size, gpus)
     except ValueError as error:
         parser.error(str(error))
-    if unwritten := first_open(name, text):  # no rank is needed to tell
-        from harness.teach.check import steps as check_steps
+    first = EXERCISES[name].blanks[0].task
+    if first in lines:  # no rank is needed to tell
+        from harness.teach.check.ranks import checks_of
 
-        checks, done, told = check_steps.checks_of(name), 0, 1
-        verdict = {"status": "open", "task": unwritten.task, "line": lines[unwritten.task]}
+        checks, done, told = checks_of(name), 0, 1
+        verdict = {"status": "open", "task": first, "line": lines[first]}
         print("\n".join(lines_of(checks[0], verdict, shown, text.split("\n"))))
     else:
         print(

@@ -76,7 +76,7 @@ def of_exhibit(number: int) -> list[Run]:
             f"bug {number} shows when weights or a checkpoint are loaded, not in a step: ./launch.sh bug {number}"
         )
     stage = exhibit.right.__name__.replace("ZeRO", "ZeRO-")
-    note = f"{exhibit.title}. {exhibit.symptom}"
+    note = f"{exhibit.title}; {exhibit.symptom}."
     if exhibit.differs <= NUMBERS:
         note += f" It changes numbers, and not who holds or sends what: ./launch.sh bug {number} shows them."
     words = f"a GPT of {SHAPE.layers} layers, 2 x {SHAPE.seq} tokens per rank; {training}"

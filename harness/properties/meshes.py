@@ -1,18 +1,68 @@
-"""A stage in one dimension of a mesh of 2 x 2 ranks, and torch's tensor parallelism in the other."""
+"""Meshes of two dimensions: replicas beside shards (hybrid sharding), or torch's tensor parallelism beside a stage."""
+
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
-from harness.engine.gradients import GradScaler
 from harness.measure.traffic import TrafficLedger
 from harness.properties import models, parts
+from harness.properties.parts import grid
+from harness.properties.precision import scaler_of
 from harness.properties.property import expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.model import next_token_loss
+
+
+@holds("values", sizes=(2, 4))
+def a_grid_trains_as_one_process(engine):
+    """On 2 x 2, 1 x 2 and 2 x 1 ranks the engine trains as one process on all data, from what rank 0 begins with.
+
+    Also if it clips twice in a step: what was averaged stays averaged when a later backward adds to it.
+    """
+    for shape in ((2, 2),) if dist.get_world_size() == 4 else ((1, 2), (2, 1)):
+        plain, model = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel, seed=dist.get_rank())
+        model.shift.add_(dist.get_rank())  # a buffer, which comes from rank 0 as well, and not from a row's first rank
+        given = iter((plain, model))
+        pair = Pair(engine, lambda: next(given), parts.DECAY, group=grid(*shape))  # noqa: B023  called at once
+        same("rank and size of the row", (pair.trained.rank, pair.trained.world_size), (pair.rank % shape[1], shape[1]))
+        pair.train(2)
+        for step in range(2, 4):
+            for part in range(2):
+                pair.backward(2 * step + part)
+                pair.clip(0.1)
+            pair.step()
+        pair.same_weights()
+    dist.barrier()
+
+
+@holds("life", engines=("zero2",), sizes=(3,))
+def a_grid_over_some_of_the_ranks_needs_no_other(engine):
+    """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything.
+
+    With NCCL and a device that the world is bound to, torch would split the new group off the world's connections, and
+    wait for rank 2.
+    """
+    world, bound = dist.group.WORLD, torch.device("cuda", dist.get_rank())
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
+    world.bound_device_id = bound
+    try:
+        if dist.get_rank() < 2:
+            split = AssertionError("the new group would be split off the world's")
+            with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=split):
+                trained = engine(parts.seeded(parts.OddModel), parts.SGD, group=mesh)
+            same("the ranks of both dimensions", dist.get_process_group_ranks(trained.placement.everyone), [0, 1])
+        same("the device that the world is bound to", world.bound_device_id, bound)
+    finally:
+        world.bound_device_id = None
+
+
+# Tensor parallelism.
 
 WIDTH = 16
 
@@ -74,7 +124,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
             trained._reduce_gradients()
             trained.trained[0].pieces[0][1].grad[0] = torch.inf
 
-    scaler = engine.more.get("scaler", GradScaler)("cpu", init_scale=4.0)
+    scaler = scaler_of(engine, init_scale=4.0)
     pair.scaled_step(0, scaler, 0.5)
     pair.scaled_step(1, scaler, 0.5, skipped=True, spoil=spoil)
     pair.scaled_step(2, scaler, 0.5)
@@ -108,15 +158,23 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     dist.barrier()
 
 
-@holds("misuse", engines=("zero3",), sizes=(4,))
-def sharding_over_the_tensor_dimension_is_refused(engine):
-    """DTensors need a group, which is that of another dimension; and mixed precision beside them is refused."""
+@holds("misuse", sizes=(4,))
+def meshes_that_do_not_fit_are_refused(engine):
+    """A mesh of three dimensions, replicas with other options, and DTensors in the stage's own dimension are refused.
+
+    All before anything could hang. Beside DTensors mixed precision is refused as well.
+    """
+    cube = parts.mesh(2, 2, 1, names=("replicas", "shards", "c"))
+    others = {"group": cube["replicas", "shards"], "find_unused": dist.get_rank() > 1}
     mesh = parts.mesh(2, 2, names=("data", "tensor"))
-    for options, word in (
-        ({}, "another* dimension"),
-        ({"group": mesh["tensor"]}, "another* dimension"),
-        ({"group": mesh["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
+    for tensor, options, word in (
+        (False, {"group": cube}, "3 dimensions"),
+        (False, others, "rank(s) [2, 3]"),
+        (True, {}, "another* dimension"),
+        (True, {"group": mesh["tensor"]}, "another* dimension"),
+        (True, {"group": mesh["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
     ):
-        model = cut_by(mesh["tensor"], sequence=False)
+        model = cut_by(mesh["tensor"], sequence=False) if tensor else parts.seeded(small)
         refused(lambda m=model, o=options: engine(m, parts.ADAMW, **o), word, error=ValueError)
+    engine(parts.seeded(small), parts.ADAMW, group=cube["replicas", "shards"])  # two of three will do
     dist.barrier()
