@@ -4,9 +4,9 @@ import contextlib
 import ctypes
 import importlib
 import inspect
+import json
 import tempfile
 from functools import partial
-from pathlib import Path
 
 import findings
 import parts
@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.engine import checkpoint
-from harness.run import counterparts, engines
+from harness.measure import dry_run
+from harness.run import engines
 from harness.run.model import GPT, GPTConfig, next_token_loss
 
 CONFIG = GPTConfig(2, 16, 2, 32, 8)
@@ -194,14 +195,16 @@ def an_output_on_another_gpu() -> str:
     """Below torch, which would refuse it: NCCL is given an output that lies on the next GPU."""
     nccl, comm, unique = ctypes.CDLL("libnccl.so.2"), ctypes.c_void_p(), (ctypes.c_char * 128)()
     mine = torch.cuda.current_device()
-    here, there = (torch.ones(4, device=torch.device("cuda", gpu)) for gpu in (mine, (mine + 1) % torch.cuda.device_count()))
+    here, there = (
+        torch.ones(4, device=torch.device("cuda", gpu)) for gpu in (mine, (mine + 1) % torch.cuda.device_count())
+    )
     nccl.ncclGetUniqueId(unique)
 
     class Id(ctypes.Structure):
         _fields_ = [("internal", ctypes.c_char * 128)]
 
-    nccl.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int]
-    assert nccl.ncclCommInitRank(ctypes.byref(comm), 1, Id.from_buffer_copy(unique), 0) == 0
+    nccl.ncclCommInitRankConfig.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int, ctypes.c_void_p]
+    assert nccl.ncclCommInitRankConfig(ctypes.byref(comm), 1, Id.from_buffer_copy(unique), 0, None) == 0
     pointers = ctypes.c_void_p(here.data_ptr()), ctypes.c_void_p(there.data_ptr())
     assert nccl.ncclAllReduce(*pointers, ctypes.c_size_t(4), 7, 0, comm, None) != 0
     nccl.ncclGetLastError.restype = ctypes.c_char_p
@@ -218,3 +221,13 @@ def the_host_reads_before_a_copy_is_over() -> list[str]:
     return findings.found()
 
 
+def print_peaks(*argv: str) -> None:
+    """In a process of its own: {engine: the allocator's peak in bytes that were asked for, not rounded up to blocks}."""
+
+    def requested(what: str):
+        return lambda *_: torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+    torch.cuda.init()
+    torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = requested("current"), requested("peak")
+    found = dry_run.measure_all(dry_run.arguments([*argv, "--device", "cuda"]))["engines"]
+    print(json.dumps({name: row["peak_bytes"] for name, row in found.items()}))

@@ -57,7 +57,9 @@ def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
 
     command = [str(ROOT / "launch.sh"), *options, "--steps", "12"]
     with open(tmp_path / "printed", "w+") as printed:
-        run = subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable}, cwd=ROOT, stdout=printed, stderr=printed)
+        run = subprocess.Popen(
+            command, env={**os.environ, "PYTHON": sys.executable}, cwd=ROOT, stdout=printed, stderr=printed
+        )
         try:
             until = time.monotonic() + 120
             while len(steps()) < 4:
@@ -80,14 +82,17 @@ def test_report(tmp_path):
 
 @pytest.mark.parametrize("offload", ([], ["--offload"]), ids=str)
 def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path, offload):
-    """To 0.25%: what is left is the rounding of each block to 512 bytes."""
-    found = {}
-    for device in ("cuda", "fake"):
-        launch("memory", *offload, "--preset", "small", "--ranks", 4, "--seq", 64, "--device", device, "--json", tmp_path / device)
-        found[device] = json.loads((tmp_path / device).read_text())["engines"]
-    assert len(found["cuda"]) >= 5
-    for name, row in found["cuda"].items():
-        ratio = row["peak_bytes"] / found["fake"][name]["peak_bytes"]
+    """To 0.25%, in bytes that were asked for: the allocator rounds them up to blocks, which is no engine's doing."""
+    options = ["--preset", "tiny", "--ranks", "4", *offload]
+    launch("memory", *options, "--json", tmp_path / "fake")
+    launch("memory", *options, "--device", "cuda", "--json", tmp_path / "cuda")  # as users run it
+    code = f"import cases_simulated; cases_simulated.print_peaks(*{options!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, fake = json.loads(done.stdout.splitlines()[-1]), json.loads((tmp_path / "fake").read_text())["engines"]
+    assert len(found) >= 5
+    for name, peak in found.items():
+        ratio = peak / fake[name]["peak_bytes"]
         assert abs(ratio - 1) < 0.0025, f"{name}: the allocator's peak is {ratio:.4f} times the dry run's"
 
 
@@ -188,7 +193,12 @@ def test_a_host_that_touches_device_memory_is_named():
 
 OFFLOAD, LOW = {"offload": True}, cases.LOW
 OPTIONS = [{}, LOW, OFFLOAD, {"offload": False}, {**OFFLOAD, **LOW}, {"find_unused": True}]
-OF_ZERO3 = [{"prefetch": 0}, {"prefetch": 2}, {"reshard_after_forward": False}, {"reshard_after_forward": False, **OFFLOAD}]
+OF_ZERO3 = [
+    {"prefetch": 0},
+    {"prefetch": 2},
+    {"reshard_after_forward": False},
+    {"reshard_after_forward": False, **OFFLOAD},
+]
 REPLICAS = [{"replicas": True}, {"replicas": True, **OFFLOAD}] if GPUS > 1 else []
 ALL = [(stage, options) for stage in parts.STAGES for options in OPTIONS + REPLICAS + OF_ZERO3 * (stage == "zero3")]
 
@@ -210,16 +220,46 @@ P = "harness.engine.placement"
 TAKEN_OUT = {
     "step 5 waits": ("zero1", 'wait(work, "all-gather", bucket)', "pass", [("zero1", {}), ("zero2", {})]),
     "step 3 waits, ZeRO-1": ("zero1", 'wait(work, "all-reduce", bucket)', "pass", [("zero1", {}), ("zero1", OFFLOAD)]),
-    "step 3 waits": ("zero2", 'wait(self.work, "reduce-scatter", self.bucket)', "pass", [("zero2", {}), ("zero3", OFFLOAD)]),
-    "a unit waits": ("zero3", 'wait(unit.works.pop(0), "all-gather", unit.buckets[0])', "unit.works.pop(0)", [("zero3", {}), ("zero3", OFFLOAD)]),
+    "step 3 waits": (
+        "zero2",
+        'wait(self.work, "reduce-scatter", self.bucket)',
+        "pass",
+        [("zero2", {}), ("zero3", OFFLOAD)],
+    ),
+    "a unit waits": (
+        "zero3",
+        'wait(unit.works.pop(0), "all-gather", unit.buckets[0])',
+        "unit.works.pop(0)",
+        [("zero3", {}), ("zero3", OFFLOAD)],
+    ),
     "what is freed was waited for": ("zero3", "self._wait(unit)  # never free", "pass  # never free", [("zero3", {})]),
-    "replicas, ZeRO-2 and -3": (P, '(bucket, shard, work), self._in_flight = self._in_flight, None\n            wait(work, "all-reduce over the replicas", bucket)', "(bucket, shard, work), self._in_flight = self._in_flight, None", [("zero2", {"replicas": True}), ("zero3", {"replicas": True})]),
-    "replicas, ZeRO-1": (P, 'async_op=True)\n            wait(work, "all-reduce over the replicas", bucket)', "async_op=True)", [("zero1", {"replicas": True})]),
+    "replicas, ZeRO-2 and -3": (
+        P,
+        '(bucket, shard, work), self._in_flight = self._in_flight, None\n            wait(work, "all-reduce over the replicas", bucket)',
+        "(bucket, shard, work), self._in_flight = self._in_flight, None",
+        [("zero2", {"replicas": True}), ("zero3", {"replicas": True})],
+    ),
+    "replicas, ZeRO-1": (
+        P,
+        'async_op=True)\n            wait(work, "all-reduce over the replicas", bucket)',
+        "async_op=True)",
+        [("zero1", {"replicas": True})],
+    ),
     "the host adds": (P, "self._down.synchronize()", "pass", [("zero2", OFFLOAD), ("zero3", OFFLOAD)]),
     "the host updates": (P, "self._device.synchronize()", "pass", [(stage, OFFLOAD) for stage in parts.STAGES]),
     "copies up wait": (P, "self._up.wait_stream(self._device.current_stream())", "pass", [("zero3", OFFLOAD)]),
-    "copies down wait": (P, "self._down.wait_stream(self._device.current_stream())", "pass", [(stage, OFFLOAD) for stage in parts.STAGES]),
-    "memory is kept for copies down": (P, "shard.record_stream(self._down)", "pass", [("zero1", {**OFFLOAD, "param_dtype": torch.bfloat16}), ("zero2", OFFLOAD), ("zero3", OFFLOAD)]),
+    "copies down wait": (
+        P,
+        "self._down.wait_stream(self._device.current_stream())",
+        "pass",
+        [(stage, OFFLOAD) for stage in parts.STAGES],
+    ),
+    "memory is kept for copies down": (
+        P,
+        "shard.record_stream(self._down)",
+        "pass",
+        [("zero1", {**OFFLOAD, "param_dtype": torch.bfloat16}), ("zero2", OFFLOAD), ("zero3", OFFLOAD)],
+    ),
 }
 EACH = [pytest.param(*change, *case, id=f"{name}: {case}") for name, (*change, of) in TAKEN_OUT.items() for case in of]
 

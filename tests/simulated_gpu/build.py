@@ -76,7 +76,9 @@ def _build(site: Path, folder: Path) -> None:
     wanted = {name for name in names(nccl / "lib/libnccl.so.2", *exported) if name.startswith(("nccl", "pnccl"))}
     link("libnccl.so.2", "nccl", wanted, *beside)
     # Of the driver torch needs little, and asks one thing: has this process begun to use a device?
-    wanted = {name for name in names(torch / "lib/libcaffe2_nvrtc.so", "-D", "--undefined-only") if name.startswith("cu")}
+    wanted = {
+        name for name in names(torch / "lib/libcaffe2_nvrtc.so", "-D", "--undefined-only") if name.startswith("cu")
+    }
     link("libcuda.so.1", "driver", wanted, *beside)
     run("g++", "-shared", "kernels.o", "-o", "libkernels.so", "-Wl,-rpath,$ORIGIN", *beside, f"-L{torch / 'lib'}",
         "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda")  # fmt: skip
