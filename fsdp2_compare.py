@@ -110,11 +110,11 @@ class Referee:
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
         # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
-        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
+        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
 
     def build(self, name: str):
         """The engine `name` around a model with the same weights as every other's."""
-        if self.me.device.type != "cuda":
+        if self.me.device.type == "cpu":
             model = GPT(preset(self.options.preset), self.options.seed)
         else:
             if self._weights is None:  # drawing a billion numbers on the host takes longer than copying them
@@ -153,14 +153,14 @@ class Referee:
         measured = min(2, self.options.steps - 1)
         losses, held, peak, sent = [], {"parameters": 0, "gradients": 0, "optimizer": 0}, 0, 0
         reserved = 0
-        started = time.perf_counter()
+        started, allocator = time.perf_counter(), torch.accelerator  # which is that of a GPU
         let_go(self.me.device)
         if self.mine(name):
             batches = [self.batch(name, step) for step in range(self.options.steps)]
-            if self.me.device.type == "cuda":
+            if self.me.device.type != "cpu":
                 warm_up(self.me.device)
-                torch.cuda.empty_cache()  # what the allocator has reserved for the engine before is not this one's
-                before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+                allocator.empty_cache()  # what the allocator has reserved for the engine before is not this one's
+                before, reserved_before = allocator.memory_allocated(), allocator.memory_reserved()
             with PartsLedger() as memory:
                 with explained(f"the construction of {name}", None, memory):
                     engine = self.build(name)
@@ -173,8 +173,8 @@ class Referee:
                     with explained(f"training step {step + 1} of {name}", engine, memory):
                         losses.append(self.step(engine, batches[step]))
                 memory.begin(engine)
-                if self.me.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
+                if self.me.device.type != "cpu":
+                    allocator.reset_peak_memory_stats()
                 handle = engine.optimizer.register_step_pre_hook(look)
                 with TrafficLedger() as traffic, explained(f"training step {measured + 1} of {name}", engine, memory):
                     losses.append(self.step(engine, batches[measured]))
@@ -182,9 +182,9 @@ class Referee:
                 if not any(held.values()):  # an engine of a file, which does not step its optimizer
                     held.update(held_bytes(engine))
                 peak, sent = memory.peak, traffic.sent_bytes
-                if self.me.device.type == "cuda":
-                    peak = torch.cuda.max_memory_allocated() - before
-                    reserved = torch.cuda.max_memory_reserved() - reserved_before
+                if self.me.device.type != "cpu":
+                    peak = allocator.max_memory_allocated() - before
+                    reserved = allocator.max_memory_reserved() - reserved_before
             for batch in batches[measured + 1 :]:
                 with explained(f"training step {len(losses) + 1} of {name}", engine):
                     losses.append(self.step(engine, batch))
@@ -203,7 +203,7 @@ class Referee:
             "peak_bytes": everyone[3],
             "sent_bytes": everyone[4],
         }
-        if self.me.device.type == "cuda":
+        if self.me.device.type != "cpu":
             result["reserved_bytes"] = everyone[5]  # what the allocator has taken from the GPU, fragments included
         return result
 
@@ -284,12 +284,13 @@ class Referee:
         return {"clocks_unsure_by_ms": round(unsure * 1e3, 4), **found}
 
     def _all_fit(self, runs: dict[str, dict]) -> bool:
-        if self.me.device.type != "cuda":
+        if self.me.device.type == "cpu":
             return True
         held = sum(sum(run["held_bytes"].values()) for run in runs.values())
         most = max(run["peak_bytes"] for run in runs.values())
-        ranks_per_gpu = max(1, -(-self.me.world_size // max(1, torch.cuda.device_count())))
-        fits = (held + most) * ranks_per_gpu < 0.8 * torch.cuda.get_device_properties(self.me.device).total_memory
+        ranks_per_gpu = max(1, -(-self.me.world_size // max(1, torch.accelerator.device_count())))
+        gpu = torch.get_device_module(self.me.device).get_device_properties(self.me.device)
+        fits = (held + most) * ranks_per_gpu < 0.8 * gpu.total_memory
         return bool(self.over_ranks([not fits])[0] == 0)
 
 
@@ -340,7 +341,7 @@ def main() -> None:
         + f", TF32 {'on' if process_group.tf32() else 'off'}" * (me.device.type == "cuda")
     )
     runs, failed = {}, {}
-    deterministic = me.device.type == "cuda"
+    deterministic = me.device.type != "cpu"
     torch.use_deterministic_algorithms(deterministic)  # CUDA adds atomically in some backwards, in any order
     for name in options.engines:
         started = time.perf_counter()

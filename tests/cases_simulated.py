@@ -222,7 +222,7 @@ def the_host_reads_before_a_copy_is_over() -> list[str]:
 
 
 def print_peaks(*argv: str) -> None:
-    """In a process of its own: {engine: the allocator's peak in bytes that were asked for, not rounded up to blocks}."""
+    """In a process of its own: {engine: the allocator's peak in bytes that were asked for, before rounding up}."""
 
     def requested(what: str):
         return lambda *_: torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]

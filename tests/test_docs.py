@@ -68,8 +68,10 @@ def test_tables_are_measurements():
     """The README's table against the file it names: every number of an engine's row is one of its run's."""
     report = docs.result(docs.REFEREE)
     base = report["runs"]["ddp"]["step_ms"]
-    for name, measured in report["runs"].items():
-        (row,) = (line for line in README.read_text().splitlines() if line.startswith(f"| `{name}` |"))
+    rows = {row.split("`")[1]: row for row in README.read_text().splitlines() if row.startswith("| `")}
+    assert len(rows) == 4 and "zero3" in rows  # four say enough; docs/measurements.md has all
+    for name, row in rows.items():
+        measured = report["runs"][name]
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         held = sum(measured["held_bytes"].values())
         numbers = [held / 1e6, measured["peak_bytes"] / 1e6, measured["sent_bytes"] / 1e6, measured["step_ms"]]
@@ -189,12 +191,12 @@ def test_every_command_that_a_page_names_is_there_and_every_command_is_named(opt
     assert set(refused.stderr.partition("there are: ")[2].strip().split(", ")) == known
 
 
-# What the README prints and runs.
+# What the pages print and run.
 
 
-def code(language: str, containing: str) -> str:
-    """The README's only block of this language with `containing` in it."""
-    blocks = re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+def code(language: str, containing: str, page: Path = README) -> str:
+    """The only block of this language with `containing` in it."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if containing in block)
     return block
 
@@ -218,3 +220,15 @@ def test_the_readmes_script_trains(tmp_path):
     losses = dict(re.findall(r"rank (\d): loss ([\d.]+) on its own data, 4 tensors", printed))
     assert set(losses) == {"0", "1"} and losses["0"] != losses["1"], printed  # each rank has data of its own
     assert all(float(loss) < 8 for loss in losses.values())  # inputs.sum(1) has variance 10
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.thorough)])
+def test_three_dimensions_train(tmp_path, number):
+    script = tmp_path / "three_dimensions.py"
+    script.write_text(code("python", "PipelineStage", ROOT / "docs" / "hybrid.md"))
+    ranks = forked.on_ranks([str(script)], number)
+    assert [rank.status for rank in ranks] == [0] * number, ranks
+    found = re.findall(r"rank (\d): loss ([\d.]+)", "".join(rank.stdout for rank in ranks))
+    losses = {int(rank): float(loss) for rank, loss in found}
+    assert sorted(losses) == [rank for rank in range(number) if rank // (number // 4) % 2], found  # of the last part
+    assert len(set(losses.values())) == 2 and max(losses.values()) < 1, losses  # a copy each; they begin at 2.2

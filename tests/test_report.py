@@ -169,17 +169,18 @@ def a_machine(count: int) -> dict:
 @pytest.mark.parametrize("count", (0, 1, 2, 8))
 def test_every_command_is_one_that_its_program_takes(count, quick, monkeypatch):
     """The options of each command, as the program that they are for reads them; and ranks that there are GPUs for."""
-    import torch
     from parts import STAGES
 
     import fsdp2_compare
+    from harness.engine import accelerator
     from harness.measure import bench, dry_run, sweeps, walkthrough
     from harness.run import process_group
 
     parsers = {"compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
                "harness.measure.bench": bench.arguments}  # fmt: skip
     parsers |= {name: partial(walkthrough.arguments, stage, "A chapter.") for name, stage in STAGES.items()}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(accelerator, "count", lambda: count)
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda" if count else "cpu")
     planned = commands.planned(a_machine(count), quick)
     for command in planned:
         program, *argv = shlex.split(command.line)[1 + command.line.startswith("python") :]

@@ -1,7 +1,7 @@
 """The GPU path as users run it, and races in it, on simulated GPUs: ./launch.sh test --simulated-gpus N.
 
-Without them all of this is skipped. tests/test_cuda.py runs there as well. After every test stands what the detector has
-found in all processes that the test has started (tests/simulated_gpu/findings.py): nothing may be.
+Without them all of this is skipped. tests/test_cuda.py runs there as well. After every test stands what the detector
+has found in all processes that the test has started (tests/simulated_gpu/findings.py): nothing may be.
 """
 
 import json
@@ -215,7 +215,7 @@ def test_no_races_in_what_we_compare_with(pool, name, dtype):
     assert not any(found := pool.run(cases.counterpart_trains, name=name, offload=bool(offload), dtype=dtype)), found
 
 
-# Each line that keeps an order on a GPU, and what is there without it: (module, the line, in its place, [(stage, options)]).
+# Each line that keeps an order on a GPU: (module, the line, what is in its place without it, [(stage, options)]).
 P = "harness.engine.placement"
 TAKEN_OUT = {
     "step 5 waits": ("zero1", 'wait(work, "all-gather", bucket)', "pass", [("zero1", {}), ("zero2", {})]),
@@ -235,8 +235,8 @@ TAKEN_OUT = {
     "what is freed was waited for": ("zero3", "self._wait(unit)  # never free", "pass  # never free", [("zero3", {})]),
     "replicas, ZeRO-2 and -3": (
         P,
-        '(bucket, shard, work), self._in_flight = self._in_flight, None\n            wait(work, "all-reduce over the replicas", bucket)',
-        "(bucket, shard, work), self._in_flight = self._in_flight, None",
+        'self._in_flight, None\n            wait(work, "all-reduce over the replicas", bucket)',
+        "self._in_flight, None",
         [("zero2", {"replicas": True}), ("zero3", {"replicas": True})],
     ),
     "replicas, ZeRO-1": (

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.engine import accelerator
 from harness.measure import dry_run, tables
 from harness.measure.turns import take_turns
 from harness.run import engines, process_group
@@ -57,15 +58,15 @@ def arguments(argv=None) -> argparse.Namespace:
         engines.chosen(options.profile, "bench", (*ENGINES, "plain"))
     if options.host and options.profile and options.profile not in ("plain", *options.engines):
         raise ValueError(f"--profile {options.profile}, but --engines has {', '.join(options.engines)}")
-    if options.host and options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no GPU here: use --device cpu")
+    if options.host and options.device not in ("auto", "cpu") and not accelerator.count():
+        raise ValueError(f"--device {options.device}, but torch sees no GPU here: use --device cpu")
     return options
 
 
 def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str, list[float]]:
     """{engine: milliseconds of each timed step, of the slowest rank}. A collective."""
     config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq, tied=False)
-    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda")
+    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
     batch = Batches(load_text(None, config.seq), options.batch, config.seq, 0, me.device)(0, me.rank)
     built = {}
     for name in options.engines:
@@ -99,7 +100,7 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
     GPU before the next one. The profile has the ten functions that cost `options.profile` most; it is empty without.
     """
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu") if options.device in ("auto", "cpu") else torch.device(options.device, 0)
 
     def build(name):
         return dry_run.build("single" if name == "plain" else name, Small().to(device), adamw, device)
@@ -111,8 +112,8 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
         times = {name: [] for name in built}
         for turn in range(-3, options.rounds):
             for name, engine in built.items():
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+                if device.type != "cpu":
+                    torch.accelerator.synchronize()
                 started = time.perf_counter()
                 engine.training_step(x, y, F.mse_loss)
                 if turn >= 0:

@@ -32,6 +32,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import zero1
+from harness.engine import accelerator
+from harness.engine.units import by_size
 from harness.measure import fake_gpu, tables
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.memory import held_bytes, held_tensors, on_device, sizes_by_storage, warm_up
@@ -98,7 +100,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
     micro_batches.add_options(parser, 1)
     parser.add_argument("--engines", help=f"any of {', '.join(registry.named('memory'))}")
-    parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda: real allocations")
+    parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda (or xpu): real allocations")
     options = parser.parse_args(argv)
     common.settle(options, ranks=1, replicas=1, seq=1, up_to=1)
     micro_batches.settle(options, 1)
@@ -110,10 +112,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"--replicas must divide --ranks, which is {options.ranks}, got {options.replicas}")
     if options.precision not in FORMULAS:
         raise ValueError(f"--precision must be {' or '.join(FORMULAS)}, got {options.precision!r}")
-    if options.device not in ("fake", "cuda"):
-        raise ValueError(f"--device must be fake or cuda, got {options.device!r}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no GPU here: use --device fake")
+    there = accelerator.kind() if accelerator.count() else "cuda"
+    if options.device not in ("fake", there):
+        raise ValueError(f"--device must be fake or {there}, got {options.device!r}")
+    if options.device != "fake" and not accelerator.count():
+        raise ValueError(f"--device {there}, but torch sees no GPU here: use --device fake")
     if options.offload and options.device == "fake":
         fake_gpu.require()
     known = registry.named("memory")
@@ -141,7 +144,7 @@ def letters(
     named = list(model.named_parameters())
     units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
     total = sum(param.numel() for _, param in named)
-    made = zero1.make_buckets(named, bucket_mb, 0, ranks)
+    made = [zero1.Bucket(some, 0, ranks) for some in by_size(named, bucket_mb)]
     buckets, early = [bucket.numel for bucket in made], [0] * len(made)
     for number, (bucket, behind) in enumerate(zip(made, made[1:])):
         if bucket.names[-1].rpartition(".")[0] == behind.names[0].rpartition(".")[0]:
@@ -188,16 +191,16 @@ def all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[to
     """DDP's own way to reduce a bucket, said once more because the fake group's futures bring no result."""
     tensor = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(tensor)
-    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future = torch.futures.Future(devices=[tensor.device] if tensor.device.type != "cpu" else None)
     future.set_result(tensor)
     return future
 
 
 def make_model(config: GPTConfig, device: torch.device) -> GPT:
     """A GPT with weights of the right size; on a GPU drawn there, as their values do not matter here."""
-    with torch.device("meta") if device.type == "cuda" else device:
+    with torch.device("meta") if is_gpu(device) else device:
         model = GPT(config)
-    if device.type == "cuda":
+    if is_gpu(device):
         model.to_empty(device=device)
         model.head.weight = model.tokens.weight  # to_empty takes tied weights apart
         for param in model.parameters():
@@ -210,7 +213,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
     On a GPU that is too small: {"out_of_memory": torch's words}.
     """
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu") if options.device == "fake" else torch.device(options.device, 0)
     if options.offload and options.device == "fake":
         device = fake_gpu.register()
     try:
@@ -220,8 +223,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         return {"out_of_memory": str(error).split(". ")[0]}
     finally:
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_gpu(device):
+            torch.accelerator.empty_cache()
 
 
 def _waiting(device: torch.device):
@@ -244,8 +247,8 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
     policy = CPUOffloadPolicy(pin_memory=real) if offload else None
     # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing. On the
     # host fused is the quick one, and makes none.
-    adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=offload or device.type == "cuda")
-    if device.type == "cuda":
+    adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=offload or is_gpu(device))
+    if is_gpu(device):
         warm_up(device)
     allocator = allocator_of(device)
     before = allocator.memory_allocated() if allocator else 0
@@ -324,7 +327,12 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
 
 def allocator_of(device: torch.device):
     """torch's module that knows the peak of a real GPU's allocator; None where tensors are fake."""
-    return torch.cuda if device.type == "cuda" else None
+    return torch.accelerator if is_gpu(device) else None
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether it has memory: neither the CPU, where tensors are fake, nor the fake GPU."""
+    return device.type not in ("cpu", fake_gpu.NAME)
 
 
 def worst_moment(ledger: PartsLedger, allocated: int | None = None) -> dict:
@@ -418,7 +426,7 @@ def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda 
         for name in options.engines:
             started = time.perf_counter()
             engines[name] = measure(name, options)
-            if options.device == "cuda":
+            if options.device != "fake":
                 engines[name]["dry_run_peak_bytes"] = dry_run_of(name, options)["peak_bytes"]
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
             keep(results)
@@ -445,7 +453,7 @@ def measure_alone(name: str, options: argparse.Namespace) -> dict:
 
 def _conditions(options: argparse.Namespace) -> dict:
     of = ("preset", "precision", "offload", "batch", "accumulate", "seq", "checkpoint_activations", "device")
-    hardware = process_group.hardware(torch.device("cuda" if options.device == "cuda" else "cpu"))
+    hardware = process_group.hardware(torch.device("cpu" if options.device == "fake" else options.device))
     about = {"hardware": hardware, "torch": torch.__version__, "command": common.command("memory")}
     return {name: getattr(options, name) for name in of} | about
 

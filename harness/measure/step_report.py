@@ -40,7 +40,7 @@ def results(result: dict, reference: str) -> str:
     """Everything that the referee prints before its verdict, from the result that it writes as JSON."""
     held = "\nHeld: after the gradients are reduced and before the optimizer's step. "
     held += NO_RESHARD * ("fsdp2_no_reshard" in result["runs"])
-    peak = "the CUDA allocator's" if result["device"] == "cuda" else "all live storages of one step"
+    peak = "the GPU allocator's" if result["device"] != "cpu" else "all live storages of one step"
     words = f"{held}Peak: {peak}. Sent: logical bytes of the collectives issued, per rank.\n"
     lines = [table(result["runs"], reference), words]
     return "\n".join([*lines, report(result) + "\n"] if result["timed_steps"] else lines)
@@ -133,13 +133,13 @@ def _of_kind(found: dict, kind: str) -> str:
 
 
 def _rates(result: dict, runs: dict[str, dict]) -> list[str]:
-    cuda = result["device"] == "cuda"
+    gpu = result["device"] != "cpu"
     rows = [["engine", "tokens/s", "tokens/s per rank", "model GFLOP/s per rank"]]
-    rows[0] += ["MFU %", "peak allocated MB", "peak reserved MB"] if cuda else []
+    rows[0] += ["MFU %", "peak allocated MB", "peak reserved MB"] if gpu else []
     for name, run in runs.items():
         row = [name, f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_s_per_rank']:.0f}"]
         row += [f"{run['flops_per_s_per_rank'] / 1e9:.1f}"]
-        if cuda:
+        if gpu:
             row += ["-" if run["mfu"] is None else f"{100 * run['mfu']:.1f}"]
             row += [f"{run['peak_bytes'] / 1e6:.0f}", f"{run['reserved_bytes'] / 1e6:.0f}"]
         rows.append(row)
@@ -148,7 +148,7 @@ def _rates(result: dict, runs: dict[str, dict]) -> list[str]:
         "shares its weight; looking up rows (tokens, positions) does not count, nor does recomputation.",
     ]
     mfu = "MFU: their share of what the GPU can do at most, by its data sheet (-: a GPU that is not in the list)."
-    words += [mfu] if cuda else []
+    words += [mfu] if gpu else []
     return ["How fast, by the step times of the first table:", "", *tables.text(rows), *words]
 
 

@@ -41,7 +41,7 @@ class BucketStory:
             "live    all bytes alive on this rank when the event begins, activations included",
             "holds   parameters, gradients and optimizer state that this rank keeps when this numbered step ends",
         ]
-        if hasattr(self.engine.trained[0], "flat_gradient"):  # ZeRO-1's
+        if hasattr(self.engine.trained_buckets[0], "flat_gradient"):  # ZeRO-1's
             lines += ["        (the gradients' buffers stay from step to step, whatever is in them)"]
         else:
             lines += ["3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final"]

@@ -84,16 +84,16 @@ def build(variant: tuple, options: argparse.Namespace, me: Rank):
     if change is not None:
         change(model)
     own = {name: value(model) if callable(value) else value for name, value in own.items()}
-    return stage(model, partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda"), **own)
+    return stage(model, partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu"), **own)
 
 
-def peak_of(step: Callable[[], object], memory: MemoryLedger, before: int, cuda: bool) -> int:
+def peak_of(step: Callable[[], object], memory: MemoryLedger, before: int, on_gpu: bool) -> int:
     """The most that is alive at once in `step`; on CUDA by the allocator, which had given out `before`."""
     memory.reset_peak()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    if on_gpu:
+        torch.accelerator.reset_peak_memory_stats()
     step()
-    return torch.cuda.max_memory_allocated() - before if cuda else memory.peak
+    return torch.accelerator.max_memory_allocated() - before if on_gpu else memory.peak
 
 
 def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
@@ -103,19 +103,19 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
     `ratio` is the median over the rounds of a step's time over the first variant's in the same round.
     """
     short_batch = [tensor[:1, :8] for tensor in batch]
-    cuda, rows = me.device.type == "cuda", {}
-    if cuda:
+    on_gpu, rows = me.device.type != "cpu", {}
+    if on_gpu:
         warm_up(me.device)
     for label, variant in SWEEPS[sweep].items():
-        before = torch.cuda.memory_allocated() if cuda else 0
+        before = torch.accelerator.memory_allocated() if on_gpu else 0
         with MemoryLedger() as memory:
             engine = build(variant, options, me)
             step = partial(engine.training_step, *batch, next_token_loss)
             step()
             step()
             with TrafficLedger() as traffic:
-                peak = peak_of(step, memory, before, cuda)
-            short = peak_of(partial(engine.training_step, *short_batch, next_token_loss), memory, before, cuda)
+                peak = peak_of(step, memory, before, on_gpu)
+            short = peak_of(partial(engine.training_step, *short_batch, next_token_loss), memory, before, on_gpu)
         peak, short = process_group.largest([peak, short], me)
         rows[label] = {
             "peak_bytes": int(peak),

@@ -69,7 +69,8 @@ class Timeline(TorchDispatchMode):
         model = None if engine is None else engine.model
         self._units = set() if model is None else unit_names(model)
         self._where, self._model = Where(), model
-        self._cuda, self._device = device is not None and device.type == "cuda", device
+        self._device = device
+        self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
         self._open_steps: list[tuple] = []
         self._raw: list[list] = []  # [lane, name, start, end, step, nbytes], times not yet in seconds
         self._computing: list | None = None  # the entry that goes on, until the rank waits or works for another unit
@@ -92,10 +93,10 @@ class Timeline(TorchDispatchMode):
 
     def now(self):
         """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
-        if not self._cuda:
+        if not self._gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # a thread of the backend may have another device
+        event = self._gpu.Event(enable_timing=True)
+        event.record(self._gpu.current_stream(self._device))  # a thread of the backend may have another device
         return event
 
     def _unit(self) -> str:
@@ -124,7 +125,7 @@ class Timeline(TorchDispatchMode):
             return result
         if func._schema.name in PRODUCTS:
             self._order.append(("product", None))
-        begun = (start, time.perf_counter()) if self._cuda else start  # the GPU has come to it, the host launched it
+        begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has come to it, the host launched it
         unit, step, last = self._unit(), self._where.step, self._computing
         if last is None or (last[1], last[4]) != (unit, step):
             self._computing = last = [COMPUTE, unit, begun, None, step, 0]
@@ -137,7 +138,7 @@ class Timeline(TorchDispatchMode):
 
     def _is_computing(self) -> bool:
         """Whether the current stream is the one that computes. FSDP2 copies and waits on streams of its own."""
-        return not self._cuda or torch.cuda.current_stream() == self._stream
+        return not self._gpu or self._gpu.current_stream() == self._stream
 
     def computed_meanwhile(self, *kinds: str) -> list[bool]:
         """For each collective of these kinds that was issued to be waited for later, in order: has this rank multiplied
@@ -164,7 +165,7 @@ class Timeline(TorchDispatchMode):
                     self._waited.append((start, entry[3], entry))
                 return
             self._under_way[id(work)] = (work, entry)
-            if self._cuda and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
+            if self._gpu and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
                 entry[7] = False
                 return
             try:
@@ -177,7 +178,7 @@ class Timeline(TorchDispatchMode):
 
     def _look_for_ends(self, now) -> None:
         """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
-        if self._futures and not self._cuda:
+        if self._futures and not self._gpu:
             for future, entry in self._futures:
                 if future.done():
                     self._ended(entry, now)
@@ -208,11 +209,11 @@ class Timeline(TorchDispatchMode):
                 timeline.on_wait(work)
 
         dist.Work.wait = wait
-        if self._cuda:
-            self._stream = torch.cuda.current_stream()
-            torch.cuda.synchronize()  # so that the GPU's origin is the host's
+        if self._gpu:
+            self._stream = self._gpu.current_stream()
+            self._gpu.synchronize()  # so that the GPU's origin is the host's
         self._origin = self.now()
-        self.opened = time.perf_counter() if self._cuda else self._origin  # for other instruments' times
+        self.opened = time.perf_counter() if self._gpu else self._origin  # for other instruments' times
         return super().__enter__()
 
     def __exit__(self, *exception):
@@ -220,8 +221,8 @@ class Timeline(TorchDispatchMode):
         dist.Work.wait = self._plain_wait
         self._where.close()
         end = self.now()
-        if self._cuda:
-            torch.cuda.synchronize()
+        if self._gpu:
+            self._gpu.synchronize()
         made = {}  # id of an entry -> its span
         for entry in self._raw:
             lane, name, start, stop, step, nbytes, *more = entry
@@ -245,7 +246,7 @@ class Timeline(TorchDispatchMode):
         number = {id(entry): index for index, entry in enumerate(self._issued)}
         waits = [Wait(self.seconds(a), self.seconds(b), number[id(entry)]) for a, b, entry in self._waited]
         known = {wait.collective for wait in waits}
-        slack = 5e-5 if self._cuda else 0.0  # a collective's end is noted on another stream, a moment later
+        slack = 5e-5 if self._gpu else 0.0  # a collective's end is noted on another stream, a moment later
         ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
         for (_, before), (after, _) in pairwise(self._between):
             while ends and ends[0][0] <= before:

@@ -34,8 +34,8 @@ def take_turns(
             started, seconds = time.perf_counter(), 0.0
             if steps[name] is not None:
                 steps[name]()
-                if me.device.type == "cuda":
-                    torch.cuda.synchronize()
+                if me.device.type != "cpu":
+                    torch.accelerator.synchronize()
                 seconds = time.perf_counter() - started
             meet(name)
             (slowest,) = process_group.largest([seconds], me)

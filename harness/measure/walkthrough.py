@@ -71,7 +71,7 @@ def _walk(engine_cls, doc: str) -> None:
         model = GPT(config, options.seed + me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=False)
-        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
+        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
         with timeline as partition, explained("step 0, the construction", None, memory):
             engine = engine_cls(model, adamw, **own)
@@ -81,7 +81,8 @@ def _walk(engine_cls, doc: str) -> None:
         me.print(f"\nStep {STEPS[0]}: {_partition(engine, limit)}")
         me.print(_owners(engine, options.map))
         # ZeRO-1's gradients have memory before the first backward.
-        buffers = "; the gradients' buffers are made with the engine" * hasattr(engine.trained[0], "flat_gradient")
+        whole = hasattr(engine.trained_buckets[0], "flat_gradient")
+        buffers = "; the gradients' buffers are made with the engine" * whole
         me.print(f"holds {held(engine)} (AdamW makes its state in its first step{buffers})\n")
         for step in range(options.steps - 1):
             memory.begin(engine)

@@ -72,5 +72,6 @@ def one_dimension_of_a_mesh_is_a_group(engine):
             pair.step()
             dist.barrier()
         pair.same_weights()
-        shards = sum(bucket.shard_numel for bucket in pair.trained.trained)
-        same("elements of all buckets", sum(bucket.numel for bucket in pair.trained.trained), 2 * shards, step=0)
+        shards = sum(bucket.shard_numel for bucket in pair.trained.trained_buckets)
+        whole = sum(bucket.numel for bucket in pair.trained.trained_buckets)
+        same("elements of all buckets", whole, 2 * shards, step=0)

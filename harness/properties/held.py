@@ -191,5 +191,5 @@ def buckets_are_reduced_in_one_order(engine, reverse):
             pair.backward(step)
             pair.step()
         sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
-        same("bytes of the reduce-scatters, each once, in the order of self.trained", sizes, layers, step=3)
+        same("bytes of the reduce-scatters, each once, in the order of self.trained_buckets", sizes, layers, step=3)
     pair.same_weights()

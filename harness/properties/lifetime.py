@@ -48,7 +48,7 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
         gone += [weakref.ref(thing) for thing in (trained, model, model.head, *model.parameters())]
         if how != "closed":
             buckets = trained.buckets
-            gone += [weakref.ref(thing) for thing in (trained.optimizer, trained.moments)]
+            gone += [weakref.ref(thing) for thing in (trained.optimizer, trained.hooks)]
             gone += [weakref.ref(tensor) for bucket in buckets for tensor in (bucket.shard, bucket.flat)]
             gone += [weakref.ref(piece) for bucket in buckets for _, piece in bucket.pieces]
             del buckets

@@ -1,10 +1,12 @@
 """Meshes of two dimensions: replicas beside shards (hybrid sharding), or torch's tensor parallelism beside a stage."""
 
+import functools
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional as F
@@ -15,7 +17,7 @@ from harness.properties import models, parts
 from harness.properties.parts import grid
 from harness.properties.precision import scaler_of
 from harness.properties.property import expect, holds, refused, same
-from harness.properties.training import Pair
+from harness.properties.training import EXACT, Pair
 from harness.run.model import next_token_loss
 
 
@@ -122,7 +124,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     def spoil(trained):
         if dist.get_rank() == 3:  # in one part of one rank
             trained._reduce_gradients()
-            trained.trained[0].pieces[0][1].grad[0] = torch.inf
+            trained.trained_buckets[0].pieces[0][1].grad[0] = torch.inf
 
     scaler = scaler_of(engine, init_scale=4.0)
     pair.scaled_step(0, scaler, 0.5)
@@ -138,7 +140,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     cut = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor) and p.placements[0].is_shard())
     least = cut / 4 + (sum(p.numel() for p in model.parameters()) - cut) / 2
     most = least + 2 * 8 * len(list(model.parameters()))  # with padding
-    held = sum(bucket.shard_numel for bucket in trained.trained)
+    held = sum(bucket.shard_numel for bucket in trained.trained_buckets)
     expect(least <= held <= most, "elements of this rank's shards", f"{least:.0f} to {most:.0f}", held, step=0)
     row, column = (tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in ("data", "tensor"))
     with TrafficLedger() as traffic:
@@ -155,6 +157,56 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
         refused(lambda act=act: act(trained, "/nowhere"), "full_state_dict", error=ValueError)
     trained.close()
     expect(isinstance(model[1].up.weight, DTensor), "the closed model's weights", "DTensors", "other tensors")
+    dist.barrier()
+
+
+# Pipelines.
+
+
+@holds(
+    "values",
+    sizes=(4,),
+    cases=({"kind": "GPipe", "optimizer": parts.SGD}, {"kind": "1F1B", "optimizer": parts.ADAMW, "scaled": False}),
+    further_sizes=(8,),
+    further_cases=(
+        {"kind": "1F1B", "optimizer": parts.SGD},
+        {"kind": "GPipe", "optimizer": parts.ADAMW},
+        {"kind": "1F1B", "optimizer": parts.SGD, "sequence": True, "at": (8,)},
+    ),
+)
+def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=True, sequence=False):
+    """The parts of a pipeline train as the whole model does in one process; with 8 ranks they are cut by tensor too.
+
+    By default the schedule divides the gradients by the number of micro-batches itself, once all have come back.
+    Without `scaled` the loss is divided. With `sequence` all parameters of the last part are DTensors.
+    """
+    mesh = parts.mesh(2, 2, dist.get_world_size() // 4, names=("stages", "data", "tensor"))
+    cut = mesh["tensor"].size() > 1
+    model = cut_by(mesh["tensor"], sequence) if cut else parts.seeded(small)
+    index, count = mesh.get_local_rank("stages"), 4
+    batch = functools.partial(models.byte_batch, rows=2 * count)
+    given = iter((parts.seeded(small), (model[:2], model[2:])[index]))
+    pair = Pair(engine, lambda: next(given), optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=mesh["data"])
+    stage = pipelining.PipelineStage(
+        pair.trained.model, index, 2, torch.device("cpu"), group=mesh.get_group("stages")
+    )  # what the pipeline calls is the model, with the engine's hooks
+
+    def loss(logits, targets):
+        return next_token_loss(logits, targets) / (1 if scaled else count)
+
+    schedule = pipelining.schedules.get_schedule_class(kind)(stage, count, loss_fn=loss, scale_grads=scaled)
+
+    def way(model, batch, scale):
+        if model is pair.plain:
+            return (models.of_bytes(model, *batch) * scale).backward()
+        schedule.step(*batch[:1] if index == 0 else (), target=batch[1] if index else None)
+
+    for step in range(3):
+        pair.backward_by(way, step)
+        pair.step()
+    found = pair.trained.full_state_dict()
+    assert found, "this part has no weights"
+    same("the weights", found, {name: pair.plain.state_dict()[name] for name in found}, pair.atol, step=5)
     dist.barrier()
 
 

@@ -143,10 +143,10 @@ def gpt(dtype: torch.dtype = torch.float32, device: str | None = None, seed: int
     return parts.seeded(lambda: GPT(preset("toy")), seed, dtype, device)
 
 
-def byte_batch(step: int, rank: int, device: str | None = None):
+def byte_batch(step: int, rank: int, device: str | None = None, rows: int = 2):
     generator = torch.Generator().manual_seed(1_000 * step + rank)
-    rows = torch.randint(256, (2, 17), generator=generator).to(device)
-    return rows[:, :-1], rows[:, 1:]
+    drawn = torch.randint(256, (rows, 17), generator=generator).to(device)
+    return drawn[:, :-1], drawn[:, 1:]
 
 
 def of_bytes(model, inputs, targets) -> torch.Tensor:

@@ -79,7 +79,7 @@ LAYOUTS = ({"on": ("zero2",), "bucket_mb": 0}, {"on": ("zero3",), "prefetch": 0}
 def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sync, **options):
     """With `find_unused` what no rank used gets no decay, no momentum and no state; the rest trains as ever."""
     pair = forked(engine, alike=alike, **options)
-    pieces = {bucket.names[index]: piece for bucket in pair.trained.trained for index, piece in bucket.pieces}
+    pieces = {bucket.names[index]: piece for bucket in pair.trained.trained_buckets for index, piece in bucket.pieces}
 
     def steps_taken():
         states = {name: pair.trained.optimizer.state.get(piece, {}) for name, piece in pieces.items()}

@@ -196,16 +196,16 @@ class ZeRO1By2Psi(ZeRO1):
     """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
 
     def _reduce_gradients(self) -> None:
-        if self.moments.settled:
+        if self.hooks.reduced:
             return
         works = []
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
             to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)
             works.append((shard, dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)))
-        for bucket, (shard, work) in zip(self.trained, works):
+        for bucket, (shard, work) in zip(self.trained_buckets, works):
             wait(work, "reduce-scatter", bucket)
             precision.mean_of_sum(shard, self.world_size)
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient.to(piece.dtype)
-        gradients.settle(self)
+        gradients.require_all(self)

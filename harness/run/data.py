@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from harness.engine import accelerator
+
 DEFAULT_BYTES = 4 * 2**20  # enough that no batch of a short run repeats
 SHORTER = "take a longer --data or a preset with a shorter sequence"
 
@@ -39,7 +41,7 @@ def while_all_have(batches, group=None):
     waits for.
     """
     iterator = iter(batches)
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    device = accelerator.device_of(group)
     while True:
         batch = next(iterator, None)
         have = torch.tensor([batch is not None], dtype=torch.uint8, device=device)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from harness.engine import accelerator
 from harness.run.ending import NOT_AGAIN, NotAgain
 
 TIMEOUT_SECONDS = 120
@@ -40,34 +41,35 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
 
     Raises ValueError for a combination that cannot work.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}")
-    if backend not in ("auto", "gloo", "nccl"):
-        raise ValueError(f"--backend must be auto, gloo or nccl, got {backend!r}")
-    if device == "cuda" and gpus == 0:
-        raise ValueError("--device cuda, but torch sees no GPU here: use --device cpu")
-    if backend == "nccl":
+    kind, own = (accelerator.kind(), accelerator.backend()) if accelerator.count() else ("cuda", "nccl")
+    if device not in ("auto", "cpu", kind):
+        raise ValueError(f"--device must be auto, cpu or {kind}, got {device!r}")
+    if backend not in ("auto", "gloo", own):
+        raise ValueError(f"--backend must be auto, gloo or {own}, got {backend!r}")
+    if device == kind and gpus == 0:
+        raise ValueError(f"--device {kind}, but torch sees no GPU here: use --device cpu")
+    if backend == own:
         if device == "cpu" or gpus == 0:
-            raise ValueError(f"--backend nccl needs GPUs, found {gpus} (and --device {device}): use --backend gloo")
+            raise ValueError(f"--backend {own} needs GPUs, found {gpus} (and --device {device}): use --backend gloo")
         if ranks_here > gpus:
             raise ValueError(
-                f"{ranks_here} NCCL ranks on a machine with {gpus} GPU(s): NCCL takes one GPU per rank "
-                f"(it would say 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
+                f"{ranks_here} {own.upper()} ranks on a machine with {gpus} GPU(s): {own.upper()} takes one GPU per "
+                f"rank (NCCL would say 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
             )
     if device == "cpu" or gpus == 0:
         return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"
-    if backend == "nccl" or (backend == "auto" and ranks_here <= gpus):
-        return "nccl", f"cuda:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
-    alone = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without NCCL as --backend gloo asks"
-    why = f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses" if ranks_here > gpus else alone
-    return "gloo", f"cuda:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
+    if backend == own or (backend == "auto" and ranks_here <= gpus):
+        return own, f"{kind}:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
+    alone = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without {own.upper()} as --backend gloo asks"
+    why = f"{ranks_here} ranks share {gpus} GPU(s), which {own.upper()} refuses" if ranks_here > gpus else alone
+    return "gloo", f"{kind}:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
 
 
 def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
     """How many ranks to start on this machine when nobody says: one per GPU, and two where there would be only one."""
     if gpus == 0 or device == "cpu":
         return 2
-    return gpus if gpus > 1 or machines > 1 or backend == "nccl" else 2
+    return gpus if gpus > 1 or machines > 1 or backend not in ("auto", "gloo") else 2
 
 
 def planned_world_size(backend: str, device: str) -> int | None:
@@ -81,7 +83,7 @@ def planned_world_size(backend: str, device: str) -> int | None:
 
 def preflight(ranks: str, backend: str, device: str) -> None:
     """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
-    gpus = torch.cuda.device_count()
+    gpus = accelerator.count()
     number = ranks_here(ranks, backend, device)
     backend, device, why = choose(backend, device, 0, number, gpus)
     timeout()
@@ -96,7 +98,7 @@ def machines() -> int:
 
 def ranks_here(ranks: str, backend: str, device: str) -> int:
     """How many ranks `./launch.sh` starts on this machine; `ranks` is what was asked for, or "auto"."""
-    return default_ranks(backend, device, torch.cuda.device_count(), machines()) if ranks == "auto" else int(ranks)
+    return default_ranks(backend, device, accelerator.count(), machines()) if ranks == "auto" else int(ranks)
 
 
 def timeout() -> float:
@@ -123,10 +125,10 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         bare = f"torchrun --standalone --nproc-per-node 2 {name}.py"
         raise RuntimeError(f"no ranks: start this file by {door}, or by {bare}")
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    backend, device, why = choose(backend, device, local_rank, ranks_here, torch.cuda.device_count())
+    backend, device, why = choose(backend, device, local_rank, ranks_here, accelerator.count())
     chosen = torch.device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)  # before anything else touches a GPU
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index)  # before anything else touches a GPU
     else:
         # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -137,14 +139,15 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
 def _join(backend: str, device: torch.device, **where) -> None:
     # Nothing waits for ever: a rank that never comes is an error on the others after this time.
     dist.init_process_group(
-        backend, timeout=timedelta(seconds=timeout()), device_id=device if backend == "nccl" else None, **where
+        backend, timeout=timedelta(seconds=timeout()), device_id=device if backend != "gloo" else None, **where
     )
 
 
 def hardware(device: torch.device) -> str:
     """The name of what was measured on: the GPU with the version of CUDA, or the processor and its cores."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    if device.type != "cpu":
+        version = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"torch's {device.type}"
+        return f"{torch.get_device_module(device).get_device_name(device)}, {version}"
     name = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
@@ -226,7 +229,7 @@ def check_writable(option: str, path: str | None) -> None:
 def stop() -> None:
     """Leave together: a rank that leaves first can make the others abort."""
     dist.barrier()
-    if dist.get_backend() == "nccl":  # gloo's destructor may abort when another rank has gone; `run` goes without
+    if dist.get_backend() != "gloo":  # whose destructor may abort when another rank has gone: `run` goes without
         dist.destroy_process_group()
 
 

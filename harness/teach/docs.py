@@ -88,9 +88,10 @@ def of_referee(report: dict, *titles: str, digits: int = 2) -> str:
     return tables.markdown([[TITLES.get(title, title) for title in head], *rows])
 
 
-def referee() -> str:
-    """The README's table: a row per engine, with everything that fits in eight columns."""
+def referee(*names: str) -> str:
+    """The README's table: these engines' rows, with everything that fits in eight columns."""
     report = result(REFEREE)
+    report["runs"] = {name: report["runs"][name] for name in names}
     titles = ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x ddp")
     return f"{of_referee(report, *titles)}\n\n{conditions(report, REFEREE)}"
 

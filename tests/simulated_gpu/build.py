@@ -21,8 +21,8 @@ def libraries() -> Path:
     site = Path(distribution("torch").locate_file(""))
     if not (site / "torch/lib/libtorch_cuda.so").exists():
         raise Missing(
-            f"simulated GPUs need a CUDA build of torch, and {sys.executable} has {version('torch')}: make an environment "
-            "with `pip install -r requirements-cuda.txt` (5 GB), and set PYTHON to its Python"
+            f"simulated GPUs need a CUDA build of torch, and {sys.executable} has {version('torch')}: make an "
+            "environment with `pip install -r requirements-cuda.txt` (5 GB), and set PYTHON to its Python"
         )
     if not (shutil.which("g++") and shutil.which("nm")):
         raise Missing("simulated GPUs need a C++ compiler, and there is no g++ (on Debian and Ubuntu: apt install g++)")
@@ -63,8 +63,8 @@ def _build(site: Path, folder: Path) -> None:
         stubs = "".join(f'int {each}(void) {{ return simulated_missing("{each}"); }}\n' for each in lacking)
         (folder / f"{out}.c").write_text("int simulated_missing(const char*);\n" + stubs)
         objects = [f"{name}.o"] if name else []
-        run("g++", "-shared", "-fPIC", "-w", "-x", "c", f"{out}.c", "-x", "none", *objects, "-o", out, f"-Wl,-soname,{out}",
-            "-Wl,-rpath,$ORIGIN", *more)  # fmt: skip
+        shared = ["g++", "-shared", "-fPIC", "-w", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{out}"]
+        run(*shared, "-x", "c", f"{out}.c", "-x", "none", *objects, "-o", out, *more)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda job: compile(*job), [("kernels",), ("runtime",), ("driver",), ("nccl", *skip)]))

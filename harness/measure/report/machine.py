@@ -49,13 +49,17 @@ def torch_and_gpus(found: dict) -> None:
     """torch's version, and the GPUs as torch sees them."""
     import torch
 
+    from harness.engine import accelerator
+
     found["torch"], found["cuda"] = torch.__version__, torch.version.cuda
-    for number in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(number)
-        found["gpus"].append({"name": about.name, "memory_bytes": about.total_memory,
-                              "capability": f"{about.major}.{about.minor}",
-                              "multiprocessors": about.multi_processor_count})  # fmt: skip
-    if found["gpus"]:
+    for number in range(accelerator.count()):
+        about = torch.get_device_module(accelerator.kind()).get_device_properties(number)
+        found["gpus"].append({"name": about.name, "memory_bytes": about.total_memory})
+        if torch.version.cuda:
+            found["gpus"][-1] |= {"capability": f"{about.major}.{about.minor}",
+                                  "multiprocessors": about.multi_processor_count}  # fmt: skip
+    found["accelerator"], found["backend"] = accelerator.kind(), accelerator.backend()
+    if found["gpus"] and torch.version.cuda:  # of other kinds these are not known
         found["bf16"], found["cudnn"] = torch.cuda.is_bf16_supported(), torch.backends.cudnn.version()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 

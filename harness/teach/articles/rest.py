@@ -325,7 +325,7 @@ def fragile():
       "a recorded run under torchrun that lost a machine and got it back",
       "all ranks may start again, and the checkpoint is one that another number of ranks can load")  # fmt: skip
 def remove_a_rank():
-    """Of the recorded run (docs/checkpoints.md): who was there after each start, which steps had to be made again?"""
+    """Of the recorded run (docs/restarts.md): who was there after each start, which steps had to be made again?"""
     lines = [json.loads(line) for line in (RESULTS / "train-zero2-cpu.jsonl").read_text().splitlines()]
     starts = [line for line in lines if line.get("event") == "start"]
     again = [line["repeated"] for line in lines if line.get("event") == "restart"]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import zero1
 import zero2
 import zero3
-from harness.engine import checkpoint, gradients, guard, moments, optimizer, placement, unit_moments
+from harness.engine import checkpoint, gradients, guard, optimizer, placement, unit_hooks
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
@@ -111,12 +111,12 @@ def hand_out(bucket, shard: torch.Tensor) -> None:
 )
 class NeverAveraged(zero1.ZeRO1):
     def _reduce_gradients(self):
-        if self.moments.settled:
+        if self.hooks.reduced:
             return
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             dist.all_reduce(bucket.flat_gradient, group=self.group)
             hand_out(bucket, bucket.own_part(bucket.flat_gradient))  # the sum of N gradients
-        self.moments.settled = True
+        self.hooks.reduced = True
 
 
 @exhibit(
@@ -161,7 +161,7 @@ class NotBroadcast(zero1.ZeRO1):
 )
 class DifferentShards(zero1.ZeRO1):
     def _reduce_gradients(self):
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             shard = bucket.own_part(bucket.flat_gradient)  # rank 0's shard 0, rank 1's shard 1
             dist.all_reduce(shard, group=self.group)
             hand_out(bucket, shard.div_(self.world_size))
@@ -178,7 +178,7 @@ class UpdatedTooEarly(zero1.ZeRO1):
     def step(self):
         self.optimizer.step()  # step 4
         self._reduce_gradients()  # step 3
-        zero1.gather_parameters(self.trained, self.group)  # step 5
+        zero1.gather_parameters(self.trained_buckets, self.group)  # step 5
 
 
 @exhibit(
@@ -225,7 +225,7 @@ class NextRanksShard(zero1.ZeRO1):
 class WholeOptimizer(zero1.ZeRO1):
     def __init__(self, model, optimizer_cls, **options):
         super().__init__(model, optimizer_cls, **options)
-        for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
+        for bucket in self.trained_buckets:  # the optimizer is handed whole parameters, on every rank
             bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
             bucket.make_pieces(self.placement)
         self.optimizer = optimizer.over_pieces(self, optimizer_cls)
@@ -272,7 +272,7 @@ class NothingToGather(zero1.ZeRO1):
 class OwnNorm(zero1.ZeRO1):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         self._reduce_gradients()
-        pieces = [piece for bucket in self.trained for _, piece in bucket.pieces]
+        pieces = [piece for bucket in self.trained_buckets for _, piece in bucket.pieces]
         return torch.nn.utils.clip_grad_norm_(pieces, max_norm, norm_type)
 
 
@@ -281,20 +281,14 @@ class OwnNorm(zero1.ZeRO1):
     differs={"losses"},
     diagnosis="The gradients' buffer stays from step to step. The hook adds to it, and does not ask whether what is in "
     "it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
-    read="harness/engine/moments.py, `CollectGradients._on_gradient`: `bucket.used`",
+    read="zero1.py, step 2, `ZeRO1.on_gradient`: `bucket.used`",
     training={"optimizer": "SGD"},
 )
 class OldGradients(zero1.ZeRO1):
-    class Collect(moments.CollectGradients):
-        def _on_gradient(self, param):
-            bucket, index, place = self._place[id(param)]
-            place.add_(param.grad)  # always added, also to what the step before has left there
-            bucket.used.add(index)
-            param.grad, self.settled = None, False
-
-    @patch.object(moments, "CollectGradients", Collect)
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    def on_gradient(self, bucket, index):
+        # Always added, also to what the step before has left there.
+        bucket.gradient_views[index].add_(guard.take_gradient(bucket.params[index]))
+        bucket.used.add(index)
 
 
 # ZeRO-2.
@@ -305,8 +299,7 @@ class OldGradients(zero1.ZeRO1):
     differs={"losses"},
     diagnosis="What arrives from a reduction replaces what an earlier backward of the same step has brought. It should "
     "be added: as it is, only the last micro-batch counts.",
-    read="zero2.py, step 3, `Reduction.finish`: `hand_over`; harness/engine/placement.py, `Placement._give`: "
-    "`piece.grad.add_(gradient)`",
+    read="zero2.py, the end of step 3, `add_to_pieces`: `piece.grad.add_(gradient)`",
     caught_by=("backward_may_be_called_in_any_way",),
     training={"optimizer": "SGD", "micro_batches": 2},
 )
@@ -335,7 +328,7 @@ class ReducedAtTheEnd(zero2.ZeRO2):
         pass  # inside backward nothing is sent
 
     def _reduce_gradients(self):
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             self._send(bucket)
         super()._reduce_gradients()
 
@@ -396,7 +389,7 @@ class NormOfTheModel(zero2.ZeRO2):
 )
 class LastBucketMissed(zero2.ZeRO2):
     def _reduce_gradients(self):
-        gradients.settle(self)  # and no `_receive` before it
+        gradients.require_all(self)  # and no `_receive` before it
 
 
 @exhibit(
@@ -413,7 +406,7 @@ class FrozenForgotten(zero2.ZeRO2):
         own = [param.detach().clone() for param in frozen]
         super().__init__(model, *arguments, **options)
         for param, values in zip(frozen, own):
-            param.data.copy_(values)  # as if only `self.trained`, and not all buckets, were broadcast
+            param.data.copy_(values)  # as if only `self.trained_buckets`, and not all buckets, were broadcast
 
 
 @exhibit(
@@ -580,17 +573,17 @@ class FirstShardForAll(zero3.ZeRO3):
     "at a storage of size 0. With prefetching its gather is on the way, and nobody has waited for it: what is read is "
     "whatever the memory had in it before, and it trains on. Backward asks for the weights that it saved, and a "
     "look at these misses no path.",
-    read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
+    read="harness/engine/unit_hooks.py, `UnitHooks._watch_saving`",
     caught_by=("losses_beside_the_outputs_reach_the_weights",),
     options={"prefetch": 0},
     training={"model": "routed"},
 )
 class KnownByOutputs(zero3.ZeRO3):
-    class Moments(unit_moments.UnitMoments):
+    class Hooks(unit_hooks.UnitHooks):
         def _watch_saving(self):
             pass  # a unit's backward begins when one of its outputs gets a gradient: nobody looks at what it saved
 
-    @patch.object(zero3, "UnitMoments", Moments)
+    @patch.object(zero3, "UnitHooks", Hooks)
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
 
@@ -644,7 +637,7 @@ exhibit(
     "returns a view. When somebody writes to a view in place, autograd gives it another history, and drops the hooks "
     "that were on it, without a word. So nobody hears that backward has come to the unit, and its weights are read "
     "while it is freed. Backward asks for the weights that it saved, whatever became of an output.",
-    read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
+    read="harness/engine/unit_hooks.py, `UnitHooks._watch_saving`",
     caught_by=("changed_and_hidden_outputs_reach_the_weights",),
     options={"prefetch": 0},
     training={"model": "in place"},
@@ -668,7 +661,7 @@ class DecidedAlone(zero3.ZeRO3):
             engine._reduce_gradients()
             torch.amp.GradScaler.unscale_(self, engine.optimizer)  # looks at this rank's pieces, and asks nobody
             found = self._found_inf_per_device(engine.optimizer)
-            device = engine.trained[0].flat.device
+            device = engine.trained_buckets[0].flat.device
             found.setdefault(device, torch.zeros((), device=device))  # on a rank that owns only padding
 
 
@@ -678,8 +671,8 @@ class DecidedAlone(zero3.ZeRO3):
     diagnosis="With offload a shard is copied from the host on a stream of its own, beside computation. It is copied "
     "into memory that the computing stream has just given back, and kernels that were issued earlier may still use it. "
     "The copy's stream must wait for them first, and here it does not. Whether anything is overwritten is decided by "
-    "who is quicker. A CPU has no streams, and all numbers are right there. On simulated GPUs (tests/simulated_gpu/) the "
-    "detector names it in the first forward: `race: what had this memory before on the default stream writes, and "
+    "who is quicker. A CPU has no streams, and all numbers are right there. On simulated GPUs (tests/simulated_gpu/) "
+    "the detector names it in the first forward: `race: what had this memory before on the default stream writes, and "
     "memcpy on stream 4 writes: no event, wait or synchronisation orders the two`.",
     read="harness/engine/placement.py, `Placement.copies_beside`: `self._up.wait_stream`",
     caught_by=("the_host_waits_for_copies",),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from harness.engine import accelerator
 from harness.run import process_group, ranks
 from harness.run.model import PRESETS, preset
 from harness.run.options import at_least
@@ -37,7 +38,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: 1/6 of all)")
     parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu, or the accelerator: cuda for example")
     parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
     parser.add_argument("--json", metavar="FILE", help="write the recordings to this file, too")
     parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: show what this file has")
@@ -60,7 +61,7 @@ def settle(options: argparse.Namespace) -> None:
         if not least <= given <= most:
             raise ValueError(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
     at_least(options, bucket_mb=0)
-    gpus = torch.cuda.device_count()
+    gpus = accelerator.count()
     if options.ranks is None:
         options.ranks = str(process_group.default_ranks(options.backend, options.device, gpus, 1))
     if not options.ranks.isdecimal() or not 2 <= int(options.ranks) <= MOST_RANKS:

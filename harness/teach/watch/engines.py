@@ -50,7 +50,7 @@ def of_engine(name: str, options) -> Run:
         # Every rank has another start where the engine takes rank 0's; FSDP2 takes what it is given.
         own_start = not name.startswith("fsdp")
         model = GPT(config, seed=me.rank if own_start else 0).to(me.device)
-        adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda")
+        adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
         more = {"bucket_mb": bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
         return engines.build(name, model, adamw, me.device, **more)
 
