@@ -77,7 +77,7 @@ def equals_ddp_and_fsdp2(engine, options, device="cpu"):
     same("FSDP2's losses", of_fsdp2, expected, atol)
     trained, losses = train(engine, **options)
     same("the losses, beside DDP's", losses, expected, atol, step=1)
-    state = {name: value.cpu() for name, value in ddp.model.module.state_dict().items()}
+    state = {name: value.cpu() for name, value in ddp.model.state_dict().items()}
     same("the weights, beside DDP's", trained.full_state_dict(), state, atol, step=5)
     assert losses[-1] != losses[0], "nothing was trained"
 

@@ -172,38 +172,16 @@ static at::Scalar item(const Tensor& tensor) {
     return alias(tensor, "item").item();
 }
 
-// Attention: on a GPU there are two fused ones, by dtype, and on the CPU one. The rest of their results is for backward.
-using Optional = std::optional<Tensor>;
-
-static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& bias,
-                                                            bool, double dropout, bool causal, std::optional<double> scale) {
-    auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, bias, scale);
-    auto number = at::empty({}, q.options().dtype(at::kLong));
-    return {out, sums, number, at::empty_like(number)};
-}
-static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
-    const Tensor& gradient, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const Tensor& out, const Tensor& sums,
-    const Tensor&, const Tensor&, double dropout, std::array<bool, 4>, bool causal, std::optional<double> scale) {
-    auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, out, sums, dropout, causal, bias.defined() ? Optional(bias) : std::nullopt, scale);
-    return {dq, dk, dv, Tensor()};
-}
-static std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> flash(
-    const Tensor& q, const Tensor& k, const Tensor& v, double dropout, bool causal, bool, std::optional<double> scale) {
-    auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, std::nullopt, scale);
-    auto state = at::empty({2}, q.options().dtype(at::kUInt64)), unused = at::empty({}, state.options());
-    return {out, sums, Tensor(), Tensor(), q.sym_size(2), k.sym_size(2), state, unused, at::empty({0}, q.options())};
-}
-static std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& gradient, const Tensor& q, const Tensor& k, const Tensor& v,
-                                                         const Tensor& out, const Tensor& sums, const Tensor&, const Tensor&, c10::SymInt,
-                                                         c10::SymInt, double dropout, bool causal, const Tensor&, const Tensor&,
-                                                         std::optional<double> scale) {
-    return at::_scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, out, sums, dropout, causal, std::nullopt, scale);
+// Attention: torch would choose one of several fused operations of a GPU, whose results are others than those of the CPU's.
+static Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double dropout,
+                        bool causal, std::optional<double> scale, bool grouped) {
+    if (grouped) return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, {}, scale, grouped));
+    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, mask, scale));
 }
 
 // What must stay torch's own: it allocates, or looks at tensors without reading their memory.
 static const std::set<std::string> KEPT = {"empty", "empty_strided", "resize_", "set_", "is_pinned", "_pin_memory", "is_set_to",
-                                           "_efficientzerotensor", "_fused_sdp_choice", "_has_same_storage_numel"};
+                                           "_efficientzerotensor", "_has_same_storage_numel"};
 
 extern "C" void simulated_kernels() {
     static std::vector<c10::RegistrationHandleRAII> kept;
@@ -212,8 +190,8 @@ extern "C" void simulated_kernels() {
         static struct : c10::WarningHandler { void process(const c10::Warning&) override {} } none;
         return &none;
     }());
-    auto enter = [&](const c10::OperatorName& name, c10::KernelFunction kernel) {
-        kept.push_back(table.registerImpl(name, c10::DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "simulated GPU"));
+    auto enter = [&](const c10::OperatorName& name, c10::KernelFunction kernel, c10::DispatchKey key = c10::DispatchKey::CUDA) {
+        kept.push_back(table.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "simulated GPU"));
     };
     auto names = table.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA);
     names.push_back({"aten::_scaled_dot_product_flash_attention_for_cpu", ""});
@@ -229,10 +207,8 @@ extern "C" void simulated_kernels() {
     }
     enter({"aten::copy_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy));
     enter({"aten::_local_scalar_dense", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&item));
-    enter({"aten::_scaled_dot_product_efficient_attention", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&efficient));
-    enter({"aten::_scaled_dot_product_efficient_attention_backward", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&efficient_backward));
-    enter({"aten::_scaled_dot_product_flash_attention", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&flash));
-    enter({"aten::_scaled_dot_product_flash_attention_backward", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&flash_backward));
+    for (auto key : {c10::DispatchKey::AutogradCUDA, c10::DispatchKey::CUDA})
+        enter({"aten::scaled_dot_product_attention", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&attention), key);
 }
 
 // What the caching allocator gives out and gets back. Call it when torch has initialised CUDA: before, there is none.

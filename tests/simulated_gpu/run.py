@@ -34,7 +34,7 @@ def main(gpus: str = "", *arguments: str) -> int:
         except build.Missing as missing:
             print(f"launch.sh: {missing}", file=sys.stderr)
             return 2
-        if all(argument.startswith("-") for argument in arguments):
+        if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
             arguments = (*DEFAULT, *arguments)
         command = [sys.executable, "-m", "pytest", "-p", "findings", *arguments]
         print("+", "python -m pytest", *arguments, flush=True)

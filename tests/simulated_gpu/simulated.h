@@ -24,6 +24,6 @@ void simulated_given_back(const void* at, size_t bytes, cudaStream_t stream, int
 int simulated_missing(const char* name);
 void simulated_is_nccls(cudaStream_t stream);  // for messages: this stream is one that collectives run on
 // What was found so far, one line each; `forget` begins anew.
-int simulated_findings(char* text, int size);
+void simulated_findings(char* text, int size);
 void simulated_forget();
 }
