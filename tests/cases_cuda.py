@@ -75,6 +75,19 @@ def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
         assert sum(expected) <= allocated <= 1.25 * sum(expected) + 4 * 2**20, (allocated, sum(expected))
 
 
+def weights_are_aligned(stage: str, device: str) -> None:
+    """Weights and shards of odd sizes start on multiples of 256 bytes on a GPU, of 16 on the CPU, and of no more."""
+    model = parts.seeded(lambda: nn.Sequential(*(nn.Linear(width, 7) for width in (3, 5, 9))), device=device)
+    for dtype in (None, torch.bfloat16):
+        engine = parts.STAGES[stage](copy.deepcopy(model), ADAMW, param_dtype=dtype)
+        for bucket in engine.buckets:
+            align = {"cpu": 16, "cuda": 256}[device] // (4 if dtype is None else 2)  # elements
+            places = (*bucket.offsets, bucket.shard_numel)
+            assert not any(place % align for place in places), (stage, dtype, places)
+            numel, _ = padded([shape.numel() for shape in bucket.shapes], dist.get_world_size(), align)
+            assert bucket.numel == numel, (stage, dtype, bucket.numel, numel)
+
+
 def allocators_peak(stage: str) -> float:
     """The allocator's peak of a step over the ledger's. Both see the same storages; the allocator rounds up."""
     device = "cuda"

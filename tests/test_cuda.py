@@ -61,6 +61,13 @@ def test_bytes_held(at, where, stage):
     pool.run(cases.bytes_held, stage=stage, device=device)
 
 
+@pytest.mark.parametrize("where", ("cpu", *CUDA))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_weights_are_aligned(at, where, stage):
+    pool, device = at(where)
+    pool.run(cases.weights_are_aligned, stage=stage, device=device)
+
+
 @pytest.mark.parametrize("where", ("cpu", CUDA[1]))
 def test_unsharded_adamw_fails_on_bytes(at, where):
     pool, device = at(where)
