@@ -77,7 +77,9 @@ def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
 
 def weights_are_aligned(stage: str, device: str) -> None:
     """Weights and shards of odd sizes start on multiples of 256 bytes on a GPU, of 16 on the CPU, and of no more."""
-    model = parts.seeded(lambda: nn.Sequential(*(nn.Linear(width, 7) for width in (3, 5, 9))), device=device)
+    model = parts.seeded(
+        lambda: nn.Sequential(*(nn.Linear(width, 7) for width in (3, 5, 9))), dtype=torch.float32, device=device
+    )
     for dtype in (None, torch.bfloat16):
         engine = parts.STAGES[stage](copy.deepcopy(model), ADAMW, param_dtype=dtype)
         for bucket in engine.buckets:
