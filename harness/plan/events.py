@@ -58,8 +58,9 @@ class Await(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The host allocates (or, below zero, frees) so many bytes."""
+    """The host allocates (or, below zero, frees) so many bytes. An allocator keeps the streams' memory apart."""
 
+    stream: str
     nbytes: int
 
 

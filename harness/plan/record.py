@@ -43,6 +43,7 @@ class Recorder(MemoryLedger):
         self._waiting: dict[tuple, list] = {}  # (kind, ranks, stride) -> works that nobody has waited for
         self._marks = 0
         self._streams = Streams(self._mark, self._await)
+        self._owners: dict[int, str] = {}  # a storage's address -> the stream in which it was allocated
 
     def begin(self) -> None:
         """From here on events are written down; before, only what is alive."""
@@ -133,16 +134,24 @@ class Recorder(MemoryLedger):
             self.events.append(Await(stream, self._marks + 1 - number))
 
     def _set(self, key: int, nbytes: int) -> None:
-        self._note(nbytes - self._bytes[key])
+        if nbytes != self._bytes[key]:
+            self._freed(key)
+            self._owners[key] = self._streams.current
+            self._note(key, nbytes)
         super()._set(key, nbytes)
 
     def _gone(self, key: int) -> None:
-        self._note(-self._bytes.get(key, 0))
+        self._freed(key)
         super()._gone(key)
 
-    def _note(self, more: int) -> None:
+    def _freed(self, key: int) -> None:
+        """A storage goes back to the stream that it came from."""
+        self._note(key, -self._bytes.get(key, 0))
+        self._owners.pop(key, None)
+
+    def _note(self, key: int, more: int) -> None:
         if self._on and more:
-            self.events.append(Memory(more))
+            self.events.append(Memory(self._owners[key], more))
 
     # Waits. The fake group's works have a `wait` of their own.
 
