@@ -17,7 +17,7 @@ class GPU:
 
     `efficiency` is the share of the peak at which matrix products compute, without the time to move their operands;
     fitted for h100, h100-96gb and a100 (`./launch.sh plan --validate`), for the others that of the nearest of these.
-    `attention` is the share that flash attention reaches.
+    `attention` is the share that flash attention reaches at best: forward, causal, heads of 128, long sequences.
     """
 
     name: str
@@ -26,7 +26,7 @@ class GPU:
     memory_gb: float
     memory_gbps: float
     link_gbps: float
-    efficiency: float = 0.73
+    efficiency: float = 0.75
     attention: float = 0.6
     nvlink: bool = True
 
@@ -38,16 +38,42 @@ class GPU:
         return peak * 1e12
 
 
-# Flash attention's share of the peak: version 2 reaches 35% of an H100 (paper of version 3) and 50 to 73% of an A100
-# (paper of version 2); for the others the same as for what is nearest to them.
+# Flash attention, version 2, TFLOP/s of an H100 SXM5 by tokens of a sequence (paper of version 3, figures 5 and 6); of
+# causal attention half the FLOPs are counted. The paper has no causal backward: what causal costs forward is taken.
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+FLASH = {  # (size of a head, causal forward, forward, backward)
+    64: ((180, 229, 262, 284, 295, 299), (282, 306, 318, 321, 322, 324), (198, 238, 264, 279, 287, 291)),
+    128: ((191, 260, 298, 319, 333, 335), (309, 350, 362, 368, 370, 370), (214, 260, 291, 310, 318, 322)),
+}
+
+
+def flash(size: int, tokens: int, backward: bool) -> float:
+    """Flash attention's rate as a share of the best that it reaches: for these heads, causal, at this length."""
+    rates = []
+    for forward, plain, back in FLASH.values():
+        causal = _between(tokens, TOKENS, forward)
+        rates.append(causal * _between(tokens, TOKENS, back) / _between(tokens, TOKENS, plain) if backward else causal)
+    return _between(size, tuple(FLASH), rates) / FLASH[128][0][-1]
+
+
+def _between(x: float, xs, ys) -> float:
+    """On the line between the two neighbours, both axes logarithmic; outside, the nearest that is known."""
+    x = min(max(x, xs[0]), xs[-1])
+    place = next(i for i in range(1, len(xs)) if x <= xs[i])
+    (x0, y0), (x1, y1) = ((math.log(xs[i]), math.log(ys[i])) for i in (place - 1, place))
+    return math.exp(y0 + (y1 - y0) * (math.log(x) - x0) / (x1 - x0))
+
+
+# Flash attention at its best: 335 TFLOP/s of an H100 (see above), 50 to 73% of an A100 (paper of version 2); for the
+# others the same as for what is nearest to them.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("b200", 2250, 80, 180, 8000, 900, 0.577, 0.35),
-        GPU("h200", 989, 67, 141, 4800, 450, 0.577, 0.35),
-        GPU("h100", 989, 67, 80, 3350, 450, 0.577, 0.35),
-        GPU("h100-96gb", 989, 67, 96, 2400, 450, 0.427, 0.35),  # with less memory bandwidth, and capped at 500 W
-        GPU("a100", 312, 19.5, 80, 2000, 300, 0.729, 0.6),
+        GPU("b200", 2250, 80, 180, 8000, 900, 0.604, 0.34),
+        GPU("h200", 989, 67, 141, 4800, 450, 0.604, 0.34),
+        GPU("h100", 989, 67, 80, 3350, 450, 0.604, 0.34),
+        GPU("h100-96gb", 989, 67, 96, 2400, 450, 0.453, 0.34),  # with less memory bandwidth, and capped at 500 W
+        GPU("a100", 312, 19.5, 80, 2000, 300, 0.753, 0.6),
         GPU("rtx4090", 165.2, 82.6, 24, 1008, 31, nvlink=False),
         GPU("rtx3090", 71, 35.6, 24, 936, 31, nvlink=False),
         GPU("l4", 121, 30.3, 24, 300, 31, nvlink=False),
@@ -72,9 +98,9 @@ class Network:
 # For nodes with 400 GB/s of network. InfiniBand and EFA are fitted (`./launch.sh plan --validate` says on what); no
 # measurement stands for RoCE, which is taken to be half as late again as InfiniBand.
 NETWORKS = {
-    "infiniband": Network(12e-6, 350),
-    "roce": Network(18e-6, 350),
-    "efa": Network(10e-6, 350, (0.35, 0.12)),
+    "infiniband": Network(16e-6, 350),
+    "roce": Network(24e-6, 350),
+    "efa": Network(16e-6, 350, (0.3, 0.2)),
 }
 TREE = 0.92  # of a ring's bandwidth: NCCL's own estimate for its trees
 
@@ -93,7 +119,7 @@ PCIE = 12 / 31  # bus bandwidth of two RTX 4090 without peer access, beside thei
 ALPHA_INSIDE = 44e-6 / 14  # seconds per hop in a node: a small all-reduce of 8 A100, measured, makes 14 of them
 
 # Assumptions that no measurement here stands for.
-MEMORY_EFFICIENCY = 0.85  # the share of memory bandwidth that elementwise kernels reach
+MEMORY_EFFICIENCY = 0.75  # the share of memory bandwidth that elementwise kernels reach; fitted with `efficiency`
 KERNEL = 2e-6  # seconds until a kernel is up to speed
 LAUNCH = 6e-6  # seconds of the host per kernel that it launches from Python
 ISSUE = 30e-6  # seconds of the host per collective
@@ -104,7 +130,7 @@ SLOWDOWN = 0.19  # computation takes so much longer beside a collective: on aver
 class Cluster:
     """GPUs of one kind in nodes of `per_node`; links in GB/s per direction and GPU.
 
-    `network` is one of `NETWORKS`. `alpha` (seconds per hop) and `inter_gbps` (GB/s of a ring across nodes) None: that
+    `network` is one of `NETWORKS`, or one of your own. `alpha` (seconds per hop) and `inter_gbps` (GB/s of a ring across nodes) None: that
     network's. `efficiency` None: the GPU's own. The other numbers are the assumptions above.
     """
 
@@ -113,7 +139,7 @@ class Cluster:
     intra_gbps: float | None = None
     inter_gbps: float | None = None
     efficiency: float | None = None
-    network: str = "infiniband"
+    network: str | Network = "infiniband"
     alpha: float | None = None
     alpha_inside: float = ALPHA_INSIDE
     memory_efficiency: float = MEMORY_EFFICIENCY
@@ -123,13 +149,13 @@ class Cluster:
     slowdown: float = SLOWDOWN
 
     def __post_init__(self):
-        if self.network not in NETWORKS:
+        if not isinstance(self.network, Network) and self.network not in NETWORKS:
             raise ValueError(f"network must be one of {', '.join(NETWORKS)}, got {self.network!r}")
 
     @property
     def between(self) -> Network:
         """The network between the nodes, with the numbers that were given instead of its own."""
-        own = NETWORKS[self.network]
+        own = self.network if isinstance(self.network, Network) else NETWORKS[self.network]
         alpha = own.alpha if self.alpha is None else self.alpha
         return Network(alpha, own.bus if self.inter_gbps is None else self.inter_gbps, own.crowding)
 
@@ -142,8 +168,9 @@ class Cluster:
         moving = operation.nbytes / (self.gpu.memory_gbps * GB * self.memory_efficiency)
         if not operation.flops:
             return self.kernel + moving
-        attends = operation.name.startswith("_scaled_dot_product")
-        share = self.gpu.attention if attends else (self.efficiency or self.gpu.efficiency)
+        share = self.efficiency or self.gpu.efficiency
+        if operation.attends:
+            share = self.gpu.attention * flash(*operation.attends, "backward" in operation.name)
         return self.kernel + moving + operation.flops / (self.gpu.flops(operation.dtype) * share)
 
     def collective_seconds(self, collective: Collective) -> float:

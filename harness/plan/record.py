@@ -104,8 +104,11 @@ class Recorder(MemoryLedger):
             nbytes += sum(_nbytes(tensor) for tensor in given) - out  # it is written and not read
         dtype = next((tensor.dtype for tensor in (*made, *given) if tensor.is_floating_point()), torch.float32)
         short = "fp32" if dtype in (torch.float32, torch.float64) else "bf16"
-        stream = self._streams.current
-        self.events.append(Operation(stream, name, _flops(func, name, args, kwargs, result), nbytes, short, self._step))
+        flops, attends = _flops(func, name, args, kwargs, result), None
+        if name in ATTENTION:
+            keys = args[ATTENTION[name][0] + 1].shape
+            attends = keys[3], keys[2]
+        self.events.append(Operation(self._streams.current, name, flops, nbytes, short, self._step, attends))
 
     def _collective(self, kind: str, args, result) -> None:
         ranks = dist.get_process_group_ranks(group_of(args))
