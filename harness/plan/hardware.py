@@ -98,9 +98,9 @@ class Network:
 # For nodes with 400 GB/s of network. InfiniBand and EFA are fitted (`./launch.sh plan --validate` says on what); no
 # measurement stands for RoCE, which is taken to be half as late again as InfiniBand.
 NETWORKS = {
-    "infiniband": Network(16e-6, 350),
-    "roce": Network(24e-6, 350),
-    "efa": Network(16e-6, 350, (0.3, 0.2)),
+    "infiniband": Network(12e-6, 350),
+    "roce": Network(18e-6, 350),
+    "efa": Network(12e-6, 350, (0.32, 0.2)),
 }
 TREE = 0.92  # of a ring's bandwidth: NCCL's own estimate for its trees
 
@@ -119,7 +119,7 @@ PCIE = 12 / 31  # bus bandwidth of two RTX 4090 without peer access, beside thei
 ALPHA_INSIDE = 44e-6 / 14  # seconds per hop in a node: a small all-reduce of 8 A100, measured, makes 14 of them
 
 # Assumptions that no measurement here stands for.
-MEMORY_EFFICIENCY = 0.75  # the share of memory bandwidth that elementwise kernels reach; fitted with `efficiency`
+MEMORY_EFFICIENCY = 0.75  # the share of memory bandwidth that elementwise kernels reach
 KERNEL = 2e-6  # seconds until a kernel is up to speed
 LAUNCH = 6e-6  # seconds of the host per kernel that it launches from Python
 ISSUE = 30e-6  # seconds of the host per collective
@@ -130,8 +130,8 @@ SLOWDOWN = 0.19  # computation takes so much longer beside a collective: on aver
 class Cluster:
     """GPUs of one kind in nodes of `per_node`; links in GB/s per direction and GPU.
 
-    `network` is one of `NETWORKS`, or one of your own. `alpha` (seconds per hop) and `inter_gbps` (GB/s of a ring across nodes) None: that
-    network's. `efficiency` None: the GPU's own. The other numbers are the assumptions above.
+    `network` is one of `NETWORKS`, or one of your own. `alpha` (seconds per hop) and `inter_gbps` (GB/s of a ring
+    across nodes) None: that network's. `efficiency` None: the GPU's own. The other numbers are the assumptions above.
     """
 
     gpu: GPU
@@ -177,8 +177,8 @@ class Cluster:
         """Seconds once it has begun: hops x latency, and bytes / bandwidth.
 
         In a ring of N ranks everything makes N-1 hops, and an all-reduce twice as many. All ranks step together, so
-        each hop takes as long as the slowest one, which is that between nodes. A tree is as deep as the logarithm of the
-        nodes; an all-reduce takes it where it is quicker.
+        each hop takes as long as the slowest one, which is that between nodes. A tree is as deep as the logarithm of
+        the nodes; an all-reduce takes it where it is quicker.
         """
         ranks = collective.ranks
         if ranks == 1:

@@ -30,9 +30,9 @@ MPT = {  # billions: the shape, but for the sequence
 
 # What the sources' engines are here. The Playbook's ZeRO-0 is DDP; its ZeRO-1 reduce-scatters all gradients in one
 # coalesced call when the last micro-batch is over, and gathers in another: the paper's 2Ψ, one bucket. Of FSDP1's
-# strategies SHARD_GRAD_OP is FSDP2 without resharding, FULL_SHARD is FSDP2: llm-foundry ran FSDP1. With micro-batches of
-# one sequence the Playbook's ZeRO-1 has 2Ψ more than ours: its bfloat16 gradients stay beside their float32 sums. (With two
-# sequences the published peaks show no such thing.)
+# strategies SHARD_GRAD_OP is FSDP2 without resharding, FULL_SHARD is FSDP2: llm-foundry ran FSDP1. With micro-batches
+# of one sequence the Playbook's ZeRO-1 has 2Ψ more than ours: its bfloat16 gradients stay beside their float32 sums.
+# (With two sequences the published peaks show no such thing.)
 ONE_BUCKET = 1e6  # MiB
 
 
