@@ -1,13 +1,18 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-from harness.measure.style import new
-from harness.run.engines import ENGINES
+from harness.measure.style import LANE_COLOURS, PART_COLOURS, TIME_STYLES, new
+from harness.run.engines import ENGINES, named
+
+# Here an engine has a colour as well: no part and no activity is shown.
+HUES = [PART_COLOURS[part] for part in ("parameters", "gradients", "optimizer", "activations", "temporaries")]
+HUES += [TIME_STYLES["broadcast"][0], LANE_COLOURS["forward"], TIME_STYLES["host"][0]]
+COLOURS = dict(zip(named("plan"), HUES))
 
 
 def _style(engine: str) -> dict:
-    """An engine's own mark and line."""
+    """An engine's own colour, mark and line."""
     one = ENGINES[engine]
-    return {"color": one.shade, "marker": one.mark, "linestyle": one.line}
+    return {"color": COLOURS[engine], "marker": one.mark, "linestyle": one.line}
 
 
 def sweep(results: dict, theme: dict):
@@ -36,47 +41,59 @@ def sweep(results: dict, theme: dict):
 
 
 def scale(results: dict, theme: dict):
-    """Step time, exposed share and live memory against the number of GPUs, a column per model."""
-    presets = list(dict.fromkeys(point["preset"] for point in results["points"]))
-    figure, grid = new(theme, 3, len(presets), height=7.2, sharex=True, squeeze=False)
-    rows = (
-        ("step, s", "step_s", 1),
-        ("exposed, fraction of the step", "exposed", 1),
-        ("live at the peak, GB", "peak_bytes", 1e-9),
-    )
-    for column, preset in enumerate(presets):
-        for engine in dict.fromkeys(point["engine"] for point in results["points"]):
-            mine = [point for point in results["points"] if (point["preset"], point["engine"]) == (preset, engine)]
-            for row, (_, key, factor) in enumerate(rows):
-                ys = [point[key] * factor for point in mine]
-                axes, style = grid[row][column], _style(engine)
-                label = engine if not (row or column) else None
-                axes.plot([point["ranks"] for point in mine], ys, markersize=0, **style)
-                axes.plot([], [], label=label, **style)
-                for point, y in zip(mine, ys):
-                    face = style["color"] if point["fits"] else theme["paper"]
-                    axes.plot(point["ranks"], y, markersize=5, markerfacecolor=face, **style)
-        grid[0][column].set_title(preset)
-        grid[2][column].axhline(results["memory_gb"], color=theme["ink"], linewidth=0.8, linestyle="--")
-        ticks = sorted({point["ranks"] for point in results["points"]})
-        grid[2][column].set_xscale("log", base=2)
-        grid[2][column].set_xticks(ticks, [f"{tick}" for tick in ticks])
-        grid[2][column].set_xlabel("ranks, one on each GPU")
-        grid[2][column].set_yscale("log")
-        low, high = grid[2][column].get_ylim()
-        marks = [mark for mark in (5, 10, 20, 50, 100, 200, 500, 1000) if low < mark < high]
-        grid[2][column].set_yticks(marks, [f"{mark}" for mark in marks])
-        grid[2][column].minorticks_off()
-        for row, (label, _, _) in enumerate(rows):
-            grid[row][column].grid(linewidth=0.5)
-            if row < 2:
-                grid[row][column].set_ylim(bottom=0)
-            if column == 0:
-                grid[row][column].set_ylabel(label)
-    how = f"{results['gpu']}, {results['precision']}, micro-batch {results['micro_batch']}, blocks recomputed"
-    figure.suptitle(f"Predicted, not measured: {how} (empty: does not fit)", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=4)
+    """A column per network: published models with the dots that were measured; below, what is exposed of 7b and 70b.
+
+    Beyond the last published row the paper is shaded and the lines are dotted.
+    """
+    figure, grid = new(theme, 3, len(results["covered"]), height=8.4, sharex=True, sharey="row")
+    ranks = sorted({point["ranks"] for point in results["points"]})
+    for column, (network, covered) in zip(grid.T, results["covered"].items()):
+        column[0].set_title({"infiniband": "InfiniBand", "efa": "EFA"}[network])
+        curves = [curve for curve in results["curves"] if curve["network"] == network]
+        for curve, colour, mark in zip(curves, HUES[1:], "os"):
+            points = curve["points"]
+            ours = {point["ranks"]: point["predicted"] for point in points}
+            dots = {point["ranks"]: point["published"] for point in points if point["published"]}
+            look = {"color": colour, "label": f"{curve['model']}, {curve['engine']}"}
+            _known_and_not(column[0], ours, covered, **look)
+            column[0].plot(list(dots), list(dots.values()), mark, color=colour, markersize=6)
+        column[0].plot([], [], "o", color=theme["ink"], label="published")
+        column[0].set_yscale("log")
+        column[0].set_yticks([2e3, 5e3, 1e4, 2e4, 5e4], ["2,000", "5,000", "10,000", "20,000", "50,000"])
+        column[0].legend(loc="lower left")
+        for axes, preset in zip(column[1:], ("7b", "70b")):
+            for engine in dict.fromkeys(point["engine"] for point in results["points"]):
+                wanted = {"preset": preset, "engine": engine, "network": network}
+                mine = [point for point in results["points"] if wanted.items() <= point.items()]
+                colour, mark = _style(engine)["color"], _style(engine)["marker"]
+                _known_and_not(axes, {point["ranks"]: point["exposed"] for point in mine}, covered, color=colour)
+                axes.plot([], [], color=colour, marker=mark, label=engine)
+                for point in mine:
+                    face = colour if point["fits"] else theme["paper"]
+                    axes.plot(point["ranks"], point["exposed"], mark, color=colour, markerfacecolor=face)
+            axes.set_ylim(0, 1)
+        for axes in column:
+            axes.axvspan(covered, 2 * ranks[-1], color=theme["shade"], zorder=0)
+            axes.grid(linewidth=0.5)
+        column[2].set_xscale("log", base=2)
+        column[2].set_xlim(ranks[0] / 1.3, ranks[-1] * 1.3)
+        column[2].set_xticks(ranks, [f"{tick:,}" for tick in ranks])
+        column[2].minorticks_off()
+        column[2].set_xlabel("ranks, one on each GPU")
+    for axes, label in zip(grid[:, 0], ("tokens/s per rank", "7b: exposed, fraction", "70b: exposed, fraction")):
+        axes.set_ylabel(label)
+    how = f"{results['gpu']}, {results['precision']}; 7b and 70b: micro-batch {results['micro_batch']}, recomputed"
+    figure.suptitle(f"Predicted (lines): {how}\nempty: does not fit; shaded: beyond any measurement", fontsize=11)
+    figure.legend(*grid[1][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
+
+
+def _known_and_not(axes, points: dict, covered: int, label=None, **look) -> None:
+    """A line through {ranks: value}, dotted beyond the last number of ranks that anybody has measured."""
+    known = [rank for rank in points if rank <= covered]
+    beyond = [rank for rank in points if rank >= known[-1]]
+    axes.plot(known, [points[rank] for rank in known], label=label, **look)
+    axes.plot(beyond, [points[rank] for rank in beyond], linestyle=":", **look)
 
 
 def validation(results: dict, theme: dict):
@@ -92,8 +109,12 @@ def validation(results: dict, theme: dict):
         axes.plot(line, line, color=theme["ink"], linewidth=0.8)
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
+            far = row["size"].startswith("sequences")  # another attention kernel: said in words
+            if far and axes is left:
+                axes.plot(row[published], row[predicted], "x", color=theme["ink"], markersize=5)
+                continue
             used = row["fitted"] and axes is left
-            face = theme["paper"] if used else ENGINES[row["engine"]].shade
+            face = theme["paper"] if used else COLOURS[row["engine"]]
             style = _style(row["engine"]) | {"markerfacecolor": face}
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
         axes.set_xscale("log")
@@ -108,6 +129,7 @@ def validation(results: dict, theme: dict):
         axes.grid(linewidth=0.5)
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
         left.plot([], [], label=engine, **(_style(engine) | {"linestyle": "none"}))
-    left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in the fit")
+    left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in a fit")
+    left.plot([], [], "x", color=theme["ink"], label="beyond 4,096 tokens")
     figure.legend(loc="outside lower center", ncols=5)
     return figure

@@ -230,6 +230,7 @@ def plan_validation() -> str:
     rows = []
     for row in result(PLAN_VALIDATION)["rows"]:
         batch = f"{row['micro_batch']} x {row['accumulate']}"
+        batch += f", {row['seq']:,}" * (row["source"].startswith("llm") and row["seq"] != 2048)
         cells = [f"{row['gpus']} {row['gpu']}", f"`{row['engine']}`", batch, f"{row['published_tokens_per_s']:,.0f}"]
         off = f"{row['error']:+.1%}" + " *" * row["fitted"]
         cells += [f"{row['predicted_tokens_per_s']:,.0f}", off]
@@ -247,17 +248,37 @@ def plan_summary() -> str:
     kept = result(PLAN_VALIDATION)
     found, shares = kept["summary"], kept["efficiency"]
     fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in shares.items())
+    networks = []
+    for name, network in kept["networks"].items():
+        ring, tree = network["crowding"]
+        crowds = f"; each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
+        networks.append(f"`{name}` {network['alpha'] * 1e6:.0f} us per hop{crowds}")
     said = (
-        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted: median error "
-        f"{found['median']:.1%}, largest {found['largest']:.1%}.",
+        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted, sequences beyond 4,096 apart: "
+        f"median error {found['median']:.1%}, largest {found['largest']:.1%}. Of all {found['rows']} such rows: median "
+        f"{found['median_of_all']:.1%}, largest {found['largest_of_all']:.1%}.",
         f"Memory of {found['memory_rows']} rows: median error {found['memory_median']:.1%}, largest "
-        f"{found['memory_largest']:.1%}, {found['memory_within_10']} within 10%.",
+        f"{found['memory_largest']:.1%}, {found['memory_within_8']} within 8%.",
         "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
         f"{found['pairs_right']} of {found['pairs']} right.",
         f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
-        f"Fitted: the share of the peak in products of matrices, {fitted}.",
+        f"Fitted: the share of the peak in products of matrices, {fitted}; the networks, {', '.join(networks)}.",
     )
     return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
+
+
+def plan_groups() -> str:
+    """The errors of tokens per second by source and size."""
+    rows = []
+    for group in result(PLAN_VALIDATION)["summary"]["groups"]:
+        about = [group["source"], group["size"], f"{group['rows']}", f"{group['fitted']}"]
+        rows.append([*about, f"{group['median']:.1%}", f"{group['largest']:.1%}"])
+    return table(["source", "size", "rows", "of them fitted", "median error", "largest"], rows)
+
+
+def plan_missed() -> str:
+    """The rows that miss by more than is hoped for."""
+    return "\n".join(f"- {one}" for one in result(PLAN_VALIDATION)["summary"]["missed"])
 
 
 # The machines that a report was sent from.
@@ -348,6 +369,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "offload": offload,
     "other-claims": other_claims,
     "outline": outline,
+    "plan-groups": plan_groups,
+    "plan-missed": plan_missed,
     "plan-summary": plan_summary,
     "plan-validation": plan_validation,
     "referee": referee,
