@@ -156,10 +156,10 @@ def table_errors(network: Network, reduces: bool) -> list[float]:
 
 def check_all(rows: Iterable[Row] = ROWS, efficiencies: dict[str, float] | None = None) -> list[Check]:
     """Every row, predicted with the efficiencies given (default: those that are in the table of GPUs)."""
-    checks = []
+    checks, rows = [], list(rows)
     for row in rows:
         share = (efficiencies or {}).get(row.gpu, GPUS[row.gpu].efficiency)
-        fitted = row in subset([row], row.gpu) or row in on_network([row], row.network)
+        fitted = row in subset(rows, row.gpu) or row in on_network(rows, row.network)
         checks.append(Check(row, predict(row.setup, replace(row.cluster, efficiency=share)), fitted))
     return checks
 
