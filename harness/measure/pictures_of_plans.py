@@ -77,7 +77,7 @@ def scale(results: dict, theme: dict):
             axes.grid(linewidth=0.5)
         column[2].set_xscale("log", base=2)
         column[2].set_xlim(ranks[0] / 1.3, ranks[-1] * 1.3)
-        column[2].set_xticks(ranks, [f"{tick:,}" for tick in ranks])
+        column[2].set_xticks(ranks, [f"{tick:,}" if tick != ranks[-2] else "" for tick in ranks])  # the last two touch
         column[2].minorticks_off()
         column[2].set_xlabel("ranks, one on each GPU")
     for axes, label in zip(grid[:, 0], ("tokens/s per rank", "7b: exposed, fraction", "70b: exposed, fraction")):
