@@ -38,10 +38,10 @@ from harness.measure.out_of_memory import explained
 from harness.measure.parts import PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.measure.turns import take_turns
-from harness.run import micro_batches, process_group
+from harness.run import engine_file, micro_batches, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
-from harness.run.engines import DTYPES, ENGINES, build, chosen, named
+from harness.run.engines import DTYPES, ENGINES, build, named
 from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
 from harness.run.process_group import Rank
 from harness.run.recompute import checkpoint_blocks
@@ -68,6 +68,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timed-steps", type=int, default=12, help="steps to time per engine, 0 for none (default 12)")
     micro_batches.add_options(parser, 4)
     parser.add_argument("--engines", help=f"any of {', '.join(COMPARED)} (default {', '.join(named('compare'))})")
+    engine_file.add_option(parser)
     parser.add_argument("--dtype", default="fp32", help="fp32 or bf16: compute and gather in bfloat16 (default fp32)")
     parser.add_argument("--slow-rank", metavar="RANK:SECONDS", help="delay that rank in every timed step, as 1:0.05")
     options = parser.parse_args(argv)
@@ -76,7 +77,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     common.settle(options, steps=1, timed_steps=0, seq=1)
     micro_batches.settle(options, 4)
     options.slow_rank = _slow_rank(options.slow_rank, process_group.planned_world_size(options.backend, options.device))
-    options.engines = chosen(options.engines, "compare", COMPARED)
+    options.engines = engine_file.chosen(options, "compare", COMPARED)
     return options
 
 
@@ -109,11 +110,11 @@ class Referee:
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
         # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
-        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
+        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
 
     def build(self, name: str):
         """The engine `name` around a model with the same weights as every other's."""
-        if self.me.device.type != "cuda":
+        if self.me.device.type == "cpu":
             model = GPT(preset(self.options.preset), self.options.seed)
         else:
             if self._weights is None:  # drawing a billion numbers on the host takes longer than copying them
@@ -152,14 +153,14 @@ class Referee:
         measured = min(2, self.options.steps - 1)
         losses, held, peak, sent = [], {"parameters": 0, "gradients": 0, "optimizer": 0}, 0, 0
         reserved = 0
-        started = time.perf_counter()
+        started, allocator = time.perf_counter(), torch.accelerator  # which is that of a GPU
         let_go(self.me.device)
         if self.mine(name):
             batches = [self.batch(name, step) for step in range(self.options.steps)]
-            if self.me.device.type == "cuda":
+            if self.me.device.type != "cpu":
                 warm_up(self.me.device)
-                torch.cuda.empty_cache()  # what the allocator has reserved for the engine before is not this one's
-                before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+                allocator.empty_cache()  # what the allocator has reserved for the engine before is not this one's
+                before, reserved_before = allocator.memory_allocated(), allocator.memory_reserved()
             with PartsLedger() as memory:
                 with explained(f"the construction of {name}", None, memory):
                     engine = self.build(name)
@@ -172,16 +173,18 @@ class Referee:
                     with explained(f"training step {step + 1} of {name}", engine, memory):
                         losses.append(self.step(engine, batches[step]))
                 memory.begin(engine)
-                if self.me.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
+                if self.me.device.type != "cpu":
+                    allocator.reset_peak_memory_stats()
                 handle = engine.optimizer.register_step_pre_hook(look)
                 with TrafficLedger() as traffic, explained(f"training step {measured + 1} of {name}", engine, memory):
                     losses.append(self.step(engine, batches[measured]))
                 handle.remove()
+                if not any(held.values()):  # an engine of a file, which does not step its optimizer
+                    held.update(held_bytes(engine))
                 peak, sent = memory.peak, traffic.sent_bytes
-                if self.me.device.type == "cuda":
-                    peak = torch.cuda.max_memory_allocated() - before
-                    reserved = torch.cuda.max_memory_reserved() - reserved_before
+                if self.me.device.type != "cpu":
+                    peak = allocator.max_memory_allocated() - before
+                    reserved = allocator.max_memory_reserved() - reserved_before
             for batch in batches[measured + 1 :]:
                 with explained(f"training step {len(losses) + 1} of {name}", engine):
                     losses.append(self.step(engine, batch))
@@ -200,7 +203,7 @@ class Referee:
             "peak_bytes": everyone[3],
             "sent_bytes": everyone[4],
         }
-        if self.me.device.type == "cuda":
+        if self.me.device.type != "cpu":
             result["reserved_bytes"] = everyone[5]  # what the allocator has taken from the GPU, fragments included
         return result
 
@@ -231,6 +234,7 @@ class Referee:
                 a, b = everyone[:, index[name]], everyone[:, index[reference]]
             # Micro-batches: some engines average over the ranks before they add up, others after.
             exact = self.me.world_size <= 2 and self.options.accumulate == 1 and "single" not in (name, reference)
+            exact = exact and ENGINES[name].exact
             # NaN compares false with everything: a run that diverged does not match
             difference = (a - b).abs().max().item()
             run["tolerance"] = 0.0 if exact else self.tolerance
@@ -280,12 +284,13 @@ class Referee:
         return {"clocks_unsure_by_ms": round(unsure * 1e3, 4), **found}
 
     def _all_fit(self, runs: dict[str, dict]) -> bool:
-        if self.me.device.type != "cuda":
+        if self.me.device.type == "cpu":
             return True
         held = sum(sum(run["held_bytes"].values()) for run in runs.values())
         most = max(run["peak_bytes"] for run in runs.values())
-        ranks_per_gpu = max(1, -(-self.me.world_size // max(1, torch.cuda.device_count())))
-        fits = (held + most) * ranks_per_gpu < 0.8 * torch.cuda.get_device_properties(self.me.device).total_memory
+        ranks_per_gpu = max(1, -(-self.me.world_size // max(1, torch.accelerator.device_count())))
+        gpu = torch.get_device_module(self.me.device).get_device_properties(self.me.device)
+        fits = (held + most) * ranks_per_gpu < 0.8 * gpu.total_memory
         return bool(self.over_ranks([not fits])[0] == 0)
 
 
@@ -335,14 +340,15 @@ def main() -> None:
         + ("float32" if referee.dtype is None else "bfloat16 with float32 reduction and master weights")
         + f", TF32 {'on' if process_group.tf32() else 'off'}" * (me.device.type == "cuda")
     )
-    runs = {}
-    deterministic = me.device.type == "cuda"
+    runs, failed = {}, {}
+    deterministic = me.device.type != "cpu"
     torch.use_deterministic_algorithms(deterministic)  # CUDA adds atomically in some backwards, in any order
     for name in options.engines:
         started = time.perf_counter()
-        runs[name] = referee.train(name)
+        runs[name] = engine_file.attempt(name, partial(referee.train, name), me, failed)
         me.print(f"losses, memory and traffic of {name}: {time.perf_counter() - started:.1f} s")
     torch.use_deterministic_algorithms(False)
+    runs = {name: run for name, run in runs.items() if run is not None}
     reference, match = referee.compare(runs)
     for run in runs.values():
         run["step_ms"] = run["tokens_per_s"] = None
@@ -367,18 +373,21 @@ def main() -> None:
         "tf32": process_group.tf32() if me.device.type == "cuda" else None,
         "command": common.command("compare", os.environ["LOCAL_WORLD_SIZE"]),
         "runs": runs,
-        "match": match,
+        "failed": failed,
+        "match": match and not failed,
     }
     common.write_json(file, result)  # for whoever has no time for the second pass
     if options.timed_steps:
         referee.time(runs)
     me.print("\n" + step_report.results(result, reference))
     me.print(verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16"))
+    for name, said in failed.items():
+        me.print(f"FAILED: {name}: {said}")
     common.write_json(file, result)
     if options.json:
         me.print(f"\nwritten: {options.json}")
     process_group.stop()
-    if not match:
+    if not result["match"]:
         sys.exit(1)
 
 

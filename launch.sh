@@ -32,6 +32,8 @@ Measure
 ./launch.sh plan [options]               predicted step times on GPUs that you do not have; --validate, --sweep
 ./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
 ./launch.sh bench [N] [options]          step times of all engines, interleaved, on a model of your size; --host: the host's part
+./launch.sh conform [ENGINE|FILE.py ...] [N] [options]   who trains right, who refuses, who is silently wrong: every
+                                         property, asked of ours, of torch's own, of DeepSpeed and of yours
 ./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
 ./launch.sh figures [options]            draws what is in results/ to results/figures/
 ./launch.sh docs [--check]               writes the tables of README.md and docs/ from results/; --check says what is stale
@@ -74,6 +76,7 @@ memory) entry=(-m harness.measure.dry_run) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
 plan) entry=(-m harness.plan) ranked= ;;
+conform) entry=(-m harness.properties.conform) ranked= ;;
 figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
 articles | changes | docs | exercise | check | watch) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks)
@@ -88,7 +91,7 @@ notebooks)
 test) ranked= ;;
 *)
     fail "no command '$command'; there are: zero1, zero2, zero3, watch, changes, articles, notebooks, exercise, check," \
-        "bug, compare, train, test, help, report, memory, plan, sweeps, bench, ratios, figures, docs"
+        "bug, compare, train, test, help, report, memory, plan, sweeps, bench, conform, ratios, figures, docs"
     ;;
 esac
 

@@ -16,51 +16,48 @@ end of backward. **Prefetch** means to start the all-gather of the next unit bef
 Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
     memory   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 14 GB)
-    peak     16Ψ/N + R + 4U - (R + 2U)/N, for a root of R bytes, equal units of U bytes and prefetch 1; and activations
+    peak     16Ψ/N + R + 4U - (R + 2U)/N (root R, equal units U, prefetch 1): of this state alone, late in backward
     sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
 
-At the peak, late in backward, these are alive beside the shards: the root (R), the unit at work and the one prefetched
-(2U), and whole gradients of the unit at work and of the one in flight (2U). The root, the unit at work and the one
-prefetched have no gradient shard yet, so (R + 2U)/N is subtracted. (`PEAK_FORMULAS` in harness/measure/dry_run.py is
-for unequal units.) The root is gathered once per step, so a little less than 3Ψ is sent.
+At that moment these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and whole
+gradients of the unit at work and of the one in flight (2U). The former three have no gradient shard yet, so (R + 2U)/N
+is subtracted. Not counted are the root's own gradients (last norm, head), which stay whole until the embedding's has
+come. (Unequal units: `PEAK_FORMULAS` in harness/measure/dry_run.py.) With activations the peak comes early in backward
+as a rule. The root is gathered once per step, so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
-needs it, unit by unit. In the order of time, with prefetch 1:
+needs it, unit by unit. In the order of time, with prefetch 1, and under it the bytes that are gathered:
 
     forward   gather root, 0 | embedding | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | ...
-    backward  ... | gather 0 | compute 1 | free 1, reduce 1 | compute 0 | free 0, reduce 0 | reduce root, free root
+              R + U            R + U       R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U
+    backward  ... | gather 0 | compute 1 | free 1, reduce 1 | compute 0 | free 0, reduce 0 | embedding | free root
+                    R + 2U     R + 2U      R + U              R + U       R                  R           0
 
-A gather stands left of the computation that it hides behind: it is started first and waited for later.
+A gather stands left of the computation that it hides behind: it is started first and waited for later. The last unit is
+freed although backward soon gathers it again: head and loss come in between, whose activations are among the largest.
 
 Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. It frees little: for
-its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. On the article's GPT
+its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. In a GPT of 2 blocks
 68% of the gathered bytes were still there after a forward that freed every layer this way (./launch.sh articles --only
 "has gathered"). These views are needed, too, as backward multiplies by them. So the views stay, and the memory under
 them goes: `storage.resize_(0)` gives it back, and every tensor on the storage keeps its shape. Resizing it to its old
-size and gathering into it fills all of them again, the model's weights and autograd's views alike. (FSDP does the
-same.) Nobody may read a tensor while its storage has no bytes: that would end the process. harness/engine/guard.py
-turns it into an error.
-
-When backward needs a unit. Forward saves weights for backward, and backward asks for them when it gets there. torch's
-`saved_tensors_hooks` call us both times: harness/engine/unit_moments.py knows when to call `before_backward`.
+size and gathering into it fills all of them again, the model's weights and autograd's views alike. FSDP does so, too.
+To read a tensor while its storage has no bytes would crash the process: harness/engine/guard.py makes it an error.
 
 The other words are those of zero1.py. What changes from chapter 2: ./launch.sh changes zero2 zero3
 
-Paper: ZeRO (Rajbhandari et al., 2020), section 5.3, "P_os+g+p". Article: "AI in Multiple GPUs: ZeRO & FSDP".
-Run it: ./launch.sh zero3 2
+Paper: ZeRO (Rajbhandari et al., 2020), sections 5.3 "P_os+g+p" (memory) and 7 (traffic). Article: "AI in Multiple GPUs:
+ZeRO & FSDP", class `ZeRO_3`. Run it: ./launch.sh zero3 2
 """
-
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from harness.engine import gradients, guard, meta, optimizer, order, precision, refusals, state
+from harness.engine import gradients, guard, meta, optimizer, order, precision, state
 from harness.engine.interface import Interface
-from harness.engine.placement import Placement
-from harness.engine.unit_moments import UnitMoments
+from harness.engine.unit_hooks import UnitHooks, storage_number
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import wait
 from zero1 import Bucket
@@ -70,133 +67,46 @@ from zero2 import Reduction
 class Unit:
     """A module whose parameters are gathered and freed together.
 
-    As a rule it has one bucket. A buffer has one dtype, and a frozen parameter needs no gradient to be sent, so a unit
-    that mixes dtypes, or frozen and trained parameters, has a bucket for each kind.
+    It has one bucket as a rule, and one per kind if it mixes dtypes, or frozen and trained parameters.
     """
 
-    def __init__(self, name: str, module: nn.Module, named_params, *layout):
+    def __init__(self, name: str, module: nn.Module, named_params, rank: int, world_size: int, dtypes):
         self.name, self.module = name, module
         kinds = {}
         for param_name, param in named_params:
             kinds.setdefault((param.dtype, param.requires_grad), []).append((param_name, param))
-        self.buckets = [Bucket(kind, *layout) for kind in kinds.values()]
+        self.buckets = [Bucket(kind, rank, world_size, dtypes) for kind in kinds.values()]
         for bucket in self.buckets:
             bucket.label = f"unit {name!r}"  # in messages
-        self.trained = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
+        self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
         self.params = [param for bucket in self.buckets for param in bucket.params]
         self.gathered = True  # its buffers have memory; what is in flight may still be missing. False: freed
         self.works = []  # its all-gathers in flight
 
 
-def make_units(model: nn.Module, modules, *layout) -> tuple[list[Unit], Unit]:
-    """(units, root): every parameter in exactly one of them, in the model's order. `layout` goes to `Bucket`.
+def make_units(model: nn.Module, modules, rank: int, world_size: int, dtypes) -> tuple[list[Unit], Unit]:
+    """(units, root): every parameter is in exactly one of them. One that several units use belongs to the root.
 
-    `modules` are the units' modules (None: the entries of every outermost ModuleList or Sequential). A parameter that
-    several of them use (tied weights) belongs to the root.
+    `modules` are the units' modules (None: the entries of every outermost ModuleList or Sequential).
     """
     modules = default_units(model) if modules is None else list(modules)
     held, rest = parameters_by_unit(model, modules)
     names = {module: name for name, module in model.named_modules()}
-    units = [Unit(names[module], module, held[module], *layout) for module in modules if held[module]]
-    return units, Unit("root", model, rest, *layout)
+    units = [Unit(names[each], each, held[each], rank, world_size, dtypes) for each in modules if held[each]]
+    return units, Unit("root", model, rest, rank, world_size, dtypes)
 
 
 class ZeRO3(Interface):
     """Data-parallel training of `model` with optimizer state, gradients and parameters cut into N.
 
-    Options and errors are those of `ZeRO1`, with units in the place of buckets. `units` are the modules to gather and
-    free as one (default: see `make_units`); `prefetch` is how many units ahead to gather. With
-    `reshard_after_forward=False` a unit stays gathered from forward to backward: 2Ψ are sent and not 3Ψ, and all
-    parameters are gathered in between.
-
-    Every rank must run the same units in the same order. Several backwards before a step add up: k of them send 3kΨ, or
-    (2k+1)Ψ if all but the last run under `no_sync()`, which keeps whole gradients, 4Ψ bytes. A model on the device
-    `meta` has no memory yet. It gets its memory unit by unit, and its values by `init_fn(name, tensor)`, which fills
-    each parameter and buffer in place, or from `state_dict`.
-
-    Raises RuntimeError also when a freed weight is used. Source: ZeRO paper, section 5.3; article class `ZeRO_3`.
+    Step 0, the set-up of all that the other steps use, stands last: `__init__`. Options are ZeRO-1's, with `units` in
+    the place of buckets: the modules to gather and free as one (default: see `make_units`). `prefetch` is how many
+    units ahead to gather. With `reshard_after_forward=False` a unit stays gathered from forward to backward: 2Ψ are
+    sent and not 3Ψ, and all parameters are gathered in between.
+    With k backwards before a step a rank sends 3kΨ, or (2k+1)Ψ if all but the last run under `no_sync()`, which keeps
+    whole gradients, 4Ψ bytes. A model on torch's device `meta` has shapes and no memory. It gets its memory unit by
+    unit, and its values by `init_fn(name, tensor)`, which fills a tensor in place, or from `state_dict`.
     """
-
-    # The moves.
-
-    def _gather(self, unit: Unit) -> None:
-        """Step 5, first half: start to gather `unit`. Nobody may use it before `_wait`."""
-        if unit.gathered:
-            return
-        # An error if another rank gathers another unit: ranks compare a checksum where this step differs from the last.
-        self.order.next("all-gather", unit)
-        with record_function("step 5 gather parameters"):
-            for bucket in unit.buckets:
-                # On a GPU work runs in queues, called streams, and collectives have a stream of their own. The stream
-                # that computes frees this memory later, so it also allocates it here. Then the two need no signal.
-                bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
-                # Straight into the weights: the model's parameters are views of `flat`, and so is what autograd saved.
-                whole = precision.sendable(bucket.flat)  # `bucket.flat` itself, or its bytes
-                with self.placement.copies_beside():  # offload only: a stream of its own for the copy up
-                    shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard` itself
-                    unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
-        unit.gathered = True
-
-    def _wait(self, unit: Unit) -> None:
-        """Step 5, second half: from here on `unit` may compute."""
-        if unit.works:
-            while unit.works:
-                wait(unit.works.pop(0), "all-gather", unit.buckets[0])
-            guard.open(unit.params)  # using them was an error up to here
-
-    def _free(self, unit: Unit) -> None:
-        """Give back the memory of the gathered parameters. This rank's shard stays."""
-        if not unit.gathered:
-            return
-        self._wait(unit)  # never free a buffer that a collective still writes to
-        for bucket in unit.buckets:
-            bucket.flat.untyped_storage().resize_(0)
-        unit.gathered = False
-        guard.close(unit.params)  # using them is an error from here on
-
-    def _send(self, bucket: Bucket) -> None:
-        """Step 3, first half, as in ZeRO-2: receive the bucket before, then send this one."""
-        with record_function("step 3 reduce gradients"):
-            self._receive()
-            self._in_flight = Reduction(bucket, self.group)
-
-    def _receive(self) -> None:
-        """Step 3, second half: receive the bucket in flight, if there is one."""
-        if self._in_flight is not None:
-            self._in_flight.finish(self.world_size)
-            self._in_flight = None
-
-    # The moments, in the order of time. The root has all but `after_forward`: it is gathered first and freed
-    # last. There is no queue as in ZeRO-2: every rank runs the units in the same order, and `order` watches over that.
-
-    def before_forward(self, unit: Unit, upcoming: list[Unit]) -> None:
-        """`unit` is about to run. `upcoming` are the `prefetch` units that ran next in the last forward."""
-        self._gather(unit)  # nothing to do if it was prefetched
-        for following in upcoming:
-            self._gather(following)
-        self._wait(unit)
-
-    def after_forward(self, unit: Unit) -> None:
-        """`unit` has run, and backward will come back to it."""
-        if self.reshard_after_forward:
-            self._free(unit)
-
-    def before_backward(self, unit: Unit, upcoming: list[Unit]) -> None:
-        """Backward asks for a weight of `unit`. `upcoming` are the `prefetch` units that ran before it in forward."""
-        self._gather(unit)
-        for following in upcoming:
-            self._gather(following)
-        self._wait(unit)
-
-    def after_backward(self, unit: Unit) -> None:
-        """Nobody will ask for the weights of `unit` any more."""
-        self._free(unit)
-
-    def gradients_final(self, unit: Unit) -> None:
-        """All gradients of `unit` are final."""
-        self.order.next("reduce-scatter", unit)
-        for bucket in unit.trained:
-            self._send(bucket)
 
     # The steps.
 
@@ -219,9 +129,110 @@ class ZeRO3(Interface):
         self._free_all()  # what is still gathered has the old values
 
     def _reduce_gradients(self) -> None:
-        """The end of step 3: receive the last bucket."""
-        self._receive()
-        gradients.settle(self)  # an error for a parameter without a gradient
+        """The end of step 3. When backward ended, `self.hooks` has received the last bucket and freed the root."""
+        self._receive()  # if it did not end
+        gradients.require_all(self)  # an error for a parameter without a gradient
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
+        self._receive()  # a buffer must not go while a collective uses it
+        gradients.forget(self)
+
+    # The moments of forward. torch calls a module's hooks before its forward and after it. The root stays after it.
+
+    def before_forward(self, unit: Unit, upcoming: list[Unit]) -> None:
+        """`unit` is about to run. `upcoming`: the `prefetch` units that ran next in the forward before this one."""
+        for each in (unit, *upcoming):
+            self._gather(each)  # nothing to do if it was prefetched
+        self._wait(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        """`unit` has run, and backward will come back to it."""
+        if self.reshard_after_forward:
+            self._free(unit)
+
+    # The moments of backward. Forward saves tensors for backward, weights among them, and backward asks for each when
+    # it gets there. `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` shows both. (The article has backward
+    # hooks on modules: they miss what does not pass through a module's output.) A unit is done with its last gradient.
+
+    def pack(self, tensor: torch.Tensor):
+        """`self.hooks` has autograd call this when forward saves `tensor`, and keep what it returns."""
+        unit = self.unit_of.get(storage_number(tensor))  # whose weight is it, or a view of? None: nobody's
+        return tensor, None if unit is None else self.hooks.visit(unit)  # the unit's forward that runs now
+
+    def unpack(self, saved) -> torch.Tensor:
+        """Called in backward, right before autograd reads the tensor that `pack` returned."""
+        tensor, visit = saved
+        if visit is not None and visit not in self.asked:  # `asked` is empty when a backward begins
+            self.asked.add(visit)  # it asks for the unit's first weight: it has come to the unit
+            self.before_backward(visit.unit, visit.before)  # `before`: the `prefetch` units that ran before it
+        return tensor
+
+    def before_backward(self, unit: Unit, upcoming: list[Unit]) -> None:
+        """Backward asks for a weight of `unit`. `upcoming` are the `prefetch` units that ran before it in forward."""
+        for each in (unit, *upcoming):
+            self._gather(each)
+        self._wait(unit)
+
+    def watch_gradients(self) -> None:
+        """Set up once: autograd calls a parameter's hook whenever backward has finished the parameter's gradient."""
+        for unit in (*self.units, self.root):
+            for bucket in unit.trained_buckets:
+                for index, param in enumerate(bucket.params):
+                    param.register_post_accumulate_grad_hook(self.hooks.calling(self.on_gradient, unit, bucket, index))
+
+    def on_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
+        """The gradient of `bucket.params[index]` is final: all that backward does with the weight is done."""
+        bucket.missing.discard(index)
+        if not any(bucket.missing for bucket in unit.trained_buckets):  # the unit's last one
+            if len(unit.trained_buckets) == len(unit.buckets):  # frozen ones: when the next unit's turn comes
+                self.after_backward(unit)
+            self.gradients_final(unit)
+
+    def after_backward(self, unit: Unit) -> None:
+        """Nobody will ask for the weights of `unit` any more."""
+        self._free(unit)
+
+    def gradients_final(self, unit: Unit) -> None:
+        """All gradients of `unit` are final. No turns as in ZeRO-2: the gathers have one order on all ranks."""
+        self.order.next("reduce-scatter", unit)  # an error if they do not
+        for bucket in unit.trained_buckets:
+            self._send(bucket)  # `Reduction` needs only the size of `flat`, which may be freed
+
+    # The moves.
+
+    def _gather(self, unit: Unit) -> None:
+        """Step 5, first half: start to gather `unit`. Nobody may use it before `_wait`."""
+        if unit.gathered:
+            return
+        self.order.next("all-gather", unit)  # an error if another rank gathers another unit
+        with record_function("step 5 gather parameters"):
+            for bucket in unit.buckets:
+                # On a GPU work runs in queues, called streams, and collectives have their own. The stream that computes
+                # frees this memory later, so it allocates it, too: the allocator can reuse it without a signal.
+                bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
+                with self.placement.copies_beside():  # offload only: a stream of its own for the copy up
+                    whole, shard = precision.sendable(bucket.flat), precision.rounded_shard(bucket)  # as in ZeRO-1
+                    # Straight into the weights: the model's parameters are views of `flat`, so is what autograd saved.
+                    unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
+        unit.gathered = True
+
+    def _wait(self, unit: Unit) -> None:
+        """Step 5, second half: from here on `unit` may compute."""
+        if unit.works:
+            while unit.works:
+                wait(unit.works.pop(0), "all-gather", unit.buckets[0])
+            guard.open(unit.params)  # using them was an error up to here
+
+    def _free(self, unit: Unit) -> None:
+        """Give back the memory of the gathered parameters. This rank's shard stays."""
+        if not unit.gathered:
+            return
+        self._wait(unit)  # never free a buffer that a collective still writes to
+        for bucket in unit.buckets:
+            bucket.flat.untyped_storage().resize_(0)
+        unit.gathered = False
+        guard.close(unit.params)  # using them is an error from here on
 
     def _free_all(self) -> None:
         for unit in (*self.units, self.root):
@@ -229,49 +240,49 @@ class ZeRO3(Interface):
 
     _shards_changed = _free_all  # new values were loaded into all shards: what is gathered has the old ones
 
-    def zero_grad(self) -> None:
-        """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
-        self._receive()  # a buffer must not go while a collective uses it
-        gradients.forget(self)
+    def _send(self, bucket: Bucket) -> None:
+        """Step 3, first half, as in ZeRO-2: receive the bucket before, then send this one."""
+        with record_function("step 3 reduce gradients"):
+            self._receive()
+            self._in_flight = Reduction(bucket, self.group)
+
+    def _receive(self) -> None:
+        """Step 3, second half: receive the bucket in flight, if there is one."""
+        if self._in_flight is not None:
+            self._in_flight.finish(self.world_size)
+            self._in_flight = None
 
     # The set-up.
 
-    def __init__(self, model: nn.Module, optimizer_cls, *, group=None, units=None, prefetch: int = 1,
-                 reshard_after_forward: bool = True, param_groups=None, param_dtype=None, reduce_dtype=None,
-                 find_unused: bool = False, offload_policy=None, init_fn=None, state_dict=None):  # fmt: skip
-        units = list(units) if isinstance(units, Iterable) else units
-        place, self.dtypes = Placement(group, offload_policy), (param_dtype, reduce_dtype)
-        # What cannot work raises here, on every rank, and before anything is changed.
-        refusals.check(
-            model, optimizer_cls, param_groups, place, self.dtypes, find_unused, (init_fn, state_dict),
-            units=units, prefetch=prefetch, reshard_after_forward=reshard_after_forward,
-        )  # fmt: skip
-        self.model, self.group, self.placement, self.find_unused = model, place.group, place, find_unused
+    def __init__(self, model: nn.Module, optimizer_cls, *, units=None, prefetch: int = 1, param_groups=None,
+                 reshard_after_forward: bool = True, init_fn=None, state_dict=None, **options):  # fmt: skip
+        own = {"units": units, "prefetch": prefetch, "reshard_after_forward": reshard_after_forward}
+        # What cannot work raises here, on every rank, before anything is changed. Sets `rank`, `world_size`, `group`.
+        self.prepare(model, optimizer_cls, param_groups, own, (init_fn, state_dict), **options)
         self.reshard_after_forward = reshard_after_forward
-        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.prefetch = prefetch if self.world_size > 1 else 0  # a rank that is alone waits for nothing
-        self.order = order.Sequence(place.everyone)  # do all ranks gather and reduce the same units in the same order?
+        self.order = order.Sequence(self.placement.everyone)  # compares the ranks where a step differs from the last
         with record_function("step 0 partition"), torch.no_grad():
-            self.units, self.root = make_units(model, units, self.rank, self.world_size, self.dtypes)
+            self.units, self.root = make_units(model, own["units"], self.rank, self.world_size, self.dtypes)
             self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]
-            self.trained = [bucket for unit in (*self.units, self.root) for bucket in unit.trained]
-            source = meta.Source(model, place.everyone, init_fn, state_dict)  # of the values, for a model on `meta`
+            self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
+            source = meta.Source(model, self.placement.everyone, init_fn, state_dict)  # of the values, if on `meta`
             for unit in (*self.units, self.root):
                 for bucket in unit.buckets:
                     self._shard(bucket, source)
                 self._free(unit)  # the memory is gone already; now it counts as freed
             source.finish()
-            state.broadcast_buffers(model, place.everyone)  # what the model has registered as buffers stays whole
+            state.broadcast_buffers(model, self.placement.everyone)  # what the model registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
-        self.moments = UnitMoments(self)  # from here on the model's forward and backward call the moments
+        self.unit_of = {storage_number(b.flat): unit for unit in (*self.units, self.root) for b in unit.buckets}
+        self.hooks = UnitHooks(self)  # calls the moments of forward, `pack` and `unpack`, and knows the hard cases
+        self.watch_gradients()
         self.zero_grad()
 
     def _shard(self, bucket: Bucket, source: meta.Source) -> None:
         """Step 0 of one bucket: flatten it, and keep this rank's shard alone."""
-        on_meta = source.begin(bucket)  # parameters on `meta` get a device here, memory in `flatten`
-        bucket.flatten()
-        source.fill(on_meta)  # and their values here
+        source.flatten(bucket)  # `bucket.flatten()`, and values for parameters on `meta`
         dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=self.placement.everyone)
         bucket.shard = bucket.shard.clone()  # so far a view of `flat`; it must survive when `flat` is freed
         bucket.flat.untyped_storage().resize_(0)

@@ -213,7 +213,7 @@ def meta_to_the_device(device: str) -> None:
     with torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu"):
         engine = parts.ZeRO3(model, ADAMW, init_fn=initialize)
     assert {param.device.type for param in model.parameters()} == {device}
-    assert {piece.device.type for bucket in engine.trained for _, piece in bucket.pieces} == {device}
+    assert {piece.device.type for bucket in engine.trained_buckets for _, piece in bucket.pieces} == {device}
     assert storage_bytes(model.parameters()) == 0, "gathered parameters outlive the construction"
     parts.assert_same_state(engine.full_state_dict(), GPT(PRESETS["toy"]).state_dict(), atol=0)
     other = parts.ZeRO3(copy.deepcopy(GPT(PRESETS["toy"])).to(device), ADAMW)

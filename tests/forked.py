@@ -27,6 +27,8 @@ from pathlib import Path
 
 from pool import forking
 
+from harness.run import ranks
+
 ROOT = Path(__file__).resolve().parent.parent
 
 CLIENT = """\
@@ -78,12 +80,11 @@ def on_ranks(
 
 
 def _run(program: list[str], environments: list[dict], seconds: float, left_behind: int) -> list[Ended]:
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     with contextlib.ExitStack() as files:
         started = []
         for environment in environments:
             out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            env = {**clean, **{key: str(value) for key, value in environment.items()}}
+            env = ranks.environment(**{key: str(value) for key, value in environment.items()})
             process = subprocess.Popen([python(), *program], cwd=ROOT, env=env, stdout=out, stderr=err)
             started.append((process, out, err))
         until = time.monotonic() + seconds
@@ -98,6 +99,19 @@ def _run(program: list[str], environments: list[dict], seconds: float, left_behi
                 text.seek(0)
             ended.append(Ended(status, *(text.read() for text in texts)))
     return ended
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run ./launch.sh as a user does, by that executable, and with no variable of a torchrun around us."""
+    clean = ranks.environment(**{"PYTHON": python(), "ZERO_TIMEOUT": "300", **environment})
+    line = [str(ROOT / "launch.sh"), *arguments]
+    return subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=900)
 
 
 @functools.cache

@@ -5,11 +5,11 @@ that was saved beside them, so that a mix of two steps would show. The ranks are
 """
 
 import hashlib
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -85,29 +85,19 @@ def run(rank: int, store: str, folder: str, last: int) -> None:
     dist.barrier()
 
 
-def start(rank: int, *args) -> int:
-    child = os.fork()
-    if child:
-        return child
-    try:
-        run(rank, *args)
-        os._exit(0)
-    except BaseException as error:
-        if "Connection" not in str(error):  # the other rank was killed
-            traceback.print_exc()
-        os._exit(1)
-
-
 def attempt(folder: str, who: int, last: int) -> bool:
     """Whether rank `who` was killed at act `last`. If not, both ranks must have come to their end."""
     with tempfile.TemporaryDirectory() as place:
-        store = os.path.join(place, "store")
-        children = [start(rank, store, folder, last if rank == who else 0) for rank in (0, 1)]
-        _, ended = os.waitpid(children[who], 0)
-        if killed := os.WIFSIGNALED(ended):
-            os.kill(children[1 - who], signal.SIGKILL)
-        _, other = os.waitpid(children[1 - who], 0)
-    assert killed or (ended, other) == (0, 0), (who, last, ended, other)
+        lasts = [last if rank == who else 0 for rank in (0, 1)]
+        orders = [(rank, f"{place}/store", folder, of_rank) for rank, of_rank in enumerate(lasts)]
+        ranks = [multiprocessing.get_context("fork").Process(target=run, args=order) for order in orders]
+        for rank in ranks:
+            rank.start()
+        ranks[who].join()
+        if killed := ranks[who].exitcode == -signal.SIGKILL:
+            ranks[1 - who].kill()
+        ranks[1 - who].join()
+    assert killed or [rank.exitcode for rank in ranks] == [0, 0], (who, last)
     return killed
 
 

@@ -1,8 +1,5 @@
-"""The benchmark: what it compares, and that it runs. (No test asserts a time.)"""
+"""The benchmark: what it compares. That it runs is held by tests/test_report.py. (No test asserts a time.)"""
 
-import json
-
-import forked
 import pytest
 
 from harness.measure import bench
@@ -30,15 +27,3 @@ def test_ratios_are_of_medians_of_one_run():
 def test_options_that_cannot_work(wrong, said):
     with pytest.raises(ValueError, match=said):
         bench.arguments(wrong)
-
-
-def test_the_hosts_time_is_measured_for_every_engine(tmp_path):
-    """On small parameters, without the other ranks; the results are those of every step."""
-    file = tmp_path / "host.json"
-    command = ["-m", "harness.measure.bench", "--host", "--rounds", "2", "--engines", "zero1,zero3"]
-    said = forked.alone([*command, "--json", str(file)])
-    assert said.status == 0, said.stderr
-    found = json.loads(file.read_text())
-    assert set(found["ms"]) == {"plain", "zero1", "zero3"} and found["ranks"] == 8
-    assert all(len(values) == 2 and min(values) > 0 for values in found["ms"].values())
-    assert all(name in said.stdout for name in found["ms"])

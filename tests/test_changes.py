@@ -123,13 +123,15 @@ def test_no_chapter_inherits_another_and_a_loop_calls_the_same_in_every_stage():
     for cls in parts.STAGES.values():
         assert not any(issubclass(cls, other) for other in parts.STAGES.values() if other is not cls)
         assert {"training_step", "step"} <= set(vars(cls)), "the steps stand in the chapter itself"
-    loop = [name for name in dir(first) if not name.startswith("_") and callable(getattr(first, name))]
+    loop = [name for name in dir(first) if not name.startswith(("_", "on_")) and callable(getattr(first, name))]
     assert {"training_step", "step", "zero_grad", "no_sync", "clip_grad_norm_", "full_state_dict"} <= set(loop)
     for other in others:
         for name in loop:
             assert inspect.signature(getattr(other, name)) == inspect.signature(getattr(first, name)), name
         options, theirs = (inspect.signature(cls.__init__).parameters for cls in (first, other))
-        assert {"model", "optimizer_cls", "group", "param_groups"} <= set(options) & set(theirs)
+        assert {"model", "optimizer_cls", "param_groups", "options"} <= set(options) & set(
+            theirs
+        )  # `Interface.prepare`
         assert all(theirs[name].default == options[name].default for name in options if name in theirs)
 
 

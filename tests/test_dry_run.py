@@ -24,7 +24,10 @@ def dry(name: str, *argv: str, device: str = "fake") -> dict:
         return dry_run.measure(name, options)
 
 
-@pytest.mark.parametrize("name, gigabytes", (("zero1", 63), ("zero2", 38.5), ("zero3", 14)))
+@pytest.mark.parametrize(
+    "name, gigabytes",
+    (*(pytest.param(*row, marks=pytest.mark.thorough) for row in (("zero1", 63), ("zero2", 38.5))), ("zero3", 14)),
+)
 def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     row = articles_dry(name)  # run once for this and for the articles' tests
     written = json.loads((RESULTS / "memory-7b-8ranks.json").read_text())["engines"][name]

@@ -54,8 +54,8 @@ for i in range(len(self.params)):
         found.append((i, shard[max(a - self.start, 0) : min(b, end) - self.start]))
 return found
 # _reduce_gradients
-works = [dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True) for bucket in self.trained]
-for work, bucket in zip(works, self.trained):
+works = [dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True) for bucket in self.trained_buckets]
+for work, bucket in zip(works, self.trained_buckets):
     work.wait()
     bucket.flat_gradient /= self.world_size
     mine = bucket.flat_gradient[bucket.start :][: bucket.shard_numel]
@@ -64,7 +64,7 @@ for work, bucket in zip(works, self.trained):
 # step
 self._reduce_gradients()
 self.optimizer.step()
-gather_parameters(self.trained, self.group)
+gather_parameters(self.trained_buckets, self.group)
 # gather_parameters
 works = []
 for bucket in buckets:
@@ -76,11 +76,11 @@ for work in works:
     "zero1_2psi": bodies("""
 # _reduce_gradients
 works = []
-for bucket in self.trained:
+for bucket in self.trained_buckets:
     shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
     work = dist.reduce_scatter_single(shard, bucket.flat_gradient, group=self.group, async_op=True)
     works.append((work, shard))
-for bucket, (work, shard) in zip(self.trained, works):
+for bucket, (work, shard) in zip(self.trained_buckets, works):
     wait(work, "reduce-scatter", bucket)
     shard /= self.world_size
     for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
@@ -114,8 +114,8 @@ for first in list(self._turns):
     self._send(first)
 # clip_grad_norm_
 self._reduce_gradients()
-grads = [piece.grad for bucket in self.trained for _, piece in bucket.pieces if piece.grad is not None]
-norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.trained[0].shard)
+grads = [piece.grad for bucket in self.trained_buckets for _, piece in bucket.pieces if piece.grad is not None]
+norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.trained_buckets[0].shard)
 everyone = norm.new_empty(self.world_size)
 dist.all_gather_single(everyone, norm.reshape(1), group=self.group)
 total = everyone.norm(norm_type)
@@ -131,9 +131,9 @@ inside, outside = parameters_by_unit(model, list(modules))
 found = []
 for name, module in model.named_modules():
     if inside.get(module):
-        found.append(Unit(name, module, inside[module], *layout))
+        found.append(Unit(name, module, inside[module], rank, world_size, dtypes))
 found.sort(key=lambda unit: list(inside).index(unit.module))
-return found, Unit("root", model, outside, *layout)
+return found, Unit("root", model, outside, rank, world_size, dtypes)
 # _free
 if unit.gathered:
     self._wait(unit)
@@ -160,7 +160,7 @@ self._wait(unit)
 self._free(unit)
 # gradients_final
 for bucket in unit.buckets:
-    if bucket in unit.trained:
+    if bucket in unit.trained_buckets:
         self._send(bucket)
 """),
 }
@@ -390,10 +390,10 @@ SLIPS = {
          "bucket.flat_gradient.copy_(bucket.flat_gradient / self.world_size)", "no second copy"),
         ("step", "self._reduce_gradients()", "self.optimizer.step(); self._reduce_gradients()",
          "updated before reduced"),
-        ("step", "self.trained", "self.buckets", "what is frozen"),
+        ("step", "self.trained_buckets", "self.buckets", "what is frozen"),
         ("step", "self.group", "None", "the group that gather_parameters is given"),
-        ("step", "gather_parameters(self.trained, self.group)", "pass", "calls of gather_parameters"),
-        ("step", "self.optimizer.step()", "gather_parameters(self.trained, self.group); self.optimizer.step()",
+        ("step", "gather_parameters(self.trained_buckets, self.group)", "pass", "calls of gather_parameters"),
+        ("step", "self.optimizer.step()", "gather_parameters(self.trained_buckets, self.group); self.optimizer.step()",
          "gather, th"),
         ("gather_parameters", "precision.rounded_shard(bucket)", "bucket.shard", "in mixed precision"),
         ("gather_parameters", "work.wait()", "pass", "never waited for"),
@@ -432,8 +432,8 @@ SLIPS = {
          "last, self._in_flight = self._in_flight, Reduction(bucket, self.group); return last and "
          "last.finish(self.world_size)", "the one before first"),
         ("gradients_final", "self._complete.add(bucket)",
-         "self._complete.add(bucket)\nif len(self._complete) < len(self.trained):\n    return", "worst moment"),
-        ("gradients_final", "self._complete.add(bucket)", "return self._send(bucket)", "order of self.trained"),
+         "self._complete.add(bucket)\nif len(self._complete) < len(self.trained_buckets):\n    return", "worst moment"),
+        ("gradients_final", "self._complete.add(bucket)", "return self._send(bucket)", "order of self.trained_buckets"),
         ("gradients_final", "self._send(first)", "break", "reduce-scatters inside backward"),
         ("clip_grad_norm_", "total = everyone.norm(norm_type)", "total = norm", "the norm that is",
          "the ranks' norms differ"),
@@ -449,7 +449,7 @@ SLIPS = {
         ("_free", "bucket.flat.untyped_storage().resize_(0)",
          "bucket.flat = torch.empty_like(bucket.flat); [setattr(p, 'data', v) for p, v in zip(bucket.params, "
          "bucket.views(bucket.flat))]; bucket.flat.untyped_storage().resize_(0)", "alive after freeing"),
-        ("_free", "in unit.buckets", "in unit.trained", "alive after freeing"),
+        ("_free", "in unit.buckets", "in unit.trained_buckets", "alive after freeing"),
         ("_free", "self._wait(unit)", "unit.works.clear()", "not waited for, or too late"),
         ("_free", "guard.close(unit.params)", "pass", "guard.close(unit.params)"),
         ("_gather", "unit.works.append(work)", "unit.works.append(work); work.wait()", "when _gather returns"),
@@ -477,24 +477,24 @@ SLIPS = {
          "before_backward(blocks.2) has returned, and blocks.2 is still in flight: `_wait(unit)` is missing read"),
         ("before_backward", "self._wait(unit)", "self._wait(unit); self._free(unit)",
          "before_backward(root) has returned, and root is not gathered: never gathered, or freed again? read"),
-        ("before_backward", "self._wait(unit)", "self._wait(unit); [self._send(bucket) for bucket in unit.trained]",
+        ("before_backward", "self._wait(unit)", "self._wait(unit); [self._send(each) for each in unit.trained_buckets]",
          "found None: it was sent away already. Was a unit reduced before backward had finished its gradients?"),
         ("after_backward", "self._free(unit)", "pass", "root (blocks.1 is freed later, as"),
         ("after_backward", "self._free(unit)", "self.reshard_after_forward and self._free(unit)",
          "with reshard_after_forward=False"),
         ("after_backward", "self._free(unit)", "[self._free(each) for each in [unit, *self.units]]",
          "; unit 2 is gathered twice: was it freed before its backward?"),
-        ("after_backward", "self._free(unit)", "self._free(unit); [self._send(bucket) for bucket in unit.trained]",
+        ("after_backward", "self._free(unit)", "self._free(unit); [self._send(each) for each in unit.trained_buckets]",
          "backward 3, free 3, reduce 3, gather 1, wait 2, backward 2, free 2, reduce 2; to reduce a unit is for "
          "`gradients_final` to do"),
         ("gradients_final", "self._send(bucket)", "self._send(bucket); self._receive()",
          "gradients_final of unit 'blocks.2' returns"),
         ("gradients_final", "for bucket in unit.buckets:", "self._free(unit)\nfor bucket in unit.buckets:",
          "freed too early"),
-        ("gradients_final", "bucket in unit.trained:", "bucket in unit.trained and not self.find_unused:",
+        ("gradients_final", "unit.trained_buckets:", "unit.trained_buckets and not self.find_unused:",
          "with find_unused=True"),
-        ("gradients_final", "if bucket in unit.trained:", "if bucket is unit.buckets[0]:",
-         "'blocks.0.pair' were not reduced. A unit may have several buckets: is each of `unit.trained` sent?"),
+        ("gradients_final", "if bucket in unit.trained_buckets:", "if bucket is unit.buckets[0]:",
+         "'blocks.0.pair' were not reduced. A unit may have several buckets: is each of `unit.trained_buckets` sent?"),
     ],
 }  # fmt: skip
 
@@ -527,7 +527,7 @@ IMPOSTOR = """
 from harness.properties.parts import DDPInDisguise
 
 class ZeRO1(DDPInDisguise):
-    trained = buckets = ()
+    trained_buckets = buckets = ()
 
     def step(self):  # what the exercise is to write, it writes itself
         super().step()
@@ -614,14 +614,14 @@ def _wait_in_vain(folder: str):
     return run_ranks.said(folder, 0, 1)[0]
 
 
-def test_from_the_first_line_to_passed(tmp_path, quick_python):
+def test_from_the_first_line_to_passed(tmp_path):
     """The commands as a student types them, in a copy of the folder, so that nobody's exercises are touched."""
     shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("launch.sh", "zero1.py", "zero2.py", "zero3.py"):
         shutil.copy(ROOT / part, tmp_path / part)
 
     def run(*arguments):
-        environment = {**os.environ, "PYTHON": quick_python, "PYTHONPATH": ""}
+        environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""}
         command = [str(tmp_path / "launch.sh"), *arguments]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert "Warning" not in result.stderr and "Traceback" not in result.stderr, result.stderr

@@ -17,6 +17,12 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 
 
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
 def drawn(name: str, theme: str = ""):
     paths = [str(RESULTS / file) for file in figures.FIGURES[name][1]]
     results = figures.load(name, paths)
@@ -32,7 +38,6 @@ def test_every_axis_has_its_unit_and_the_docs_the_picture_with_its_command(name)
     expected = {"stages": 5, "memory": 1, "live": 5, "lanes": 4, "losses": 3, "step-time": 3, "sweeps": 2}
     expected |= {"scaling": 2, "run": 2, "plan-scale": 5, "plan-validation": 4}
     assert len(labels) == expected[name]
-    plt.close(figure)
     shown = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     for suffix in style.THEMES:
         file = f"results/figures/{name}{suffix}.png"
@@ -57,7 +62,6 @@ def test_the_stages_figure_draws_what_each_rank_keeps():
             else:  # side by side
                 height = filled[0].get_height()
                 assert starts == pytest.approx([starts[0] + rank * height for rank in range(len(starts))], rel=1e-4)
-    plt.close(figure)
 
 
 def test_the_memory_figure_draws_what_was_measured():
@@ -77,7 +81,6 @@ def test_the_memory_figure_draws_what_was_measured():
         assert ticks == pytest.approx([row["formula_bytes"] / 1e9] * 2)  # in ink, over the paper's edge
     marked = [line.get_xdata()[0] for line in axes.lines]
     assert marked == [24, 40, 80, 141]  # GPUs
-    plt.close(figure)
 
 
 def test_the_live_figure_stacks_the_parts_of_every_engine():
@@ -89,13 +92,11 @@ def test_the_live_figure_stacks_the_parts_of_every_engine():
         highest = max(sum(curve[part][index] for part in PARTS) for index in range(len(curve["phase"])))
         assert max(tops) == pytest.approx(highest, rel=2e-3)  # parts too small to see are left out
         assert highest == pytest.approx(row["peak_bytes"] / 1e6, rel=0.02)
-    plt.close(figure)
 
 
 def test_gathers_and_reductions_are_named_by_their_unit():
     """Gathered before most of it computes and reduced after it, in both traces, on both ranks."""
     results, figure = drawn("lanes")
-    plt.close(figure)
     for _, trace in results:
         units = steps_pictures.units_of_collectives(trace)
         for rank in (0, 1):
@@ -122,7 +123,6 @@ def test_the_losses_figure_draws_every_difference():
     for line, name in zip(below.lines, (name for name in runs if name != "ddp")):
         off = [abs(a - b) for a, b in zip(runs[name]["losses"], runs["ddp"]["losses"])]
         assert list(line.get_xdata()) == [max(value, 1e-9) for value in off]
-    plt.close(figure)
 
 
 def test_the_step_time_figure_draws_the_whole_step():
@@ -137,7 +137,6 @@ def test_the_step_time_figure_draws_the_whole_step():
             assert sum(bar.get_width() for bar in bars) == pytest.approx(rank["step_ms"], rel=1e-3)
             waited = [bar.get_width() for bar in bars if bar.get_facecolor() == waiting]
             assert sum(waited) == pytest.approx(rank["waiting_ms"])
-    plt.close(figure)
     plain, slow = (report for _, report in results)
     assert plain["slow_rank"] is None and slow["slow_rank"][0] == 1
     assert {run["step_time"]["slowest_rank"] for name, run in slow["runs"].items() if name != "single"} == {1}
@@ -177,10 +176,10 @@ def test_colours_are_told_from_both_papers_and_from_each_other_in_grey(group):
 
 
 def test_engines_are_told_apart_without_colour():
-    drawn_with = [(style.ENGINE_MARKS[name], style.ENGINE_LINES.get(name, "-")) for name in style.ENGINE_COLOURS]
+    drawn_with = [(engine.mark, engine.line) for engine in style.ENGINES.values()]
     assert len(set(drawn_with)) == len(drawn_with)
-    for colour in style.ENGINE_COLOURS.values():
-        assert all(contrast(colour, theme["paper"]) >= 3 for theme in style.THEMES.values())
+    for engine in style.ENGINES.values():
+        assert all(contrast(engine.shade, theme["paper"]) >= 3 for theme in style.THEMES.values())
 
 
 def test_a_colour_means_one_thing():
@@ -203,8 +202,8 @@ def test_a_colour_means_one_thing():
                 assert distance > 16, (name, other)
             elif one != "computation":
                 assert distance == 0, (name, other)
-    for tone in style.ENGINE_COLOURS.values():  # greys
-        assert math.dist(lab(tone)[1:], (0, 0)) < 8, tone
+    for engine in style.ENGINES.values():  # greys
+        assert math.dist(lab(engine.shade)[1:], (0, 0)) < 8, engine.name
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,6 @@ from harness.run.model import preset
 @pytest.mark.parametrize(
     "name, bf16, fp32",
     (
-        ("NVIDIA H200", 989e12, 67e12),
         ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
         ("NVIDIA H100 PCIe", 756e12, 51e12),
         ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),

@@ -1,17 +1,14 @@
 """launch.sh and the referee as a user runs them, mistakes included.
 
-A start through the door takes some ten seconds of a processor, most of them for imports. So one chapter is started
-wholly anew (tests/test_docs.py), and a run that comes back (tests/test_train.py). The others run in processes that have
-imported torch already: also through the door (`quick_python`), or without it (tests/forked.py).
+A start through the door takes some ten seconds of a processor, most of them for imports. So one run alone is started
+wholly anew, that of two machines in tests/test_train.py. The others run in processes that have imported torch already:
+also through the door (`forked.launch`), or without it (tests/forked.py).
 """
 
 import importlib.util
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,24 +20,12 @@ from harness.measure.parts import PARTS
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run ./launch.sh with this Python, and no variable of a torchrun around us."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    return subprocess.run(
-        [str(ROOT / "launch.sh"), *arguments],
-        env={**clean, "PYTHON": sys.executable, "ZERO_TIMEOUT": "300", **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-
-
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory, quick_python):
+def comparison(tmp_path_factory):
     file = tmp_path_factory.mktemp("referee") / "out.json"
     options = ("--preset", "toy", "--steps", "8", "--timed-steps", "2", "--batch", "2", "--slow-rank", "1:0.1")
     engines = "single,ddp,zero1,zero_redundancy_optimizer,zero2,fsdp2_no_reshard,zero3,fsdp2,fsdp1,fsdp1_article"
-    result = launch("compare", "2", *options, "--engines", engines, "--json", str(file), PYTHON=quick_python)
+    result = forked.launch("compare", "2", *options, "--engines", engines, "--json", str(file))
     return result, json.loads(file.read_text()) if file.exists() else None
 
 
@@ -84,10 +69,9 @@ def test_the_referee_compares(comparison):
 
 
 def test_the_referee_says_where_the_time_goes(comparison):
-    """The rank that was delayed is named, although all ranks' steps take equally long; and all parts make the step."""
+    """All parts make the step. That the delayed rank is found is held by tests/test_step_time.py."""
     result, report = comparison
     assert report["slow_rank"] == [1, 0.1] and "rank 1 was delayed by 100 ms" in result.stdout
-    pointed = 0
     for name, run in report["runs"].items():
         found = run["step_time"]
         assert [rank["rank"] for rank in found["ranks"]] == ([0] if name == "single" else [0, 1])
@@ -96,11 +80,8 @@ def test_the_referee_says_where_the_time_goes(comparison):
             parts += rank["exposed_ms"].values()
             assert min(parts) >= 0 and sum(parts) == pytest.approx(rank["step_ms"], abs=0.01), name
             assert len(rank["steps_ms"]) == len(rank["steps_own_ms"]) == found["steps"] == 2
-        pointed += found["slowest_rank"] == 1
         tokens = run["tokens_per_s"] / (1 if name == "single" else 2)
         assert run["tokens_per_s_per_rank"] == pytest.approx(tokens, abs=0.1) and run["flops_per_s_per_rank"] > 0
-    assert pointed >= 6, result.stdout  # of nine: two steps on a busy machine
-    assert "SLOWEST" in result.stdout
 
 
 def test_the_referee_in_bfloat16(tmp_path):
@@ -237,7 +218,7 @@ def door(tmp_path):
 
     def started(*arguments: str, **environment: str) -> list[tuple[str, list[str]]]:
         told.unlink(missing_ok=True)
-        result = launch(*arguments, PYTHON=str(fake), **environment)
+        result = forked.launch(*arguments, PYTHON=str(fake), **environment)
         assert result.returncode == 0, result.stderr
         calls = [call.split("\n") for call in told.read_text().removesuffix("\n.\n").split("\n.\n")]
         return [(preflight, [*words]) for preflight, *words in calls]
@@ -281,7 +262,7 @@ def test_a_command_without_ranks_is_one_process(door):
 
 
 def test_help():
-    assert "./launch.sh compare [N]" in launch("help").stdout
+    assert "./launch.sh compare [N]" in forked.launch("help").stdout
     said = forked.alone([str(ROOT / "fsdp2_compare.py"), "--help"])
     assert said.status == 0 and all(option in said.stdout for option in ("--preset", "--engines", "--data", "--json"))
 
@@ -301,11 +282,17 @@ MACHINES = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400"}
         ("zero1 2", {"NNODES": "two"}, ["'two'"]),
         ("zero1 2", {"PYTHON": "/nowhere/python"}, ["/nowhere/python"]),
         ("zero1 2", {"ZERO_TIMEOUT": "soon"}, ["'soon'"]),
+        ("train", {}, ["train needs a stage"]),
+        ("train zero4", {}, ["'zero4'"]),
+        ("train zero3 two", {}, ["'two'"]),
+        ("train zero3", {"NNODES": "2:1"}, ["'2:1'"]),
+        ("train zero3", {"NNODES": "1:2"}, ["RDZV_ENDPOINT"]),
+        ("train zero3", {"NNODES": "2", "RDZV_ENDPOINT": "localhost"}, ["host:port, got 'localhost'"]),
     ),
     ids=str,
 )
-def test_what_launch_sh_refuses(line, environment, said, quick_python):
-    result = launch(*line.split(), **{"PYTHON": quick_python, **environment})
+def test_what_launch_sh_refuses(line, environment, said):
+    result = forked.launch(*line.split(), **environment)
     assert result.returncode == 2 and len(result.stderr.strip().splitlines()) <= 2, result.stderr
     assert all(word in result.stderr for word in said), result.stderr
 
@@ -406,38 +393,50 @@ def test_when_a_rank_dies_or_hangs_every_other_one_leaves_and_says_where(tmp_pat
         assert "Warning" not in other.stderr
 
 
-ALONE = """
-import time
-import fsdp2_compare
-from harness.run import process_group
+def collectives_of_work_alone() -> tuple[list[int], list[int]]:
+    """(numbers of collectives begun at each step of this rank, and when it meets the others again) in all passes."""
+    from unittest import mock
 
-steps, plain = [], fsdp2_compare.Referee.step
+    import torch
+    import torch.distributed as dist
 
-def step(self, engine, batch):
-    if len(steps) in (0, 1, 4):  # one of each pass
-        time.sleep(process_group.timeout() + 1)
-    steps.append(engine)
-    return plain(self, engine, batch)
+    import fsdp2_compare as referee
 
-fsdp2_compare.Referee.step = step
-process_group.run(fsdp2_compare.main)
-"""
+    stepped, met = [], []
+    begun = dist.group.WORLD._get_sequence_number_for_group
+    step, meet = referee.Referee.step, referee.process_group.wait_for_rank_0
+
+    def slow_step(self, engine, batch):
+        if not stepped:
+            time.sleep(1.5)  # the others ask the store for one second at a time
+        stepped.append(begun())
+        return step(self, engine, batch)
+
+    def noted(me):
+        met.append(begun())
+        meet(me)
+
+    me = referee.Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    options = referee.arguments(["--engines", "single", "--preset", "toy", "--steps", "1", "--timed-steps", "1"])
+    with (
+        mock.patch.object(referee.Referee, "step", slow_step),
+        mock.patch.object(referee.process_group, "wait_for_rank_0", noted),
+    ):
+        passes = referee.Referee(options, torch.zeros(100, dtype=torch.uint8), me)
+        passes.time({"single": passes.train("single")})
+    return stepped, met
 
 
-def test_rank_0_alone_may_take_longer_than_a_collective(tmp_path):
-    """`single`: the other ranks wait for it, and not in a collective, which would end them."""
-    file = tmp_path / "alone.py"
-    file.write_text(ALONE)
-    options = ("--engines", "single", "--preset", "toy", "--steps", "1", "--timed-steps", "1")
-    for rank in forked.on_ranks([str(file), *options], 2, ZERO_TIMEOUT="5"):
-        assert rank.status == 0, rank.stderr[-3000:]
+def test_rank_0_alone_may_take_longer_than_a_collective(ranks):
+    """`single`: the other ranks wait for it, and in no collective, which would end them after some time."""
+    (stepped, met), (nothing, waited) = ranks(2).run(collectives_of_work_alone)
+    assert nothing == [] and waited == met and len(met) >= 3
+    assert set(stepped) <= set(met)  # while rank 0 works, the others have begun no collective that it has not
 
 
-def test_two_machines_on_loopback(quick_python):
+def test_two_machines_on_loopback():
     """The lines of docs/machines.md, an agent of torchrun each, and a port that is free here."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = forked.free_port()
     page = (ROOT / "docs" / "machines.md").read_text()
     lines = re.findall(
         r"^(NNODES=2 NODE_RANK=\d RDZV_ENDPOINT=localhost):29400 \./launch\.sh (.*)$", page, re.MULTILINE
@@ -447,7 +446,7 @@ def test_two_machines_on_loopback(quick_python):
     def machine(line):
         environment = dict(word.split("=") for word in line[0].split())
         environment["RDZV_ENDPOINT"] += f":{port}"
-        return launch(*line[1].split(), "--preset", "toy", "--steps", "2", PYTHON=quick_python, **environment)
+        return forked.launch(*line[1].split(), "--preset", "toy", "--steps", "2", **environment)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(machine, lines)
@@ -460,10 +459,10 @@ def test_two_machines_on_loopback(quick_python):
     assert "training step" not in second.stdout
 
 
-def test_sweeps(tmp_path, quick_python):
+def test_sweeps(tmp_path):
     file = tmp_path / "sweeps.json"
     options = ("--preset", "toy", "--rounds", "1", "--only", "prefetch", "--json", str(file))
-    result = launch("sweeps", "2", *options, PYTHON=quick_python)
+    result = forked.launch("sweeps", "2", *options)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "Warning" not in result.stderr
     (rows,) = json.loads(file.read_text())["sweeps"].values()

@@ -96,7 +96,6 @@ def test_the_hint_says_where_to_look_and_no_more(capsys, number):
     shown = capsys.readouterr().out
     words = " ".join(shown.split())
     assert exhibit.symptom in words and exhibit.read.split(",")[0] in words and f"bug {number} --answer" in words
-    assert all(line in words for line in exhibit.differs)
     assert exhibit.diagnosis not in words and exhibit.wrong.__name__ not in shown
 
 

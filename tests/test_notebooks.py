@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.engine import accelerator
 from harness.teach import anywhere, notebook, quiz
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,14 +119,15 @@ def test_the_first_cell_finds_the_project_clones_it_or_says_where_it_looked(tmp_
 
 def test_ready_chooses_the_cpu_and_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.delenv("ZERO_NOTEBOOK_DEVICE", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "count", lambda: 2)
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     assert anywhere.ready() == "cpu" and anywhere.ready("cuda") == "cuda"
     first, second = capsys.readouterr().out.splitlines()
     assert "2 x Tesla T4" in first and 'anywhere.ready("cuda")' in first and "The runs use: cuda" in second
     monkeypatch.setenv("ZERO_NOTEBOOK_DEVICE", "cuda")
     assert anywhere.ready() == "cuda"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(accelerator, "count", lambda: 0)
     for device, version, said in (
         ("cuda", "2.13.0", "torch sees no GPU here"),
         ("tpu", "2.13.0", "got 'tpu'"),

@@ -41,6 +41,17 @@ def test_choice_of_backend_and_device(backend, device, ranks_here, gpus, expecte
         assert all(words in str(raised.value) for words in expected)
 
 
+def test_another_kind_of_accelerator_takes_the_same_path(monkeypatch):
+    """Of torch's names for it alone: none was seen at work."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert process_group.choose("auto", "auto", 1, 4, 4)[:2] == ("xccl", "xpu:1")
+    assert process_group.choose("gloo", "xpu", 1, 4, 4)[:2] == ("gloo", "xpu:1")
+    for backend, device, words in (("nccl", "auto", "auto, gloo or xccl"), ("auto", "cuda", "auto, cpu or xpu")):
+        with pytest.raises(ValueError, match=words):
+            process_group.choose(backend, device, 0, 4, 4)
+
+
 def test_the_reason_says_whether_ranks_share_a_gpu():
     for ranks, gpus, shared in ((2, 1, True), (5, 4, True), (2, 2, False), (2, 4, False)):
         why = process_group.choose("gloo", "auto", 0, ranks, gpus)[2]

@@ -92,7 +92,7 @@ def test_ranks_that_never_begin_say_nothing_and_their_last_words_are_kept(start,
     assert "NameError: name 'nonsense' is not defined" in there.text
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+@pytest.mark.parametrize("number", (signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)))
 def test_they_end_with_the_process_that_has_started_them(tmp_path, quick_python, number):
     """Even though they are in a session of their own."""
     (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")
@@ -180,17 +180,15 @@ def started(tmp_path):
         process.kill()
 
 
-def test_ctrl_c_is_answered_in_one_line(started):
-    process, numbers = started()
-    os.killpg(process.pid, signal.SIGINT)
+@pytest.mark.parametrize(
+    "options, said, status",
+    (([], "stopped by Ctrl-C", 130), (["--killed"], "rank 1 was killed by SIGKILL (out of memory? kill -9?)", 1)),
+    ids=("Ctrl-C", "killed"),
+)
+def test_the_end_of_a_command_is_one_line(started, options, said, status):
+    process, numbers = started(*options)
+    if not options:
+        os.killpg(process.pid, signal.SIGINT)
     _, mistake = process.communicate(timeout=300)
-    assert mistake.split("\n") == ["", "stopped by Ctrl-C", ""] and process.returncode == 130
-    assert len(numbers) == 2 and all_end(numbers)
-
-
-def test_a_killed_rank_is_named(started):
-    process, numbers = started("--killed")
-    _, mistake = process.communicate(timeout=300)
-    said = ["", "rank 1 was killed by SIGKILL (out of memory? kill -9?)", ""]
-    assert mistake.split("\n") == said and process.returncode == 1
+    assert mistake.split("\n") == ["", said, ""] and process.returncode == status
     assert len(numbers) == 2 and all_end(numbers)

@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 
 from harness.measure.report import __main__ as report
@@ -23,6 +24,7 @@ A_HANG = 600  # seconds after which a test is taken to hang; a busy machine may 
 STARTED = """
 import shlex, sys
 from harness.measure.report import __main__ as report, commands
+sys.executable = {python!r}  # a command is a child of its own, so that it can be ended
 made_up = [commands.Command(part, "python -c " + shlex.quote(code), "", seconds)
            for part, code, seconds in {made_up!r}]
 commands.planned = lambda machine, quick: made_up
@@ -41,8 +43,8 @@ time.sleep(1200)""")  # fmt: skip
 
 
 def start(folder: Path, *made_up: tuple) -> subprocess.Popen:
-    code = STARTED.format(made_up=made_up, argv=[str(folder)])
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    code = STARTED.format(python=sys.executable, made_up=made_up, argv=[str(folder)])
+    return subprocess.Popen([forked.python(), "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             text=True)  # fmt: skip
 
 
@@ -123,15 +125,13 @@ def test_an_interrupted_report_keeps_what_it_has(tmp_path, number):
 
 def test_from_the_command_line(tmp_path):
     folder = tmp_path / "folder"
-    line = [str(ROOT / "launch.sh"), "report", str(folder), "--quick", "--minutes", "10", "--only", "host"]
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=A_HANG)
+    done = forked.launch("report", str(folder), "--quick", "--minutes", "10", "--only", "host")
     assert done.returncode == 0, done.stdout + done.stderr
     known, text = read(folder)
     assert "referee: left out by --only" in text and "no GPU" in text and "--quick" in text
-    assert {"plain", "ddp", "zero1", "zero2", "zero3", "fsdp2"} <= set(
-        json.loads((folder / "host-1.json").read_text())["ms"]
-    )
+    host = json.loads((folder / "host-1.json").read_text())
+    assert {"plain", "ddp", "zero1", "zero2", "zero3", "fsdp2"} <= {*host["ms"]} and host["ranks"] == 8
+    assert all(min(times) > 0 for times in host["ms"].values())
     assert [job["status"] for job in known["parts"]["host"]["jobs"]] == ["done"] and "beside torch's own" in text
 
 
@@ -169,17 +169,18 @@ def a_machine(count: int) -> dict:
 @pytest.mark.parametrize("count", (0, 1, 2, 8))
 def test_every_command_is_one_that_its_program_takes(count, quick, monkeypatch):
     """The options of each command, as the program that they are for reads them; and ranks that there are GPUs for."""
-    import torch
     from parts import STAGES
 
     import fsdp2_compare
+    from harness.engine import accelerator
     from harness.measure import bench, dry_run, sweeps, walkthrough
     from harness.run import process_group
 
     parsers = {"compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
                "harness.measure.bench": bench.arguments}  # fmt: skip
     parsers |= {name: partial(walkthrough.arguments, stage, "A chapter.") for name, stage in STAGES.items()}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(accelerator, "count", lambda: count)
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda" if count else "cpu")
     planned = commands.planned(a_machine(count), quick)
     for command in planned:
         program, *argv = shlex.split(command.line)[1 + command.line.startswith("python") :]

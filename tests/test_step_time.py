@@ -1,11 +1,139 @@
 """Where the time of a step goes: by hand, and on real ranks of which one is slow."""
 
-import cases_step_time as cases
+import itertools
+import time
+import types
+from functools import partial
+from unittest import mock
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2_compare
-from harness.measure import step_report, step_time
+import fsdp2_compare as referee
+from harness.measure import step_report, step_time, timeline
 from harness.measure.timeline import Span, Wait
+from harness.run.model import GPTConfig
+
+# On the ranks.
+
+
+DELAY = 0.12  # seconds
+KINDS = {
+    "ddp": {"all-reduce"},
+    "zero1": {"all-reduce", "all-gather"},
+    "zero_redundancy_optimizer": {"all-reduce", "broadcast"},
+    "zero2": {"reduce-scatter", "all-gather"},
+    "fsdp2_no_reshard": {"reduce-scatter", "all-gather"},
+    "zero3": {"reduce-scatter", "all-gather"},
+    "fsdp2": {"reduce-scatter", "all-gather"},
+    "fsdp1": {"reduce-scatter", "all-gather"},
+}
+
+
+def built(name: str):
+    """(engine, its batch) of a GPT that takes no time."""
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    engine = referee.build(name, referee.GPT(GPTConfig(2, 16, 2, vocab=32, seq=8)), adamw, torch.device("cpu"))
+    tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
+    return engine, (tokens[:, :-1], tokens[:, 1:], referee.next_token_loss)
+
+
+def watched(name: str, delay: float, **more) -> dict:
+    engine, batch = built(name)
+    for _ in range(2):  # in the second one DDP makes its buckets anew
+        engine.training_step(*batch)
+
+    def train():
+        if dist.get_rank() == 1:
+            time.sleep(delay)
+        engine.training_step(*batch)
+
+    return step_time.summary(step_time.watch(train, 3, engine, **more))
+
+
+def a_slow_rank(delay: float) -> dict[str, dict]:
+    return {name: watched(name, delay) for name in KINDS}
+
+
+def offsets(ahead: float) -> tuple[float, float]:
+    rank = dist.get_rank()
+    return step_time.clock_offset(f"machine {rank}", lambda: time.perf_counter() + ahead * rank)
+
+
+def offsets_of_one_machine() -> tuple[float, float]:
+    return step_time.clock_offset()
+
+
+def shifted_clocks(ahead: float, delay: float) -> dict:
+    """As if the ranks were on machines whose clocks differ by `ahead` seconds."""
+    shift, plain = ahead * dist.get_rank(), timeline.time
+    timeline.time = types.SimpleNamespace(perf_counter=lambda: plain.perf_counter() + shift)
+    try:
+        return watched("zero1", delay, offset=shift)
+    finally:
+        timeline.time = plain
+
+
+def trained(name: str, *options: str) -> dict:
+    options = referee.arguments(["--preset", "toy", "--steps", "3", "--batch", "4", *options])
+    me = referee.Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    text = torch.arange(5000).remainder(251).to(torch.uint8)
+    return referee.Referee(options, text, me).train(name)
+
+
+def trained_in_parts() -> dict[str, tuple[dict, ...]]:
+    ways = ((), ("--accumulate", "2"), ("--checkpoint-activations",))
+    return {name: tuple(trained(name, *way) for way in ways) for name in ("ddp", "zero1", "zero3")}
+
+
+def without_memory(plain, nth: int, counts=lambda *_: True):
+    """`plain`, of which the `nth` call that counts finds no memory."""
+    calls = itertools.count(1)
+
+    def call(*args, **kwargs):
+        if counts(*args) and next(calls) == nth:
+            raise torch.OutOfMemoryError("Tried to allocate too much.")
+        return plain(*args, **kwargs)
+
+    return call
+
+
+class Full(TorchDispatchMode):
+    """A device on which the `nth` GELU finds no memory."""
+
+    def __init__(self, nth: int):
+        super().__init__()
+        self.run = without_memory(lambda func, *args, **kwargs: func(*args, **kwargs), nth, self.counts)
+
+    def counts(self, func, *_) -> bool:
+        return func._schema.name == "aten::gelu"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.run(func, *args, **(kwargs or {}))
+
+
+def out_of_memory() -> list[str]:
+    """What ZeRO-3's training says when an operation, a storage that grows, or a step after the watched one fails."""
+    said, blocks, gathers = [], 2, 5  # a step gathers the root and two blocks in forward, and the blocks in backward
+    grows = without_memory(torch.UntypedStorage.resize_, gathers + 2, lambda storage, size: size > 0)
+    for less_memory in (
+        Full(blocks + 2),  # the second block's in the second step
+        mock.patch.object(torch.UntypedStorage, "resize_", grows),
+        mock.patch.object(F, "cross_entropy", without_memory(F.cross_entropy, 4)),  # after the ledger's three steps
+    ):
+        try:
+            with less_memory:
+                trained("zero3", "--steps", "5")
+        except torch.OutOfMemoryError as error:
+            said.append(str(error))
+    return said
+
+
+# What they find.
 
 
 def collective(kind: str, start: float, end: float, told: bool = True) -> Span:
@@ -83,13 +211,13 @@ def test_who_is_the_slowest_and_where():
     assert alone["slowest_rank"] is None and len(alone["ranks"]) == 1 and step_report.slowest_words(alone) == ""
 
 
-DELAYS = (cases.DELAY, 5 * cases.DELAY, 20 * cases.DELAY)  # a busy machine delays ranks too: then a longer one
+DELAYS = (DELAY, 5 * DELAY, 20 * DELAY)  # a busy machine delays ranks too: then a longer one
 
 
 def test_a_slow_rank_makes_the_others_wait_in_every_engine(ranks):
     """And all ranks take as long as the slow one: step times alone point at nobody."""
     for delay in DELAYS:
-        first, second = ranks(2).run(cases.a_slow_rank, delay=delay)
+        first, second = ranks(2).run(a_slow_rank, delay=delay)
         assert first == second  # both ranks have the whole picture
         found = [points_at_the_slow_rank(engine, found, 1e3 * delay) for engine, found in first.items()]
         if not any(found):
@@ -105,7 +233,7 @@ def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
         assert min(parts) >= 0 and sum(parts) + sum(rank["exposed_ms"].values()) == pytest.approx(
             rank["step_ms"], abs=0.01
         )
-        assert set(rank["exposed_ms"]) == cases.KINDS[engine], engine
+        assert set(rank["exposed_ms"]) == KINDS[engine], engine
     assert fast["step_ms"] > delay_ms, engine
     others = (slow["waiting_ms"], sum(fast["exposed_ms"].values()), sum(slow["exposed_ms"].values()))
     right = (
@@ -118,20 +246,16 @@ def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
     return "" if right else f"{engine}: {found}"
 
 
-def test_exposed_and_overlapped_are_all_the_time_in_which_bytes_move(ranks):
-    ranks(2).run(cases.exposed_and_overlapped)
-
-
 def test_clocks_of_two_machines_are_compared_over_barriers(ranks):
-    first, (offset, unsure) = ranks(2).run(cases.offsets, ahead=5.0)
+    first, (offset, unsure) = ranks(2).run(offsets, ahead=5.0)
     assert first == (0.0, 0.0) and 0 < unsure < 1 and abs(offset - 5.0) <= unsure
-    assert ranks(2).run(cases.offsets_of_one_machine) == [(0.0, 0.0)] * 2
+    assert ranks(2).run(offsets_of_one_machine) == [(0.0, 0.0)] * 2
 
 
 def test_waiting_is_right_when_the_clocks_differ(ranks):
     """The clock of the slow rank is behind: taken as it is, that rank would never be the last to come."""
     for delay in DELAYS:
-        fast, slow = ranks(2).run(cases.shifted_clocks, ahead=-100.0, delay=delay)[0]["ranks"]
+        fast, slow = ranks(2).run(shifted_clocks, ahead=-100.0, delay=delay)[0]["ranks"]
         if fast["waiting_ms"] > 0.6e3 * delay and fast["waiting_ms"] > slow["waiting_ms"]:
             return
     raise AssertionError((fast, slow))
@@ -139,7 +263,7 @@ def test_waiting_is_right_when_the_clocks_differ(ranks):
 
 def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
     sent = {"ddp": 2, "zero1": 1, "zero3": 2}  # times the bytes of one backward
-    for engine, (plain, parts, recomputed) in ranks(2).run(cases.trained_in_parts)[0].items():
+    for engine, (plain, parts, recomputed) in ranks(2).run(trained_in_parts)[0].items():
         assert parts["losses"] == pytest.approx(plain["losses"], abs=1e-5) and len(plain["losses"]) == 3
         assert parts["sent_bytes"] == pytest.approx(sent[engine] * plain["sent_bytes"], abs=1), engine
         assert recomputed["losses"] == plain["losses"] and recomputed["sent_bytes"] == plain["sent_bytes"]
@@ -179,7 +303,7 @@ def test_a_slow_rank_that_there_is_not(given, monkeypatch):
 
 def test_out_of_memory_says_where_and_what_for(ranks):
     """On one rank of the referee, and an operation, or a storage that grows, that finds no memory."""
-    ((forward, gather, between),) = ranks(1).run(cases.out_of_memory)
+    ((forward, gather, between),) = ranks(1).run(out_of_memory)
     assert "out of memory in training step 2 of zero3, in step 1 forward, unit 'blocks.1'" in forward
     assert "of zero3, in step 5 gather parameters inside step 1 forward, unit 'blocks.0'" in gather
     for text in (forward, gather):

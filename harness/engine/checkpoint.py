@@ -210,7 +210,7 @@ def _must_be_plain(named: dict) -> None:
 def _install(engine, modules, values, options, state, extra) -> dict:
     """All ranks have read all they need: when modules have taken theirs nothing can fail. Returns `extra`."""
     set_extra_states(engine, modules)
-    engine.placement.settle()
+    engine.placement.finish_all()
     with torch.no_grad():
         for place, value in values:
             place.copy_(value)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from harness.engine import guard, tensor_parallel
+from harness.engine import accelerator, guard, tensor_parallel
 from harness.engine.precision import common_dtype
 from harness.engine.waiting import name_some, waiting_for
 
@@ -20,12 +20,13 @@ from harness.engine.waiting import name_some, waiting_for
 def forget(engine) -> None:
     """Drop all gradients, and what is known of their way: `zero_grad()` of every stage."""
     engine.placement.finish()  # a buffer must not go while a collective uses it
-    for bucket in engine.trained:
+    for bucket in engine.trained_buckets:
         guard.drop_gradients(bucket.params)
         for _, piece in bucket.pieces:
             piece.grad = None
         bucket.used, bucket.missing, bucket.kept = set(), set(range(len(bucket.params))), {}
-    engine.moments.reset()
+    vars(engine).pop("divisor", None)
+    engine.hooks.reset()
 
 
 def take(bucket) -> list[torch.Tensor]:
@@ -69,16 +70,16 @@ def refuse_sparse(bucket, index: int) -> None:
     raise RuntimeError(f"the gradient of {bucket.names[index]!r} is sparse; build its embedding with sparse=False")
 
 
-def settle(engine) -> None:
+def require_all(engine) -> None:
     """The end of step 3: every trained parameter has its gradient, or is left alone by the update.
 
     Raises RuntimeError for parameters that the step left without a gradient, unless `find_unused`, and for gradients
     that were not reduced, which would otherwise be lost. With `find_unused` a parameter that no rank has used loses
     the zeros that were reduced for it.
     """
-    engine.placement.settle()
+    engine.placement.finish_all()
     names, left = [], []  # of parameters that no backward since `zero_grad()` has reached, or not the last one
-    for bucket in engine.trained:
+    for bucket in engine.trained_buckets:
         # `missing` are all of its parameters between two backwards, and some when one stopped short.
         short = bucket.missing if len(bucket.missing) < len(bucket.params) else ()
         names += [name for i, name in enumerate(bucket.names) if i not in bucket.used or i in short]
@@ -89,21 +90,25 @@ def settle(engine) -> None:
             "or no backward() was called since zero_grad() (outside no_sync()). Use every parameter in forward, freeze "
             "those that are not trained with requires_grad_(False) before building the engine, or build it with "
             "find_unused=True"
+            + ". (A zero-bubble pipeline computes gradients past autograd's hooks: take 1F1B or GPipe)"
+            * bool(left)
         )
     if left:
         raise RuntimeError(
             f"gradients of {name_some(left)} were not reduced: the last backward before step() must run outside "
             "no_sync() and reach the same buckets as those before it, or the engine be built with find_unused=True"
         )
-    lost = guard.written([p for b in engine.trained for p in b.params if b.flat.untyped_storage().nbytes()])
+    lost = guard.written([p for b in engine.trained_buckets for p in b.params if b.flat.untyped_storage().nbytes()])
     if lost:
         raise RuntimeError(
             f"{name_some(lost)} was written to before step(), by a forward that writes into its weights or "
             "an optimizer that steps inside backward. The ranks' weights would part: only engine.step() may write"
         )
-    if engine.find_unused and not engine.moments.settled:
-        drop_unused(engine.trained, engine.placement.everyone)
-    engine.moments.settled = True
+    if engine.find_unused and not engine.hooks.reduced:
+        drop_unused(engine.trained_buckets, engine.placement.everyone)
+    engine.hooks.reduced = True
+    if divisor := vars(engine).pop("divisor", None):  # a pipeline's: engine/pipelines.py
+        scale(engine.trained_buckets, torch.tensor(1 / divisor, dtype=torch.float64))
 
 
 def drop_unused(buckets, group) -> None:
@@ -118,9 +123,10 @@ def drop_unused(buckets, group) -> None:
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     flags = iter(used.tolist())
     for bucket in buckets:
-        flag = [next(flags) for _ in bucket.params]
+        # Also by another rank alone: a later backward adds to the mean that ZeRO-1's buffer holds by now.
+        bucket.used = {index for index in range(len(bucket.params)) if next(flags)}
         for index, piece in bucket.pieces:
-            if not flag[index]:
+            if index not in bucket.used:
                 piece.grad = None
 
 
@@ -135,10 +141,9 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
             f"an engine's clip_grad_norm_ takes the norm alone, as engine.clip_grad_norm_(1.0), got {type(max_norm)}"
         )
     engine._reduce_gradients()
-    buckets = engine.trained
+    buckets = engine.trained_buckets
     found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.pieces if piece.grad is not None]
-    gradients, dtype = [gradient for gradient, _ in found], common_dtype(buckets)
-    cut = tensor_parallel.dimension(buckets)
+    dtype, cut = common_dtype(buckets), tensor_parallel.dimension(buckets)
     counted = [gradient for gradient, param in found if tensor_parallel.counts(param, cut)]
     norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in counted]
     none, device = buckets[0].shard.new_zeros((), dtype=dtype), buckets[0].flat.device
@@ -150,15 +155,20 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
     total = torch.linalg.vector_norm(everyone, norm_type)
     total = torch.linalg.vector_norm(tensor_parallel.over_dimension(total, cut), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does; NaN stays NaN
+    scale(buckets, factor)
+    return total
+
+
+def scale(buckets, factor: torch.Tensor) -> None:
+    """Multiply all gradients, which were reduced, by `factor` (0-d)."""
     # ZeRO-1's gradients are views of a whole buffer, to which a later backward adds: all of it is scaled.
     buffers = [bucket.flat_gradient for bucket in buckets if hasattr(bucket, "flat_gradient")]
     storages = {buffer.untyped_storage()._cdata for buffer in buffers}
-    for gradient in gradients:
-        if gradient.untyped_storage()._cdata not in storages:
-            gradient.mul_(factor.to(gradient.device))
+    for piece in (piece for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None):
+        if piece.grad.untyped_storage()._cdata not in storages:
+            piece.grad.mul_(factor.to(piece.grad.device))
     for buffer in buffers:
         buffer.mul_(factor)
-    return total
 
 
 def clip_grad_value_(engine, clip_value: float) -> None:
@@ -172,7 +182,7 @@ def clip_grad_value_(engine, clip_value: float) -> None:
             f"{type(clip_value)}"
         )
     engine._reduce_gradients()
-    for bucket in engine.trained:
+    for bucket in engine.trained_buckets:
         if hasattr(bucket, "flat_gradient"):  # ZeRO-1's, whole: a later backward adds to it
             bucket.flat_gradient.clamp_(-clip_value, clip_value)
         for _, piece in bucket.pieces:
@@ -196,7 +206,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str | None = None, **options):
-        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+        super().__init__(device or accelerator.kind(), **options)
 
     def unscale_(self, engine) -> None:
         """Divide the gradients by the scale, and find out whether some rank has an inf or NaN. A collective."""
@@ -206,12 +216,13 @@ class GradScaler(torch.amp.GradScaler):
         engine._reduce_gradients()
         super().unscale_(engine.optimizer)
         found = self._found_inf_per_device(engine.optimizer)  # nothing on a rank that owns only padding
-        device = engine.trained[0].flat.device
+        device = engine.trained_buckets[0].flat.device
         nothing = torch.zeros((), dtype=torch.float32, device=device)
         anywhere = torch.stack([nothing, *(flag.to(device) for flag in found.values())]).amax()
         with waiting_for("the all-reduce of whether gradients are finite"):
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=engine.group)
-        found[device] = tensor_parallel.over_dimension(anywhere, tensor_parallel.dimension(engine.trained)).amax()
+        cut = tensor_parallel.dimension(engine.trained_buckets)
+        found[device] = tensor_parallel.over_dimension(anywhere, cut).amax()
 
     def step(self, engine) -> None:
         """`engine.step()`, unless a gradient on some rank is inf or NaN. Unscales first if that was not done."""
@@ -229,5 +240,5 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _require_engine(engine) -> None:
-    if not hasattr(engine, "trained"):
+    if not hasattr(engine, "trained_buckets"):
         raise TypeError(f"expected the engine, got {type(engine).__name__}: the ranks must decide together")

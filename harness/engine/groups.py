@@ -3,8 +3,9 @@
 import hashlib
 from collections import Counter
 
-import torch
 import torch.distributed as dist
+
+from harness.engine import accelerator
 
 _made: dict[tuple, dist.ProcessGroup] = {}  # (name of the caller's group, backend, ranks) -> the group
 _times = Counter()  # how often these ranks have made a group
@@ -38,7 +39,7 @@ def new(ranks: list[int], backend: str, timeout=None) -> dist.ProcessGroup:
 
 def _timeout(group):
     """None, which is torch's default, for a backend that has none."""
-    backend = group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
+    backend = group._get_backend(accelerator.device_of(group))
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 

@@ -1,5 +1,6 @@
 """Hooks that hold nobody alive and that a copy of the model does not inherit, and two questions to autograd."""
 
+import contextlib
 import weakref
 
 import torch
@@ -14,18 +15,36 @@ not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 class WeakHook:
     """A hook that calls a method as long as the method's object lives, and does nothing in a copy of the model."""
 
-    def __init__(self, method, unit=None):
+    def __init__(self, method, *first):
         self._object, self._function = weakref.ref(method.__self__), method.__func__
-        self._unit = unit and weakref.ref(unit)
+        self._first = [weakref.ref(argument) for argument in first]  # of the method's arguments
 
     @not_compiled
     def __call__(self, *args):
         this = self._object()
         if this is not None:
-            return self._function(this, *args) if self._unit is None else self._function(this, self._unit(), *args)
+            return self._function(this, *(argument() for argument in self._first), *args)
 
     def __reduce__(self):  # also of a deep copy
         return no_hook, ()
+
+
+class GradientHook(WeakHook):
+    """On a parameter: calls `on_gradient(*where)` of an engine, unless its `hooks` keep the call for themselves."""
+
+    def __init__(self, on_gradient, *where):
+        super().__init__(on_gradient, *where[:-1])
+        self._index = where[-1]
+
+    @not_compiled
+    def __call__(self, param):
+        engine = self._object()
+        if engine is not None:
+            where = (*(argument() for argument in self._first), self._index)
+            # A backward that builds a graph must not record what happens here.
+            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+                if engine.hooks.came(*where):
+                    self._function(engine, *where)
 
 
 def nothing(*args, **kwargs) -> None:

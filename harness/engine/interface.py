@@ -1,8 +1,12 @@
 """What every stage offers beside its steps. None of it is the lesson, and no step is hidden here."""
 
 import functools
+from collections.abc import Iterable
 
-from harness.engine import gradients, state
+import torch.distributed as dist
+
+from harness.engine import gradients, refusals, state
+from harness.engine.placement import Placement
 
 
 def _of_the_model(name: str):
@@ -31,6 +35,24 @@ class Interface:
 
         cls.step = updating_step
 
+    def prepare(self, model, optimizer_cls, param_groups, own: dict, source=None, *, group=None, param_dtype=None,
+                reduce_dtype=None, find_unused=False, offload_policy=None) -> None:  # fmt: skip
+        """The beginning of step 0. Every stage has these options, and `own` ones.
+
+        `group` is the process group or DeviceMesh to shard over (default: all ranks). A mesh of two dimensions has
+        replicas along the first. `offload_policy` moves shards to the host (both: engine/placement.py). `param_groups`
+        are a torch optimizer's, over the model's parameters. `param_dtype` is that of weights and computation,
+        `reduce_dtype` (default: the same) that of gradients when they are sent; shards keep the model's.
+        `find_unused=True` lets a step leave parameters without a gradient. `source`: see `refusals.check`.
+        """
+        if isinstance(own.get("units"), Iterable):
+            own["units"] = list(own["units"])
+        placement, dtypes = Placement(group, offload_policy), (param_dtype, reduce_dtype)
+        refusals.check(model, optimizer_cls, param_groups, placement, dtypes, find_unused, source, **own)
+        self.model, self.group, self.placement = model, placement.group, placement
+        self.dtypes, self.find_unused = dtypes, find_unused
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
 
@@ -39,7 +61,7 @@ class Interface:
 
         Gradients then add up on this rank, whole, and nothing is sent.
         """
-        return self.moments.no_sync()
+        return self.hooks.no_sync()
 
     clip_grad_norm_ = gradients.clip_grad_norm_
     clip_grad_value_ = gradients.clip_grad_value_

@@ -57,7 +57,7 @@ def first_element(bucket, index: int) -> int:
 
 def pieces(engine):
     """(name, piece, shape of the parameter, first element) of what this rank's optimizer has."""
-    for bucket in engine.trained:
+    for bucket in engine.trained_buckets:
         for index, piece in bucket.pieces:
             yield plain_name(bucket.names[index]), piece, bucket.shapes[index], first_element(bucket, index)
 

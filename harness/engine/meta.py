@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.engine import refusals, safe_reader
+from harness.engine import accelerator, refusals, safe_reader
 
 
 def device_for(group) -> torch.device:
-    """Where a model on `meta` is to live: this rank's GPU under NCCL, else torch's default device."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
+    """Where a model on `meta` is to live: this rank's GPU, if the group's collectives do; else torch's default."""
+    if accelerator.carries(group):
+        return accelerator.device_of(group)
     default = torch.get_default_device()
     return torch.device("cpu") if default.type == "meta" else default
 
@@ -39,11 +39,10 @@ class Source:
     def _recurrent(self) -> list[nn.RNNBase]:
         return [module for module in self._model.modules() if isinstance(module, nn.RNNBase)]
 
-    def begin(self, bucket) -> list[tuple[str, nn.Parameter]]:
-        """Give every parameter of `bucket` that is on `meta` a device and the memory of one element.
+    def flatten(self, bucket) -> None:
+        """`bucket.flatten()`. Every parameter that is on `meta` gets a device and the memory of one element before it.
 
-        It stays the same object, tied or in a parameter group as it may be. Returns (name, parameter) of those,
-        for `fill`, once `bucket.flatten()` has given them their place.
+        It stays the same object, tied or in a parameter group as it may be. It gets its values in its place.
         """
         on_meta = [(name, param) for name, param in zip(bucket.names, bucket.params) if param.is_meta]
         for _, param in on_meta:
@@ -52,7 +51,8 @@ class Source:
             real.__dict__.update(param.__dict__)
             torch.utils.swap_tensors(param, real)
         self._began += on_meta
-        return on_meta
+        bucket.flatten()
+        self.fill(on_meta)
 
     def fill(self, named) -> None:
         """The values of (name, tensor) pairs."""

@@ -23,7 +23,7 @@ class Piece(torch.Tensor):
     def grad(self):
         if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":
             engine = self.zero_engine()
-            if engine is not None and "moments" in vars(engine) and not engine.moments.settled:
+            if engine is not None and "hooks" in vars(engine) and not engine.hooks.reduced:
                 raise RuntimeError(
                     "torch's clipping over the optimizer's pieces would miss gradients that are not reduced yet, and "
                     "see this rank's shard alone: call engine.clip_grad_norm_(max_norm) or "
@@ -47,7 +47,7 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     of which this rank owns nothing stays, empty, so that every rank has the same groups. A rank that owns only
     padding hands in one empty tensor. What can be wrong with it was found out before, in engine/optimizer_refusals.py.
     """
-    buckets = engine.trained
+    buckets = engine.trained_buckets
     pieces = {id(b.params[index]): piece for b in buckets for index, piece in b.pieces}
     optimizer = failed = None
     groups = handed_out(buckets[0].shard, pieces, param_groups)
@@ -76,7 +76,7 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
 
     def after_step(optimizer, args, kwargs):
         if this() is not None:
-            this().moments.stepped()
+            this().hooks.stepped()
 
     def saved(optimizer, state):
         state["zero_layout"] = layout

@@ -38,7 +38,7 @@ class Placement:
         self.copies = 1 if self.replicas is None else dist.get_world_size(self.replicas)
         self.rank, self.world_size = dist.get_rank(self.everyone), dist.get_world_size(self.everyone)
         self.offload = _policy(offload_policy)
-        self._in_flight = None  # (bucket, shard, work): the all-reduce that was started and not waited for
+        self._in_flight = None  # (bucket, shard, add_to_pieces, work) of the all-reduce that was not waited for
         self._device = None  # torch's module of the device, `torch.cuda` say, if shards are offloaded from one
         self._up, self._down = None, None  # its streams for copies
 
@@ -54,34 +54,32 @@ class Placement:
 
     # Gradients: from a shard of one row's mean to the optimizer.
 
-    def hand_over(self, bucket, shard: torch.Tensor) -> None:
-        """Give a gradient's shard to the pieces, which add up the backwards of a step.
+    def deliver(self, bucket, shard: torch.Tensor, add_to_pieces) -> None:
+        """Call `add_to_pieces(bucket, shard)` with a gradient's shard that is averaged over the replicas, on the host.
 
         With replicas its all-reduce is only started here. It travels while the next bucket's gradients come, and
-        the pieces have them after the next call, or after `settle`.
+        the pieces have them after the next call, or after `finish_all`.
         """
         self.finish()
         if self.replicas is None:
-            return self._give(bucket, shard)
-        to_sum = precision.before_sum(shard, self.copies)
-        self._in_flight = bucket, shard, dist.all_reduce(to_sum, group=self.replicas, async_op=True)
+            return self._give(bucket, shard, add_to_pieces)
+        work = dist.all_reduce(precision.before_sum(shard, self.copies), group=self.replicas, async_op=True)
+        self._in_flight = bucket, shard, add_to_pieces, work
 
     def finish(self) -> None:
         """Wait for the all-reduce in flight, if there is one, and give its shard to the pieces."""
         if self._in_flight is not None:
-            (bucket, shard, work), self._in_flight = self._in_flight, None
+            (bucket, shard, add_to_pieces, work), self._in_flight = self._in_flight, None
             wait(work, "all-reduce over the replicas", bucket)
-            self._give(bucket, precision.mean_of_sum(shard, self.copies))
+            self._give(bucket, precision.mean_of_sum(shard, self.copies), add_to_pieces)
 
-    def _give(self, bucket, shard: torch.Tensor) -> None:
+    def _give(self, bucket, shard: torch.Tensor, add_to_pieces) -> None:
         shard = self._to_host(bucket, shard)
         if self._device is not None and any(piece.grad is not None for _, piece in bucket.pieces):
             self._down.synchronize()  # the host adds, so it must wait for the copy
-        for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
-            gradient = gradient.to(piece.dtype)
-            piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
+        add_to_pieces(bucket, shard)
 
-    def brought(self, bucket, shard: torch.Tensor) -> torch.Tensor:
+    def final_shard(self, bucket, shard: torch.Tensor) -> torch.Tensor:
         """ZeRO-1: `shard`, a view of the whole gradients, averaged over the replicas and brought to the host.
 
         Without replicas and offload `shard` itself. Else a copy: a later backward adds to the whole gradients, which
@@ -94,7 +92,7 @@ class Placement:
             shard = precision.mean_of_sum(shard, self.copies)
         return self._to_host(bucket, shard)
 
-    def settle(self) -> None:
+    def finish_all(self) -> None:
         """From here on the host may read the pieces' gradients and write into the shards."""
         self.finish()
         if self._device is not None:

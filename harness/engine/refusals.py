@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.engine import guard, safe_reader, tensor_parallel
+from harness.engine import accelerator, guard, safe_reader, tensor_parallel
 from harness.engine.optimizer_refusals import optimizer_problem
 from harness.engine.waiting import name_some, not_alike
 
@@ -83,10 +83,10 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
         return ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
     buffers = {name: buffer.device for name, buffer in model.named_buffers() if not buffer.is_meta}
     on_cpu = [name for name, device in buffers.items() if device.type == "cpu"]
-    if backend == "nccl" and (on_cpu or any(device.type == "cpu" for device in devices)):
+    if backend not in ("gloo", "fake") and (on_cpu or any(device.type == "cpu" for device in devices)):
         return ValueError(
             f"{'buffers ' + name_some(on_cpu) if on_cpu else 'the parameters'} are on the CPU, but the group's backend "
-            "is nccl: move the model to the GPU first"
+            f"is {backend}: move the model to the GPU first"
         )
     bucket_mb = options.get("bucket_mb")
     if bucket_mb is not None and (not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0):
@@ -222,8 +222,8 @@ def digest(text: str) -> int:
 def agree(problem, fingerprint: str, group, model=None) -> None:
     """Raise on every rank if one has a problem, or if the ranks are about to shard different models. A collective.
 
-    Under NCCL it runs on the GPU of the model's parameters, or on the current one: a rank that has not called
-    `torch.cuda.set_device` has its parameters elsewhere than on GPU 0, as a rule.
+    Where the group's collectives run on GPUs (NCCL), this one runs on that of the model's parameters, or on the current
+    one: a rank that has not called `torch.cuda.set_device` has its parameters elsewhere than on GPU 0, as a rule.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1 or dist.get_backend(group) == "fake":  # nobody to compare with
@@ -231,11 +231,10 @@ def agree(problem, fingerprint: str, group, model=None) -> None:
             raise problem
         return
     # The collective runs where the group's backend can run one, whatever is wrong with the model.
-    device = torch.device("cpu")
-    if "nccl" in dist.get_backend(group):
+    device = accelerator.device_of(group)
+    if device.type != "cpu":
         params = model.parameters() if isinstance(model, nn.Module) else ()
-        on_gpu = (param.device for param in params if param.device.type == "cuda")
-        device = next(on_gpu, torch.device("cuda", torch.cuda.current_device()))
+        device = next((param.device for param in params if param.device.type == device.type), device)
     mine = torch.tensor([-1 if problem is not None else digest(fingerprint)], device=device)
     everyone = torch.empty(world_size, dtype=mine.dtype, device=device)
     dist.all_gather_single(everyone, mine, group=group)

@@ -76,7 +76,7 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     modules = extra_states(engine.model)
     extras = {key: modules[plain_name(key)] for key in own if plain_name(key) in modules}
     set_extra_states(engine, [(module, state[key]) for key, module in extras.items()])
-    engine.placement.settle()
+    engine.placement.finish_all()
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
         sharded = set()
@@ -129,7 +129,7 @@ def close(engine) -> None:
     All hooks are gone, and the engine cannot be used any more. Another one may be built on the model.
     """
     engine.zero_grad()
-    engine.moments.close()
+    engine.hooks.close()
     _restore(engine)
     vars(engine).clear()
 

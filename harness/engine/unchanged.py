@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from harness.engine import precision
-from harness.engine.hooks import backward_now, no_hook, not_compiled
+from harness.engine import pipelines, precision
+from harness.engine.hooks import GradientHook, backward_now, no_hook, not_compiled
 from harness.engine.tensor_parallel import local
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
@@ -61,6 +61,7 @@ class Look:
     def __call__(self, model: nn.Module, args) -> None:
         if self._engine() is None or backward_now() is not None:  # gone; or activation checkpointing runs it again
             return
+        pipelines.heed()
         came, replaced, flags, moved, lost = [], [], [], [], []
         if any(len(params) != p or len(modules) != m for params, p, modules, m in self._counts):
             known = {id(param) for _, param, *_ in self._known}
@@ -80,7 +81,8 @@ class Look:
                         param.zero_version = param._version  # in float32 a weight may be changed between two steps
                 hooks = param._post_accumulate_grad_hooks
                 if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
-                    hooks[param.zero_hook] = hooks.pop(param.zero_hook)  # torch goes by the order of insertion
+                    own = next(key for key, hook in hooks.items() if type(hook) is GradientHook)
+                    hooks[own] = hooks.pop(own)  # torch goes by the order of insertion
         if came or replaced or flags or moved or lost:
             raise RuntimeError(_what_changed(came, replaced, flags, moved, lost))
 

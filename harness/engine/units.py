@@ -1,4 +1,4 @@
-"""Which parameters travel together: runs of them, that ZeRO-1 and -2 make buckets of, and modules, ZeRO-3's units."""
+"""Which parameters travel together: lists of them, that ZeRO-1 and -2 make buckets of, and modules, ZeRO-3's units."""
 
 from torch import nn
 
@@ -10,21 +10,24 @@ def default_bucket_mb(named_params) -> float:
     return min(25, max(1, total_mb / 6))
 
 
-def runs(named_params, bucket_mb: float | None) -> list[list[tuple[str, nn.Parameter]]]:
-    """(name, parameter) pairs in runs of at most `bucket_mb` MiB, last parameter first.
+def by_size(named_params, bucket_mb: float | None) -> list[list[tuple[str, nn.Parameter]]]:
+    """(name, parameter) pairs in lists of at most `bucket_mb` MiB, last parameter first; behind them the frozen ones.
 
-    By default (None) a run has `default_bucket_mb`. A larger parameter has a run of its own. A buffer has one dtype, so
-    another dtype begins another run.
+    By default (None) a list has `default_bucket_mb`. A larger parameter has a list of its own. A buffer has one dtype,
+    so another dtype begins another list.
     """
-    bucket_mb = default_bucket_mb(named_params) if bucket_mb is None else bucket_mb
-    found, run_bytes = [], 0.0
-    for name, param in reversed(named_params):
-        nbytes = param.numel() * param.element_size()
-        if not found or run_bytes + nbytes > bucket_mb * 2**20 or param.dtype != found[-1][-1][1].dtype:
-            found.append([])
-            run_bytes = 0
-        found[-1].append((name, param))
-        run_bytes += nbytes
+    named, found = list(named_params), []
+    for trained in (True, False):
+        some = [(name, param) for name, param in named if param.requires_grad is trained]
+        limit = 2**20 * (default_bucket_mb(some) if bucket_mb is None else bucket_mb)
+        dtype, taken = None, 0
+        for name, param in reversed(some):
+            nbytes = param.numel() * param.element_size()
+            if param.dtype != dtype or taken + nbytes > limit:
+                found.append([])
+                dtype, taken = param.dtype, 0
+            found[-1].append((name, param))
+            taken += nbytes
     return found
 
 

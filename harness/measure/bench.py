@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.engine import accelerator
 from harness.measure import dry_run, tables
 from harness.measure.turns import take_turns
-from harness.run import engines, process_group
+from harness.run import engine_file, engines, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters
@@ -44,6 +45,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of every engine (default 15)")
     parser.add_argument("--engines", help=f"any of {', '.join(ENGINES)}")
+    engine_file.add_option(parser)
     parser.add_argument("--bucket-mb", type=float, help="of zero1 and zero2 (default: their own)")
     parser.add_argument("--host", action="store_true", help="the host's time per step, on many small parameters")
     parser.add_argument("--profile", metavar="ENGINE", help="with --host: where that engine's host time goes")
@@ -52,20 +54,20 @@ def arguments(argv=None) -> argparse.Namespace:
     common.settle(options, layers=1, width=1, heads=1, vocab=256, seq=1, batch=1, rounds=1)
     if options.width % options.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
-    options.engines = engines.chosen(options.engines, "bench", ENGINES)
+    options.engines = engine_file.chosen(options, "bench", ENGINES)
     if options.profile:
         engines.chosen(options.profile, "bench", (*ENGINES, "plain"))
     if options.host and options.profile and options.profile not in ("plain", *options.engines):
         raise ValueError(f"--profile {options.profile}, but --engines has {', '.join(options.engines)}")
-    if options.host and options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no GPU here: use --device cpu")
+    if options.host and options.device not in ("auto", "cpu") and not accelerator.count():
+        raise ValueError(f"--device {options.device}, but torch sees no GPU here: use --device cpu")
     return options
 
 
 def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str, list[float]]:
     """{engine: milliseconds of each timed step, of the slowest rank}. A collective."""
     config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq, tied=False)
-    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda")
+    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
     batch = Batches(load_text(None, config.seq), options.batch, config.seq, 0, me.device)(0, me.rank)
     built = {}
     for name in options.engines:
@@ -92,10 +94,6 @@ class Small(nn.Module):
         return x
 
 
-# Those that run on a group that moves nothing.
-HOST_ENGINES = [name for name in ENGINES if "memory" in engines.ENGINES[name].on]
-
-
 def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], list[dict]]:
     """({engine: milliseconds of the host per step}, the profile) of rank 0 of 8, whose collectives move nothing.
 
@@ -103,19 +101,20 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
     GPU before the next one. The profile has the ten functions that cost `options.profile` most; it is empty without.
     """
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu") if options.device in ("auto", "cpu") else torch.device(options.device, 0)
 
     def build(name):
         return dry_run.build("single" if name == "plain" else name, Small().to(device), adamw, device)
 
-    with dry_run.fake_ranks(8):
-        built = {name: build(name) for name in ["plain", *(name for name in HOST_ENGINES if name in options.engines)]}
+    chosen = [name for name in ENGINES if name in options.engines and "memory" in engines.ENGINES[name].on]
+    with dry_run.fake_ranks(8):  # a group that moves nothing
+        built = {name: build(name) for name in ["plain", *chosen]}
         x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
         times = {name: [] for name in built}
         for turn in range(-3, options.rounds):
             for name, engine in built.items():
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+                if device.type != "cpu":
+                    torch.accelerator.synchronize()
                 started = time.perf_counter()
                 engine.training_step(x, y, F.mse_loss)
                 if turn >= 0:
@@ -147,11 +146,9 @@ def profile(name: str, step) -> list[dict]:
 
 def _name(file: str, line: int, function: str) -> str:
     """A function as the profile's table shows it, with its file in this repository, or the end of its path."""
-    if file == "~":
-        return function
     path = Path(file)
     inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(*path.parts[-2:])
-    return f"{inside}:{line} {function}"
+    return function if file == "~" else f"{inside}:{line} {function}"
 
 
 def table(times: dict[str, list[float]], reference: str) -> str:

@@ -31,6 +31,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import zero1
+from harness.engine import accelerator
+from harness.engine.units import by_size
 from harness.measure import fake_gpu, tables
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.memory import held_bytes, held_tensors, on_device, sizes_by_storage, warm_up
@@ -97,7 +99,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
     micro_batches.add_options(parser, 1)
     parser.add_argument("--engines", help=f"any of {', '.join(registry.named('memory'))}")
-    parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda: real allocations")
+    parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda (or xpu): real allocations")
     options = parser.parse_args(argv)
     common.settle(options, ranks=1, replicas=1, seq=1, up_to=1)
     micro_batches.settle(options, 1)
@@ -109,19 +111,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"--replicas must divide --ranks, which is {options.ranks}, got {options.replicas}")
     if options.precision not in FORMULAS:
         raise ValueError(f"--precision must be {' or '.join(FORMULAS)}, got {options.precision!r}")
-    if options.device not in ("fake", "cuda"):
-        raise ValueError(f"--device must be fake or cuda, got {options.device!r}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no GPU here: use --device fake")
+    there = accelerator.kind() if accelerator.count() else "cuda"
+    if options.device not in ("fake", there):
+        raise ValueError(f"--device must be fake or {there}, got {options.device!r}")
+    if options.device != "fake" and not accelerator.count():
+        raise ValueError(f"--device {there}, but torch sees no GPU here: use --device fake")
     if options.offload and options.device == "fake":
         fake_gpu.require()
     known = registry.named("memory")
     if options.offload:
         known = tuple(name for name in known if "offload_policy" in registry.ENGINES[name].takes)
         if "ddp" in (options.engines or "").split(","):
-            raise ValueError(
-                f"no engine 'ddp' with --offload (DDP has no offload: it cuts nothing); there are: {', '.join(known)}"
-            )
+            why = "DDP has no offload: it cuts nothing"
+            raise ValueError(f"no engine 'ddp' with --offload ({why}); there are: {', '.join(known)}")
     options.engines = registry.chosen(options.engines, "memory", known)
     return options
 
@@ -141,7 +143,7 @@ def letters(
     named = list(model.named_parameters())
     units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
     total = sum(param.numel() for _, param in named)
-    made = zero1.make_buckets(named, bucket_mb, 0, ranks)
+    made = [zero1.Bucket(some, 0, ranks) for some in by_size(named, bucket_mb)]
     buckets, early = [bucket.numel for bucket in made], [0] * len(made)
     for number, (bucket, behind) in enumerate(zip(made, made[1:])):
         if bucket.names[-1].rpartition(".")[0] == behind.names[0].rpartition(".")[0]:
@@ -188,16 +190,16 @@ def all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[to
     """DDP's own way to reduce a bucket, said once more because the fake group's futures bring no result."""
     tensor = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(tensor)
-    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future = torch.futures.Future(devices=[tensor.device] if tensor.device.type != "cpu" else None)
     future.set_result(tensor)
     return future
 
 
 def make_model(config: GPTConfig, device: torch.device) -> GPT:
     """A GPT with weights of the right size; on a GPU drawn there, as their values do not matter here."""
-    with torch.device("meta") if device.type == "cuda" else device:
+    with torch.device("meta") if is_gpu(device) else device:
         model = GPT(config)
-    if device.type == "cuda":
+    if is_gpu(device):
         model.to_empty(device=device)
         model.head.weight = model.tokens.weight  # to_empty takes tied weights apart
         for param in model.parameters():
@@ -210,7 +212,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
     On a GPU that is too small: {"out_of_memory": torch's words}.
     """
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu") if options.device == "fake" else torch.device(options.device, 0)
     if options.offload and options.device == "fake":
         device = fake_gpu.register()
     try:
@@ -219,8 +221,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         return {"out_of_memory": str(error).split(". ")[0]}
     finally:
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_gpu(device):
+            torch.accelerator.empty_cache()
 
 
 def _measure(name: str, options: argparse.Namespace, device: torch.device) -> dict:
@@ -236,15 +238,15 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
     policy = CPUOffloadPolicy(pin_memory=real) if offload else None
     # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing. On the
     # host fused is the quick one, and makes none.
-    adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=offload or device.type == "cuda")
-    if device.type == "cuda":
+    adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=offload or is_gpu(device))
+    if is_gpu(device):
         warm_up(device)
     allocator = allocator_of(device)
     before = allocator.memory_allocated() if allocator else 0
-    held, held_on_host = {}, {}
+    held, held_on_host, here = {}, {}, device.type if offload else None
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
     on_host = PartsLedger(device="cpu") if offload else contextlib.nullcontext()
-    with fake, PartsLedger(device=device.type if offload else None) as memory, on_host as host:
+    with fake, PartsLedger(device=here) as memory, on_host as host:
         model = make_model(config, device)
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=registry.ENGINES[name].casts and dtype is not None)
@@ -257,25 +259,24 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         if name == "ddp" and real:
             micro_batches.training_step(engine, *batch)  # in its second step DDP makes its buckets anew, for once
         memory.begin(engine)
-        look = partial(_look, engine, held, device.type if offload else None)
-        engine.optimizer.register_step_pre_hook(look)
+        engine.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(engine, here)))
         if offload:
             host.begin(engine)
-            engine.optimizer.register_step_pre_hook(partial(_look_on_host, engine, held_on_host))
+            engine.optimizer.register_step_pre_hook(
+                lambda *_: held_on_host.update(held_bytes(engine, "cpu"), pinned=pinned_bytes(engine))
+            )
         if allocator:
             allocator.reset_peak_memory_stats()
         with TrafficLedger() as traffic:
             micro_batches.training_step(engine, *batch)
         allocated = allocator.max_memory_allocated() - before if allocator else None
         pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
-        del engine, look
+        engine = None  # the hooks have it, too
     state = memory.peak_moment(of=lambda moment: moment.state)
-    sent, elements = Counter(), Counter()
+    sent, elements, by_dimension = Counter(), Counter(), Counter()
     for collective in traffic.collectives:
         sent[collective.kind] += collective.sent_bytes
         elements[collective.kind] += collective.sent_elements
-    by_dimension = Counter()
-    for collective in traffic.collectives:
         by_dimension[dimension(collective.ranks, options)] += collective.sent_elements
     formula, host_formula = (round(values["Ψ"] * number) for number in bytes_per_parameter(name, options))
     peak_formula = formula_of_peak(name, options, values)
@@ -317,7 +318,12 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
 
 def allocator_of(device: torch.device):
     """torch's module that knows the peak of a real GPU's allocator; None where tensors are fake."""
-    return torch.cuda if device.type == "cuda" else None
+    return torch.accelerator if is_gpu(device) else None
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether it has memory: neither the CPU, where tensors are fake, nor the fake GPU."""
+    return device.type not in ("cpu", fake_gpu.NAME)
 
 
 def worst_moment(ledger: PartsLedger, allocated: int | None = None) -> dict:
@@ -329,14 +335,6 @@ def worst_moment(ledger: PartsLedger, allocated: int | None = None) -> dict:
         "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
     }
     return row if allocated is None else {**row, "ledger_peak_bytes": peak.live}
-
-
-def _look(engine, held: dict, device: str | None, *_) -> None:
-    held.update(held_bytes(engine, device))
-
-
-def _look_on_host(engine, held: dict, *_) -> None:
-    held.update(held_bytes(engine, "cpu"), pinned=pinned_bytes(engine))
 
 
 def pinned_bytes(engine) -> int:
@@ -419,7 +417,7 @@ def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda 
         for name in options.engines:
             started = time.perf_counter()
             engines[name] = measure(name, options)
-            if options.device == "cuda":
+            if options.device != "fake":
                 engines[name]["dry_run_peak_bytes"] = dry_run_of(name, options)["peak_bytes"]
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
             keep(results)
@@ -429,9 +427,11 @@ def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda 
 def dry_run_of(name: str, options: argparse.Namespace) -> dict:
     """The row that `measure` gives on fake tensors, of a run on a GPU."""
     options = argparse.Namespace(**{**vars(options), "device": "fake"})
-    if not options.offload:
-        return measure(name, options)
-    # The fake GPU must not be in one process with a real one.
+    return measure_apart(name, options) if options.offload else measure(name, options)
+
+
+def measure_apart(name: str, options: argparse.Namespace) -> dict:
+    """`measure` in a process of its own: a fake GPU stays where it is registered, and must not be beside a real one."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(measure_alone, name, options).result()
 
@@ -443,19 +443,10 @@ def measure_alone(name: str, options: argparse.Namespace) -> dict:
 
 
 def _conditions(options: argparse.Namespace) -> dict:
-    return {
-        "preset": options.preset,
-        "precision": options.precision,
-        "offload": options.offload,
-        "batch": options.batch,
-        "accumulate": options.accumulate,
-        "seq": options.seq,
-        "checkpoint_activations": options.checkpoint_activations,
-        "device": options.device,
-        "hardware": process_group.hardware(torch.device("cuda" if options.device == "cuda" else "cpu")),
-        "torch": torch.__version__,
-        "command": common.command("memory"),
-    }
+    of = ("preset", "precision", "offload", "batch", "accumulate", "seq", "checkpoint_activations", "device")
+    hardware = process_group.hardware(torch.device("cpu" if options.device == "fake" else options.device))
+    about = {"hardware": hardware, "torch": torch.__version__, "command": common.command("memory")}
+    return {name: getattr(options, name) for name in of} | about
 
 
 def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
@@ -465,17 +456,14 @@ def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
     numbers = [2**power for power in range(options.up_to.bit_length())]
     engines = {name: [] for name in options.engines}
     for options.ranks in numbers:
-        results = measure_all(options)
-        for name, row in results["engines"].items():
+        peaks = []
+        for name, row in measure_all(options)["engines"].items():
             row.pop("curve", None)
             engines[name].append(row)
-        peaks = [f"{name} {_peak(row, size)}" for name, row in results["engines"].items()]
+            no_memory = "out_of_memory" in row
+            peaks.append(f"{name} {'OUT OF MEMORY' if no_memory else format(row['peak_bytes'] / size, '.2f')}")
         say(f"  {options.ranks:>5} rank{'s' if options.ranks > 1 else ' '}, peak in {unit}: " + ", ".join(peaks))
     return {"parameters": parameters, "ranks": numbers, **_conditions(options), "engines": engines}
-
-
-def _peak(row: dict, size: float) -> str:
-    return "OUT OF MEMORY" if "out_of_memory" in row else f"{row['peak_bytes'] / size:.2f}"
 
 
 def fits_on(peak: float) -> list[int]:
@@ -506,16 +494,12 @@ def report(results: dict) -> str:
     lines += ["", f"{held}, beside {formula_name(results)}:"]
     lines += _held({name_of[name]: row for name, row in ran.items()}, size)
     if results["offload"]:
-        lines += [
-            "",
-            f"Held on the host likewise, {unit}, beside 16 bytes per parameter, divided by the ranks that shard:",
-        ]
-        hosts = {name: row["host"] for name, row in ran.items()}
-        lines += _held(hosts, size)
-        peaks = ", ".join(f"{name} {row['peak_bytes'] / size:.3f}" for name, row in hosts.items())
-        lines += [f"  At the worst moment of the step: {peaks}"]
-        pinned = ", ".join(f"{name} {row['pinned_bytes'] / size:.3f}" for name, row in hosts.items())
-        lines += [f"  Parameters and gradients in pinned memory, each buffer rounded up to a power of two: {pinned}"]
+        held = f"Held on the host likewise, {unit}"
+        lines += ["", f"{held}, beside 16 bytes per parameter, divided by the ranks that shard:"]
+        lines += _held({name: row["host"] for name, row in ran.items()}, size)
+        pinned = "Parameters and gradients in pinned memory, each buffer rounded up to a power of two"
+        for what, key in (("At the worst moment of the step", "peak_bytes"), (pinned, "pinned_bytes")):
+            lines += [f"  {what}: " + ", ".join(f"{name} {row['host'][key] / size:.3f}" for name, row in ran.items())]
 
     lines += ["", f"At the worst moment of the step{on_device}, {unit}:"]
     short = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}
@@ -528,9 +512,9 @@ def report(results: dict) -> str:
     for name, row in ran.items():
         made = ", ".join(f"{operation} {nbytes / size:.3f}" for operation, nbytes in row["temporaries"].items())
         lines.append(f"  {name}: temporaries made by {made}" if made else f"  {name}: no temporaries")
-        for other in ("ledger_peak_bytes", "dry_run_peak_bytes"):
+        beside = {"ledger_peak_bytes": "live storages, whose parts these are", "dry_run_peak_bytes": "the dry run"}
+        for other, what in beside.items():
             if other in row:
-                what = "live storages, whose parts these are" if other.startswith("ledger") else "the dry run"
                 off = f"{row['peak_bytes'] / row[other] - 1:+.2%}"
                 lines.append(f"  {name}: the allocator's peak is {off} from {what} ({row[other] / size:.3f} {unit})")
 
@@ -562,24 +546,20 @@ def report(results: dict) -> str:
              if any(kind in row["sent_by_collective"] for row in ran.values())]  # fmt: skip
     rows = [["engine", "together", *kinds]]
     for name, row in ran.items():
-        cells = []
+        rows.append([name_of[name], _sent(row["sent_bytes"], row["sent_elements"], factor, size)])
         for kind in kinds:
-            nbytes, count = row["sent_by_collective"].get(kind), row["collectives"].get(kind)
-            elements = row["sent_elements_by_collective"].get(kind)
-            cells.append(f"{_sent(nbytes, elements, factor, size)} in {count}" if count else "-")
-        rows.append([name_of[name], _sent(row["sent_bytes"], row["sent_elements"], factor, size), *cells])
+            sent = row["sent_by_collective"].get(kind, 0), row["sent_elements_by_collective"].get(kind, 0)
+            count = row["collectives"].get(kind)
+            rows[-1].append(f"{_sent(*sent, factor, size)} in {count}" if count else "-")
     lines += tables.text(rows, rule=False)
 
     if replicas > 1:
         lines += ["", f"Elements sent in {replicas} rows of S = {ranks // replicas} ranks, replicas of each other:"]
         lines += _by_dimension(ran, parameters, ranks // replicas, replicas)
 
-    lines += [
-        "",
-        f"On which GPUs it fits (GB of 10^9 bytes; needed: the peak, {GAPS:.0%} more for the allocator's gaps, and "
-        f"{CONTEXT_BYTES / 1e9:.0f} GB",
-        "for CUDA and NCCL, all assumed as in ./launch.sh plan):",
-    ]
+    needed = f"the peak, {GAPS:.0%} more for the allocator's gaps, and {CONTEXT_BYTES / 1e9:.0f} GB"
+    lines += ["", f"On which GPUs it fits (GB of 10^9 bytes; needed: {needed}"]
+    lines += ["for CUDA and NCCL, all assumed as in ./launch.sh plan):"]
     for name, row in engines.items():
         if "out_of_memory" in row:
             lines.append(f"  {name_of[name]}: OUT OF MEMORY here. {row['out_of_memory']}")

@@ -9,15 +9,11 @@ import json
 import os
 import sys
 
-from matplotlib.patches import Patch
-
 from harness.measure import pictures_of_plans
 from harness.measure.pictures_of_memory import live, memory, scaling, stages
 from harness.measure.pictures_of_steps import lanes, losses, sweeps
-from harness.measure.style import THEMES, TIME_STYLES, headline, look, new, plt, ruled, save  # noqa: F401 (others draw with them)
+from harness.measure.style import TIME_STYLES, headline, key, look, new, ruled, save
 from harness.run import journal
-
-TIME_LABELS = {"host": "host, between operations", "waiting": "waiting for the slowest rank"}
 
 
 def run(lines: list[dict], theme: dict):
@@ -40,9 +36,8 @@ def run(lines: list[dict], theme: dict):
             axes.axvspan(start["step"], start["step"] + back["repeated"], color=theme["shade"], zorder=0)
         axes.axvline(start["step"], color=theme["ink"], linewidth=0.8, linestyle="--")
         axes.text(start["step"], top * 1.1, text, va="top", fontsize=8)
-    axes.set_ylim(None, top * 1.12)
-    axes.set_xlabel("training step (shaded: made twice, before the restart and after it)")
-    axes.set_ylabel("loss, nats per token")
+    words = "training step (shaded: made twice, before the restart and after it)"
+    axes.set(ylim=(None, top * 1.12), xlabel=words, ylabel="loss, nats per token")
     axes.grid(axis="y", linewidth=0.5)
     ranks = ", then ".join(str(start["ranks"]) for start in starts)
     finding = f"Disturbed {len(starts) - 1} times, the run goes on: on {ranks} ranks"
@@ -68,25 +63,24 @@ def step_time(results: list[tuple[str, dict]], theme: dict):
                     axes.barh(position, parts[part], 0.82, left=start, **look(style, theme))
                     start += parts[part]
                     seen.add(part)
-        axes.set_title(title)
-        axes.set_xlabel("ms of a step (mean)")
+        axes.set(title=title, xlabel="ms of a step (mean)")
         ruled(axes, "x")
     grid[0][0].set_yticks(range(len(rows)), [f"{name} {rank}" for name, rank in rows])
     grid[0][0].set_ylabel("engine and rank")
     grid[0][0].invert_yaxis()
-    handles = [
-        Patch(**look(style, theme),
-              label=TIME_LABELS.get(part, f"{part}, exposed" if "-" in part or part == "broadcast" else part))
-        for part, style in TIME_STYLES.items() if part in seen
-    ]  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    labels = {part: f"{part}, exposed" if "-" in part or part == "broadcast" else part for part in TIME_STYLES}
+    labels |= {"host": "host, between operations", "waiting": "waiting for the slowest rank"}
+    shown = {labels[part]: style for part, style in TIME_STYLES.items() if part in seen}
+    figure.legend(handles=key(shown, theme), loc="outside lower center", ncols=4)
     first = results[0][1]
     shape = f"GPT {first['preset']}, {first['world_size']} ranks over {first['backend']}"
     slow = any(report.get("slow_rank") for _, report in results)
-    finding = (
-        "One slow rank makes all steps longer: the others wait for it" if slow else "Where the time of a step goes"
+    late = "One slow rank makes all steps longer: the others wait for it"
+    headline(
+        figure,
+        late if slow else "Where the time of a step goes",
+        f"{shape}, {first['batch']} x {first['seq']} tokens per rank",
     )
-    headline(figure, finding, f"{shape}, {first['batch']} x {first['seq']} tokens per rank")
     return figure
 
 
@@ -141,9 +135,8 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
     try:
         return save(FIGURES[name][0], results, os.path.join(out, name))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"{', '.join(paths)} is not what figure {name!r} is drawn from: {FIGURES[name][2]} writes that"
-        ) from error
+        words = f"{', '.join(paths)} is not what figure {name!r} is drawn from"
+        raise ValueError(f"{words}: {FIGURES[name][2]} writes that") from error
 
 
 def main() -> None:

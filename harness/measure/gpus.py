@@ -59,17 +59,18 @@ def flops_per_token(config: GPTConfig, parameters: int, seq: int) -> float:
 
 
 def rates(tokens_per_s: float, config: GPTConfig, seq: int, dtype: str, ranks: int, device: torch.device) -> dict:
-    """`tokens_per_s_per_rank`; the model's FLOP per second and rank; and on CUDA `mfu`, their share of the peak.
+    """`tokens_per_s_per_rank`; the model's FLOP per second and rank; and on a GPU `mfu`, their share of the peak.
 
     MFU is None for a GPU whose peak is not known, and with TF32. Ranks that share a GPU share its peak.
     """
     flops = flops_per_token(config, number_of_parameters(config), seq) * tokens_per_s
     found = {"tokens_per_s_per_rank": round(tokens_per_s / ranks, 1), "flops_per_s_per_rank": round(flops / ranks)}
-    if device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(device), dtype)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        peak = peak_flops(module.get_device_name(device), dtype)
         if dtype == "fp32" and process_group.tf32():
             peak = None  # the table has float32 without TF32
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        gpus = 1 if ranks == 1 else ranks * min(here, torch.cuda.device_count()) / here
+        gpus = 1 if ranks == 1 else ranks * min(here, module.device_count()) / here
         found["mfu"] = round(flops / (gpus * peak), 4) if peak else None
     return found

@@ -134,13 +134,16 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
 
     Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
     frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
+    An engine that keeps them elsewhere has a `held_tensors` of its own.
     """
+    if hasattr(engine, "held_tensors"):
+        return engine.held_tensors()
     inner = optimizer_of(engine)
     params = list(engine.model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
     params += [bucket.shard for bucket in getattr(engine, "buckets", ())]
     state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
     gradients = [param.grad for param in params if param.grad is not None]
-    for bucket in getattr(engine, "trained", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
+    for bucket in getattr(engine, "trained_buckets", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
         gradients += [*getattr(bucket, "kept", {}).values()]
         gradients += [bucket.flat_gradient] if hasattr(bucket, "flat_gradient") else []
     return {"parameters": params, "gradients": gradients, "optimizer": state}
@@ -165,13 +168,13 @@ def engine_tensors(engine) -> list[torch.Tensor]:
 
 
 def let_go(device: torch.device) -> None:
-    """Have torch give back what earlier engines have sent, before `torch.cuda.memory_allocated` is read. A collective.
+    """Have torch give back what earlier engines have sent, before the allocator is asked for its bytes. A collective.
 
     Over NCCL it keeps the tensors of a collective that only C++ has waited for (DDP's buckets) until a thread that
     looks ten times a second has seen it end, and the group's next collective begins.
     """
-    if device.type == "cuda" and dist.get_backend() == "nccl":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu" and dist.get_backend() != "gloo":
+        torch.accelerator.synchronize(device)
         time.sleep(0.2)
         dist.barrier()
 
@@ -185,5 +188,5 @@ def warm_up(device: torch.device) -> None:
     weight = torch.ones(16, 16, device=device, requires_grad=True)
     bias = torch.ones(16, device=device, requires_grad=True)
     torch.nn.functional.linear(torch.ones(16, 16, device=device), weight, bias).sum().backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -37,8 +37,8 @@ def describe(what: str, engine, ledger: PartsLedger | None, said: str) -> str:
     largest = [f"{part} {_size(n)}" for part, n in sorted(parts.items(), key=lambda pair: -pair[1])[:4] if n > 0]
     alive = f"{'Alive were' if failed else 'This rank held'} {_size(live)}: {', '.join(largest) or 'nothing'}."
     reserved = ""
-    if torch.cuda.is_available():
-        reserved = f" The allocator had {_size(torch.cuda.memory_reserved())} of the GPU."
+    if torch.accelerator.is_available():
+        reserved = f" The allocator had {_size(torch.accelerator.memory_reserved())} of the GPU."
     return f"out of memory in {what}{where}. {alive}{reserved} {said}"
 
 

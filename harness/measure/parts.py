@@ -167,7 +167,7 @@ class PartsLedger(MemoryLedger):
         self._events.append((self._number[key], nbytes, *where, time.perf_counter()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = f"{func.namespace}.{func._schema.name.split('::')[1]}"
+        name = func._schema.name.replace("::", ".")
         self._where.see(name, args)
         if self._growing and torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
             # Backward goes on after a forward, or after a piece of one that it ran again.

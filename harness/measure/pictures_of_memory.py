@@ -5,7 +5,7 @@ from matplotlib.patches import Patch
 
 from harness.measure.dry_run import GPUS, formula_name
 from harness.measure.parts import HELD, PARTS, STATE
-from harness.measure.style import ENGINE_LINES, ENGINE_MARKS, PART_COLOURS, PART_STYLES, headline, key, look, new, ruled
+from harness.measure.style import PART_COLOURS, PART_STYLES, engine_look, headline, key, look, new, ruled
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
@@ -51,13 +51,11 @@ def stages(results: dict, theme: dict):
                 axes.bar(rank, kept, 0.72, start, color=PART_COLOURS[part])
                 axes.bar(rank, height, 0.72, bottom, color="none", edgecolor=theme["grid"], linewidth=0.8)
                 bottom += height
-        axes.set_title(f"{title}\n{sum(held.values()) / size:,.0f} {unit} on each rank")
+        axes.set(title=f"{title}\n{sum(held.values()) / size:,.0f} {unit} on each rank", xlabel="rank")
         axes.set_xticks(range(ranks), range(ranks))
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_xlabel("rank")
-    grid[0].set_yticks(range(0, 17, 4))
-    grid[0].set_ylabel("bytes per parameter")
+    grid[0].set(yticks=range(0, 17, 4), ylabel="bytes per parameter")
     handles = [Patch(color=PART_COLOURS[part], label=part) for part in HELD]
     handles[-1].set_label("optimizer state (AdamW)")
     handles.append(Patch(facecolor=theme["shade"], edgecolor=theme["grid"], label="not kept: another rank has it"))
@@ -116,18 +114,12 @@ def memory(results: dict, theme: dict):
                           fontsize=9)  # fmt: skip
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{label} on one rank")
-    axes.set_xlim(0, 1.32 * longest)
+    axes.set(xlabel=f"{label} on one rank", xlim=(0, 1.32 * longest))
     finding = "What a rank holds between steps, and the most that is alive at once"
     if _both(results):
-        held, peak = (
-            {name: total(ran[name]) / size for name in ("ddp", "zero3")}
-            for total in (lambda row: sum(row["held_bytes"].values()), lambda row: row["peak_bytes"])
-        )
-        finding = (
-            f"ZeRO-3 holds {held['zero3']:.0f} {unit} where DDP holds {held['ddp']:.0f}, "
-            f"but needs {peak['zero3']:.0f}: activations stay whole"
-        )
+        ours, theirs = (sum(ran[name]["held_bytes"].values()) / size for name in ("zero3", "ddp"))
+        finding = f"ZeRO-3 holds {ours:.0f} {unit} where DDP holds {theirs:.0f}, but needs "
+        finding += f"{ran['zero3']['peak_bytes'] / size:.0f}: activations stay whole"
     headline(figure, finding, _shape(results))
     handles = key({part: PART_STYLES[part] for part in PARTS[:-1]}, theme)
     tick = {"marker": "|", "markersize": 10, "markeredgewidth": 2, "linestyle": "none", "color": theme["ink"]}
@@ -170,8 +162,7 @@ def live(results: dict, theme: dict, parts=PARTS, levels: dict[str, float] | Non
         ruled(axes)
     for axes in list(grid.flat)[len(rows) :]:
         axes.set_visible(False)
-    grid[0][0].set_xlim(0, 3)
-    grid[0][0].set_ylim(0, None)
+    grid[0][0].set(xlim=(0, 3), ylim=(0, None))
     for axes in grid[-1]:
         axes.set_xticks([0.5, 1.5, 2.5], ["forward", "backward", "update"])
         axes.set_xlabel("fraction of each phase's events", fontsize=8)
@@ -229,19 +220,15 @@ def scaling(results: dict, theme: dict):
     paper = {"facecolor": theme["paper"], "edgecolor": "none", "pad": 0.8}
     for name, rows in results["engines"].items():
         peaks = [rows[index]["peak_bytes"] / size for index in shown]
-        style = {"linestyle": ENGINE_LINES.get(name, "-"), "marker": ENGINE_MARKS.get(name, "o")}
-        axes.plot(ranks, peaks, color=theme["ink"], markersize=4, linewidth=1.6, **style)
+        axes.plot(ranks, peaks, markersize=4, linewidth=1.6, **engine_look(name, color=theme["ink"]))
         text = f"{NAMES.get(name, name)}, {peaks[-1]:.0f} {unit}"
         axes.annotate(text, (ranks[-1], peaks[-1]), (8, 0), textcoords="offset points", va="center", bbox=paper,
                       annotation_clip=False)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(number) for number in ranks])
-    axes.set_xlim(ranks[0], ranks[-1])
-    axes.set_ylim(0, None)
+    axes.set(xlim=(ranks[0], ranks[-1]), ylim=(0, None), xlabel="ranks N", ylabel=f"{label} on one rank at the peak")
     axes.minorticks_off()
     ruled(axes)
-    axes.set_xlabel("ranks N")
-    axes.set_ylabel(f"{label} on one rank at the peak")
     finding = "More ranks divide the state, and nothing else"
     if floor is not None:
         finding += f": of ZeRO-3's peak {floor:.0f} {unit} stay on any number of ranks"

@@ -1,7 +1,7 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-from harness.measure.style import LANE_COLOURS, PART_COLOURS, TIME_STYLES, new
-from harness.run.engines import ENGINES, named
+from harness.measure.style import LANE_COLOURS, PART_COLOURS, TIME_STYLES, engine_look, new
+from harness.run.engines import named
 
 # Here an engine has a colour as well: no part and no activity is shown.
 HUES = [PART_COLOURS[part] for part in ("parameters", "gradients", "optimizer", "activations", "temporaries")]
@@ -9,17 +9,16 @@ HUES += [TIME_STYLES["broadcast"][0], LANE_COLOURS["forward"], TIME_STYLES["host
 COLOURS = dict(zip(named("plan"), HUES))
 
 
-def _style(engine: str) -> dict:
-    """An engine's own colour, mark and line."""
-    one = ENGINES[engine]
-    return {"color": COLOURS[engine], "marker": one.mark, "linestyle": one.line}
+def _look(engine: str, **own) -> dict:
+    """An engine's own mark and line, in its colour here."""
+    return engine_look(engine, **{"color": COLOURS[engine]} | own)
 
 
 def sweep(results: dict, theme: dict):
     """Step time above, exposed share below, a line per engine along one option."""
     figure, (above, below) = new(theme, 2, height=5.6, sharex=True)
     for engine, rows in results["engines"].items():
-        style = _style(engine)
+        style = _look(engine)
         xs = [row["at"] for row in rows]
         above.plot(xs, [row["step_s"] * 1e3 for row in rows], markersize=4, label=engine, **style)
         below.plot(xs, [row["exposed"] for row in rows], markersize=4, **style)
@@ -29,13 +28,11 @@ def sweep(results: dict, theme: dict):
         below.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         below.minorticks_off()
     units = {"bandwidth": "GB/s", "bucket": "MiB", "micro-batch": "sequences", "prefetch": "units ahead"}
+    above.set(title=f"Predicted: {results['title']}", ylabel="step, ms (predicted)", ylim=(0, None))
+    below.set(ylabel="exposed, fraction of the step", ylim=(0, None))
     below.set_xlabel(f"{results['sweep']} {units.get(results['sweep'], '')}".strip())
-    above.set_ylabel("step, ms (predicted)")
-    below.set_ylabel("exposed, fraction of the step")
     for axes in (above, below):
-        axes.set_ylim(bottom=0)
         axes.grid(linewidth=0.5)
-    above.set_title(f"Predicted: {results['title']}")
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 
@@ -65,7 +62,7 @@ def scale(results: dict, theme: dict):
             for engine in dict.fromkeys(point["engine"] for point in results["points"]):
                 wanted = {"preset": preset, "engine": engine, "network": network}
                 mine = [point for point in results["points"] if wanted.items() <= point.items()]
-                colour, mark = _style(engine)["color"], _style(engine)["marker"]
+                colour, mark = _look(engine)["color"], _look(engine)["marker"]
                 _known_and_not(axes, {point["ranks"]: point["exposed"] for point in mine}, covered, color=colour)
                 axes.plot([], [], color=colour, marker=mark, label=engine)
                 for point in mine:
@@ -109,26 +106,21 @@ def validation(results: dict, theme: dict):
         axes.plot(line, line, color=theme["ink"], linewidth=0.8)
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
-            far = row["size"].startswith("sequences")  # another attention kernel: said in words
-            if far and axes is left:
+            if row["size"].startswith("sequences") and axes is left:  # another attention kernel: said in words
                 axes.plot(row[published], row[predicted], "x", color=theme["ink"], markersize=5)
                 continue
-            used = row["fitted"] and axes is left
-            face = theme["paper"] if used else COLOURS[row["engine"]]
-            style = _style(row["engine"]) | {"markerfacecolor": face}
+            own = {"markerfacecolor": theme["paper"]} if row["fitted"] and axes is left else {}
+            style = _look(row["engine"], **own)
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set(xscale="log", yscale="log", xlabel=f"published {title}", ylabel=f"predicted {title}")
         ticks = [tick for tick in (1e3, 2e3, 5e3, 1e4, 2e4, 4e4) if line[0] < tick < line[1]]
         ticks = ticks if axes is left else [20, 30, 40, 50, 60, 80]
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.set_yticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_xlabel(f"published {title}")
-        axes.set_ylabel(f"predicted {title}")
         axes.grid(linewidth=0.5)
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
-        left.plot([], [], label=engine, **(_style(engine) | {"linestyle": "none"}))
+        left.plot([], [], label=engine, **_look(engine, linestyle="none"))
     left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in a fit")
     left.plot([], [], "x", color=theme["ink"], label="beyond 4,096 tokens")
     figure.legend(loc="outside lower center", ncols=5)

@@ -1,6 +1,6 @@
 """Pictures of steps: when a rank computes and sends, how far the engines' losses lie apart, what the options cost."""
 
-from harness.measure.style import ENGINE_MARKS, LANE_STYLES, headline, key, look, new, ruled
+from harness.measure.style import LANE_STYLES, engine_look, headline, key, look, new, ruled
 
 
 def lanes(results: list[tuple[str, dict]], theme: dict):
@@ -20,13 +20,11 @@ def lanes(results: list[tuple[str, dict]], theme: dict):
             points = [(event["ts"] / 1e3 - begins, event["args"]["MB"]) for event in counters]
             style = {"linewidth": 1.0, "linestyle": ("-", ":", "--", "-.")[rank % 4]}
             strip.step(*zip(*points), where="post", color=theme["ink"], label=f"rank {rank}", **style)
-        strip.set_ylabel("live MB")
-        strip.set_ylim(bottom=0)
         strip.grid(axis="y", linewidth=0.5)
-        for each in (axes, strip):  # each trace on a scale of its own: one step says nothing about speed
-            each.set_xlim(0, 1.02 * latest)
-        axes.set_xticklabels([])
-        strip.set_xlabel("ms since the step began" + ("; numbers: the unit or bucket" if labelled else ""))
+        # Each trace on a scale of its own: one step says nothing about speed.
+        axes.set(xlim=(0, 1.02 * latest), xticklabels=[])
+        words = "ms since the step began" + ("; numbers: the unit or bucket" if labelled else "")
+        strip.set(xlim=(0, 1.02 * latest), ylim=(0, None), xlabel=words, ylabel="live MB")
     grid[-1].legend(loc="lower right", ncols=4)
     finding = _beside(results[0][1])
     if len(results) > 1 and all(ahead):
@@ -107,9 +105,8 @@ def _issued_ahead(trace: dict) -> str:
         computing = [one["name"] for one in mine[number:] if one["cat"] == "compute" and one["name"] != "root"]
         ahead += bool(computing) and computing[0] != unit
     others = f"; {gathers - ahead} more hide behind the root" if 0 < ahead < gathers else ""
-    return (
-        f"{ahead} of {gathers} gathers of blocks were issued before another block computes{others}" if gathers else ""
-    )
+    words = f"{ahead} of {gathers} gathers of blocks were issued before another block computes{others}"
+    return words if gathers else ""
 
 
 def _beside(trace: dict) -> str:
@@ -143,15 +140,14 @@ def losses(results: dict, theme: dict):
                                  gridspec_kw={"height_ratios": [3, 1 + 0.45 * len(others)]})  # fmt: skip
     steps = range(1, len(runs[reference]["losses"]) + 1)
     above.plot(steps, runs[reference]["losses"], color=theme["ink"], linewidth=1.6)
-    above.set_ylabel("loss, nats per token")
-    above.set_xlabel(f"training step of {reference}")
+    above.set(ylabel="loss, nats per token", xlabel=f"training step of {reference}")
     tolerance = max(run.get("tolerance", 0) for run in runs.values())
     equal, farthest, floor = 0, 0.0, 1e-9
     for place, name in enumerate(others):
         off = [abs(a - b) for a, b in zip(runs[name]["losses"], runs[reference]["losses"])]
         # A line above the next: how often that difference came is the darkness of the mark.
-        below.plot([max(value, floor) for value in off], [place] * len(off), ENGINE_MARKS.get(name, "o"),
-                   color=theme["ink"], alpha=0.35, markersize=7, clip_on=False)  # fmt: skip
+        marks = engine_look(name, color=theme["ink"], linestyle="none")
+        below.plot([max(value, floor) for value in off], [place] * len(off), **marks, alpha=0.35, ms=7, clip_on=False)
         exact = sum(value == 0 for value in off)
         equal += exact == len(off)
         farthest = max(farthest, *off)
@@ -164,21 +160,17 @@ def losses(results: dict, theme: dict):
     if tolerance:
         below.axvline(tolerance, color=theme["ink"], linewidth=0.8, linestyle="--")
         below.text(tolerance, -0.75, "allowed ", ha="right", va="center", fontsize=8)
-    below.set_xscale("log")
-    below.set_xlim(floor / 2, max(tolerance, 1e-5) * 12)
+    words = f"difference from {reference} in each step, nats (0: equal to the bit)"
+    below.set(xscale="log", xlim=(floor / 2, max(tolerance, 1e-5) * 12), xlabel=words)
     below.set_xticks([floor, 1e-8, 1e-6, 1e-4, 1e-2], ["0", "10⁻⁸", "10⁻⁶", "10⁻⁴", "10⁻²"])
     below.minorticks_off()
     below.set_yticks(range(len(others)), others)
     below.set_ylim(len(others) - 0.4, -1.1)
-    below.set_xlabel(f"difference from {reference} in each step, nats (0: equal to the bit)")
     for axes, side in ((above, "both"), (below, "x")):
         ruled(axes, side)
     shape = f"GPT {results['preset']}, {results['world_size']} ranks, {results['dtype']}"
-    headline(
-        figure,
-        f"{equal} of {len(others)} engines have {reference}'s losses to the bit in all {len(steps)} steps",
-        shape,
-    )
+    finding = f"{equal} of {len(others)} engines have {reference}'s losses to the bit in all {len(steps)} steps"
+    headline(figure, finding, shape)
     return figure
 
 
@@ -204,15 +196,12 @@ def sweeps(results: dict, theme: dict):
         for axes in (above, below):
             ruled(axes)
             axes.set_xlim(-0.6, len(rows) - 0.4)
-    grid[0][0].set_ylabel("step time, ms\n(median, and all rounds)")
-    grid[0][0].set_ylim(bottom=0)
-    grid[1][0].set_ylabel("peak, MB (10⁶ bytes)\n(empty: on 8 tokens)")
-    grid[1][0].set_ylim(bottom=0, top=grid[1][0].get_ylim()[1] * 1.04)
+    grid[0][0].set(ylabel="step time, ms\n(median, and all rounds)", ylim=(0, None))
+    most = grid[1][0].get_ylim()[1]
+    grid[1][0].set(ylabel="peak, MB (10⁶ bytes)\n(empty: on 8 tokens)", ylim=(0, most * 1.04))
     figure.supxlabel("in brackets: collectives per step", fontsize=9)
-    shape = (
-        f"GPT {results['preset']}, {results['ranks']} ranks over {results['backend']}, "
-        f"{results['batch']} x {results['seq']} tokens per rank"
-    )
+    tokens = f"{results['batch']} x {results['seq']} tokens per rank"
+    shape = f"GPT {results['preset']}, {results['ranks']} ranks over {results['backend']}, {tokens}"
     headline(figure, _dearest(results["sweeps"]), shape)
     return figure
 

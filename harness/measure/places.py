@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -234,9 +235,5 @@ def in_rows(spans: list[Span], collectives: list[Span], ledger: PlacesLedger) ->
 
 def _share(nbytes: int, weights: list[int]) -> list[int]:
     """`nbytes` divided by `weights`, in whole bytes that add up to it."""
-    total, given, found = sum(weights), 0, []
-    for end in range(1, len(weights) + 1):
-        upto = nbytes * sum(weights[:end]) // total if total else 0
-        found.append(upto - given)
-        given = upto
-    return found
+    cuts = [nbytes * upto // (sum(weights) or 1) for upto in accumulate(weights, initial=0)]
+    return [end - start for start, end in pairwise(cuts)]

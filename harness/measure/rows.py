@@ -64,13 +64,10 @@ def rows_of(engine, ranks: int, together: list[list[nn.Parameter]] | None = None
     `together` are DDP's buckets, which Python can only see by their gradients; without it, and for any engine that is
     not known, a row is a unit.
     """
-    if hasattr(engine, "units"):
-        return [_of_buckets(index, unit.name, unit.buckets, ranks)
-                for index, unit in enumerate((engine.root, *engine.units))]  # fmt: skip
     if hasattr(engine, "buckets"):
-        count = len(engine.buckets)
-        return [_of_buckets(row, f"bucket {count - 1 - row}", [bucket], ranks)
-                for row, bucket in enumerate(reversed(engine.buckets))]  # fmt: skip
+        numbered = [(f"bucket {number}", [bucket]) for number, bucket in enumerate(engine.buckets)]
+        units = [(unit.name, unit.buckets) for unit in (engine.root, *engine.units)] if hasattr(engine, "units") else []
+        return [_of_buckets(row, *named, ranks) for row, named in enumerate(units or reversed(numbered))]
     names = {id(param): name for name, param in engine.model.named_parameters()}
     if together:
         return [_of_parameters(row, f"bucket {len(together) - 1 - row}", params, names, ranks)

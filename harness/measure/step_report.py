@@ -38,16 +38,12 @@ NO_RESHARD = (
 
 def results(result: dict, reference: str) -> str:
     """Everything that the referee prints before its verdict, from the result that it writes as JSON."""
-    lines = [
-        table(result["runs"], reference),
-        "\nHeld: after the gradients are reduced and before the optimizer's step. "
-        + NO_RESHARD * ("fsdp2_no_reshard" in result["runs"])
-        + ("Peak: the CUDA allocator's. " if result["device"] == "cuda" else "Peak: all live storages of one step. ")
-        + "Sent: logical bytes of the collectives issued, per rank.\n",
-    ]
-    if result["timed_steps"]:
-        lines.append(report(result) + "\n")
-    return "\n".join(lines)
+    held = "\nHeld: after the gradients are reduced and before the optimizer's step. "
+    held += NO_RESHARD * ("fsdp2_no_reshard" in result["runs"])
+    peak = "the GPU allocator's" if result["device"] != "cpu" else "all live storages of one step"
+    words = f"{held}Peak: {peak}. Sent: logical bytes of the collectives issued, per rank.\n"
+    lines = [table(result["runs"], reference), words]
+    return "\n".join([*lines, report(result) + "\n"] if result["timed_steps"] else lines)
 
 
 def report(result: dict) -> str:
@@ -78,11 +74,8 @@ def report(result: dict) -> str:
     if kinds:
         rows = [["engine", *(f"{kind} ms" for kind in kinds)]]
         rows += [[name, *(_of_kind(run["step_time"], kind) or "-" for kind in kinds)] for name, run in runs.items()]
-        lines += [
-            "",
-            "Time in which each kind of collective moved bytes, and how much of it was exposed; mean of the ranks:",
-        ]
-        lines += tables.text(rows)
+        words = "Time in which each kind of collective moved bytes, and how much of it was exposed; mean of the ranks:"
+        lines += ["", words, *tables.text(rows)]
     if any(rank["told_late"] for run in runs.values() for rank in run["step_time"]["ranks"]):
         lines.append("<=: the backend does not say when these end, but when they are waited for: at most so long.")
     return "\n".join([*lines, "", *_rates(result, runs)])
@@ -140,13 +133,13 @@ def _of_kind(found: dict, kind: str) -> str:
 
 
 def _rates(result: dict, runs: dict[str, dict]) -> list[str]:
-    cuda = result["device"] == "cuda"
+    gpu = result["device"] != "cpu"
     rows = [["engine", "tokens/s", "tokens/s per rank", "model GFLOP/s per rank"]]
-    rows[0] += ["MFU %", "peak allocated MB", "peak reserved MB"] if cuda else []
+    rows[0] += ["MFU %", "peak allocated MB", "peak reserved MB"] if gpu else []
     for name, run in runs.items():
         row = [name, f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_s_per_rank']:.0f}"]
         row += [f"{run['flops_per_s_per_rank'] / 1e9:.1f}"]
-        if cuda:
+        if gpu:
             row += ["-" if run["mfu"] is None else f"{100 * run['mfu']:.1f}"]
             row += [f"{run['peak_bytes'] / 1e6:.0f}", f"{run['reserved_bytes'] / 1e6:.0f}"]
         rows.append(row)
@@ -154,10 +147,8 @@ def _rates(result: dict, runs: dict[str, dict]) -> list[str]:
         "Model FLOPs: 6 per parameter and token, and attention in full. The head counts, and so the embedding, which",
         "shares its weight; looking up rows (tokens, positions) does not count, nor does recomputation.",
     ]
-    if cuda:
-        words += [
-            "MFU: their share of what the GPU can do at most, by its data sheet (-: a GPU that is not in the list)."
-        ]
+    mfu = "MFU: their share of what the GPU can do at most, by its data sheet (-: a GPU that is not in the list)."
+    words += [mfu] if gpu else []
     return ["How fast, by the step times of the first table:", "", *tables.text(rows), *words]
 
 

@@ -141,8 +141,8 @@ def clock_offset(here: str | None = None, clock: Callable[[], float] = time.perf
     for _ in range(20):
         entered = clock()
         dist.barrier()
-        if dist.get_backend() == "nccl":
-            torch.cuda.synchronize()
+        if dist.get_backend() != "gloo":
+            torch.accelerator.synchronize()
         moments.append((entered, clock()))
     theirs = [moments]
     dist.broadcast_object_list(theirs, src=0)

@@ -5,6 +5,7 @@ from functools import partial
 from harness.measure.memory import MemoryLedger, held_bytes
 
 BAR = 24  # characters for the most that was alive
+WATCHED = ("_gather", "_free", "before_forward", "before_backward", "gradients_final")  # ZeRO-3's methods
 
 
 def held(engine) -> str:
@@ -40,7 +41,7 @@ class BucketStory:
             "live    all bytes alive on this rank when the event begins, activations included",
             "holds   parameters, gradients and optimizer state that this rank keeps when this numbered step ends",
         ]
-        if hasattr(self.engine.trained[0], "flat_gradient"):  # ZeRO-1's
+        if hasattr(self.engine.trained_buckets[0], "flat_gradient"):  # ZeRO-1's
             lines += ["        (the gradients' buffers stay from step to step, whatever is in them)"]
         else:
             lines += ["3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final"]
@@ -62,23 +63,17 @@ class BucketStory:
             self._line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
 
     def _line(self, text: str) -> None:
-        live = self.memory.live
-        if text == self._last:
-            self._count += 1
-            self._live = live
-            return
-        self.flush()
-        self._last, self._count, self._live = text, 1, live
+        if text != self._last:
+            self.close()
+        self._last, self._count, self._live = text, self._count + 1, self.memory.live
 
-    def flush(self) -> None:
+    def close(self) -> None:
+        """The line that counts equal events is whole."""
         if self._last is not None:
             times = f"  x {self._count}" if self._count > 1 else ""
             live = "" if self._last.startswith("  holds") else f"{self._live / 1e6:>9.2f}"
             self.lines.append(f"{self._last:<63}{live}{times}")
         self._last, self._count = None, 0
-
-    def close(self) -> None:
-        self.flush()
 
 
 class UnitStory:
@@ -93,7 +88,7 @@ class UnitStory:
         self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive; text alone has no bytes alive
         self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
         self._sent = 0.0
-        for name in ("_gather", "_free", "before_forward", "before_backward", "gradients_final"):
+        for name in WATCHED:
             setattr(engine, name, partial(getattr(self, name), getattr(engine, name)))
 
     def how_to_read(self) -> list[str]:
@@ -137,7 +132,7 @@ class UnitStory:
     def close(self) -> None:
         """The engine's methods tell nobody any more."""
         self.flush()
-        for name in ("_gather", "_free", "before_forward", "before_backward", "gradients_final"):
+        for name in WATCHED:
             delattr(self.engine, name)
 
     def flush(self) -> None:
@@ -183,9 +178,7 @@ class UnitStory:
         real(unit, upcoming)
         self._tell("compute", unit)
 
-    def before_backward(self, real, unit, upcoming) -> None:
-        real(unit, upcoming)
-        self._tell("compute", unit)
+    before_backward = before_forward
 
     def gradients_final(self, real, unit) -> None:
         self._tell("reduce", unit)

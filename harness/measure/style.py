@@ -45,10 +45,6 @@ TIME_STYLES = {
     "waiting": ("#d5586d", "----"),
 }
 ALARM = TIME_STYLES["waiting"][0]  # what goes wrong, or is lost
-# An engine is no part and no activity: it has a line of its own, a mark and a tone of grey, and its name beside it.
-ENGINE_COLOURS = {name: engine.shade for name, engine in ENGINES.items()}
-ENGINE_LINES = {name: engine.line for name, engine in ENGINES.items()}
-ENGINE_MARKS = {name: engine.mark for name, engine in ENGINES.items()}
 
 THEMES = {
     "": {"paper": "#ffffff", "ink": "#24292f", "grid": "#d8dee4", "shade": "#eef1f4"},
@@ -78,6 +74,14 @@ def ruled(axes, along: str = "y") -> None:
 def look(style: tuple[str, str], theme: dict) -> dict:
     """What matplotlib draws a patch of this (colour, hatch) with: the hatch is cut out of it in the paper's colour."""
     return {"facecolor": style[0], "hatch": style[1], "edgecolor": theme["paper"], "linewidth": 0.5}
+
+
+def engine_look(name: str, **own) -> dict:
+    """An engine is no part and no activity: it has a line of its own, a mark and a tone of grey, its name beside it."""
+    engine = ENGINES.get(name)
+    return (
+        {"color": engine.shade, "marker": engine.mark, "linestyle": engine.line} if engine else {"marker": "o"}
+    ) | own
 
 
 def key(styles: dict[str, tuple[str, str]], theme: dict) -> list[Patch]:

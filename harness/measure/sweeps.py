@@ -84,16 +84,16 @@ def build(variant: tuple, options: argparse.Namespace, me: Rank):
     if change is not None:
         change(model)
     own = {name: value(model) if callable(value) else value for name, value in own.items()}
-    return stage(model, partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda"), **own)
+    return stage(model, partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu"), **own)
 
 
-def peak_of(step: Callable[[], object], memory: MemoryLedger, before: int, cuda: bool) -> int:
+def peak_of(step: Callable[[], object], memory: MemoryLedger, before: int, on_gpu: bool) -> int:
     """The most that is alive at once in `step`; on CUDA by the allocator, which had given out `before`."""
     memory.reset_peak()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    if on_gpu:
+        torch.accelerator.reset_peak_memory_stats()
     step()
-    return torch.cuda.max_memory_allocated() - before if cuda else memory.peak
+    return torch.accelerator.max_memory_allocated() - before if on_gpu else memory.peak
 
 
 def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
@@ -103,19 +103,19 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
     `ratio` is the median over the rounds of a step's time over the first variant's in the same round.
     """
     short_batch = [tensor[:1, :8] for tensor in batch]
-    cuda, rows = me.device.type == "cuda", {}
-    if cuda:
+    on_gpu, rows = me.device.type != "cpu", {}
+    if on_gpu:
         warm_up(me.device)
     for label, variant in SWEEPS[sweep].items():
-        before = torch.cuda.memory_allocated() if cuda else 0
+        before = torch.accelerator.memory_allocated() if on_gpu else 0
         with MemoryLedger() as memory:
             engine = build(variant, options, me)
             step = partial(engine.training_step, *batch, next_token_loss)
             step()
             step()
             with TrafficLedger() as traffic:
-                peak = peak_of(step, memory, before, cuda)
-            short = peak_of(partial(engine.training_step, *short_batch, next_token_loss), memory, before, cuda)
+                peak = peak_of(step, memory, before, on_gpu)
+            short = peak_of(partial(engine.training_step, *short_batch, next_token_loss), memory, before, on_gpu)
         peak, short = process_group.largest([peak, short], me)
         rows[label] = {
             "peak_bytes": int(peak),
@@ -132,9 +132,8 @@ def measure(sweep: str, batch, options: argparse.Namespace, me: Rank) -> dict[st
     first = next(iter(times.values()))
     for label, seconds in times.items():
         rows[label]["ratio"] = round(statistics.median(a / b for a, b in zip(seconds, first)), 4)
-        rows[label]["step_ms"] = round(statistics.median(seconds) * 1000, 3)
-        rows[label]["step_ms_lowest"] = round(min(seconds) * 1000, 3)
-        rows[label]["step_ms_highest"] = round(max(seconds) * 1000, 3)
+        for name, of in (("step_ms", statistics.median), ("step_ms_lowest", min), ("step_ms_highest", max)):
+            rows[label][name] = round(of(seconds) * 1000, 3)
     del engines, steps
     gc.collect()
     return rows
@@ -162,29 +161,20 @@ def main() -> None:
     batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
     me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
     me.print(f"GPT {options.preset}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
-    me.print(
-        f"step ms      time of a step on the slowest rank, median over {options.rounds} rounds; lowest, highest\n"
-        "relative     time relative to the first row, median over rounds\n"
-        "peak MB      the most that was alive at once in a step, in 10^6 bytes\n"
-        "8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing\n"
-    )
+    me.print(f"step ms      time of a step on the slowest rank, median over {options.rounds} rounds; lowest, highest")
+    me.print("relative     time relative to the first row, median over rounds")
+    me.print("peak MB      the most that was alive at once in a step, in 10^6 bytes")
+    me.print("8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing\n")
     sweeps = {}
     for sweep in SWEEPS:
         if options.only in sweep:
             sweeps[sweep] = measure(sweep, batch, options, me)
             me.print(table(sweep, sweeps[sweep]) + "\n")
     if options.json and me.rank == 0:
-        results = {
-            "hardware": process_group.hardware(me.device),
-            "torch": torch.__version__,
-            "backend": me.backend,
-            "ranks": me.world_size,
-            "preset": options.preset,
-            "batch": options.batch,
-            "seq": options.seq,
-            "command": common.command("sweeps", me.world_size),
-            "sweeps": sweeps,
-        }
+        results = {"hardware": process_group.hardware(me.device), "torch": torch.__version__}
+        results |= {"backend": me.backend, "ranks": me.world_size}
+        results |= {name: getattr(options, name) for name in ("preset", "batch", "seq")}
+        results |= {"command": common.command("sweeps", me.world_size), "sweeps": sweeps}
         common.write_json(options.json, results)
         me.print(f"written: {options.json}")
     process_group.stop()

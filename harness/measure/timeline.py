@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine.units import default_units
-from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
+from harness.measure.traffic import group_of, kind_of, was_async, whole_bytes, works_in
 from harness.measure.where import Where
 from harness.run.options import write_json
 
 STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")  # the work that a collective can hide behind
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Span:
     in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
     `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
     not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
-    unit or bucket of a collective, where somebody has found it out (`in_rows`, harness/measure/places.py).
+    unit or bucket of a collective, where somebody has found it out (`in_rows`, harness/measure/places.py). `later` says
+    of a collective that it was issued to be waited for later (`async_op`).
     """
 
     lane: str
@@ -35,6 +37,7 @@ class Span:
     nbytes: int = 0
     ranks: tuple[int, ...] = ()
     told: bool = True
+    later: bool = True
     unit: str = ""
 
 
@@ -66,7 +69,8 @@ class Timeline(TorchDispatchMode):
         model = None if engine is None else engine.model
         self._units = set() if model is None else unit_names(model)
         self._where, self._model = Where(), model
-        self._cuda, self._device = device is not None and device.type == "cuda", device
+        self._device = device
+        self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
         self._open_steps: list[tuple] = []
         self._raw: list[list] = []  # [lane, name, start, end, step, nbytes], times not yet in seconds
         self._computing: list | None = None  # the entry that goes on, until the rank waits or works for another unit
@@ -79,6 +83,7 @@ class Timeline(TorchDispatchMode):
         self._futures: list[tuple] = []  # (future, entry) of collectives under way
         self._issued: list[list] = []  # the collectives' entries, in order
         self._waited: list[tuple] = []  # (start, end, the collective's entry), of waits that Python has called
+        self._order: list[tuple] = []  # what is issued, waited for and multiplied: (what, the collective's entry)
         self._stream = None  # on CUDA the one that computes
         self.on_wait = lambda work: None  # called when somebody has waited for a collective's work
 
@@ -88,10 +93,10 @@ class Timeline(TorchDispatchMode):
 
     def now(self):
         """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
-        if not self._cuda:
+        if not self._gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # a thread of the backend may have another device
+        event = self._gpu.Event(enable_timing=True)
+        event.record(self._gpu.current_stream(self._device))  # a thread of the backend may have another device
         return event
 
     def _unit(self) -> str:
@@ -116,9 +121,11 @@ class Timeline(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if namespace in ("c10d", "_c10d_functional"):
             if (kind := kind_of(func)) is not None:
-                self._collective(kind, args, result, start)
+                self._collective(kind, args, result, start, was_async(func, args))
             return result
-        begun = (start, time.perf_counter()) if self._cuda else start  # the GPU has come to it, the host launched it
+        if func._schema.name in PRODUCTS:
+            self._order.append(("product", None))
+        begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has come to it, the host launched it
         unit, step, last = self._unit(), self._where.step, self._computing
         if last is None or (last[1], last[4]) != (unit, step):
             self._computing = last = [COMPUTE, unit, begun, None, step, 0]
@@ -131,13 +138,25 @@ class Timeline(TorchDispatchMode):
 
     def _is_computing(self) -> bool:
         """Whether the current stream is the one that computes. FSDP2 copies and waits on streams of its own."""
-        return not self._cuda or torch.cuda.current_stream() == self._stream
+        return not self._gpu or self._gpu.current_stream() == self._stream
 
-    def _collective(self, kind: str, args, result, start) -> None:
+    def computed_meanwhile(self, *kinds: str) -> list[bool]:
+        """For each collective of these kinds that was issued to be waited for later, in order: has this rank multiplied
+        matrices before somebody waited for it?"""
+        found = []
+        for place, (what, entry) in enumerate(self._order):
+            if what == "issued" and entry[1] in kinds and entry[8]:
+                after = [(what, other is entry) for what, other in self._order[place:]]
+                end = after.index(("waited", True)) if ("waited", True) in after else len(after)
+                found.append(("product", False) in after[:end])
+        return found
+
+    def _collective(self, kind: str, args, result, start, later: bool) -> None:
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
-        entry = [COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, True]
+        entry = [COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, True, later]
         self._raw.append(entry)
         self._issued.append(entry)
+        self._order.append(("issued", entry))
         for work in works_in(result):
             if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
                 self._computing = None
@@ -146,7 +165,7 @@ class Timeline(TorchDispatchMode):
                     self._waited.append((start, entry[3], entry))
                 return
             self._under_way[id(work)] = (work, entry)
-            if self._cuda and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
+            if self._gpu and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
                 entry[7] = False
                 return
             try:
@@ -159,7 +178,7 @@ class Timeline(TorchDispatchMode):
 
     def _look_for_ends(self, now) -> None:
         """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
-        if self._futures and not self._cuda:
+        if self._futures and not self._gpu:
             for future, entry in self._futures:
                 if future.done():
                     self._ended(entry, now)
@@ -183,17 +202,18 @@ class Timeline(TorchDispatchMode):
             finally:
                 _, entry = timeline._under_way.pop(id(work), (None, None))
                 if entry is not None:
+                    timeline._order.append(("waited", entry))
                     timeline._ended(entry)
                     if timeline._is_computing():
                         timeline._waited.append((start, timeline.now(), entry))
                 timeline.on_wait(work)
 
         dist.Work.wait = wait
-        if self._cuda:
-            self._stream = torch.cuda.current_stream()
-            torch.cuda.synchronize()  # so that the GPU's origin is the host's
+        if self._gpu:
+            self._stream = self._gpu.current_stream()
+            self._gpu.synchronize()  # so that the GPU's origin is the host's
         self._origin = self.now()
-        self.opened = time.perf_counter() if self._cuda else self._origin  # for other instruments' times
+        self.opened = time.perf_counter() if self._gpu else self._origin  # for other instruments' times
         return super().__enter__()
 
     def __exit__(self, *exception):
@@ -201,8 +221,8 @@ class Timeline(TorchDispatchMode):
         dist.Work.wait = self._plain_wait
         self._where.close()
         end = self.now()
-        if self._cuda:
-            torch.cuda.synchronize()
+        if self._gpu:
+            self._gpu.synchronize()
         made = {}  # id of an entry -> its span
         for entry in self._raw:
             lane, name, start, stop, step, nbytes, *more = entry
@@ -226,7 +246,7 @@ class Timeline(TorchDispatchMode):
         number = {id(entry): index for index, entry in enumerate(self._issued)}
         waits = [Wait(self.seconds(a), self.seconds(b), number[id(entry)]) for a, b, entry in self._waited]
         known = {wait.collective for wait in waits}
-        slack = 5e-5 if self._cuda else 0.0  # a collective's end is noted on another stream, a moment later
+        slack = 5e-5 if self._gpu else 0.0  # a collective's end is noted on another stream, a moment later
         ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
         for (_, before), (after, _) in pairwise(self._between):
             while ends and ends[0][0] <= before:
@@ -266,8 +286,8 @@ def unit_names(model) -> set[str]:
 def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None, **about) -> dict:
     """The JSON that chrome://tracing and ui.perfetto.dev open: a process per rank, a thread per lane.
 
-    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them, or
-    (seconds, {part: bytes}) for that one and one that is stacked by part; `about` is kept as it is.
+    `ranks` has the spans of each rank; `live`, of each rank, (seconds, {part: bytes alive}) for a counter above them
+    and one that is stacked by part; `about` is kept as it is.
     """
     events = []
     for rank, spans in enumerate(ranks):
@@ -278,24 +298,18 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None,
             # What overlaps cannot stand on one thread, unless it nests, as steps do.
             lane = _free_thread(span, threads) if span.lane == COLLECTIVES else span.lane
             threads[lane] = max(span.end, threads.get(lane, 0.0))
-            arguments = {"step": span.step} if span.step else {}
-            if span.unit:
-                arguments["unit"] = span.unit
-            if span.nbytes:
-                arguments["bytes"] = span.nbytes
+            arguments = {"step": span.step, "unit": span.unit, "bytes": span.nbytes}
             event = {"ph": "X", "pid": rank, "tid": list(threads).index(lane), "name": name, "cat": span.lane}
             times = {"ts": round(span.start * 1e6, 1), "dur": round((span.end - span.start) * 1e6, 1)}
-            events.append(event | times | {"args": arguments})
+            events.append(event | times | {"args": {what: value for what, value in arguments.items() if value}})
         for thread, name in enumerate(threads):
             events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
-        for seconds, alive in live[rank] if live else ():
+        for seconds, by_part in live[rank] if live else ():
             when = {"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1)}
-            by_part = alive if isinstance(alive, dict) else {}
-            total = sum(by_part.values()) if by_part else alive
-            events.append({**when, "name": "live", "args": {"MB": round(total / 1e6, 3)}})
-            if by_part:
-                counters = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
-                events.append({**when, "name": "live by part, MB", "args": counters})
+            counters = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
+            total = round(sum(by_part.values()) / 1e6, 3)
+            events.append({**when, "name": "live", "args": {"MB": total}})
+            events.append({**when, "name": "live by part, MB", "args": counters})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

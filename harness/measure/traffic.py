@@ -113,16 +113,10 @@ class TrafficLedger(TorchDispatchMode):
 def whole_bytes(kind: str, args) -> int:
     """Bytes of the whole buffer of a collective that torch dispatches with `args`."""
     # It is the larger of a collective's tensors: output of an all-gather, input of a reduce-scatter.
-    whole = max(_nbytes(argument) for argument in args[:2])
+    whole = max(sum(tensor.nbytes for tensor in tensors_in(argument)) for argument in args[:2])
     if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
         whole *= group_of(args).size()
     return whole
-
-
-def _nbytes(value) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(_nbytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
 
 
 def group_of(args):
@@ -134,6 +128,12 @@ def group_of(args):
             except (RuntimeError, TypeError):
                 continue  # the ReduceOp is a script object as well
     return dist.distributed_c10d._resolve_process_group(args[-1])
+
+
+def was_async(func, args) -> bool:
+    """Whether a collective that torch dispatches was issued to be waited for later."""
+    names = [argument.name for argument in func._schema.arguments]
+    return "async_op" in names and dict(zip(names, args)).get("async_op", True)
 
 
 def works_in(result) -> list[dist.Work | None]:

@@ -31,12 +31,12 @@ def take_turns(
     for turn in range(-WARM_UP, rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always the first
             dist.barrier()
-            started = time.perf_counter()
+            started, seconds = time.perf_counter(), 0.0
             if steps[name] is not None:
                 steps[name]()
-                if me.device.type == "cuda":
-                    torch.cuda.synchronize()
-            seconds = time.perf_counter() - started if steps[name] is not None else 0.0
+                if me.device.type != "cpu":
+                    torch.accelerator.synchronize()
+                seconds = time.perf_counter() - started
             meet(name)
             (slowest,) = process_group.largest([seconds], me)
             if turn >= 0:

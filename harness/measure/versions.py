@@ -51,8 +51,10 @@ def _cells(stretch: Stretch, layer: int, rank: int) -> dict[int, list[torch.Tens
             return {}
         size = -(-stretch.numel // stretch.ranks)
         return {cell: [part] for cell, part in enumerate(flat.detach().split(size))}
-    if not stretch.by_parameter:
-        return _of_whole_parameters(stretch) if layer == HELD else {}
+    if not stretch.by_parameter:  # all ranks have whole parameters
+        parts = [param.detach().view(-1).split(stretch.of(index)) for index, param in enumerate(stretch.params)]
+        cells = range(stretch.ranks if layer == HELD else 0)
+        return {cell: [each[cell] for each in parts if each[cell].numel()] for cell in cells}
     if layer == HELD:
         return {rank: [param._local_tensor.detach().flatten() for param in stretch.params]}
     now = [module._parameters[key] for module, key in stretch.homes]
@@ -62,26 +64,12 @@ def _cells(stretch: Stretch, layer: int, rank: int) -> dict[int, list[torch.Tens
             for cell in range(stretch.ranks)}  # fmt: skip
 
 
-def _of_whole_parameters(stretch: Stretch) -> dict[int, list[torch.Tensor]]:
-    cells = {cell: [] for cell in range(stretch.ranks)}
-    for index, param in enumerate(stretch.params):
-        start = 0
-        for cell, count in enumerate(stretch.of(index)):
-            if count:
-                cells[cell].append(param.detach().view(-1)[start : start + count])
-            start += count
-    return cells
-
-
 def _sample(part: torch.Tensor) -> torch.Tensor:
     return part[:: max(1, part.numel() // SAMPLES)].clone()  # on a GPU a copy that nobody waits for
 
 
 def _checksum(parts: list[torch.Tensor]) -> int:
-    found = 0
-    for part in parts:
-        found = zlib.crc32(part.cpu().view(torch.uint8).numpy().tobytes(), found)
-    return found
+    return zlib.crc32(b"".join(part.cpu().view(torch.uint8).numpy().tobytes() for part in parts))
 
 
 def versions(ranks: list[list[tuple]], updates: list) -> list[list[tuple]]:
@@ -99,11 +87,8 @@ def versions(ranks: list[list[tuple]], updates: list) -> list[list[tuple]]:
                     after.setdefault((row, rank), cells[rank])
 
     def version(row: int, cell: int, checksum: int | None) -> int:
-        if checksum is None:
-            return NEITHER
-        if checksum == before.get((row, cell)):
-            return BEFORE
-        return AFTER if checksum == after.get((row, cell)) else NEITHER
+        known = {after.get((row, cell)): AFTER, before.get((row, cell)): BEFORE, None: NEITHER}
+        return known.get(checksum, NEITHER)
 
     return [[(moment, row, layer, [version(row, cell, cells.get(cell)) for cell in range(len(ranks))])
              for moment, row, layer, cells in looks] for looks in ranks]  # fmt: skip

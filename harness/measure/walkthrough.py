@@ -41,9 +41,8 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
         parser.add_argument("--bucket-mb", type=float, default=2.0, help="MiB; 0: one per parameter (default 2)")
     if "prefetch" in own:
         parser.add_argument("--prefetch", type=int, default=1, help="units to gather ahead (default 1)")
-        parser.add_argument(
-            "--no-reshard-after-forward", action="store_true", help="keep units gathered until backward"
-        )
+        keep = "keep units gathered until backward"
+        parser.add_argument("--no-reshard-after-forward", action="store_true", help=keep)
     options = parser.parse_args(argv)
     common.settle(options, steps=2, **{name: 0 for name in ("bucket_mb", "prefetch") if name in own})
     micro_batches.settle(options, 4)
@@ -63,18 +62,16 @@ def _walk(engine_cls, doc: str) -> None:
     me = process_group.start(options.backend, options.device)
     batches = Batches(text, options.batch, config.seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
-    own = {}
-    if hasattr(options, "bucket_mb"):
-        own["bucket_mb"] = options.bucket_mb
+    own = {name: getattr(options, name) for name in ("bucket_mb", "prefetch") if hasattr(options, name)}
     if hasattr(options, "prefetch"):
-        own.update(prefetch=options.prefetch, reshard_after_forward=not options.no_reshard_after_forward)
+        own["reshard_after_forward"] = not options.no_reshard_after_forward
     me.print(f"{engine_cls.__name__}: {doc.splitlines()[0]}")
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
         model = GPT(config, options.seed + me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=False)
-        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type == "cuda")
+        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
         with timeline as partition, explained("step 0, the construction", None, memory):
             engine = engine_cls(model, adamw, **own)
@@ -82,9 +79,10 @@ def _walk(engine_cls, doc: str) -> None:
         me.print(f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32")
         limit = f" of at most {options.bucket_mb:g} MiB" if hasattr(options, "bucket_mb") else ""
         me.print(f"\nStep {STEPS[0]}: {_partition(engine, limit)}")
-        me.print(_owners(engine, me.world_size, everything=options.map))
+        me.print(_owners(engine, options.map))
         # ZeRO-1's gradients have memory before the first backward.
-        buffers = "; the gradients' buffers are made with the engine" * hasattr(engine.trained[0], "flat_gradient")
+        whole = hasattr(engine.trained_buckets[0], "flat_gradient")
+        buffers = "; the gradients' buffers are made with the engine" * whole
         me.print(f"holds {held(engine)} (AdamW makes its state in its first step{buffers})\n")
         for step in range(options.steps - 1):
             memory.begin(engine)
@@ -104,9 +102,8 @@ def _walk(engine_cls, doc: str) -> None:
     factor = (me.world_size - 1) / me.world_size
     elements, megabytes = traffic.sent_elements, traffic.sent_bytes / 1e6
     times = f" = {elements / (psi * factor):.3f} Ψ x (N-1)/N, with N = {me.world_size}" if factor else ""
-    me.print(
-        f"sent in this step: {elements:,} elements{times}; {megabytes:.2f} MB in {len(traffic.collectives)} collectives"
-    )
+    count = len(traffic.collectives)
+    me.print(f"sent in this step: {elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
     again = partial(micro_batches.training_step, engine, *ready[-1], next_token_loss, options.accumulate)
     found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
     me.print(step_report.sentence(step_time.summary(found), 0))
@@ -129,12 +126,8 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     if me.rank == 0:
         own = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own.items())
         name, ranks = type(engine).__name__, f"{me.world_size} ranks over {me.backend}"
-        about = {
-            "title": f"{name}{own}: GPT {options.preset}, {ranks}",
-            "hardware": process_group.hardware(me.device),
-            "torch": torch.__version__,
-            "command": common.command(name.lower(), me.world_size),
-        }
+        about = {"title": f"{name}{own}: GPT {options.preset}, {ranks}", "torch": torch.__version__}
+        about |= {"hardware": process_group.hardware(me.device), "command": common.command(name.lower(), me.world_size)}
         # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
         begins = max(span.end for partition, _, _ in everyone for span in partition)
         about["step_begins_ms"] = round(begins * 1e3, 4)
@@ -154,13 +147,11 @@ def _partition(engine, limit: str) -> str:
         parts += " (a transformer block each) and the root (what belongs to no unit)"
     padding = sum(bucket.numel for bucket in engine.buckets) - sum(p.numel() for b in engine.buckets for p in b.params)
     shard = sum(bucket.shard_numel for bucket in engine.buckets)
-    return (
-        f"{parts}, each cut into {engine.world_size} equal shards, one per rank.\n"
-        f"This rank owns {shard:,} elements; {padding} of all elements are padding, zeros that make the shards equal."
-    )
+    own = f"This rank owns {shard:,} elements; {padding} of all elements are padding, zeros that make the shards equal."
+    return f"{parts}, each cut into {engine.world_size} equal shards, one per rank.\n{own}"
 
 
-def _owners(engine, world_size: int, everything: bool) -> str:
+def _owners(engine, everything: bool) -> str:
     """Which ranks own which parameter, for the layout that is really used."""
     lines = []
     for bucket in engine.buckets:

@@ -15,7 +15,7 @@ class Where:
     """
 
     def __init__(self):
-        self._labels: list[str] = []
+        self.labels: list[str] = []  # all `record_function` labels that are open, from the outside in
         self._handles: list = []
         self.forget()
 
@@ -30,19 +30,14 @@ class Where:
     def see(self, name: str, args) -> None:
         """Take notice of an operation that is about to run."""
         if name == "profiler._record_function_enter_new":
-            self._labels.append(args[0])
-        elif name == "profiler._record_function_exit" and self._labels:
-            self._labels.pop()
-
-    @property
-    def labels(self) -> list[str]:
-        """All `record_function` labels that are open, from the outside in."""
-        return self._labels
+            self.labels.append(args[0])
+        elif name == "profiler._record_function_exit" and self.labels:
+            self.labels.pop()
 
     @property
     def steps(self) -> list[str]:
         """The steps that run now, from the outside in: ["2 backward", "3 reduce gradients"]."""
-        return [label.removeprefix("step ") for label in self._labels if label.startswith("step ")]
+        return [label.removeprefix("step ") for label in self.labels if label.startswith("step ")]
 
     @property
     def phase(self) -> str:

@@ -137,7 +137,7 @@ def _buckets(setup: Setup, layers: int) -> list[tuple]:
             [names[param] for param in run] for run in ddp_runs([param for _, param in named], setup.bucket_mb or 25)
         ]
     else:
-        runs = [[name for name, _ in run] for run in units.runs(named, setup.bucket_mb)]
+        runs = [[name for name, _ in run] for run in units.by_size(named, setup.bucket_mb)]
     found = []
     for run in runs:
         parts = [name.split(".") for name in run]

@@ -32,38 +32,26 @@ def groups_keep_to_themselves(engine):
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(start, world_size, 2))) for start in (0, 1)]
-    side, who, size = rank % 2, rank // 2, world_size // 2
-    plain = parts.seeded(lambda: Branches(side), side)
-    model = parts.seeded(lambda: Branches(rank), rank)  # rank 0 of each group has the right one
-    optimizer = parts.DECAY(plain.parameters())
-    trained = engine(model, parts.DECAY, group=groups[side], find_unused=True)
+    side, who = rank % 2, rank // 2
+
+    def batch(step, who):
+        x, y = parts.vector_batch(step, 2 * who + side, 5, torch.float64)
+        return x, y[:, :3], torch.inf if step == 1 and who == 1 and side == 0 else 1.0
+
+    # Rank 0 of each group has the right one.
+    given = iter((parts.seeded(lambda: Branches(side), side), parts.seeded(lambda: Branches(rank), rank)))
+    pair = Pair(engine, lambda: next(given), parts.DECAY, batch=batch, group=groups[side], find_unused=True,
+                loss=lambda model, x, y, factor: F.mse_loss(model(x, side), y) * factor)  # fmt: skip
     scaler = GradScaler("cpu", init_scale=4.0)
     for step in range(3):
-        for other in range(size):
-            x, y = parts.vector_batch(step, 2 * other + side, 5, torch.float64)
-            (F.mse_loss(plain(x, side), y[:, :3]) / size).backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        overflow = step == 1 and side == 0
-        if not overflow:
-            optimizer.step()
-        optimizer.zero_grad()
-        x, y = parts.vector_batch(step, rank, 5, torch.float64)
-        loss = F.mse_loss(trained(x, side), y[:, :3])
-        scaler.scale(loss * torch.inf if overflow and who else loss).backward()
-        scaler.unscale_(trained)
-        norm = trained.clip_grad_norm_(0.1)
-        if not overflow:
-            same("the norm of the group's gradients", norm, expected, 1e-12, step=3)
-        scaler.step(trained)
-        scaler.update()
-        trained.zero_grad()
+        pair.scaled_step(step, scaler, 0.1, skipped=step == 1 and side == 0)
     same("the scale of the group's loss scaler", scaler.get_scale(), 2.0 if side == 0 else 4.0, step=4)
+    trained = pair.trained
     if who:
-        model.shift.add_(1)  # as running statistics would: the group's rank 0 has those that count
-    state = trained.full_state_dict()
-    same("the weights", state, plain.state_dict(), 1e-12, step=5)
-    trained.load_full_state_dict(state)
-    same("the buffer of the group", model.shift, plain.shift, step=0)
+        trained.model.shift.add_(1)  # as running statistics would: the group's rank 0 has those that count
+    pair.same_weights()
+    trained.load_full_state_dict(trained.full_state_dict())
+    same("the buffer of the group", trained.model.shift, pair.plain.shift, step=0)
     dist.barrier()
     refused(lambda: engine(parts.seeded(parts.OddModel), parts.ADAMW, group=groups[1 - side]), "group")
     dist.barrier()
@@ -71,17 +59,20 @@ def groups_keep_to_themselves(engine):
 
 @holds("values", sizes=(4,))
 def one_dimension_of_a_mesh_is_a_group(engine):
-    """Four ranks as 2 x 2: sharded over one dimension, each pair trains on its own data and alone."""
+    """A mesh of one dimension, or its group, may be given: of four ranks as 2 x 2 each pair trains alone."""
     rank = dist.get_rank()
     mesh = parts.mesh(2, 2, names=("tensor", "data"))
     row = mesh.get_local_rank("tensor")
-    pair = Pair(engine, parts.OddModel, parts.DECAY, seed=row, group=mesh.get_group("data"),
-                batch=lambda step, who: parts.token_batch(step, 2 * row + who))  # fmt: skip
-    same("world size and rank", (pair.trained.world_size, pair.trained.rank), (2, rank % 2), step=0)
-    for step in range(3):
-        pair.backward(step)
-        pair.step()
-        dist.barrier()
-    pair.same_weights()
-    shards = sum(bucket.shard_numel for bucket in pair.trained.trained)
-    same("elements of all buckets", sum(bucket.numel for bucket in pair.trained.trained), 2 * shards, step=0)
+    for group in (mesh.get_group("data"), mesh["data"]):
+        pair = Pair(engine, parts.OddModel, parts.DECAY, seed=row, group=group,
+                    batch=lambda step, who: parts.token_batch(step, 2 * row + who))  # fmt: skip
+        if not engine.foreign:
+            same("world size and rank", (pair.trained.world_size, pair.trained.rank), (2, rank % 2), step=0)
+        for step in range(3):
+            pair.backward(step)
+            pair.step()
+            dist.barrier()
+        pair.same_weights()
+        buckets = [] if engine.foreign else pair.trained.trained_buckets
+        shards = sum(bucket.shard_numel for bucket in buckets)
+        same("elements of all buckets", sum(bucket.numel for bucket in buckets), 2 * shards, step=0)

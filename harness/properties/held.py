@@ -1,17 +1,29 @@
-"""What an engine holds between two steps, to the byte, against arithmetic done here; and what steps leave behind."""
+"""What an engine holds and sends, to the byte, against arithmetic done here; and what steps leave behind."""
 
 import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.layout import owned, padded, sizes_by_bucket
 from harness.properties.property import holds, same
+from harness.properties.training import Pair, vectors
 
-ADAMW = parts.OPTIMIZERS["adamw"]
+ADAMW = parts.ADAMW
+
+
+def of_outputs(outputs, targets) -> torch.Tensor:
+    return F.cross_entropy(outputs.float(), targets)
+
+
+def mixed(param_dtype) -> dict:
+    """The options of an engine, which may have none of the kind."""
+    return {"param_dtype": param_dtype, "reduce_dtype": torch.float32} if param_dtype else {}
 
 
 def settle(memory: MemoryLedger, expected: int) -> None:
@@ -22,11 +34,14 @@ def settle(memory: MemoryLedger, expected: int) -> None:
         time.sleep(0.01)
 
 
-@holds("bytes", sizes=(2, 3), further_sizes=(1, 4))
-def held_bytes_equal_the_theory(engine):
-    """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive."""
+@holds("bytes", cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3, 4))
+def held_bytes_equal_the_theory(engine, param_dtype=None):
+    """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive.
+
+    In mixed precision no float32 weights stay besides the shards.
+    """
     engine.needs("zero1", "zero1_2psi", "zero2", "zero3")
-    stage = engine.like
+    stage, low = engine.like, param_dtype is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = parts.seeded(parts.OddModel, dtype=torch.float32)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
@@ -40,9 +55,9 @@ def held_bytes_equal_the_theory(engine):
         outside = memory.live
         for param in model.parameters():
             memory.track(param)
-        trained = engine(model, ADAMW)
-        trained.training_step(*batches[0], F.cross_entropy)
-        loss = F.cross_entropy(trained(batches[1][0]), batches[1][1])
+        trained = engine(model, ADAMW, **mixed(param_dtype))
+        trained.training_step(*batches[0], of_outputs)
+        loss = of_outputs(trained(batches[1][0]), batches[1][1])
         loss.backward()
 
         def look(optimizer, *_):
@@ -51,20 +66,23 @@ def held_bytes_equal_the_theory(engine):
 
         trained.optimizer.register_step_pre_hook(look)
         trained.step()
-    cut = layout[:-1] if stage == "zero3" else layout  # the last is the root's frozen scale
-    whole = 4 * sum(padded(sizes, world_size)[0] for sizes in cut)
-    shard = 4 * sum(padded(sizes, world_size)[1] for sizes in cut)
-    pieces = [size for sizes in cut for size in owned(sizes, rank, world_size)]
+    trainable = layout[:-1] if stage == "zero3" else layout  # the last is the root's frozen scale
+    # (elements of the whole buffer, of a shard): all parameters, and those that are trained.
+    align = 8 if low else 4  # elements of 16 bytes, in the smallest dtype
+    lengths = [padded(sizes, world_size, align) for sizes in trainable]
+    whole, shard = (sum(each) for each in zip(*lengths))
+    all_whole, all_shard = (sum(each) for each in zip(*lengths, padded([frozen], world_size, align)))
+    pieces = [size for sizes in trainable for size in owned(sizes, rank, world_size, align)]
+    in_use = 0 if stage == "zero3" else (2 if low else 4) * all_whole
     expected = {
         # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
         "optimizer": 8 * sum(pieces) + 4 * len(pieces),
-        "gradients": whole if stage in ("zero1", "zero1_2psi") else shard,
-        "parameters": shard + 4 * padded([frozen], world_size)[1]
-        if stage == "zero3"
-        else whole + 4 * padded([frozen], world_size)[0],
+        "gradients": 4 * (whole if stage in ("zero1", "zero1_2psi") else shard),
+        # A shard in float32 is a part of the weights in use, where those are float32 and whole.
+        "parameters": in_use + (4 * all_shard if low or stage == "zero3" else 0),
     }
-    if stage == "zero1_2psi" and held["gradients"] > whole:  # the mean came into a buffer of its own, as it may
-        expected["gradients"] += shard
+    if stage == "zero1_2psi" and held["gradients"] > 4 * whole:  # the mean came into a buffer of its own, as it may
+        expected["gradients"] += 4 * shard
     live = held.pop("live")
     for kind, nbytes in expected.items():
         same(f"bytes of the {kind} held in step 4", held[kind], nbytes, step=4)
@@ -83,6 +101,7 @@ def steps_leave_no_hooks_behind(engine):
         owners = (*model.modules(), trained.optimizer)
         return sum(len(value or ()) for owner in owners for key, value in vars(owner).items() if "hooks" in key)
 
+    trained.training_step(tokens, targets, F.cross_entropy)  # some set theirs in the first one
     before = hooks()
     for _ in range(2):
         trained.training_step(tokens, targets, F.cross_entropy)
@@ -94,5 +113,85 @@ def steps_leave_no_hooks_behind(engine):
         trained.clip_grad_norm_(1.0)
         trained.step()
         trained.zero_grad()
-        trained.load_full_state_dict(trained.full_state_dict())
+        if not engine.foreign:
+            trained.load_full_state_dict(trained.full_state_dict())
         same("hooks on modules and optimizer after a step", hooks(), before)
+
+
+@holds("traffic", sizes=(1, 2, 3, 4), cases=({"at": (1, 2, 3)}, {"hybrid": True, "at": (4,)}), further_cases=(
+    {"param_dtype": torch.bfloat16, "at": (1, 2, 3)},))  # fmt: skip
+def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
+    """Kind, bytes, order, step and ranks of every collective of a training step, and what they send in all.
+
+    On a grid of 2 x 2 it is the same within a row, and across replicas only the shards' gradients go.
+    """
+    engine.needs("zero1", "zero2", "zero3")
+    rank, layers, width = dist.get_rank(), 4, 12
+    group = parts.grid() if hybrid else None
+    row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
+    model, world_size = parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32), len(row)
+    sizes = [width * width, width]
+    whole = padded(sizes, world_size, 8 if param_dtype else 4)[0]
+    options = {} if engine.like == "zero3" else {"bucket_mb": 4 * sum(sizes) / 2**20}
+    options |= {"group": group} if hybrid else {}
+    trained = engine(model, ADAMW, **mixed(param_dtype), **options)
+
+    def step(number):
+        trained.training_step(*parts.vector_batch(number, rank, width), lambda out, y: F.mse_loss(out.float(), y))
+
+    step(0)
+    step(1)
+    with TrafficLedger() as traffic:
+        step(2)
+    nbytes = {"all-gather": (2 if param_dtype else 4) * whole, "reduce-scatter": 4 * whole, "all-reduce": 4 * whole}
+    gather, reduce = ("all-gather", "step 5 gather parameters"), ("reduce-scatter", "step 3 reduce gradients")
+    expected = {
+        "zero1": [("all-reduce", "step 3 reduce gradients")] * layers + [gather] * layers,
+        "zero2": [reduce] * layers + [gather] * layers,
+        # Forward gathers every unit; so does backward, each before the reduction of the unit behind it. A rank that
+        # is alone gathers nothing ahead.
+        "zero3": [gather] * layers + [gather] + [gather, reduce] * (layers - 1) + [reduce]
+        if world_size > 1
+        else [gather] * layers + [gather, reduce] * layers,
+    }[engine.like]
+    own = [each for each in traffic.collectives if each.ranks == row]
+    same("the collectives of a step, and where they are issued", [(c.kind, c.step) for c in own], expected, step=3)
+    same("bytes of the buffers", [c.whole_bytes for c in own], [nbytes[kind] for kind, _ in expected], step=3)
+    across = [(c.kind, c.whole_bytes) for c in traffic.collectives if c.ranks != row]
+    replicas = [("all-reduce", 4 * whole // world_size)] * layers if hybrid else []
+    same("collectives with other ranks than the row's", across, replicas, step=3)
+    times = {"zero1": 3, "zero2": 2, "zero3": 3}[engine.like]
+    if param_dtype is None and not hybrid:
+        sent = round(times * layers * 4 * whole * (world_size - 1) / world_size)
+        same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent, step=3)
+
+
+class Lanes(nn.Module):
+    """Layers of different sizes, so that a collective's bytes name the layer, run in the order of `way`."""
+
+    def __init__(self, way=(0, 1, 2, 3)):
+        super().__init__()
+        self.layers, self.way = nn.ModuleList(nn.Linear(8, out) for out in (8, 16, 24, 32)), way
+
+    def forward(self, x):
+        *first, last = self.way
+        for index in first:
+            x = x + self.layers[index](x).sum(-1, keepdim=True)
+        return self.layers[last](x)
+
+
+@holds("order", engines=("zero2",), sizes=(2, 3), cases=({"reverse": False}, {"reverse": True}))
+def buckets_are_reduced_in_one_order(engine, reverse):
+    """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
+    engine.needs("zero2")
+    way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
+    pair = Pair(engine, lambda: Lanes(way), ADAMW, bucket_mb=0, batch=vectors(8),
+                loss=lambda model, x, y: model(x).square().mean())  # fmt: skip
+    layers = [8 * padded([numel], pair.size, 2)[0] for out in (32, 24, 16, 8) for numel in (out, 8 * out)]
+    for step in range(4):
+        with TrafficLedger() as traffic:
+            pair.backward(step)
+            pair.step()
+        sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
+        same("bytes of the reduce-scatters, each once, in the order of self.trained_buckets", sizes, layers, step=3)
+    pair.same_weights()

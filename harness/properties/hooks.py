@@ -10,13 +10,14 @@ from torch.nn import functional as F
 from harness.measure.memory import storage_bytes
 from harness.properties import parts
 from harness.properties.overlap import late_collectives
-from harness.properties.property import holds, same
+from harness.properties.property import NotApplicable, holds, same
 from harness.properties.training import EXACT, Pair
 
 
 @holds("life", sizes=(2,), further_sizes=(3,), cases=({"late": True},), further_cases=({"late": False},))
 def hooks_find_the_units_weights(engine, late):
     """Hooks around a unit's and the model's forward find the weights gathered, whenever they were registered."""
+    engine.needs("zero1", "zero2", "zero3")
     model, found = parts.seeded(parts.OddModel), []
 
     def looks(kind, name):
@@ -51,6 +52,7 @@ def hooks_find_this_ranks_gradients(engine, before, **options):
 
     C++ goes through the hooks in the order of insertion, which `OrderedDict.move_to_end` does not change.
     """
+    engine.needs("zero1", "zero2", "zero3")
     plain, model, found = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel), {}
 
     def register():
@@ -86,10 +88,11 @@ def hooks_that_change_gradients_count(engine):
         return model
 
     pair = Pair(engine, halved)
+    if not pair.trained.model.head.weight._backward_hooks:
+        raise NotApplicable(f"{engine.name} puts parameters of its own into the model, without hooks")
     for model, _ in pair.both:
         model.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(min=0))
-    pair.train(3)
-    pair.same_weights()
+    pair.alike(3)
 
 
 class PassesOn(nn.Module):
@@ -112,19 +115,21 @@ class PassesOn(nn.Module):
 
 @holds("life", sizes=(2,), further_sizes=(3,))
 def hooks_do_not_pile_up_on_what_passes_through(engine):
-    """A leaf and a parameter that go through a unit's output have no more hooks after some steps than before."""
-    leaf = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    """A leaf and a parameter that go through units have no more hooks after some steps, and the leaf its gradient."""
+    # The engine's, and one for each rank of the plain side.
+    leaf, *twins = (torch.zeros(5, dtype=torch.float64, requires_grad=True) for _ in range(1 + dist.get_world_size()))
 
-    def loss(model, tokens, targets):
-        own = leaf if model is pair.trained else leaf.detach().requires_grad_()
+    def loss(model, tokens, targets, rank):
+        own = leaf if model is pair.trained else twins[rank]
         out, passed, shift = model(tokens, own)
         return F.cross_entropy(out, targets) + passed.square().sum() + shift.square().sum()
 
     def hooks():
-        return [len(tensor._backward_hooks or ()) for tensor in (leaf, *pair.trained.model.parameters())]
+        found = [len(tensor._backward_hooks or ()) for tensor in (leaf, *pair.trained.model.parameters())]
+        return [*found, len(leaf._post_accumulate_grad_hooks or ())]
 
-    pair = Pair(engine, PassesOn, loss=loss)
+    pair = Pair(engine, PassesOn, loss=loss, batch=lambda step, rank: (*parts.token_batch(step, rank), rank))
     before = hooks()
-    pair.train(4)
+    pair.alike(4)
     same("hooks on the leaf and on each parameter", hooks(), before, step=2)
-    pair.same_weights()
+    same("the gradient of the leaf", leaf.grad, twins[pair.rank].grad * pair.size, EXACT, step=2)

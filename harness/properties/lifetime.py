@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import pickle
 import time
 import weakref
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from harness.engine.gradients import GradScaler
 from harness.engine.guard import EngineParameter
 from harness.properties import parts
-from harness.properties.property import expect, holds, refused, same, subject
+from harness.properties.property import NotApplicable, expect, holds, refused, same, subject
 from harness.properties.training import Pair
 from harness.properties.values import PLAIN
 
@@ -47,9 +46,11 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
         if how == "closed":
             trained.close()
         gone += [weakref.ref(thing) for thing in (trained, model, model.head, *model.parameters())]
-        if how != "closed":
+        if "to be destroyed" in engine.more:
+            raise NotApplicable(f"{engine.name} goes by a call, `destroy`")
+        if how != "closed" and not engine.foreign:
             buckets = trained.buckets
-            gone += [weakref.ref(thing) for thing in (trained.optimizer, trained.moments)]
+            gone += [weakref.ref(thing) for thing in (trained.optimizer, trained.hooks)]
             gone += [weakref.ref(tensor) for bucket in buckets for tensor in (bucket.shard, bucket.flat)]
             gone += [weakref.ref(piece) for bucket in buckets for _, piece in bucket.pieces]
             del buckets
@@ -60,6 +61,16 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
         del alive
         time.sleep(0.05)
     same("what is alive", sorted({type(thing).__name__ for thing in alive}), [])
+
+
+class Tagged(nn.Parameter):
+    """A parameter of a class of the caller's."""
+
+
+def own_class() -> nn.Module:
+    model = parts.Twice()
+    model.head.weight = model.embedding.weight = Tagged(model.head.weight.detach())
+    return model
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -73,18 +84,22 @@ def hooks_of(model: nn.Module) -> int:
        cases=(PLAIN, {"options": {"reshard_after_forward": False}, "on": ("zero3",)}))  # fmt: skip
 def closing_gives_a_plain_model(engine, options):
     """`close()` gives a plain model with the trained values, its objects and ties; another engine may follow."""
-    pair = Pair(engine, parts.Twice, **options)
+    engine.needs("zero1", "zero2", "zero3")
+    pair, fresh = Pair(engine, own_class, **options), parts.seeded(own_class)
     model, trained = pair.trained.model, pair.trained
-    fresh = parts.seeded(parts.Twice)
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
     objects = dict(model.named_parameters())
+    expect(isinstance(model.head.weight, Tagged), "the head's weight", "a Tagged", type(model.head.weight))
+    if engine.like != "zero3":
+        assert "requires_grad=True" in repr(model.head.weight)
     pair.train(2)
     before = trained.full_state_dict()
     trained.close()
     same("the plain model's state", model.state_dict(), before, step=5)
     for name, param in model.named_parameters():
-        kept = param is objects[name] and type(param) is nn.Parameter and param.requires_grad and param.grad is None
-        expect(kept, f"the parameter {name}", "the same object, an nn.Parameter without gradient", type(param).__name__)
+        kept = param is objects[name] and type(param) is type(fresh.get_parameter(name)) and param.requires_grad
+        kept = kept and param.grad is None and "requires_grad=True" in repr(param)
+        expect(kept, f"the parameter {name}", "the same object, of its class, without gradient", type(param).__name__)
         expect(not [key for key in vars(param) if key.startswith("zero_")], f"marks on {name}", "none", vars(param))
         # Memory of its own, and no bucket's: moves and `param.data` are as ever.
         same(f"bytes of the storage under {name}", param.untyped_storage().nbytes(), param.nbytes)
@@ -95,42 +110,32 @@ def closing_gives_a_plain_model(engine, options):
     twin = copy.deepcopy(model)
     other = subject({"zero1": "zero3", "zero2": "zero1", "zero3": "zero2"}.get(engine.like, "zero1"))
     given = iter((twin, model))  # the plain side's, and the other engine's
-    after = Pair(other, lambda: next(given))
-    after.train(2)
-    after.same_weights()
+    Pair(other, lambda: next(given)).alike()
 
 
-@holds("life")
-def closing_gives_the_values_of_the_shards(engine):
-    """In mixed precision the plain model has the float32 values of the shards, and not the rounded ones."""
+@holds("life", cases=({"mixed": False}, {"mixed": True}), further_sizes=(3,))
+def closing_drops_gradients_and_takes_the_shards_values(engine, mixed):
+    """Between backward and step `close()` leaves nothing in flight; a model in mixed precision is float32 then."""
     model = parts.seeded(parts.OddModel, dtype=torch.float32)
-    trained = engine(model, parts.ADAMW, param_dtype=torch.bfloat16)
+    trained = engine(model, parts.ADAMW, param_dtype=torch.bfloat16 if mixed else None)
     tokens, targets = parts.token_batch(0, dist.get_rank())
-    trained.training_step(tokens, targets, lambda out, target: F.cross_entropy(out.float(), target))
+
+    def loss_fn(out, target):
+        return F.cross_entropy(out.float(), target)
+
+    trained.training_step(tokens, targets, loss_fn)
     before = trained.full_state_dict()
+    with trained.no_sync():
+        loss_fn(trained(tokens), targets).backward()
+    loss_fn(trained(tokens), targets).backward()
     trained.close()
     same("the plain model's state", model.state_dict(), before, step=5)
+    same("parameters with a gradient", [n for n, p in model.named_parameters() if p.grad is not None], [])
     same("dtypes of parameters", {param.dtype for param in model.parameters()}, {torch.float32})
     rounded = all((param == param.bfloat16().float()).all() for param in model.parameters())
     expect(not rounded, "the plain model's values", "those of the shards", "all are bfloat16 numbers", step=5)
     same("the dtype of what the model computes", model(tokens).dtype, torch.float32)  # inputs are not cast any more
     model.load_state_dict(before)  # and loading is not refused
-
-
-@holds("life", sizes=(3,))
-def closing_between_backward_and_step_drops_the_gradients(engine):
-    """Between backward and step `close()` drops gradients, and leaves nothing in flight or gathered."""
-    model = parts.seeded(parts.OddModel)
-    trained = engine(model, parts.MOMENTUM)
-    trained.training_step(*parts.token_batch(0, dist.get_rank()), F.cross_entropy)
-    before = trained.full_state_dict()
-    tokens, targets = parts.token_batch(5, dist.get_rank())
-    with trained.no_sync():
-        F.cross_entropy(trained(tokens), targets).backward()
-    F.cross_entropy(trained(tokens), targets).backward()
-    trained.close()
-    same("the plain model's state", model.state_dict(), before, step=5)
-    same("parameters with a gradient", [n for n, p in model.named_parameters() if p.grad is not None], [])
 
 
 def through_a_file(model: nn.Module) -> nn.Module:
@@ -140,29 +145,29 @@ def through_a_file(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": through_a_file}
-
-
-@holds("life", cases=tuple({"how": how, "mixed": mixed} for how in COPIES for mixed in (False, True)))
-def a_copy_of_the_model_belongs_to_no_engine(engine, how, mixed):
+@holds("life", cases=tuple({"copied": c, "mixed": m} for c in (copy.deepcopy, through_a_file) for m in (False, True)))
+def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
-    options = {"param_dtype": torch.bfloat16} if mixed else {}
-    rank = dist.get_rank()
+    engine.needs("zero1", "zero2", "zero3")
 
     def loss_fn(out, targets):
         return F.cross_entropy(out.float(), targets)
 
     def build():
-        return engine(parts.seeded(parts.OddModel, dtype=torch.float32), parts.MOMENTUM, **options)
+        model = parts.seeded(parts.OddModel, dtype=torch.float32)
+        return engine(model, parts.MOMENTUM, param_dtype=torch.bfloat16 if mixed else None)
+
+    def step_both(step):
+        for each in (trained, untouched):
+            each.training_step(*parts.token_batch(step, dist.get_rank()), loss_fn)
 
     trained, untouched = build(), build()
     model = trained.model
-    trained.training_step(*parts.token_batch(0, rank), loss_fn)
-    untouched.training_step(*parts.token_batch(0, rank), loss_fn)
+    step_both(0)
     if engine.like == "zero3":
-        refused(lambda: COPIES[how](model), "sharded", "full_state_dict", error=RuntimeError)
+        refused(lambda: copied(model), "sharded", "full_state_dict", error=RuntimeError)
     else:
-        twin = COPIES[how](model)
+        twin = copied(model)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         same("the copy's state", twin.state_dict(), before)
         for param, own in zip(twin.parameters(), model.parameters()):
@@ -171,7 +176,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, how, mixed):
             expect(plain, "the copy's parameter", "an nn.Parameter of its own", type(param).__name__)
         # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
         optimizer = torch.optim.SGD([param for param in twin.parameters() if param.requires_grad], lr=0.1)
-        tokens, targets = parts.token_batch(3, rank)
+        tokens, targets = parts.token_batch(3, dist.get_rank())
         loss_fn(twin(tokens), targets).backward()
         assert nn.utils.clip_grad_norm_(twin.parameters(), 1e9) > 0
         optimizer.step()
@@ -182,44 +187,10 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, how, mixed):
             same("the dtype that the moved copy computes in", twin.float()(tokens).dtype, torch.float32)
         else:  # it may have an engine of its own
             engine(twin, parts.MOMENTUM).training_step(tokens, targets, loss_fn)
-    trained.training_step(*parts.token_batch(1, rank), loss_fn)
-    untouched.training_step(*parts.token_batch(1, rank), loss_fn)
+    step_both(1)
     # The same engine on the same data: the same operations.
     same("the weights, beside an engine's whose model was never copied", trained.full_state_dict(),
          untouched.full_state_dict(), step=5)  # fmt: skip
-
-
-class LowRank(nn.Module):
-    """Frozen weights, trained ones beside them, and an input that wants a gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-        self.blocks[0].requires_grad_(False)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-
-@holds("life", sizes=(2,), further_sizes=(3,))
-def an_input_that_stays_collects_no_hooks(engine):
-    """The same leaf in every step: no hooks of earlier steps stay on it, and its gradients are right."""
-    x, y = parts.vector_batch(0, dist.get_rank(), 5, torch.float64, batch=2)
-    x.requires_grad_()
-    twin = x.detach().clone().requires_grad_()
-    pair = Pair(engine, LowRank)
-    for _ in range(3):
-        pair.plain.load_state_dict(pair.trained.full_state_dict())
-        F.mse_loss(pair.trained(x), y[:, :3]).backward()
-        F.mse_loss(pair.plain(twin), y[:, :3]).backward()
-        same("the gradient of the input", x.grad, twin.grad, 1e-12, step=2)
-        same("hooks on the input", len(x._backward_hooks or ()) + len(x._post_accumulate_grad_hooks or ()), 0, step=2)
-        pair.trained.step()
-        pair.trained.zero_grad()
-        pair.nothing_gathered("the step", 5)
 
 
 class Branching(nn.Module):

@@ -1,4 +1,4 @@
-"""What a training loop does around a step: clipping, accumulation, recomputation, backwards of all kinds, faults."""
+"""What a training loop does around a step: clipping, accumulation, backwards of all kinds, recomputation."""
 
 import contextlib
 import math
@@ -7,14 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 from harness.measure.memory import storage_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.models import Checkpointed
-from harness.properties.property import expect, holds, refused, same
-from harness.properties.training import Pair
+from harness.properties.property import NotApplicable, expect, holds, refused, same
+from harness.properties.training import Pair, inside, of_output
 from harness.properties.values import PLAIN
 
 UNITS = (PLAIN, {"options": {"prefetch": 0}, "on": ("zero3",)},
@@ -26,7 +27,7 @@ UNITS = (PLAIN, {"options": {"prefetch": 0}, "on": ("zero3",)},
 @holds("values", sizes=(3,), further_sizes=(2,), further_cases=({"norm_type": 1.0},),
        cases=({"norm_type": 2.0}, {"norm_type": math.inf}, {"norm_type": 2.0, "model": "Twice"}))  # fmt: skip
 def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel"):
-    """The norm is that of all gradients, on every rank the same: no padding, and a tied weight once."""
+    """The norm is that of all gradients, on every rank: no padding, a tied weight once, and what is NaN on one rank."""
     pair, clipped = Pair(engine, getattr(parts, model), parts.ADAMW), 0
     for step in range(5):
         max_norm = (0.05, 1e6)[step % 3 == 2]
@@ -41,6 +42,17 @@ def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddMode
         pair.step()
     assert 0 < clipped < 5, "the norms lie on one side of what they are clipped to: this proves nothing"
     pair.same_weights()
+    if engine.foreign:
+        return  # hooks on its parameters are its own affair
+    for value in (math.nan, math.inf):  # in one row of one rank's gradient, which is in one rank's shard then
+        spoil = torch.ones(11, 1, dtype=torch.float64)
+        spoil[0] = value if pair.rank == 0 else 1.0
+        hook = pair.trained.model.embedding.weight.register_hook(spoil.mul)
+        pair.alone().backward()
+        hook.remove()
+        norm = pair.trained.clip_grad_norm_(1.0, norm_type)
+        expect(not norm.isfinite(), f"the norm with a gradient of {value}", "not finite", norm.item(), step=3)
+        pair.trained.zero_grad()
 
 
 @holds("values", sizes=(2,), further_sizes=(3,))
@@ -61,15 +73,31 @@ def one_ranks_nan_is_in_every_ranks_norm(engine, value, norm_type):
     """A NaN or inf in one element of one rank's gradient shows in the norm on all ranks."""
     trained = engine(parts.seeded(parts.OddModel), parts.ADAMW)
     tokens, targets = parts.token_batch(0, dist.get_rank())
-    loss = F.cross_entropy(trained(tokens), targets)
-    if dist.get_rank() == 0:
-        loss = loss + trained.model.head.bias[0] * value  # which only one rank has in its shard
+    out = trained(tokens)
+    loss = F.cross_entropy(out, targets)
+    if dist.get_rank() == 0:  # a parameter which only one rank has in its shard
+        loss = loss + (out[0, 0] if engine.foreign else trained.model.head.bias[0]) * value
     loss.backward()
     norm = trained.clip_grad_norm_(1.0, norm_type).item()
     right = math.isnan(norm) if math.isnan(value) else not math.isfinite(norm)
     said = str(value).replace("nan", "NaN")
     what = f"the norm with norm_type {norm_type:g} when rank 0 has a {said}"
     expect(right, what, f"{said} on every rank", norm, step=3)
+
+
+@holds("values", sizes=(3,))
+def clipping_by_value_is_torchs_on_the_whole_model(engine):
+    """`engine.clip_grad_value_` is torch's on the whole model, also between two backwards of one step."""
+    pair = Pair(engine, parts.OddModel)
+    for step in range(3):
+        for part in range(2):
+            pair.backward(2 * step + part)
+            pair.trained.clip_grad_value_(0.01)
+            clip_grad_value_(pair.plain.parameters(), 0.01)
+        pair.step()
+    pair.same_weights()
+    pieces = [piece for group in pair.trained.optimizer.param_groups for piece in group["params"]]
+    refused(lambda: pair.trained.clip_grad_value_(pieces), "engine.clip_grad_value_(1.0)", error=TypeError, step=3)
 
 
 class Gained(nn.Module):
@@ -91,36 +119,27 @@ FEW = ((None, torch.float32), (torch.float32, torch.float64), (torch.bfloat16, t
        cases=tuple({"low": a, "high": b, "norm_type": norm} for a, b in FEW for norm in (2.0, math.inf)))  # fmt: skip
 def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high, norm_type):
     """Ranks that own only padding, of all buckets or of those of one dtype, have the others' norm, in its dtype."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    plain, model = (parts.seeded(lambda: Gained(low, high), dtype=None) for _ in range(2))
-    trained = engine(model, parts.ADAMW)
-    for other in range(world_size):
-        (plain(parts.vector_batch(0, other, 8)[0]).square().mean() / world_size).backward()
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-    trained(parts.vector_batch(0, rank, 8)[0]).square().mean().backward()
-    norm = trained.clip_grad_norm_(0.1, norm_type)
-    same("the norm's dtype", norm.dtype, expected.dtype, step=3)
-    # Gradients were added in the low precision: 8 bits of it, or float32's 24.
-    tolerance = 1e-2 if low == torch.bfloat16 else 1e-5
-    same("the norm", norm, expected, tolerance * expected.item(), step=3)
-    trained.step()
+    # Gradients are added in the low precision: 8 bits of it, or float32's 24.
+    pair = Pair(engine, lambda: Gained(low, high), dtype=None, atol=1e-2 if low == torch.bfloat16 else 1e-5,
+                batch=lambda step, who: parts.vector_batch(step, who, 8)[:1],
+                loss=lambda model, x: model(x).square().mean())  # fmt: skip
+    pair.backward(0)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in pair.plain.parameters()], norm_type)
+    same("the norm's dtype", pair.clip(0.1, norm_type).dtype, expected.dtype, step=3)
+    pair.step()
 
 
 # Several backwards, and what may stand between them.
 
 
-@holds("traffic", sizes=(3,), further_sizes=(2,),
-       cases=({"micro_batches": 3, "no_sync": False}, {"micro_batches": 3, "no_sync": True}))  # fmt: skip
-def micro_batches_send_what_they_must(engine, micro_batches, no_sync):
+@holds("traffic", sizes=(3,), further_sizes=(2,), cases=({"no_sync": False}, {"no_sync": True}))
+def micro_batches_send_what_they_must(engine, no_sync, k=3):
     """Under `no_sync` nothing is sent and no piece gets a gradient; without it each backward of ZeRO-2 and -3 sends."""
     engine.needs("zero1", "zero2", "zero3")
-    stage, width, k = engine.like, 8, micro_batches
+    stage, width = engine.like, 8
     options = {} if stage == "zero3" else {"bucket_mb": 0.0005}
-
-    def batch_of(step, who):
-        return parts.vector_batch(step, who, width, torch.float64)
-
-    pair = Pair(engine, lambda: parts.Stack(4, width), parts.ADAMW, batch=batch_of,
+    pair = Pair(engine, lambda: parts.Stack(4, width), parts.ADAMW,
+                batch=lambda step, who: parts.vector_batch(step, who, width, torch.float64),
                 loss=lambda model, x, y: F.mse_loss(model(x), y), **options)  # fmt: skip
     trained = pair.trained
     pieces = [p for group in trained.optimizer.param_groups for p in group["params"]]
@@ -128,13 +147,11 @@ def micro_batches_send_what_they_must(engine, micro_batches, no_sync):
         with TrafficLedger() as traffic:
             for micro in range(k):
                 quiet = no_sync and micro < k - 1
-                pair.backward(
-                    step * k + micro, scale=1 / k, inside=trained.no_sync if quiet else contextlib.nullcontext
-                )
+                inside_of = trained.no_sync if quiet else contextlib.nullcontext
+                pair.backward(step * k + micro, scale=1 / k, inside=inside_of)
                 if stage != "zero1" and quiet:
-                    same(
-                        "pieces that have a gradient under no_sync", sum(p.grad is not None for p in pieces), 0, step=3
-                    )
+                    given = sum(p.grad is not None for p in pieces)
+                    same("pieces that have a gradient under no_sync", given, 0, step=3)
                 elif stage != "zero1":
                     whole = storage_bytes([p.grad for p in trained.model.parameters() if p.grad is not None])
                     same("bytes of whole gradients after backward", whole, 0, step=3)
@@ -145,20 +162,88 @@ def micro_batches_send_what_they_must(engine, micro_batches, no_sync):
     pair.same_weights()
 
 
+@holds("traffic")
+def nested_no_sync_ends_at_the_outer_exit(engine):
+    """The inner exit of nested `no_sync()`, or an exception in it, does not end the outer one: nothing is sent."""
+    engine.needs("zero1", "zero2", "zero3")
+    pair = Pair(engine, parts.OddModel)
+    with TrafficLedger() as traffic:
+        with pair.trained.no_sync():
+            with contextlib.suppress(ZeroDivisionError), pair.trained.no_sync():
+                pair.backward(0)
+                raise ZeroDivisionError
+            pair.backward(1)
+        reductions = [each.kind for each in traffic.collectives if "reduce" in each.kind]
+        same("reductions under no_sync", reductions, [], step=3)
+        pair.backward(2)
+        sent = any("reduce" in each.kind for each in traffic.collectives)
+        same("whether a backward after no_sync sends", sent, engine.like != "zero1", step=3)
+    pair.step()
+    pair.same_weights()
+
+
+class Asked(nn.Linear):
+    """A head with a parameter that only one of two losses reaches."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.ask = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.ask
+
+
+class Heads(nn.ModuleDict):
+    """Two heads, which belong to the root."""
+
+    def forward(self, x):
+        return [head(x) for head in self.values()]
+
+
+class OwnHeads(nn.ModuleList):
+    """Two heads, each a unit of its own."""
+
+    def forward(self, x):
+        return [head(x) for head in self]
+
+
+def with_heads(kind: type, heads) -> nn.Module:
+    model = parts.OddModel()
+    model.head = kind(heads)
+    return model
+
+
+def two_heads() -> nn.Module:
+    return with_heads(Heads, {"first": nn.Linear(5, 3), "second": Asked()})
+
+
+def two_losses(model, batch, scale, shift=0):
+    return [scale * F.cross_entropy(out, batch[1]) for out in model((batch[0] + shift) % 11)]
+
+
+def both(*arguments):
+    return sum(two_losses(*arguments))
+
+
 def twice_through_one_graph(model, batch, scale):
-    loss = scale * F.cross_entropy(model(batch[0]), batch[1])
+    loss = both(model, batch, scale)
     loss.backward(retain_graph=True)
     (2 * loss).backward()
 
 
-def two_losses_of_one_forward(model, batch, scale):
-    out = model(batch[0])
-    (scale * F.cross_entropy(out, batch[1])).backward(retain_graph=True)
-    (scale * out.square().mean()).backward()
+def once_through_two_graphs(model, batch, scale):
+    (both(model, batch, scale) + both(model, batch, scale, 1)).backward()
+
+
+def a_backward_for_each_loss(model, batch, scale):
+    """Each reaches a part of the model."""
+    first, second = two_losses(model, batch, scale)
+    first.backward(retain_graph=True)
+    second.backward()
 
 
 def an_evaluation_before_backward(model, batch, scale):
-    loss = scale * F.cross_entropy(model(batch[0]), batch[1])
+    loss = both(model, batch, scale)
     with torch.no_grad():
         model(batch[0])
     loss.backward()
@@ -167,190 +252,134 @@ def an_evaluation_before_backward(model, batch, scale):
 def a_gradient_of_an_activation_first(model, batch, scale):
     """`autograd.grad` down to the middle: what it returns is not added to any parameter's gradient."""
     seen = []
-    blocks = getattr(model, "model", model).blocks
-    hook = blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
-    loss = scale * F.cross_entropy(model(batch[0]), batch[1])
+    hook = inside(model).blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
+    loss = both(model, batch, scale)
     hook.remove()
     assert torch.autograd.grad(loss, seen, retain_graph=True)[0].abs().max() > 0
     loss.backward()
 
 
-def forwards_first(model, batch, scale):
-    """Two graphs at once, and the older one's backward first."""
-    losses = [scale * F.cross_entropy(model(batch[0][rows]), batch[1][rows]) for rows in (slice(0, 1), slice(1, 4))]
-    for loss in losses:
-        loss.backward()
-
-
 def interleaved_with_the_next_forward(model, batch, scale):
     """The next forward runs before the backward of the one before, as in a pipeline's schedule."""
-    first = scale * F.cross_entropy(model(batch[0]), batch[1])
-    second = scale * F.cross_entropy(model((batch[0] + 1) % 11), batch[1])
+    first = both(model, batch, scale)
+    second = both(model, batch, scale, 1)
     first.backward()
-    third = scale * F.cross_entropy(model((batch[0] + 2) % 11), batch[1])
+    third = both(model, batch, scale, 2)
     second.backward()
     third.backward()
 
 
-WAYS = {way.__name__: way for way in (
-    twice_through_one_graph, two_losses_of_one_forward, an_evaluation_before_backward,
-    a_gradient_of_an_activation_first, forwards_first, interleaved_with_the_next_forward)}  # fmt: skip
+def one_backward_for_a_parameter(model, batch, scale, quiet=contextlib.nullcontext):
+    """The last backward reaches the smallest part."""
+    with quiet():
+        a_backward_for_each_loss(model, batch, scale)
+    (scale * inside(model).head["second"].ask.square().sum()).backward()
 
 
-@holds("values", sizes=(3,), further_sizes=(2,), cases=UNITS,
-       further_cases=({"options": {"find_unused": True}}, {"options": {"bucket_mb": 0}, "on": ("zero2",)}))  # fmt: skip
+def the_others_under_no_sync(model, batch, scale):
+    one_backward_for_a_parameter(model, batch, scale, getattr(model, "no_sync", contextlib.nullcontext))
+
+
+WAYS = (twice_through_one_graph, once_through_two_graphs, a_backward_for_each_loss, an_evaluation_before_backward,
+        a_gradient_of_an_activation_first, interleaved_with_the_next_forward)  # fmt: skip
+# A freed weight cannot be used outside of the model's forward.
+OF_WHOLE_MODELS = (one_backward_for_a_parameter, the_others_under_no_sync)
+
+
+@holds("values", sizes=(3,), further_sizes=(2,),
+       cases=(*UNITS, {"options": {"bucket_mb": 0, "find_unused": True}, "on": ("zero2",)}),
+       further_cases=({"options": {"find_unused": True}},))  # fmt: skip
 def backward_may_be_called_in_any_way(engine, options):
     """Twice through one graph, per loss, after an evaluation or `autograd.grad`, interleaved: as in plain PyTorch."""
-    pair = Pair(engine, parts.OddModel, **options)
-    for step, way in enumerate(WAYS.values()):
-        for other in range(pair.size):
-            way(pair.plain, parts.token_batch(step, other), 1 / pair.size)
-        way(pair.trained, parts.token_batch(step, pair.rank), 1)
-        pair.nothing_gathered(way.__name__, 2)
+    if "drops gradients" in engine.more:
+        raise NotApplicable(f"{engine.name} documents several backwards through its own `backward` alone")
+    pair = Pair(engine, two_heads, **options)
+    for step, way in enumerate(WAYS + OF_WHOLE_MODELS if engine.like in ("zero1", "zero2") else WAYS):
+        pair.backward_by(way, step)
         pair.step()
         pair.same_weights()
 
 
+@holds("misuse", sizes=(3,),
+       cases=tuple({"no_sync": n, "find_unused": f} for n in (True, False) for f in (True, False)))  # fmt: skip
+def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
+    """Two backwards through one body, each by a head of its own: right, or refused with a way that is right."""
+    if no_sync and engine.foreign:
+        raise NotApplicable(f"{engine.name} wants the forward inside of `no_sync`, too")
+    pair = Pair(engine, lambda: with_heads(OwnHeads, [nn.Linear(5, 3), nn.Linear(5, 3)]), find_unused=find_unused)
+
+    def each(model, batch, scale):
+        first, second = two_losses(model, batch, scale)
+        with model.no_sync() if no_sync and model is pair.trained else contextlib.nullcontext():
+            first.backward(retain_graph=True)
+        second.backward()
+        if model is pair.trained:
+            model.step()
+
+    try:
+        pair.backward_by(each, 0)
+    except RuntimeError as error:
+        if engine.foreign:
+            raise  # a refusal in words of its own
+        right = engine.like != "zero1" and not find_unused and "find_unused=True" in str(error)
+        expect(right and "'head." in str(error), "the error", "none, or one that names find_unused=True", error, step=3)
+        pair.trained.zero_grad()
+        both(pair.trained, pair.batch(0, pair.rank), 1).backward()
+        pair.trained.step()
+    pair.optimizer.step()
+    pair.same_weights()
+
+
 @holds("values", sizes=(2,), further_sizes=(3,))
-def a_step_leaves_the_gradients_alone(engine):
-    """Without `zero_grad` the next backward adds to the gradients, and another step uses them again."""
+def gradients_stay_until_they_are_thrown_away(engine):
+    """Steps use them again and a backward adds to them, until the engine's `zero_grad`, or its optimizer's."""
+    if "drops gradients" in engine.more:
+        raise NotApplicable(f"{engine.name}'s step drops the gradients")
     pair = Pair(engine, parts.OddModel)
-    for step in range(3):
-        pair.backward(step)
-        for _ in range(1 + step % 2):
-            pair.optimizer.step()
-            pair.trained.step()
+    for step in range(4):
+        if step % 2:
+            pair.alone().backward()  # another batch's gradients, thrown away
+            pair.trained.optimizer.zero_grad(set_to_none=bool(step // 2))
+        for part in range(2):
+            pair.backward(2 * step + part)
+            for _ in range(1 + step % 2):
+                pair.optimizer.step()
+                pair.trained.step()
+        pair.optimizer.zero_grad()
+        (pair.trained if step < 2 else pair.trained.optimizer).zero_grad()
     pair.same_weights()
 
 
-class TwoHeads(parts.OddModel):
-    """A second head, which is in no unit, and a parameter that only one of two losses reaches."""
+# Recomputation.
 
-    def __init__(self):
-        super().__init__()
-        self.second, self.ask = nn.Linear(5, 3), nn.Parameter(torch.ones(3))
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1) * self.frozen + self.shift
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x), self.second(x) * self.ask
+AROUND = ("around", "inside", "around several", "around the model")
 
 
-@holds("values", sizes=(2,), further_sizes=(3,), cases=(
-    {"kept": False, "options": {}}, {"kept": True, "options": {}, "on": ("zero1", "zero2")},
-    {"kept": False, "options": {"bucket_mb": 0}, "on": ("zero2",)}))  # fmt: skip
-def losses_with_a_backward_each_add_up(engine, kept, options):
-    """Each loss has a backward of its own and reaches a part of the model; the last one reaches the smallest part."""
-    pair, whole = Pair(engine, TwoHeads, **options), engine.like != "zero3"
-
-    def backward(model, batch, scale, quiet=contextlib.nullcontext):
-        first, second = model(batch[0])
-        with quiet():
-            (scale * F.cross_entropy(first, batch[1])).backward(retain_graph=True)
-            (scale * F.cross_entropy(second, batch[1])).backward()
-        if whole:  # ZeRO-3's freed weight cannot be used outside of the model's forward
-            (scale * getattr(model, "model", model).ask.square().sum()).backward()
-
-    for step in range(3):
-        for other in range(pair.size):
-            backward(pair.plain, parts.token_batch(step, other), 1 / pair.size)
-        backward(pair.trained, parts.token_batch(step, pair.rank), 1, *([pair.trained.no_sync] if kept else []))
-        pair.step()
-        pair.same_weights()
-
-
-@holds("values", sizes=(2,), cases=tuple({"where": w} for w in ("around", "inside", "around several")),
-       further_sizes=(3,),
-       further_cases=(*({"where": w, **each} for w in ("around", "inside") for each in UNITS[1:]),
-                      *({"where": w, "options": {"find_unused": True}} for w in ("around", "inside", "around several")))
-       )  # fmt: skip
+@holds("values", sizes=(2,), cases=tuple({"where": where} for where in AROUND), further_sizes=(3,),
+       further_cases=(*({"where": w, **each} for w in AROUND[:2] for each in UNITS[1:]),
+                      *({"where": w, "options": {"find_unused": True}} for w in AROUND[:3])))  # fmt: skip
 def recomputation_changes_nothing(engine, where, options=None):
-    """Activation checkpointing around each unit, inside the units, or around several, trains as without it."""
-    pair = Pair(engine, lambda: Checkpointed(where), parts.ADAMW, **(options or {}))
-    pair.train(4)
-    pair.same_weights()
+    """Activation checkpointing around each unit, inside the units, around several or around the engine itself."""
 
+    def loss(model, tokens, targets):
+        out = checkpoint(model, tokens, use_reentrant=False) if where == "around the model" else model(tokens)
+        return F.cross_entropy(out, targets)
 
-@holds("values", sizes=(2,), further_sizes=(3,))
-def the_whole_model_may_be_recomputed(engine):
-    """Activation checkpointing around the engine itself."""
-    pair = Pair(engine, parts.OddModel, parts.DECAY,
-                loss=lambda model, x, y: F.cross_entropy(checkpoint(model, x, use_reentrant=False), y))  # fmt: skip
-    pair.train(3)
-    pair.same_weights()
+    Pair(engine, lambda: Checkpointed(where), parts.DECAY, loss=loss, **(options or {})).alike(4)
 
 
 @holds("misuse", sizes=(2,), further_sizes=(3,))
 def reentrant_checkpointing_is_right_or_refused(engine):
     """ZeRO-3 refuses reentrant checkpointing, around a unit and around the model, and trains on; the others take it."""
-    model = parts.seeded(lambda: Checkpointed("around", use_reentrant=True))
-    pair = Pair(engine, lambda: Checkpointed("around"), parts.DECAY)
+    pair = Pair(engine, lambda: Checkpointed("around", use_reentrant=engine.like != "zero3"), parts.DECAY)
     tokens, targets = parts.token_batch(0, pair.rank)
     if engine.like == "zero3":
-        other = engine(model, parts.DECAY)
+        other = engine(parts.seeded(lambda: Checkpointed("around", use_reentrant=True)), parts.DECAY)
         for _ in range(2):
-            refused(F.cross_entropy(other(tokens), targets).backward, "use_reentrant=False", step=2)
+            refused(of_output(other, tokens, targets).backward, "use_reentrant=False", step=2)
             other.zero_grad()
         embedded = torch.zeros((), dtype=torch.float64, requires_grad=True)
         out = checkpoint(lambda t, e: pair.trained(t) + e, tokens, embedded, use_reentrant=True)
         refused(F.cross_entropy(out, targets).backward, "use_reentrant=False", step=2)
         pair.trained.zero_grad()
-    else:
-        for module in (pair.plain, pair.trained.model):
-            module.use_reentrant = True
-    pair.train(3)
-    pair.same_weights()
-
-
-# Faults.
-
-
-class Trip(torch.autograd.Function):
-    """An error in the middle of backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError("tripped in backward")
-
-
-@contextlib.contextmanager
-def tripping(block: nn.Module):
-    """Inside, a backward through `block` ends in an error."""
-    hook = block.register_forward_pre_hook(lambda module, args: (Trip.apply(args[0]), *args[1:]))
-    yield
-    hook.remove()
-
-
-@holds("life", sizes=(2,), further_sizes=(3,))
-def an_exception_leaves_no_sync(engine):
-    """An exception leaves `no_sync()`, and the steps after it are reduced as ever."""
-    pair = Pair(engine, parts.OddModel, parts.DECAY)
-
-    def interrupted():
-        with pair.trained.no_sync():
-            pair.trained(parts.token_batch(9, pair.rank)[0])
-            raise ZeroDivisionError("tripped under no_sync")
-
-    for step in range(3):
-        refused(interrupted, "tripped", error=ZeroDivisionError)
-        pair.backward(step)
-        pair.step()
-    pair.same_weights()
-
-
-@holds("misuse", engines=("zero2", "zero3"))  # in ZeRO-1 gradients add up whatever came before, as in torch
-def going_on_after_half_a_backward_is_refused(engine):
-    """Without `zero_grad()` half a backward would be mixed with the next: an error that names the way out."""
-    trained = engine(parts.seeded(parts.OddModel), parts.DECAY)
-    tokens, targets = parts.token_batch(0, dist.get_rank())
-    with tripping(trained.model.blocks[1]):
-        loss = F.cross_entropy(trained(tokens), targets)
-    refused(loss.backward, "tripped", error=ZeroDivisionError)
-    refused(lambda: F.cross_entropy(trained(tokens), targets).backward(), "backward", "engine.zero_grad()", step=2)
-    trained.zero_grad()
-    trained.training_step(tokens, targets, F.cross_entropy)
+    pair.alike(3)

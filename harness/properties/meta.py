@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.nn import functional as F
 
+from harness.engine import checkpoint
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.properties import parts
-from harness.properties.checkpoints import groups_of
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.checkpoints import Zoo, groups_of
+from harness.properties.property import expect, holds, refused, same, subject
 from harness.properties.training import Pair
-from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
+from harness.run.model import GPT, PRESETS, GPTConfig, initialize
 from harness.run.shared_folder import shared_folder
 
 ADAMW = parts.ADAMW
@@ -26,14 +26,13 @@ def on_meta(build):
 
 @holds("life", engines=("zero3",), cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3))
 def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None):
-    """From the same seed a model on `meta` gets the weights of the whole one, to the bit, and trains alike after.
+    """From the same seed a model on `meta` gets the weights of the whole one, to the bit: the same operations.
 
-    The same operations on the same numbers. Parameters stay the same objects.
+    Parameters stay the same objects.
     """
     engine.needs("zero3")
     config = PRESETS["toy"]
-    whole, model = GPT(config, seed=7), on_meta(lambda: GPT(config))
-    expected = {name: value.clone() for name, value in whole.state_dict().items()}
+    expected, model = GPT(config, seed=7).state_dict(), on_meta(lambda: GPT(config))
     weight = model.blocks[0].up.weight
     weight.tag = "no decay"
     init_fn, groups = partial(initialize, seed=7), groups_of(model)
@@ -48,13 +47,6 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None):
             assert abs(value.mean()) < 2e-3 and abs(value.std() - 0.02) < 2e-3, name
         else:
             assert (value == ("norm" in name and name.endswith("weight"))).all(), name
-    other = engine(whole, ADAMW, param_groups=groups_of(whole), param_dtype=param_dtype)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(1_000 * step + dist.get_rank())
-        rows = torch.randint(256, (2, 17), generator=generator)
-        losses = [each.training_step(rows[:, :-1], rows[:, 1:], next_token_loss) for each in (trained, other)]
-        same(f"the loss of step {step}", *losses, step=1)
-    same("the weights after training", trained.full_state_dict(), other.full_state_dict(), step=5)
 
 
 SOURCES = ("init_fn", "state_dict", "folder", "init_fn in bfloat16")
@@ -83,40 +75,40 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     expect(memory.peak <= most, "the peak of live bytes while it is built", f"at most {most:,}", f"{memory.peak:,}", 0)
 
 
-class Buffered(parts.OddModel):
-    """Buffers, one of which is not in the state_dict."""
+@holds("life", engines=("zero3",), cases=({"source": "file"}, {"source": "folder"}), further_sizes=(3,))
+def weights_on_file_are_read_into_meta(engine, source):
+    """Another model's weights, memory-mapped or in a folder, are taken, and not written to; then it trains.
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.arange(5.0) / 10, persistent=False)
-
-    def forward(self, tokens):
-        return super().forward(tokens) + self.table[:3]
-
-
-@holds("life", engines=("zero3",), further_sizes=(3,))
-def weights_on_file_are_read_into_meta(engine):
-    """Another model's weights, memory-mapped, are taken and not written to; init_fn fills what the file lacks."""
+    init_fn fills what no state_dict has.
+    """
     engine.needs("zero3")
-    source, asked = parts.seeded(Buffered, seed=5), []
+    build, asked = partial(Zoo, norm=nn.LayerNorm), []
+    whole = parts.seeded(build, seed=5)
 
     def init_fn(name, tensor):
         asked.append(name)
-        tensor.copy_(torch.arange(5.0) / 10)
+        tensor.fill_(1)
 
     with shared_folder() as folder:
-        torch.save(source.state_dict(), f"{folder}/{dist.get_rank()}.pt")
-        state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
-        models = iter((parts.seeded(Buffered, seed=5), on_meta(Buffered)))  # the plain one, and the engine's
-        pair = Pair(engine, lambda: next(models), ADAMW, state_dict=state, init_fn=init_fn)
-    model = pair.trained.model
+        if source == "file":
+            torch.save(whole.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+            state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
+        else:
+            state = checkpoint.save(subject("zero1")(parts.seeded(build, seed=5), ADAMW), folder).path
+        given = iter((whole, on_meta(build)))  # the plain one, and the engine's
+        pair = Pair(engine, lambda: next(given), ADAMW, groups=groups_of, find_unused=True, state_dict=state,
+                    init_fn=init_fn)  # fmt: skip
     same("names that init_fn is asked for", asked, ["table"], step=0)
-    same("the weights from the file", pair.trained.full_state_dict(), source.state_dict(), step=0)
-    same("the file's own values", state["head.weight"], source.head.weight)
+    same("the weights from the file", pair.trained.full_state_dict(), whole.state_dict(), step=0)
+    model = pair.trained.model
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     same("names that are still on meta", left, [], step=0)
+    if source == "file":
+        before = whole.mix.detach().clone()
     pair.train(3)
     pair.same_weights()
+    if source == "file":
+        same("the file's own values", state["mix"], before)
 
 
 @holds("life", engines=("zero3",), further_sizes=(3,))
@@ -136,17 +128,17 @@ def init_fn_fills_what_is_on_meta(engine):
     state = trained.full_state_dict()
     same("weights that were not on meta", state["head.weight"], before, step=0)
     same("weights on meta", state["blocks.1.up.weight"], torch.full((9, 5), 0.5), step=0)
-    model = on_meta(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
     fine = 1 + 2**-12  # bfloat16 has no such number
-    trained = engine(model, ADAMW, init_fn=lambda name, tensor: tensor.fill_(fine), param_dtype=torch.bfloat16)
+    trained = engine(on_meta(lambda: nn.Linear(6, 3)), ADAMW, init_fn=lambda name, tensor: tensor.fill_(fine),
+                     param_dtype=torch.bfloat16)  # fmt: skip
     state = trained.full_state_dict()
     same("float32 shards", state, {name: torch.full(value.shape, fine) for name, value in state.items()}, step=0)
-    trained.training_step(torch.ones(2, 6), torch.ones(2, 3, dtype=torch.bfloat16), F.mse_loss)
 
 
 @holds("misuse", sizes=(3,))
 def what_cannot_be_materialised_is_refused(engine):
     """A model on `meta` without a source of its values, or with one that does not fit, is refused by name."""
+    engine.needs("zero1", "zero2", "zero3")
     if engine.like != "zero3":
         words = "materialise", "ZeRO3(model, ..., init_fn=...)"
         refused(lambda: engine(on_meta(parts.OddModel), ADAMW), *words, error=ValueError)

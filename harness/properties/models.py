@@ -1,102 +1,11 @@
 """Models that other people write: what they reuse, tie, freeze, mix and return."""
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.properties import parts
-from harness.properties.training import EXACT, of_output
 from harness.run.model import GPT, next_token_loss, preset
-
-
-@dataclass(frozen=True)
-class Model:
-    """How a model is built, what its loss is, and which data it takes."""
-
-    build: Callable[[], nn.Module]
-    loss: Callable = of_output
-    batch: Callable = parts.token_batch
-    dtype: torch.dtype | None = torch.float64
-    atol: float = EXACT
-
-
-def vectors(step: int, rank: int):
-    return parts.vector_batch(step, rank, 5, torch.float64)
-
-
-class Keywords(nn.Module):
-    """Units that take keyword arguments and return tuples, dictionaries and dataclasses."""
-
-    class Unit(nn.Module):
-        def __init__(self, kind):
-            super().__init__()
-            self.linear, self.kind = nn.Linear(5, 5), kind
-
-        def forward(self, *, x):
-            x = torch.tanh(self.linear(x))
-            return {"tuple": (x, None), "dict": {"x": x}, "dataclass": Answer(x, {})}[self.kind]
-
-    def __init__(self):
-        super().__init__()
-        self.units = nn.ModuleList([self.Unit("tuple"), self.Unit("dict"), self.Unit("dataclass")])
-
-    def forward(self, batch, scale=1.0):
-        x = self.units[0](x=batch["x"])[0]
-        x = self.units[1](x=x)["x"]
-        x = self.units[2](x=x).logits
-        return Answer(x * scale, {"unused": x.exp()})
-
-
-@dataclasses.dataclass
-class Answer:
-    logits: torch.Tensor
-    hidden: object
-
-
-class Opaque:
-    """An object that neither torch nor dataclasses know."""
-
-    def __init__(self, logits, hidden):
-        self.logits, self.hidden = logits, {"all": hidden}
-        self.itself = self
-
-
-class Outputs(parts.OddModel):
-    """Returns logits and hidden states in some form; the loss uses the first, and one of the others."""
-
-    def __init__(self, form: str):
-        super().__init__()
-        self.form = form
-
-    def forward(self, tokens):
-        x, hidden = self.embedding(tokens).mean(1) * self.frozen + self.shift, []
-        for block in self.blocks:
-            x = block(x)
-            hidden.append(x)
-        logits = self.head(x)
-        return {
-            "dict": {"logits": logits, "hidden": hidden},
-            "dataclass": Answer(logits, hidden),
-            "tuple": (hidden, logits, None, "text"),
-            "object": Opaque(logits, hidden),
-        }[self.form]
-
-
-def of_any_output(model, tokens, targets):
-    output = model(tokens)
-    if isinstance(output, dict):
-        logits, hidden = output["logits"], output["hidden"]
-    elif isinstance(output, tuple):
-        hidden, logits, *_ = output
-    else:
-        logits, hidden = output.logits, output.hidden
-    hidden = hidden["all"] if isinstance(hidden, dict) else hidden
-    return F.cross_entropy(logits, targets) + (tokens[0, 0] % 2) * hidden[1].square().mean()
 
 
 class PartlyFrozen(nn.Module):
@@ -120,10 +29,7 @@ class PartlyFrozen(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(through(self.embedding(tokens).mean(1), self.blocks))
 
 
 class TwoTypes(nn.Module):
@@ -143,9 +49,7 @@ class TwoTypes(nn.Module):
         self.gain, self.bias = nn.Parameter(torch.ones(5, dtype=torch.float64)), nn.Parameter(torch.zeros(5))
 
     def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.double() * self.gain + self.bias
+        return through(x.float(), self.blocks).double() * self.gain + self.bias
 
 
 class TiedAcross(nn.Module):
@@ -158,20 +62,35 @@ class TiedAcross(nn.Module):
         self.blocks[1][1].weight = self.embedding.weight
 
     def forward(self, tokens):
-        return self.blocks[1](self.blocks[0](self.embedding(tokens).mean(1)))[:, :3]
+        return through(self.embedding(tokens).mean(1), self.blocks)[:, :3]
 
 
-class SharedInside(nn.Module):
+class SharedInside(TiedAcross):
     """Two units that hold the same layer, beside others of their own."""
 
     def __init__(self):
         super().__init__()
         shared = nn.Linear(5, 5)
-        self.embedding = nn.Embedding(11, 5)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh(), shared) for _ in range(2)])
 
-    def forward(self, tokens):
-        return self.blocks[1](self.blocks[0](self.embedding(tokens).mean(1)))[:, :3]
+
+class Nested(nn.Module):
+    """Containers in containers, a shared block, a bare parameter beside them: all must be managed by somebody."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(5, 5)
+        self.towers = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(5, 5), shared]), nn.Sequential(nn.Linear(5, 5), nn.ReLU()), nn.ReLU()]
+        )
+        self.by_name = nn.ModuleDict({"a": nn.Linear(5, 5)})
+        self.tail = nn.Sequential(shared, nn.Linear(5, 3))
+        self.loose = nn.ParameterList([nn.Parameter(torch.ones(5))])
+
+    def forward(self, x):
+        for module in (*self.towers[0], self.towers[1], self.towers[2], self.by_name["a"], self.tail):
+            x = module(x * self.loose[0])
+        return x
 
 
 class Checkpointed(nn.Module):
@@ -190,45 +109,31 @@ class Checkpointed(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        for first in range(0, 4, 2) if self.where == "around several" else ():
-
-            def run(x, first=first):
-                return self.blocks[first + 1](self.blocks[first](x))
-
-            x = checkpoint(run, x, use_reentrant=False)
-        for block in self.blocks if self.where != "around several" else ():
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant) if self.where == "around" else block(x)
+        x, blocks = self.embedding(tokens).mean(1), list(self.blocks)
+        if self.where == "inside":
+            return self.head(through(x, blocks))
+        several = 2 if self.where == "around several" else 1
+        for first in range(0, len(blocks), several):
+            x = checkpoint(through, x, blocks[first : first + several], use_reentrant=self.use_reentrant)
         return self.head(x)
 
 
 class Skipping(nn.Module):
     """Units of different sizes or of the same, of which one may be skipped."""
 
-    def __init__(self, sizes):
+    def __init__(self, sizes=(8, 9, 8, 9)):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes])
         self.skip = None
 
     def forward(self, x):
-        for index, block in enumerate(self.blocks):
-            if index != self.skip:
-                x = block(x)
-        return x
+        return through(x, [block for index, block in enumerate(self.blocks) if index != self.skip])
 
 
-MODELS = {
-    "a block twice, and tied": Model(parts.Twice),
-    "keywords and dataclasses": Model(Keywords, lambda model, x, _: model({"x": x}, scale=2.0).logits.square().mean(),
-                                      vectors),
-    "partly frozen": Model(PartlyFrozen),
-    # Float32 layers beside float64 gains: as exact as float32 is.
-    "two dtypes": Model(TwoTypes, lambda model, x, _: model(x.float()).square().mean(), vectors, None, 1e-6),
-    "tied across units": Model(TiedAcross),
-    "shared inside units": Model(SharedInside),
-    **{f"returns {form}": Model(lambda form=form: Outputs(form), of_any_output)
-       for form in ("dict", "dataclass", "tuple", "object")},
-}  # fmt: skip
+def through(x, blocks):
+    for block in blocks:
+        x = block(x)
+    return x
 
 
 # A small GPT, its data, which is another for every rank and step, and its loss.
@@ -238,10 +143,10 @@ def gpt(dtype: torch.dtype = torch.float32, device: str | None = None, seed: int
     return parts.seeded(lambda: GPT(preset("toy")), seed, dtype, device)
 
 
-def byte_batch(step: int, rank: int, device: str | None = None):
+def byte_batch(step: int, rank: int, device: str | None = None, rows: int = 2):
     generator = torch.Generator().manual_seed(1_000 * step + rank)
-    rows = torch.randint(256, (2, 17), generator=generator).to(device)
-    return rows[:, :-1], rows[:, 1:]
+    drawn = torch.randint(256, (rows, 17), generator=generator).to(device)
+    return drawn[:, :-1], drawn[:, 1:]
 
 
 def of_bytes(model, inputs, targets) -> torch.Tensor:

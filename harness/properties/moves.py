@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from harness.engine import guard
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import label
-from harness.properties import held, loops, parts, peaks, precision, sent, unused, values
+from harness.properties import held, loops, parts, peaks, precision, unused, values
 from harness.properties.layout import padded
 from harness.properties.sheet import EXACT, LAYER, LAYERS, MIXED_AT, ROUNDED, SMALL, Recorder, Sheet, move
 
@@ -119,7 +119,7 @@ def gradients(sheet: Sheet) -> None:
             for _ in range(2 if sheet.at == twice else 1):
                 sheet.backward(engine)
             if in_backward:
-                once = len(engine.trained) * sending
+                once = len(engine.trained_buckets) * sending
                 inside = sum(each.kind == kind for each in issued)
                 sheet.equal("reduce-scatters inside backward", inside, once, f"{once}: one per bucket and backward")
             engine._reduce_gradients()
@@ -132,7 +132,7 @@ def gradients(sheet: Sheet) -> None:
             said = f"{once}: one per bucket in forward and one in backward, but for the root; none for what was freed "
             sheet.equal("all-gathers of forward and backward", gathers, once, said + "too early")
         issued = [each for each in issued if each.kind != "all-gather" or sheet.name != "zero3"]
-        nbytes = sum(bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained)
+        nbytes = sum(bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained_buckets)
         sheet.traffic(issued, [kind], times * sending, nbytes, "for the gradients")
 
 
@@ -183,9 +183,9 @@ def zero1_update(sheet: Sheet) -> None:
     weights = dict(sheet.oracle().named_parameters())
     for name, piece, part in sheet.pieces(engine):
         sheet.same(f"this rank's piece of {name} after the update", piece, weights[name].detach().flatten()[part])
-    said = f"one, of the {len(engine.trained)} trained buckets: what is frozen has not changed"
+    said = f"one, of the {len(engine.trained_buckets)} trained buckets: what is frozen has not changed"
     found = " and ".join(f"one of {len(buckets)} buckets" for buckets, _ in gathered) or "none"
-    right = [buckets for buckets, _ in gathered] == [engine.trained]
+    right = [buckets for buckets, _ in gathered] == [engine.trained_buckets]
     sheet.expect(right, "calls of gather_parameters", said, found)
     elsewhere = [group for _, group in gathered if group is not engine.group]
     sheet.expect(not elsewhere, "the group that gather_parameters is given", "self.group", "another one")
@@ -231,7 +231,7 @@ def _own_gradients(sheet: Sheet, options):
     """(engine, {parameter: this rank's own gradient}) after a backward that reduced nothing."""
     engine = sheet.build_odd(sheet.probe(gradients_final=_keep), **options)
     sheet.backward(engine)
-    return engine, {param: param.grad.clone() for bucket in engine.trained for param in bucket.params}
+    return engine, {param: param.grad.clone() for bucket in engine.trained_buckets for param in bucket.params}
 
 
 @move("values", "zero2", step=3)
@@ -239,7 +239,7 @@ def zero2_send(sheet: Sheet) -> None:
     """A reduction starts one reduce-scatter of all that a bucket has, zeros for what is missing, and takes it away."""
     for options in sheet.setups():
         engine, own = _own_gradients(sheet, options)
-        for bucket in engine.trained:
+        for bucket in engine.trained_buckets:
             right = torch.zeros(bucket.numel, dtype=bucket.reduce_dtype, device=sheet.device)
             for number, (param, view) in enumerate(zip(bucket.params, bucket.views(right))):
                 if number % 3 != 2:
@@ -275,13 +275,13 @@ def zero2_receive(sheet: Sheet) -> None:
         engine, own = _own_gradients(sheet, options)
         for times in (1, 2):  # a second backward before the step adds up
             with sheet.listen("Reduction"):
-                for bucket in engine.trained:
+                for bucket in engine.trained_buckets:
                     for param in bucket.params:
                         param.grad = own[param].clone()
                     sheet.chapter.Reduction(bucket, sheet.group).finish(len(sheet.ranks))
             sheet.right_gradients(engine, times=times)
     with sheet.ledger(sheet.probe(gradients_final=_keep)) as (memory, engine):
-        (bucket,) = engine.trained
+        (bucket,) = engine.trained_buckets
         for param in bucket.params:
             param.grad = torch.zeros_like(param)
         reduction = sheet.chapter.Reduction(bucket, sheet.groups.silent)
@@ -301,17 +301,17 @@ def zero2_in_flight(sheet: Sheet) -> None:
     for options in sheet.setups():
         engine, _ = _own_gradients(sheet, options)
         with sheet.listen("self._send and self._receive") as issued:
-            for bucket in engine.trained:
+            for bucket in engine.trained_buckets:
                 before = len(issued)
                 engine._send(bucket)
                 sheet.in_flight("the reduce-scatter of a bucket when _send returns", issued[before:])
             engine._receive()
         sheet.right_gradients(engine)
-        sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained]
+        sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained_buckets]
         sheet.equal("bytes of the collectives", sheet.sizes(issued), sizes)
         sheet.traffic(issued, ["reduce-scatter"], 1, sum(sizes), "for all buckets")
     with sheet.ledger(sheet.probe(gradients_final=_keep), bucket_mb=LAYER / 2**20) as (memory, engine):
-        for bucket in engine.trained:
+        for bucket in engine.trained_buckets:
             for param in bucket.params:  # as backward fills it
                 param.grad = torch.zeros_like(param)
             engine._send(bucket)
@@ -326,7 +326,7 @@ def zero2_turns(sheet: Sheet) -> None:
     """Backward sends every bucket once, in one order, and two are whole at most."""
     gradients(sheet)
     for reverse in (False, True):  # gradients that finish in the opposite order must not change that of the buckets
-        sheet.ask(sent.buckets_are_reduced_in_one_order, reverse=reverse)
+        sheet.ask(held.buckets_are_reduced_in_one_order, reverse=reverse)
     sheet.ask(peaks.zero2_has_two_buckets_of_whole_gradients_at_most, reverse=False)
 
 
@@ -353,11 +353,11 @@ def zero2_clip(sheet: Sheet) -> None:
         means = "some numbers per rank, and no gradients"
         sheet.at_most("bytes of clipping's collectives", sum(sheet.sizes(issued)), 64 * sheet.world_size, means)
     for norm_type in (2.0, math.inf, 1.0):
+        sheet.ask(loops.one_ranks_nan_is_in_every_ranks_norm, value=math.nan, norm_type=norm_type)
         sheet.ask(loops.clipping_takes_the_norm_of_the_whole_model, norm_type=norm_type)
         sheet.ask(loops.a_rank_that_owns_only_padding_agrees_on_the_norm, low=None, high=torch.float32,
                   norm_type=norm_type)  # fmt: skip
-        sheet.ask(loops.one_ranks_nan_is_in_every_ranks_norm, value=math.nan, norm_type=norm_type)
-    sheet.ask(unused.clipping_between_backwards_leaves_the_unused_alone)
+    sheet.ask(unused.what_nobody_used_is_left_out_of_the_step, **unused.EACH)
     sheet.ask(precision.mixed_precision_is_a_rounded_copy_that_computes, model="Twice")
 
 
@@ -571,7 +571,7 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
     # As declared, again, another way, that again, and a longer way.
     ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
     for prefetch in (1, 0, 2):
-        model, events = parts.seeded(sent.Lanes, dtype=torch.float32, device=sheet.device), []
+        model, events = parts.seeded(held.Lanes, dtype=torch.float32, device=sheet.device), []
         engine = sheet.build(model, _noting(cls or sheet.engine_cls, events), prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way
@@ -628,7 +628,7 @@ def zero3_before_backward(sheet: Sheet) -> None:
     sent = any("reduce" in each.kind for each in issued)
     none = "None" + ": it was sent away already. Was a unit reduced before backward had finished its gradients?" * sent
     expected = {name: param.grad for name, param in plain.named_parameters()}
-    for bucket in engine.trained:
+    for bucket in engine.trained_buckets:
         for name, param in zip(bucket.names, bucket.params):
             sheet.same(f"this rank's own gradient of {name} after backward", param.grad, expected[name], none=none)
     _order_of_events(sheet, cls, backward=True, free=False)
@@ -641,9 +641,9 @@ def zero3_after_backward(sheet: Sheet) -> None:
 
     def drop(self, unit) -> None:
         """In the place of step 3. What of the unit is frozen may still be needed."""
-        if unit.gathered and len(unit.trained) == len(unit.buckets):
+        if unit.gathered and len(unit.trained_buckets) == len(unit.buckets):
             left.append(unit.name)
-        for bucket in unit.trained:
+        for bucket in unit.trained_buckets:
             for param in bucket.params:
                 param.grad = None
 
@@ -651,7 +651,7 @@ def zero3_after_backward(sheet: Sheet) -> None:
     for reshard in (True, False):
         engine = sheet.build_odd(cls, reshard_after_forward=reshard)
         sheet.backward(engine)
-        frozen = ", ".join(unit.name for unit in engine.units if len(unit.trained) < len(unit.buckets))
+        frozen = ", ".join(unit.name for unit in engine.units if len(unit.trained_buckets) < len(unit.buckets))
         what = f"units still gathered when their gradients are final, with reshard_after_forward={reshard}"
         found = f"{', '.join(left)} ({frozen} is freed later, as it has frozen weights: it is not looked at here)"
         sheet.expect(not left, what, "none", found)

@@ -1,85 +1,51 @@
 """Offload: shards, their gradients and the optimizer state in the host's memory (`CPUOffloadPolicy`)."""
 
+import contextlib
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.nn import functional as F
 
 from harness.engine import checkpoint
-from harness.engine.gradients import GradScaler
 from harness.properties import models, parts
-from harness.properties.precision import LOW
+from harness.properties.models import PartlyFrozen
+from harness.properties.precision import of_tokens, scaler_of
 from harness.properties.property import expect, holds, refused, same
+from harness.properties.training import Pair
+from harness.run.shared_folder import shared_folder
+
+HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
 
 
-@holds("values", sizes=(2, 4), cases=({"options": {}}, {"options": LOW}),
-       further_cases=({"options": {"param_dtype": torch.float16}},))  # fmt: skip
-def offload_changes_nothing(engine, options, device="cpu"):
-    """Losses, norms and weights are those without offload, through micro-batches, clipping, a scaler, a checkpoint.
+@holds("values", sizes=(2, 4), cases=({"options": {}}, {"options": HALF}))
+def offload_changes_nothing(engine, options):
+    """Losses, norms and weights are right with offload, through micro-batches, clipping, a scaler, a checkpoint.
 
-    To the bit where host and device are of one type: the same numbers are added in the same order, in other memory. On
-    four ranks the shards are on a grid of 2 x 2.
+    On four ranks the shards are on a grid of 2 x 2.
     """
-    size = dist.get_world_size()
-    atol = 0.0 if device == "cpu" else 1e-3  # AdamW's kernels on host and device round differently
-    options = {**options, "group": parts.mesh(size // 2, 2, device=device) if size > 2 else None}
-
-    def build(seed=0, **more):
-        model = parts.seeded(parts.OddModel, seed, torch.float32, device)
-        with torch.no_grad():
-            model.frozen.add_(seed)
-        return engine(model, parts.ADAMW, **options, **more)
-
-    runs = []
-    for policy in (None, CPUOffloadPolicy(pin_memory=True)):
-        trained, seen = build(offload_policy=policy), []
-        scaler = GradScaler(device, init_scale=4.0, enabled=options.get("param_dtype") == torch.float16)
-        for step in range(4):
-            for part in range(2):
-                tokens, targets = (each.to(device) for each in parts.token_batch(2 * step + part, dist.get_rank()))
-                # In the first steps both backwards send, and shards add up; in the others the first sends nothing.
-                with trained.no_sync() if step > 1 and not part else torch.enable_grad():
-                    loss = F.cross_entropy(trained(tokens).float(), targets)
-                    scaler.scale(loss / 2).backward()
-                seen.append(loss.detach())
-            scaler.unscale_(trained)
-            seen.append(trained.clip_grad_norm_(0.5))
-            scaler.step(trained)
-            scaler.update()
-            trained.zero_grad()
-            if step == 1 and policy is not None:  # saved from the host, and loaded into an engine without offload
-                with parts.folder() as folder:
-                    checkpoint.save(trained, folder, step=step)
-                    other = build(seed=5)
-                    same("what was saved besides", checkpoint.load(other, folder), {"step": step})
-                    same("the state that was loaded", other.full_state_dict(), trained.full_state_dict())  # copies
-                    checkpoint.load(trained, folder)  # and back onto the host
-        runs.append((torch.stack(seen), trained.full_state_dict()))
-        if policy is not None:
-            shards_are_on_the_host(trained, device)
-        model = trained.model
-        trained.close()
-        same("where the closed model is", {param.device.type for param in model.parameters()}, {device})
-    (seen, state), (seen_there, state_there) = runs
-    assert len(seen.unique()) > 8, "the losses are all the same: this proves nothing"
-    same("losses and norms", seen_there, seen, atol, step=2)
-    same("the weights", state_there, state, atol, step=5)
-    dist.barrier()
-
-
-def shards_are_on_the_host(trained, device: str) -> None:
-    for bucket in trained.trained:
-        own = [bucket.shard, *(piece for _, piece in bucket.pieces)]
-        own += [value for _, piece in bucket.pieces for value in trained.optimizer.state[piece].values()]
-        same("where shards, pieces and state are", {tensor.device.type for tensor in own}, {"cpu"}, step=4)
-        where = {bucket.flat.device.type, bucket.params[0].device.type}
-        same("where gathered parameters are", where, {device}, step=5)
+    options = {**options, "group": parts.grid() if dist.get_world_size() > 2 else None}
+    policy = CPUOffloadPolicy(pin_memory=True)
+    pair = Pair(engine, PartlyFrozen, parts.ADAMW, loss=of_tokens, offload_policy=policy, **options)
+    scaler = scaler_of(engine, init_scale=4.0, enabled="param_dtype" in options)
+    for step in range(4):
+        # In the first steps both backwards send, and shards add up; in the others the first sends nothing.
+        scale = scaler.scale(torch.ones((), dtype=torch.float64))
+        pair.backward(2 * step, scale=scale, inside=pair.trained.no_sync if step > 1 else contextlib.nullcontext)
+        pair.scaled_step(2 * step + 1, scaler, 0.5)
+        if step == 1:  # saved from the host, loaded into an engine without offload, and back onto the host
+            other = engine(parts.seeded(PartlyFrozen, seed=5), parts.ADAMW, **options)
+            with shared_folder() as folder:
+                checkpoint.save(pair.trained, folder, step=step)
+                same("what was saved besides", checkpoint.load(other, folder), {"step": step})
+                checkpoint.save(other, folder)
+                checkpoint.load(pair.trained, folder)
+    pair.same_weights()
+    for bucket in pair.trained.trained_buckets:
         shared = bucket.shard.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata
         expect(not shared, "the shard's memory", "its own", "a part of the gathered buffer", step=0)
-    same("where the frozen parameter is", trained.model.frozen.device.type, device)
+    dist.barrier()
 
 
 @holds("misuse")

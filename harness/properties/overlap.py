@@ -1,17 +1,20 @@
 """When collectives are issued, when they are waited for, and that all is right however late they run."""
 
 import contextlib
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.in_flight import InFlight
+from harness.measure.timeline import Timeline
 from harness.properties import parts
 from harness.properties.models import PartlyFrozen, Skipping
+from harness.properties.parts import grid
 from harness.properties.property import holds, same
-from harness.properties.training import Pair
+from harness.properties.training import Pair, of_vectors, vectors
 
 
 class Rooted(parts.Stack):
@@ -25,44 +28,41 @@ class Rooted(parts.Stack):
         return self.last(super().forward(self.first(x)))
 
 
-@contextlib.contextmanager
-def replaced(**functions):
-    """`torch.distributed` with some functions replaced."""
-    real = {name: getattr(dist, name) for name in functions}
-    for name, function in functions.items():
-        setattr(dist, name, function)
-    try:
-        yield
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
+replaced = partial(mock.patch.multiple, dist)  # `with replaced(all_reduce=function):`
 
 
-@holds("order", engines=("zero2", "zero3"), cases=(
-    {"root": False, "reverse": False}, {"root": True, "reverse": False, "on": ("zero3",)},
-    {"root": True, "reverse": True, "on": ("zero3",)}))  # fmt: skip
-def collectives_travel_while_the_rank_computes(engine, root, reverse):
-    """Between issuing a reduction or a prefetched gather and waiting for it the rank computes."""
+@holds("order", engines=("zero2", "zero3"), sizes=(2, 4), cases=(
+    {"at": (2,)}, {"root": True, "on": ("zero3",), "at": (2,)}, {"hybrid": True, "at": (4,)}),
+    further_cases=({"root": True, "reverse": True, "on": ("zero3",), "at": (2,)},))  # fmt: skip
+def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False, hybrid=False):
+    """Between issuing a reduction or a prefetched gather and waiting for it the rank computes.
+
+    So it does between the replicas' all-reduce of a shard, and the wait for it.
+    """
     engine.needs("zero2", "zero3")
     rank, layers = dist.get_rank(), 6
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
-    kind = Rooted if root else parts.Stack
+    kind, group = Rooted if root else parts.Stack, grid() if hybrid else None
     model = parts.seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
-    trained = engine(model, parts.ADAMW, **options)
+    trained = engine(model, parts.ADAMW, group=group, **options)
     for _ in range(2):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
         trained.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
 
-    with InFlight() as seen:
+    with Timeline() as seen:
         trained.training_step(*parts.vector_batch(1, rank, 16), F.mse_loss)
-    # The last reduction has no backward left to hide behind.
+    # The last reduction has no backward left to hide behind. Of replicas, whose all-reduce of a shard is issued when
+    # the next bucket is, so have the last two all-reduces.
     expected = [True] * (layers + root - 1) + [False]
-    same("reductions behind which the rank computes", seen.computed_meanwhile("reduce"), expected, step=3)
+    expected = [True] * (2 * layers - 3) + [False] * 3 if hybrid else expected
+    hidden = seen.computed_meanwhile("all-reduce", "reduce-scatter")
+    same("reductions behind which the rank computes", hidden, expected, step=3)
     if engine.like == "zero3":
         # In forward the first gather has nothing in front of it, nor has the last unit's in backward. With a root the
         # first gather is the root's; in backward the root is gathered still, and its head hides the first.
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
         expected = [False] + [True] * layers + [True] * layers if root else expected
-        same("gathers behind which the rank computes", seen.computed_meanwhile("gather"), expected, step=2)
+        same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected, step=2)
+    dist.barrier()
 
 
 class _Late:
@@ -102,18 +102,20 @@ def late_collectives():
         yield pending
 
 
-@holds("order", sizes=(3,), further_sizes=(2,), cases=({"skips": False}, {"skips": True}))
-def a_collective_may_run_as_late_as_its_wait(engine, skips):
-    """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing."""
-    if skips:
-        pair = Pair(engine, lambda: Skipping((8, 9, 8, 9)), parts.ADAMW, find_unused=True,
-                    loss=lambda model, x, y: F.mse_loss(model(x), y),
-                    batch=lambda step, who: parts.vector_batch(step, who, 8, torch.float64))  # fmt: skip
-    else:
-        pair = Pair(engine, PartlyFrozen, parts.ADAMW)
+@holds("order", sizes=(3, 4), further_sizes=(2,), cases=(
+    {"build": PartlyFrozen, "at": (2, 3)}, {"build": Skipping, "at": (2, 3)},
+    {"build": Skipping, "hybrid": True, "at": (4,)}))  # fmt: skip
+def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
+    """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing.
+
+    A unit that all ranks skip, with `find_unused`, is no mistake.
+    """
+    engine.needs("zero1", "zero2", "zero3")
+    options = {"find_unused": True, "loss": of_vectors, "batch": vectors(8)} if build is Skipping else {}
+    pair = Pair(engine, build, parts.ADAMW, group=grid() if hybrid else None, **options)
     with late_collectives() as pending:
         for step in range(4):
-            pair.plain.skip = pair.trained.model.skip = (None, 1, 3, None)[step]
+            pair.plain.skip = pair.trained.model.skip = (None, 1, 3, 0)[step]
             pair.backward(step)
             pair.step()
             pair.trained.model.skip = 2  # which is then gathered ahead for nothing
@@ -122,3 +124,4 @@ def a_collective_may_run_as_late_as_its_wait(engine, skips):
             pair.nothing_gathered("an evaluation", 1)
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()
+    dist.barrier()

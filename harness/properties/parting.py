@@ -20,88 +20,57 @@ def short_group():
     return dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
 
 
-WAYS = tuple(
-    {"at_step": at, "skip": skip, "prefetch": ahead} for at, skip, ahead in ((2, 1, 1), (0, 1, 1), (2, 3, 1), (2, 0, 0))
-)
+@holds("misuse", engines=("zero3",), sizes=(3,), further_sizes=(2,), cases=({}, {"evaluation": True, "prefetch": 0}),
+       further_cases=({"at_step": 0}, {"skip": 3}, {"skip": 0, "prefetch": 0}))  # fmt: skip
+def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch=1, evaluation=False):
+    """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest.
 
-
-@holds("misuse", engines=("zero3",), sizes=(3,), further_sizes=(2,), cases=WAYS[:1], further_cases=WAYS[1:])
-def a_unit_that_only_some_ranks_run_is_named(engine, at_step, skip, prefetch):
-    """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest."""
+    In an evaluation it leaves out the last unit: its next forward must not meet the others' gather.
+    """
     engine.needs("zero3")
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    sizes = (5, 6, 7, 8) if last == 2 else (8, 8, 8, 8)
-    model = parts.seeded(lambda: Skipping(sizes), dtype=torch.float32)
+    model = parts.seeded(lambda: Skipping((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
     trained = engine(model, parts.DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
-    for step in range(at_step):
-        trained.training_step(*parts.vector_batch(step, rank, 8), F.mse_loss)
-    model.skip = skip if rank == last else None
-    # A rank between the first and the last may meet it a unit later.
-    where = f"all-gather of unit 'blocks.{skip}'" if rank in (0, last) else "all-gather of unit"
-    try:
-        refused(lambda: trained.training_step(*parts.vector_batch(9, rank, 8), F.mse_loss), where, step=1)
-    finally:
-        dist.barrier()  # the others may still be on their way to their error
-
-
-@holds("misuse", engines=("zero3",), sizes=(3,))
-def a_unit_left_out_at_the_end_is_named(engine):
-    """In an evaluation the last rank leaves out the last unit: its next forward must not meet the others' gather."""
-    engine.needs("zero3")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = parts.seeded(lambda: Skipping((8, 8, 8, 8)), dtype=torch.float32)
-    trained = engine(model, parts.DECAY, group=short_group(), prefetch=0)
-    x, _ = parts.vector_batch(0, rank, 8)
+    x, y = parts.vector_batch(0, rank, 8)
 
     def evaluate():
         with torch.no_grad():
             trained(x)
-            model.skip = 3 if rank == world_size - 1 else None
+            model.skip = 3 if rank == last else None
             trained(x)
             trained(x)
 
+    def train():
+        for step in range(at_step + 1):
+            model.skip = skip if rank == last and step == at_step else None
+            trained.training_step(x, y, F.mse_loss)
+
+    # A rank between the first and the last may meet it a unit later.
+    unit = f" 'blocks.{3 if evaluation else skip}'" if rank in (0, last) else ""
     try:
-        refused(evaluate, "all-gather of unit 'blocks.3'", error=RuntimeError, step=1)
+        refused(evaluate if evaluation else train, f"all-gather of unit{unit}", error=RuntimeError, step=1)
     finally:
-        dist.barrier()
-
-
-@holds("values", sizes=(2,), further_sizes=(3,))
-def a_unit_that_no_rank_runs_is_no_mistake(engine):
-    """With `find_unused` training goes on right where all ranks skip a unit, and evaluations come in between."""
-    pair = Pair(engine, lambda: Skipping((8, 9, 8, 9)), parts.DECAY, find_unused=True,
-                loss=lambda model, x, y: F.mse_loss(model(x), y),
-                batch=lambda step, who: parts.vector_batch(step, who, 8, torch.float64))  # fmt: skip
-    for step, skip in enumerate((None, 1, 1, None, 3, 0)):
-        pair.plain.skip = pair.trained.model.skip = skip
-        pair.backward(step)
-        pair.step()
-        with torch.no_grad():  # another kind of forward in between
-            pair.trained(pair.batch(step, pair.rank)[0])
-    pair.same_weights()
+        dist.barrier()  # the others may still be on their way to their error
 
 
 @holds("traffic", engines=("zero3",))
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
     engine.needs("zero3")
+    x, y = parts.vector_batch(0, dist.get_rank(), 8, torch.float64)
     groups = []
     for _ in range(2):
         trained = engine(parts.seeded(lambda: parts.Stack(3, 8)), parts.DECAY, prefetch=0)
-        x, y = parts.vector_batch(0, dist.get_rank(), 8, torch.float64)
-        for turn in range(2):
-            with TrafficLedger() as traffic:
+        for _ in range(2):
+            with TrafficLedger() as traffic:  # of the second turn in the end
                 trained.training_step(x, y, F.mse_loss)
                 with torch.no_grad():
                     trained(x)
                 with trained.no_sync():
                     F.mse_loss(trained(x), y).backward()
-                F.mse_loss(trained(x), y).backward()
-                trained.step()
-                trained.zero_grad()
-            if turn:
-                whole = trained.units[0].buckets[0].flat.nbytes
-                same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole}, step=1)
+                trained.training_step(x, y, F.mse_loss)
+        whole = trained.units[0].buckets[0].flat.nbytes
+        same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole}, step=1)
         groups.append(len(dist.distributed_c10d._world.pg_map))
     same("process groups with a second engine", groups[1], groups[0], step=0)
 

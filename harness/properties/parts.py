@@ -1,10 +1,8 @@
 """What properties share: optimizers, small models (harness/run/small_models.py), groups, and an impostor."""
 
-import contextlib
 import copy
 import functools
 import importlib
-import tempfile
 from functools import partial
 
 import torch
@@ -108,19 +106,12 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = "cpu")
     return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
+def grid(replicas: int = 2, shards: int = 2):
+    """The mesh of hybrid sharding."""
+    return mesh(replicas, shards, names=("replicas", "shards"))
+
+
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     value = value.clone()
     dist.all_reduce(value)
     return value / dist.get_world_size()
-
-
-@contextlib.contextmanager
-def folder():
-    """The name of an empty folder that all ranks share, which goes when all have left."""
-    own = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
-    name = [own and own.name]
-    dist.broadcast_object_list(name)
-    yield name[0]
-    dist.barrier()
-    if own:
-        own.cleanup()

@@ -20,11 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.measure.memory import storage_bytes
-from harness.properties import parts
-from harness.properties.models import PartlyFrozen
+from harness.properties import models, parts
 from harness.properties.overlap import late_collectives, replaced
 from harness.properties.property import NotApplicable, expect, holds, same
-from harness.properties.training import EXACT, Pair, of_output
+from harness.properties.training import EXACT, Pair, inside, of_output
 
 
 def leaves(step: int, rank: int):
@@ -45,93 +44,78 @@ class Path:
     root_again: bool = False  # and the root, if nobody can see that the model's output will get a gradient
     keeps: bool = False  # a graph of backward's own may read all weights later: units stay gathered for it
     warns: bool = False  # ZeRO-3 says which unit is used from outside
+    dtype: torch.dtype | None = torch.float64
+    atol: float = EXACT
 
 
-class Layer(nn.Module):
-    def __init__(self):
+# A model of three units and a head, which belongs to the root. What it does, and what a unit does, is a case's own.
+
+
+class Unit(nn.Module):
+    """Linear layers (`a`, `b` and so on), and the forward of a case."""
+
+    def __init__(self, run: Callable, layers: str):
         super().__init__()
-        self.a = nn.Linear(5, 5)
+        self.run = run
+        for name in layers:
+            self.add_module(name, nn.Linear(5, 5))
 
-    def forward(self, x):
-        return torch.tanh(self.a(x))
-
-
-class TwoLayers(Layer):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.Linear(5, 5)
+    def forward(self, *inputs, **named):
+        return self.run(self, *inputs, **named)
 
 
-def call(block, x):
-    return block(x)
+class Body(Unit):
+    def __init__(self, run: Callable, unit: Callable | type, layers: str):
+        super().__init__(run, "")
+        self.blocks = nn.ModuleList(unit() if isinstance(unit, type) else Unit(unit, layers) for _ in range(3))
+        self.head = nn.Linear(5, 3)
 
 
-class Body(nn.Module):
-    """Three units of one kind, used one after the other, and a head, which belongs to the root."""
-
-    def __init__(self, unit: Callable[[], nn.Module] = Layer, use: Callable = call):
-        super().__init__()
-        self.blocks = nn.ModuleList(unit() for _ in range(3))
-        self.head, self.use = nn.Linear(5, 3), use
-
-    def through(self, x):
-        for block in self.blocks:
-            x = self.use(block, x)
-        return x
-
-    def forward(self, x):
-        return self.head(self.through(x))
+def one_layer(unit, x):
+    return torch.tanh(unit.a(x))
 
 
-def inside(model) -> nn.Module:
-    """The model, of an engine or as it is."""
-    return getattr(model, "model", model)
+def by(use: Callable, result: Callable = lambda out: out):
+    """A model's forward that uses its units, one after the other, by `use(unit, x)`."""
+
+    def run(model, x):
+        for block in model.blocks:
+            x = use(block, x)
+        return result(model.head(x))
+
+    return run
+
+
+plain = by(lambda block, x: block(x))
+
+
+def body(run: Callable = plain, unit: Callable | type = one_layer, layers: str = "a"):
+    return partial(Body, run, unit, layers)
 
 
 # Losses that do not pass through a unit's output.
 
 
-class Router(Layer):
+def router(unit, x):
     """The loss of a router is kept as an attribute, as every mixture of experts does it."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.inner = nn.Linear(5, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        self.loss = self.inner(torch.softmax(self.router(x), -1)).square().sum()
-        return x + super().forward(x.detach())
+    unit.loss = unit.c(torch.softmax(unit.b(x), -1)).square().sum()
+    return x + one_layer(unit, x.detach())
 
 
-class Apart(TwoLayers):
+def apart(unit, x):
     """What a unit returns needs no gradient at all; only the loss that it keeps does."""
-
-    def forward(self, x):
-        h = super().forward(x)
-        self.loss = self.b(h).square().sum()
-        return h.detach()
+    h = one_layer(unit, x)
+    unit.loss = unit.b(h).square().sum()
+    return h.detach()
 
 
-class Measured(Layer):
-    def forward(self, x):
-        h = super().forward(x)
-        self.loss = h.square().mean()
-        return h
+def with_kept_losses(model, x, y):
+    return F.cross_entropy(model(x), y) + 0.1 * sum(block.loss for block in inside(model).blocks)
 
 
-class Unused(Body):
-    """The loss that is used comes from inside; the model's output, and its frozen head, are not used."""
-
-    def __init__(self):
-        super().__init__(Measured)
-        self.head.requires_grad_(False)
-
-
-class Silent(Body):
+def silent(model, x, y):
     """The model returns nothing, and keeps its loss."""
-
-    def forward(self, x, y):
-        self.loss = F.cross_entropy(super().forward(x), y)
+    model.loss = F.cross_entropy(plain(model, x), y)
 
 
 def kept_by_the_model(model, x, y):
@@ -139,150 +123,102 @@ def kept_by_the_model(model, x, y):
     return inside(model).loss
 
 
-def with_kept_losses(model, x, y):
-    return F.cross_entropy(model(x), y) + 0.1 * sum(block.loss for block in inside(model).blocks)
-
-
-def only_kept_losses(model, x, y):
-    model(x)
-    return sum(block.loss for block in inside(model).blocks)
-
-
-def features_of_hooks(model, x, y, deep):
+def features_of_hooks(model, x, y):
     """The loss takes what hooks of the caller's have seen, on units or on layers in them; of the output only a part."""
-    seen, hooks = [], []
-    for block in inside(model).blocks:
-        module = block.a if deep else block
+    blocks, seen, hooks = inside(model).blocks, [], []
+    for module in (blocks[0], *(block.a for block in blocks[1:])):
         hooks.append(module.register_forward_hook(lambda module, args, out: seen.append(out)))
     out = model(x)
     for hook in hooks:
         hook.remove()
-    return F.cross_entropy(out if deep else out.detach() + out[:, :1], y) + sum(each.pow(3).sum() for each in seen)
+    return F.cross_entropy(out.detach() + out[:, :1], y) + sum(each.pow(3).sum() for each in seen)
 
 
 LOSSES = {
-    "losses kept, outputs without gradient": Path(partial(Body, Apart), with_kept_losses),
-    "through outputs": Path(Body),
-    "losses kept beside outputs": Path(partial(Body, Router), with_kept_losses),
-    "the model keeps its loss and returns nothing": Path(Silent, kept_by_the_model, root_again=True),
-    "losses kept, the model's output unused": Path(Unused, only_kept_losses),
-    "features of a hook": Path(Body, partial(features_of_hooks, deep=False)),
-    "features of a hook inside": Path(Body, partial(features_of_hooks, deep=True)),
+    "losses kept, outputs without gradient": Path(body(plain, apart, "ab"), with_kept_losses),
+    "through outputs": Path(body()),
+    "losses kept beside outputs": Path(body(plain, router, "abc"), with_kept_losses),
+    "the model keeps its loss and returns nothing": Path(body(silent), kept_by_the_model, root_again=True),
+    "features of hooks": Path(body(), features_of_hooks),
 }
 
 # Outputs that are changed, hidden, or of odd forms.
 
 
-class Inplace(nn.Module):
-    """An `nn.Linear` on three dimensions returns a view, which the model changes in place: its hooks are dropped."""
+def a_view(unit, x):
+    return unit.a(x[None])[0]
 
-    def __init__(self, count: int):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(count))
-        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(5, 3)
 
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = self.relu(layer(x))
-        return self.head(x.mean(1))
+def changed_in_place(block, x):
+    """The hooks that were on a view are dropped then."""
+    return F.relu(block(x), inplace=True)
 
 
 class Slots:
-    __slots__ = ("hidden",)
+    """An object that nobody knows, and that holds itself."""
+
+    __slots__ = ("hidden", "itself")
 
     def __init__(self, hidden):
-        self.hidden = hidden
+        self.hidden, self.itself = hidden, self
 
 
 class Output(dict):
     """As the libraries of language models return it."""
 
 
+@dataclass
+class Answer:
+    hidden: torch.Tensor
+    more: dict
+
+
 Both = collections.namedtuple("Both", "first second")
 
 # (into a form, and out of it)
 FORMS = {
-    "set": (lambda h: {h}, lambda out: next(iter(out))),
     "slots": (Slots, lambda out: out.hidden),
     "closure": (lambda h: lambda: h, lambda out: out()),
     "generator": (lambda h: (part for part in (h[:, :2], h[:, 2:])), lambda out: torch.cat(list(out), 1)),
+    "dataclass": (lambda h: Answer(h, {}), lambda out: out.hidden),
     "subclass of dict": (lambda h: Output(hidden=h), lambda out: out["hidden"]),
     "named tuple": (lambda h: Both(h, None), lambda out: out.first),
-    "default dictionary": (lambda h: collections.defaultdict(list, hidden=[h]), lambda out: out["hidden"][0]),
 }
-SEEN = {"named tuple", "default dictionary"}  # by who looks for tensors in an output
+SEEN = {"dataclass", "named tuple"}  # by who looks for tensors in an output
 
 
 def in_a(form: str) -> Path:
     """Units, and the model, return `form`."""
     wrap, unwrap = FORMS[form]
-
-    class Unit(Layer):
-        def forward(self, x):
-            return wrap(super().forward(x))
-
-    class Wrapped(Body):
-        def forward(self, x):
-            return wrap(super().forward(x))
-
-    build = partial(Wrapped, Unit, use=lambda block, x: unwrap(block(x)))
+    run = by(lambda block, x: unwrap(block(x)), wrap)
+    build = body(run, lambda unit, x: wrap(one_layer(unit, x)))
     return Path(build, lambda model, x, y: F.cross_entropy(unwrap(model(x)), y), root_again=form not in SEEN)
 
 
-class Later(Layer):
+def later(unit, x):
     """A unit returns a generator, which computes with the unit's weights when its forward is over."""
-
-    def forward(self, x):
-        return (torch.tanh(self.a(rows)) for rows in x.chunk(2))
+    return (torch.tanh(unit.a(rows)) for rows in x.chunk(2))
 
 
-class OwnWeight(nn.Module):
-    """Units that return a view of their own weight, and one that returns the weight itself."""
+def own_weights(unit, x):
+    """A unit returns its weight, and a view of it."""
+    return unit.a.weight, unit.a.weight[1:], unit.a.bias
 
-    class Block(nn.Module):
-        def __init__(self, whole: bool):
-            super().__init__()
-            self.weight, self.whole = nn.Parameter(torch.randn(5, 5)), whole
 
-        def forward(self):
-            return self.weight if self.whole else self.weight[1:]
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([self.Block(False), self.Block(True), self.Block(False)])
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        x = torch.tanh(x @ self.blocks[0]().T)  # (4, 4)
-        x = torch.tanh(x @ self.blocks[1]()[:4])  # (4, 5)
-        return self.head(x @ self.blocks[2]().T)
+def by_own_weights(block, x):
+    whole, view, bias = block(x)
+    return torch.tanh(F.linear(F.linear(x, view), whole[:, 1:], bias))
 
 
 OUTPUTS = {
-    "in place, 3 layers": Path(partial(Inplace, 3), batch=parts.token_batch),
-    "in place, 5 layers": Path(partial(Inplace, 5), batch=parts.token_batch),
+    "in place": Path(body(by(changed_in_place), a_view)),
     **{f"in a {form}": in_a(form) for form in FORMS},
-    "in a generator that computes later": Path(
-        partial(Body, Later, lambda block, x: torch.cat(list(block(x)))), again=False, warns=True
-    ),
-    "views of own weights": Path(OwnWeight),
-}
+    "in a generator that computes later": Path(body(by(lambda block, x: torch.cat(list(block(x)))), later),
+                                               again=False, warns=True),
+    "own weights": Path(body(by(by_own_weights), own_weights)),
+}  # fmt: skip
 
 # Frozen weights, gradients of gradients, and parts without.
-
-
-class Prompted(Body):
-    """A frozen body behind a prompt that is trained: soft prompts."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks.requires_grad_(False)
-        self.prompt = nn.Parameter(torch.randn(5))
-
-    def forward(self, x):
-        return super().forward(x + self.prompt)
 
 
 def gradient_penalty(model, x, y):
@@ -292,15 +228,16 @@ def gradient_penalty(model, x, y):
     return F.cross_entropy(out, y) + gradient.square().sum()
 
 
-class Forces(Body):
+def forces(model, x):
     """The model itself takes a gradient by its input, as a model of molecules does for its forces."""
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            energy = self.through(x).pow(2)
-            (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-        return self.head(energy + forces)
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = x
+        for block in model.blocks:
+            energy = block(energy)
+        energy = energy.pow(2)
+        (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return model.head(energy + gradient)
 
 
 def twice(loss):
@@ -308,48 +245,41 @@ def twice(loss):
     return lambda model, x, y: loss(model, x, y) + loss(model, x.detach() + 1, y)
 
 
-class Partly(Body):
-    """A unit in the middle runs without gradients."""
+def partly_without_gradients() -> nn.Module:
+    """A unit in the middle is frozen, and runs without gradients."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].requires_grad_(False)
+    def use(block, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and block.a.weight.requires_grad):
+            y = block(x)
+        return x + y
 
-    def through(self, x):
-        x = self.blocks[0](x)
-        with torch.no_grad():
-            y = self.blocks[1](x)
-        return self.blocks[2](x + y)
+    model = body(by(use))()
+    model.blocks[1].requires_grad_(False)
+    return model
 
 
-LOW_RANK = partial(Body, PartlyFrozen.Adapter)  # LoRA: a frozen weight and two small trained ones in each unit
+LOW_RANK = models.PartlyFrozen.Adapter  # LoRA: a frozen weight and two small trained ones in each unit
 GRADIENTS = {
-    "frozen weights and a leaf": Path(LOW_RANK),
-    "a frozen body and a leaf": Path(Prompted),
-    "a gradient penalty": Path(Body, gradient_penalty, again=False, keeps=True),
-    "two gradient penalties": Path(Body, twice(gradient_penalty), again=False, keeps=True),
-    "a gradient penalty of frozen weights": Path(LOW_RANK, gradient_penalty, again=False, keeps=True),
-    "two gradient penalties of frozen weights": Path(LOW_RANK, twice(gradient_penalty), again=False, keeps=True),
-    "a gradient taken in forward": Path(Forces, again=False, keeps=True),
-    "a gradient of frozen weights taken in forward": Path(partial(Forces, PartlyFrozen.Adapter), again=False,
-                                                          keeps=True),
-    "two forwards": Path(Body, twice(of_output), again=False),
-    "two forwards of frozen weights": Path(LOW_RANK, twice(of_output), again=False),
-    "two forwards of kept losses": Path(partial(Body, Router), twice(with_kept_losses), again=False),
-    "a part without gradients": Path(Partly, again=False),
+    "frozen weights and a leaf": Path(body(plain, LOW_RANK)),
+    "a gradient penalty": Path(body(), gradient_penalty, again=False, keeps=True),
+    "two gradient penalties": Path(body(), twice(gradient_penalty), again=False, keeps=True),
+    "a gradient penalty of frozen weights": Path(body(plain, LOW_RANK), gradient_penalty, again=False, keeps=True),
+    "two gradient penalties of frozen weights": Path(body(plain, LOW_RANK), twice(gradient_penalty), again=False,
+                                                     keeps=True),
+    "a gradient taken in forward": Path(body(forces), again=False, keeps=True),
+    "a gradient of frozen weights taken in forward": Path(body(forces, LOW_RANK), again=False, keeps=True),
+    "two forwards": Path(body(), twice(of_output), again=False),
+    "two forwards of frozen weights": Path(body(plain, LOW_RANK), twice(of_output), again=False),
+    "two forwards of kept losses": Path(body(plain, router, "abc"), twice(with_kept_losses), again=False),
+    "a part without gradients": Path(partly_without_gradients, again=False),
 }  # fmt: skip
 
 # Saved-tensor hooks of the caller's own, activation checkpointing, own functions.
 
 
-def restored(packed):
-    dtype, shape, values = packed
-    return torch.tensor(values, dtype=dtype).reshape(shape)
-
-
 def as_copies():
-    """A context of the caller's that makes something else of every tensor."""
-    return saved_tensors_hooks(lambda tensor: (tensor.dtype, tensor.shape, tensor.flatten().tolist()), restored)
+    """A context of the caller's that keeps a copy of every tensor."""
+    return saved_tensors_hooks(torch.clone, lambda tensor: tensor)
 
 
 def as_it_is():
@@ -367,21 +297,17 @@ def under(context, function):
     return called
 
 
-class PartAgain(TwoLayers):
+def part_again(unit, x):
     """Checkpointing of a part of a unit: backward runs a layer again, and not the unit."""
-
-    def forward(self, x):
-        x = super().forward(x)
-        return x + checkpoint(lambda x: torch.tanh(self.b(x)), x, use_reentrant=False)
+    x = one_layer(unit, x)
+    return x + checkpoint(lambda x: torch.tanh(unit.b(x)), x, use_reentrant=False)
 
 
-class WholeAgain(Body):
+def whole_again(model, x):
     """Checkpointing of units, of which the middle one is not: backward comes by both ways in turn."""
-
-    def through(self, x):
-        for index, block in enumerate(self.blocks):
-            x = block(x) if index == 1 else checkpoint(block, x, use_reentrant=False)
-        return x
+    for index, block in enumerate(model.blocks):
+        x = block(x) if index == 1 else checkpoint(block, x, use_reentrant=False)
+    return model.head(x)
 
 
 class Product(torch.autograd.Function):
@@ -399,98 +325,56 @@ class Product(torch.autograd.Function):
         return gradient @ weight, gradient.T @ x, None
 
 
-class Own(Layer):
-    def __init__(self, saved: bool):
-        super().__init__()
-        self.saved = saved
-
-    def forward(self, x):
-        return torch.tanh(Product.apply(x, self.a.weight, self.saved) + self.a.bias)
+def own_function(unit, x, saved):
+    return torch.tanh(Product.apply(x, unit.a.weight, saved) + unit.a.bias)
 
 
-class Computed(nn.Module):
-    """Weights that forward computes from others: pieces of one, and a product of two."""
-
-    def __init__(self):
-        super().__init__()
-        self.packed, self.gain = nn.Parameter(torch.randn(10, 5)), nn.Parameter(torch.rand(5, 5))
-
-    def forward(self, x):
-        first, second = self.packed.chunk(2)
-        return torch.tanh(F.linear(torch.tanh(F.linear(x, first * self.gain)), second.T))
-
-
-class Tables(nn.Module):
-    """Units of which backward reads no weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables = nn.ModuleList([nn.Embedding(11, 5), nn.Embedding(11, 5)])
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.tables[0](tokens) + self.tables[1](10 - tokens)).mean(1))
+def computed_weights(unit, x):
+    """Weights that forward computes from others: a product of two, and a piece of one."""
+    x = torch.tanh(F.linear(x, unit.a.weight * unit.b.weight, unit.a.bias))
+    piece = unit.b.weight[1:]
+    return torch.tanh(F.linear(F.linear(x, piece), piece.T, unit.b.bias))
 
 
 SAVED = {
-    "saved on the CPU": Path(Body, under(save_on_cpu, of_output)),
-    "saved as something else": Path(Body, under(as_copies, of_output)),
-    "saved on the CPU inside": Path(partial(Body, use=under(save_on_cpu, call))),
-    "saved by a context inside": Path(partial(Body, use=under(as_it_is, call))),
-    "a part of a unit runs again": Path(partial(Body, PartAgain)),
-    "units run again": Path(WholeAgain),
-    "a function of one's own": Path(partial(Body, partial(Own, True))),
-    "a function that keeps the parameter": Path(partial(Body, partial(Own, False))),
-    "computed weights": Path(partial(Body, Computed)),
-    "no weight is read": Path(Tables, batch=parts.token_batch, again=False),
+    "saved on the CPU": Path(body(), under(save_on_cpu, of_output)),
+    "saved as copies": Path(body(), under(as_copies, of_output)),
+    "saved on the CPU inside": Path(body(by(under(save_on_cpu, lambda block, x: block(x))))),
+    "saved by a context inside": Path(body(by(under(as_it_is, lambda block, x: block(x))))),
+    "a part of a unit runs again": Path(body(plain, part_again, "ab")),
+    "units run again": Path(body(whole_again)),
+    "a function of one's own": Path(body(plain, partial(own_function, saved=True))),
+    "a function that keeps the parameter": Path(body(plain, partial(own_function, saved=False))),
+    "computed weights": Path(body(plain, computed_weights, "ab")),
 }
 
 # Units whose weights are used by others.
 
 
-def directly(block, x):
-    return torch.tanh(F.linear(x, block.a.weight, block.a.bias))
-
-
-class Gained(Layer):
-    """The parent scales by a weight of no dimensions that belongs to the unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(0.7))
-
-
-class Penalty(Body):
+def penalty(model, x):
     """The model adds a penalty on its units' weights to its output: weight decay by hand."""
-
-    def forward(self, x):
-        return super().forward(x) + 0.1 * sum(block.a.weight.square().sum() for block in self.blocks)
+    return plain(model, x) + 0.1 * sum(block.a.weight.square().sum() for block in model.blocks)
 
 
-class Itself(Layer):
+def itself(unit, x, depth=2):
     """A block that calls itself."""
-
-    def forward(self, x, depth=2):
-        return torch.tanh(self.a(self(x, depth - 1) if depth else x))
+    return torch.tanh(unit.a(unit(x, depth - 1) if depth else x))
 
 
 OUTSIDE = {
-    "weights used directly": Path(partial(Body, use=directly), warns=True),
-    "another method than forward": Path(partial(Body, use=lambda block, x: Layer.forward(block, x)), warns=True),
-    "a scalar used by the parent": Path(partial(Body, Gained, lambda block, x: block(x) * block.gain), again=False,
-                                        warns=True),
-    "a penalty on weights": Path(Penalty, warns=True, again=False),
-    "a block inside itself": Path(partial(Body, Itself), again=False, warns=True),
-}  # fmt: skip
+    "another method than forward": Path(body(by(one_layer)), warns=True),
+    "a penalty on weights": Path(body(penalty), warns=True, again=False),
+    "a block inside itself": Path(body(plain, itself), again=False, warns=True),
+}
 
 # Compiled models.
 
 
-def compiled_blocks(backend: str, in_place: bool) -> nn.Module:
+def compiled_blocks(backend: str, in_place: bool = True) -> nn.Module:
     """Compiled before the engine is built. In place a block is one graph: the engine's hooks are around it."""
     if backend == "inductor" and shutil.which("g++") is None:
         raise NotApplicable("inductor needs a C++ compiler, and there is no g++")
-    model = Body()
+    model = body()()
     for index, block in enumerate(model.blocks):
         if in_place:
             block.compile(backend=backend, fullgraph=True)
@@ -499,20 +383,10 @@ def compiled_blocks(backend: str, in_place: bool) -> nn.Module:
     return model
 
 
-def compiled(build) -> nn.Module:
-    model = build()
+def compiled(run) -> nn.Module:
+    model = body(run)()
     model.compile(backend="eager")
     return model
-
-
-class PartlyDirect(Body):
-    """Hooks cut the graph of the whole model, of which one part uses a unit's weights itself."""
-
-    def __init__(self):
-        super().__init__(use=directly)
-
-    def through(self, x):
-        return self.blocks[0](super().through(x))
 
 
 def compiled_later(model, x, y):
@@ -525,15 +399,28 @@ def compiled_later(model, x, y):
 
 
 COMPILED = {
-    "compiled in place, aot_eager": Path(partial(compiled_blocks, "aot_eager", True)),
-    "compiled in place, inductor": Path(partial(compiled_blocks, "inductor", True)),
+    "compiled in place, aot_eager": Path(partial(compiled_blocks, "aot_eager")),
+    "compiled in place, inductor": Path(partial(compiled_blocks, "inductor")),
     "compiled, aot_eager": Path(partial(compiled_blocks, "aot_eager", False)),
-    "compiled, inductor": Path(partial(compiled_blocks, "inductor", False)),
-    "a model compiled in place": Path(partial(compiled, PartlyDirect), warns=True, again=False),
-    "compiled in place, later": Path(Body, compiled_later),
-    "a gradient taken in a compiled forward": Path(partial(compiled, Forces), again=False, keeps=True),
+    "compiled in place, later": Path(body(), compiled_later),
+    # Hooks cut the graph of the whole model, which uses its units' weights itself.
+    "a model compiled in place": Path(partial(compiled, penalty), warns=True, again=False),
+    "a gradient taken in a compiled forward": Path(partial(compiled, forces), again=False, keeps=True),
 }
-PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED
+
+# Models that reuse, tie, freeze, mix and nest.
+
+AWKWARD = {
+    "a block twice, and tied": Path(parts.Twice, batch=parts.token_batch, again=False),
+    "keyword arguments": Path(body(by(lambda block, x: block(x=x))), lambda model, x, y: model(x=x).sum()),
+    "partly frozen": Path(models.PartlyFrozen, batch=parts.token_batch, again=False),
+    # Float32 layers beside float64 gains: as exact as float32 is.
+    "two dtypes": Path(models.TwoTypes, dtype=None, atol=1e-6),
+    "tied across units": Path(models.TiedAcross, batch=parts.token_batch, again=False),
+    "shared inside units": Path(models.SharedInside, batch=parts.token_batch, again=False),
+    "nested containers": Path(models.Nested, again=False),
+}
+PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED | AWKWARD
 
 
 @contextlib.contextmanager
@@ -555,7 +442,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
 
     In ZeRO-3 nothing but the root is gathered between forward and backward, and nothing at all after it.
     """
-    path, found = PATHS[path], []
+    path, found, late = PATHS[path], [], late and not engine.foreign  # others may call collectives in other ways
     frees = engine.like == "zero3" and options.get("reshard_after_forward", True)
 
     def loss(model, x, y):
@@ -565,7 +452,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
             same("bytes of units that are gathered after forward", storage_bytes(units), 0, step=1)
         return value
 
-    pair = Pair(engine, path.build, loss=loss, batch=path.batch, **options)
+    pair = Pair(engine, path.build, loss=loss, batch=path.batch, dtype=path.dtype, atol=path.atol, **options)
     with late_collectives() if late else contextlib.nullcontext([]) as pending:
         for step in range(3):
             with warnings.catch_warnings(record=True) as caught, counted_gathers() as gathers:
@@ -580,9 +467,9 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
                 same("all-gathers of a step", len(gathers), expected, step=2)
             pair.step()
             if path.loss is of_output:
-                x, _ = path.batch(9, pair.rank)
+                x, _ = pair.batch(9, pair.rank)
                 with torch.no_grad():
-                    same("an evaluation", pair.trained(x), pair.plain(x), EXACT, step=1)
+                    same("an evaluation", pair.trained(x), pair.plain(x), pair.atol, step=1)
             pair.nothing_gathered("an evaluation", 1)
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()
@@ -592,13 +479,13 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
 
 
-def cases_of(paths: dict[str, Path], size: int = 3) -> dict:
-    """Every path once, in ZeRO-3 on a slow network; the first in the other stages, too. Further ones: more options."""
+def cases_of(paths: dict[str, Path], size: int = 3, everywhere: int = 1) -> dict:
+    """Every path once, in ZeRO-3 on a slow network; the first ones `everywhere`. Further ones: more options."""
     others = [{"find_unused": True}, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
     others = [{"on": ("zero3",), **options} for options in others] + [{"on": ("zero1", "zero2")}]
     return {
         "sizes": (size,),
-        "cases": ({"path": next(iter(paths)), "on": ("zero1", "zero2")},
+        "cases": (*({"path": path, "on": ("zero1", "zero2")} for path in list(paths)[:everywhere]),
                   *({"path": path, "late": True, "on": ("zero3",)} for path in paths)),
         "further_cases": tuple({"path": path, **other} for path in paths for other in others),
     }  # fmt: skip
@@ -612,10 +499,7 @@ def losses_beside_the_outputs_reach_the_weights(engine, **case):
 
 @holds("values", **cases_of(OUTPUTS))
 def changed_and_hidden_outputs_reach_the_weights(engine, **case):
-    """Outputs that are changed in place, hidden in an object, or views of weights: right gradients, and all is freed.
-
-    An in-place change of a view drops the hooks that were on it.
-    """
+    """Outputs that are changed in place, hidden in an object, or own weights: right gradients, and all is freed."""
     follow(engine, **case)
 
 
@@ -641,4 +525,10 @@ def weights_may_be_used_from_outside_their_unit(engine, **case):
 def compiled_models_train_alike(engine, **case):
     """Blocks and models that are compiled, in place, before the build or after it, train as they do uncompiled."""
     torch.compiler.reset()  # how often a forward may be compiled is counted over all models of a process
+    follow(engine, **case)
+
+
+@holds("values", **cases_of(AWKWARD, everywhere=len(AWKWARD)))
+def awkward_models_train_alike(engine, **case):
+    """Models that reuse, tie, freeze, nest, or mix dtypes train as they do alone."""
     follow(engine, **case)

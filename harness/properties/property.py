@@ -105,14 +105,25 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor, atol: float, r
 def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeError), step: int | None = 0) -> str:
     """`call()` raises one of the `error`s, with all `words` in its message, which is returned."""
     wanted = f"an error that says {', '.join(map(repr, words)) or 'what is wrong'}"
+    foreign = _asked is not None and _asked.foreign
+    error = Exception if foreign else error
     try:
         call()
+    except NotApplicable:
+        raise
     except error as raised:
         said = str(raised)
+        if foreign:  # it has errors of its own, and words
+            return said
         missing = [word for word in words if word not in said]
         expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said}", step)
         return said
+    if foreign:
+        raise NotApplicable(f"{_asked.name} does not say that it refuses this")
     raise Differs("what cannot work", wanted, "no error", step)
+
+
+_asked = None  # the `Subject` that is being examined
 
 
 # What is examined.
@@ -123,21 +134,32 @@ class Subject:
     """An engine under test. Calling it builds one: `subject(model, optimizer_cls, **options)`.
 
     `like` is the stage whose bytes, traffic and methods it promises (None: it promises nothing of the kind), and
-    `takes` are the options that it documents (None: all that a stage has).
+    `takes` are the options that it documents (None: all that a stage has). `dtype` and `atol` are those in which its
+    values are compared, unless a property says otherwise: not every engine trains in float64.
     """
 
     name: str
     build: Callable
     like: str | None = None
     takes: frozenset[str] | None = None
-    more: dict = field(default_factory=dict)  # of an exhibit of the museum: its own save, load, scaler
+    dtype: torch.dtype = torch.float64
+    atol: float = 1e-12  # in float64, where another order of a sum makes some 1e-15
+    broadcasts: bool = True  # all ranks start from rank 0's weights; else they must have the same already
+    more: dict = field(default_factory=dict)  # an exhibit's own save, load, scaler; what others say of themselves
 
     def __call__(self, model, optimizer_cls, **options):
         if options.get("units") == "the whole model":  # an option that can be written down, and sent to ranks
             options["units"] = [model]
-        if self.takes is not None and (unknown := sorted(options.keys() - self.takes)):
-            raise NotApplicable(f"{self.name} has no option {unknown[0]}")
+        if self.foreign:
+            options = {key: value for key, value in options.items() if value is not None}
+            if unknown := sorted(options.keys() - self.takes):
+                raise NotApplicable(f"{self.name} has no option {unknown[0]}")
         return self.build(model, optimizer_cls, **options)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is none of ours: it has what it documents, under `Foreign`, and errors in words of its own."""
+        return self.takes is not None
 
     def needs(self, *stages: str) -> None:
         """For properties of one stage: of another engine there is nothing to say."""
@@ -150,10 +172,9 @@ def subject(name: str) -> Subject:
     if name in STAGES:
         return Subject(name, engines.ENGINES[name].build.args[0], like=name)
 
-    def build(model, optimizer_cls, **options):
-        return engines.build(name, model, optimizer_cls, next(model.parameters()).device, **options)
+    from harness.properties import foreign
 
-    return Subject(name, build, takes=engines.ENGINES[name].takes)
+    return foreign.subject(engines.ENGINES[name])
 
 
 # The library.
@@ -163,7 +184,8 @@ def subject(name: str) -> Subject:
 class Property:
     """`check(engine, **case)`, and for which engines, numbers of ranks and cases the tests ask it.
 
-    A case may say with "on" which of the engines it is for. `further` are sizes and cases of `--thorough`.
+    A case may say with "on" which of the engines it is for, and with "at" which of the sizes. `further` are sizes and
+    cases of `--thorough`.
     """
 
     check: Callable
@@ -188,8 +210,8 @@ class Property:
         usual = list(itertools.product(self.sizes, self.engines, self.cases))
         further = itertools.product(self.sizes + self.further_sizes, self.engines, self.cases + self.further_cases)
         for size, engine, case in [*usual, *(each for each in further if each not in usual)] if thorough else usual:
-            if engine in case.get("on", self.engines):
-                yield size, engine, {key: value for key, value in case.items() if key != "on"}
+            if engine in case.get("on", self.engines) and size in case.get("at", (size,)):
+                yield size, engine, {key: value for key, value in case.items() if key not in ("on", "at")}
 
 
 PROPERTIES: dict[str, Property] = {}
@@ -222,11 +244,18 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
 
     Only what a property says becomes a finding; other exceptions are raised, and so is `NotApplicable`.
     """
+    global _asked
     engine = subject(engine) if isinstance(engine, str) else engine
+    before, _asked = _asked, engine
     try:
         library()[name].check(engine, **(case or {}))
     except AssertionError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if engine.foreign and Path(frames[-1].filename).parent != HERE:
+            raise  # another engine's own way to refuse
         return [finding_of(error)]
+    finally:
+        _asked = before
     return []
 
 

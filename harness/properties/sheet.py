@@ -361,7 +361,7 @@ class Sheet:
 
     def pieces(self, engine):
         """(name, piece, the elements of the whole parameter that it is) of all that this rank owns."""
-        for bucket in engine.trained:
+        for bucket in engine.trained_buckets:
             for index, piece in bucket.pieces:
                 first = max(0, bucket.start - bucket.offsets[index])
                 yield bucket.names[index], piece, slice(first, first + piece.numel())
@@ -369,7 +369,7 @@ class Sheet:
     def right_gradients(self, engine, gradients: dict[str, torch.Tensor] | None = None, times: float = 1) -> None:
         """Every piece has its part of `gradients` (default: the oracle's)."""
         gradients = self.gradients() if gradients is None else gradients
-        dtypes = {bucket.reduce_dtype for bucket in engine.trained}
+        dtypes = {bucket.reduce_dtype for bucket in engine.trained_buckets}
         tolerance = EXACT if dtypes == {torch.float64} else ROUNDED
         for name, piece, part in self.pieces(engine):
             what = f"the gradient of this rank's piece of {name}"

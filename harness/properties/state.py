@@ -13,90 +13,47 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
+from harness.measure.memory import storage_bytes
 from harness.properties import parts
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import holds, refused, same
 from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
 
 @holds("life", sizes=(3,), further_sizes=(1, 2))
 def the_state_of_one_engine_is_taken_in_by_another(engine):
-    """What one engine gives out another takes in, whole and in use at once; a state with wrong names is refused."""
-    rank = dist.get_rank()
-    trained = engine(parts.seeded(parts.OddModel), parts.ADAMW)
-    trained.training_step(*parts.token_batch(0, rank), F.cross_entropy)
+    """A whole state is taken in, in use at once, and given out as it was; one with wrong names is refused.
+
+    Frozen weights and buffers are in it, for every rank.
+    """
+    source, trained = parts.seeded(parts.OddModel, seed=3), engine(parts.seeded(parts.OddModel), parts.ADAMW)
+    with torch.no_grad():
+        source.frozen.copy_(torch.linspace(2, 3, 5))
+        source.shift.add_(0.5)
+    trained.training_step(*parts.token_batch(0, dist.get_rank()), F.cross_entropy)
+    trained.load_full_state_dict(source.state_dict())
     state = trained.full_state_dict()
-    other = engine(parts.seeded(parts.OddModel, seed=5), parts.ADAMW)
-    other.load_full_state_dict(state)
-    same("the state that was loaded", other.full_state_dict(), state, step=0)
+    same("the state that was loaded", state, source.state_dict(), step=0)
     for name, value in state.items():  # no view of a bucket, all of which torch.save would write for each entry
         same(f"bytes of the storage under {name}", value.untyped_storage().nbytes(), value.nbytes)
-    tokens, _ = parts.token_batch(3, rank)
+    tokens, _ = parts.token_batch(3, dist.get_rank())
     with torch.no_grad():  # the weights in use, not only those on file
-        same("what both engines compute", other(tokens), trained(tokens), step=1)
-    parts.seeded(parts.OddModel).load_state_dict(state)
+        same("what the engine computes", trained(tokens), source(tokens), EXACT, step=1)
     for broken, name in (
         ({k: v for k, v in state.items() if k != "head.bias"}, "head.bias"),
         ({**state, "nobody": torch.ones(1)}, "nobody"),
         ({**state, "head.bias": torch.ones(4)}, "head.bias"),
     ):
-        refused(lambda broken=broken: other.load_full_state_dict(broken), name, error=(KeyError, ValueError))
-    same("the state after what was refused", other.full_state_dict(), state, step=0)
+        refused(lambda broken=broken: trained.load_full_state_dict(broken), name, error=(KeyError, ValueError))
+    same("the state after what was refused", trained.full_state_dict(), state, step=0)
 
 
-@holds("life", sizes=(3,), further_sizes=(2,))
-def what_is_loaded_is_used(engine):
-    """What forward uses after loading is what was loaded, frozen weights and buffers on every rank included."""
-    trained, other = engine(parts.seeded(parts.OddModel), parts.DECAY), parts.seeded(parts.OddModel, seed=3)
-    with torch.no_grad():
-        other.frozen.copy_(torch.linspace(2, 3, 5))
-        other.shift.add_(0.5)
-        trained.load_full_state_dict(other.state_dict())
-        tokens, _ = parts.token_batch(0, dist.get_rank())
-        same("what the loaded engine computes", trained(tokens), other(tokens), EXACT, step=1)
-    same("the state that was loaded", trained.full_state_dict(), other.state_dict(), step=0)
+def buffers_of(model) -> dict:
+    return bytes_of(list(model.named_buffers()))
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)])
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return self.head(x)
-
-
-@holds("life", sizes=(3,), further_sizes=(2,))
-def running_statistics_are_rank_0s(engine):
-    """Running statistics are every rank's own; the whole state has rank 0's, and loading gives these to all."""
-    rank, model = dist.get_rank(), parts.seeded(Normed)
-
-    def batch_of(step, who):
-        x, y = parts.vector_batch(step, who, 6, torch.float64, batch=8)
-        return x + who, y[:, :3]
-
-    trained = engine(model, parts.DECAY)
-    for step in range(3):
-        trained.training_step(*batch_of(step, rank), F.mse_loss)
-    mean = model.blocks[0][1].running_mean
-    everyone = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mean)
-    assert not any(torch.equal(everyone[0], other) for other in everyone[1:])  # each has seen its own data
-    state = trained.full_state_dict()
-    same("the mean in the whole state", state["blocks.0.1.running_mean"], everyone[0])
-    same("batches counted in it", state["blocks.0.1.num_batches_tracked"].item(), 3)
-    same("this rank's own mean, when the state was asked for", mean, everyone[rank])
-    trained.load_full_state_dict(state)
-    same("the mean that was loaded", mean, everyone[0])
-    trained.model.eval()
-    plain = parts.seeded(Normed, seed=3)
-    plain.load_state_dict(state)
-    inputs, _ = batch_of(9, 0)
-    with torch.no_grad():
-        same("an evaluation", trained(inputs), plain.eval()(inputs), EXACT, step=1)
+def quantized_of(block) -> dict:
+    return bytes_of([(name, getattr(block, name)) for name in QUANTIZED])
 
 
 QUANTIZED = {"q8": torch.int8, "u8": torch.uint8, "q16": torch.int16}
@@ -150,51 +107,40 @@ def bytes_of(named) -> dict:
     return {name: (tuple(tensor.shape), str(tensor.dtype), values[name].tolist()) for name, tensor in named}
 
 
-@holds("life", sizes=(2,), further_sizes=(3,))
-def every_kind_of_buffer_is_rank_0s(engine):
-    """All ranks get rank 0's buffers, however they lie in memory; the whole state has them, and loading gives them."""
-    model, first = Buffered(dist.get_rank()), Buffered(0)
-    expected, own = (bytes_of(list(each.named_buffers())) for each in (first, model))
+@holds("life", cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(3,))
+def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None):
+    """All ranks get rank 0's buffers, however they lie in memory; the whole state has them, and loading gives them.
+
+    So it is with quantized frozen weights, in every forward, while a layer beside them trains. ZeRO-3 shards and frees
+    them as all others.
+    """
+    engine.needs("zero1", "zero2", "zero3")
+    model, first, seen = Buffered(dist.get_rank()), Buffered(0), []
+    block, expected, own = model.blocks[0], buffers_of(first), buffers_of(model)
+    quantized = quantized_of(first.blocks[0])
     alike = sum(own[name] == expected[name] for name in own)
     assert dist.get_rank() == 0 or alike < 4, "the ranks have the same buffers: this proves nothing"
-    trained = engine(model, parts.DECAY)
-    same("buffers of the model", bytes_of(list(model.named_buffers())), expected, step=0)
-    model.int16_scalar.add_(dist.get_rank())  # own again
+    block.register_forward_hook(lambda *_: seen.append(quantized_of(block)))
+    trained = engine(model, parts.DECAY, param_dtype=param_dtype)
+    same("buffers of the model", buffers_of(model), expected, step=0)
+    for step in range(2):
+        inputs, _ = parts.vector_batch(step, dist.get_rank(), 5, batch=2)
+        trained.training_step(inputs, torch.tensor([0, 1]), lambda out, y: F.cross_entropy(out.float(), y))
+    same("quantized weights in forward", seen, [quantized] * 2, step=1)
+    if engine.like == "zero3":
+        held = storage_bytes([getattr(block, name) for name in QUANTIZED])
+        same("bytes of quantized weights that are gathered", held, 0, step=5)
+    model.int16_scalar.add_(dist.get_rank())  # own again, as running statistics are
+    own = buffers_of(model)
     state = trained.full_state_dict()
+    same("this rank's own buffers, when the state was asked for", buffers_of(model), own)
     saved = [name for name in first.state_dict() if name in expected]
     same("buffers in the state", bytes_of([(n, state[n]) for n in saved]), {n: expected[n] for n in saved})
-    trained.load_full_state_dict(state)
-    same("buffers after loading", bytes_of(list(model.named_buffers())), expected)
-
-
-@holds("life", cases=({"param_dtype": None}, {"param_dtype": torch.bfloat16}), further_sizes=(3,))
-def quantized_frozen_parameters_are_rank_0s(engine, param_dtype):
-    """Frozen parameters that are quantized are rank 0's everywhere, in every forward, while a layer beside them trains.
-
-    ZeRO-3 shards and frees them as all others.
-    """
-    rank = dist.get_rank()
-    model, seen = Buffered(rank), []
-    block = model.blocks[0]
-    expected = bytes_of([(name, getattr(Buffered(0).blocks[0], name)) for name in QUANTIZED])
-    block.register_forward_hook(lambda *_: seen.append(bytes_of([(name, getattr(block, name)) for name in QUANTIZED])))
-    trained = engine(model, parts.DECAY, param_dtype=param_dtype)
-    before = trained.full_state_dict()
-    for step in range(3):
-        inputs, _ = parts.vector_batch(step, rank, 5, batch=2)
-        trained.training_step(inputs, torch.tensor([0, 1]), lambda out, y: F.cross_entropy(out.float(), y))
-    same("quantized weights in forward", seen, [expected] * 3, step=1)
-    state = trained.full_state_dict()
-    same("quantized weights", bytes_of([(name, state[f"blocks.0.{name}"]) for name in QUANTIZED]), expected)
-    trains = not torch.equal(state["blocks.0.weight"], before["blocks.0.weight"])
-    expect(trains, "the layer beside them", "other weights after three steps", "the same", step=4)
+    same("quantized weights", bytes_of([(name, state[f"blocks.0.{name}"]) for name in QUANTIZED]), quantized)
     changed = {**state, "blocks.0.q8": state["blocks.0.q8"] - 1}
     trained.load_full_state_dict(changed)
+    same("buffers after loading", buffers_of(model), expected)
     same("quantized weights that were loaded", trained.full_state_dict()["blocks.0.q8"], changed["blocks.0.q8"])
-    if engine.like == "zero3":
-        with torch._C.DisableTorchFunctionSubclass():
-            held = sum(getattr(block, name).untyped_storage().nbytes() for name in QUANTIZED)
-        same("bytes of quantized weights that are gathered", held, 0, step=5)
 
 
 class Keeps(nn.Module):
@@ -239,7 +185,11 @@ def kept(model) -> str:
 
 @holds("life")
 def what_modules_keep_besides_tensors_is_rank_0s(engine):
-    """What `get_extra_state` gives goes through the whole state and checkpoints, and all ranks get rank 0's."""
+    """What `get_extra_state` gives goes through the whole state and checkpoints, and all ranks get rank 0's.
+
+    Checkpoints are torch's: it loads them, and writes what is loaded.
+    """
+    engine.needs("zero1", "zero2", "zero3")
     rank, expected = dist.get_rank(), kept(keeping(0))
     trained, other = engine(keeping(rank), parts.DECAY), engine(keeping(rank + 5), parts.DECAY)
     state, own = trained.full_state_dict(), kept(trained.model)
@@ -248,20 +198,36 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
     same("this rank's own, when the state was asked for", own, kept(keeping(rank)))
     trained.load_full_state_dict(state)
     same("extra states that were loaded", kept(trained.model), expected)
+    # torch makes texts of numbers as keys, and leaves out an empty dictionary, so nobody misses it.
+    plain, again = (
+        nn.Sequential(
+            Keeps(number),
+            Keeps(torch.arange(4.0) * number),
+            Keeps({"a": {"b": torch.ones(2) * number}, "c": [1]}),
+            Keeps({}),
+        )
+        for number in (3, 0)
+    )
+    theirs, into = {"model": get_model_state_dict(plain)}, {"model": get_model_state_dict(again)}
+    theirs["optim"] = get_optimizer_state_dict(plain, parts.DECAY(plain.parameters()))
+    ours = engine(nn.Sequential(*map(Keeps, (0, 0, 0, {}))), parts.DECAY)
     with shared_folder() as folder:
         checkpoint.save(trained, folder)
         checkpoint.load(other, folder)
         same("extra states from a checkpoint", kept(other.model), expected)
-        for module in trained.modules():
-            module.kept = 3
-        checkpoint.async_save(other, folder).result()
-        checkpoint.load(trained, folder)
-        same("extra states saved in the background", kept(trained.model), expected)
+        dcp.save(theirs, checkpoint_id=f"{folder}/theirs")
+        checkpoint.load(ours, f"{folder}/theirs")
+        same("extra states of torch's checkpoint", kept(ours.model), kept(plain))
+        saved = checkpoint.async_save(ours, folder).result()
+        dcp.load(into, checkpoint_id=saved.path)
+    set_model_state_dict(again, into["model"])
+    same("extra states that torch has loaded", kept(again), kept(plain))
 
 
 @holds("life")
 def a_module_that_does_not_take_its_state_changes_nothing(engine):
     """If `set_extra_state` raises on one rank, all ranks raise, and weights, modules and optimizer are as they were."""
+    engine.needs("zero1", "zero2", "zero3")
     rank, model = dist.get_rank(), parts.seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
     trained = engine(model, parts.ADAMW)
     state, refuses = trained.full_state_dict(), {"now": False}
@@ -286,28 +252,3 @@ def a_module_that_does_not_take_its_state_changes_nothing(engine):
             same("the optimizer's state", str(trained.optimizer.state_dict()), moments)
         checkpoint.load(trained, folder)
     same("what modules keep", kept(model), "[1, 2]")
-
-
-@holds("life")
-def what_modules_keep_is_torchs_too(engine):
-    """torch's own checkpoints of such modules are loaded, and torch loads an engine's.
-
-    It makes texts of numbers as keys, and leaves out an empty dictionary.
-    """
-
-    def model(number, tensor, dictionary):
-        return nn.Sequential(Keeps(number), Keeps(tensor), Keeps(dictionary), Keeps({}))
-
-    plain = model(3, torch.arange(4.0), {"a": {"b": torch.ones(2)}, "c": [1]})
-    again = model(0, torch.zeros(4), {"a": {"b": torch.zeros(2)}, "c": 0})
-    theirs = {"model": get_model_state_dict(plain)}
-    theirs["optim"] = get_optimizer_state_dict(plain, parts.DECAY(plain.parameters()))
-    trained = engine(model(0, 0, 0), parts.DECAY)
-    with shared_folder() as folder:
-        dcp.save(theirs, checkpoint_id=f"{folder}/theirs")
-        checkpoint.load(trained, f"{folder}/theirs")
-        same("extra states of torch's checkpoint", kept(trained.model), kept(plain))
-        saved, into = checkpoint.save(trained, folder), {"model": get_model_state_dict(again)}
-        dcp.load(into, checkpoint_id=saved.path)
-    set_model_state_dict(again, into["model"])
-    same("extra states that torch has loaded", kept(again), kept(plain))

@@ -1,6 +1,8 @@
 """An engine and plain PyTorch side by side: most properties of values are a few lines about such a pair."""
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable
 
 import torch
@@ -20,29 +22,69 @@ def of_output(model, inputs, targets) -> torch.Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
+def inside(model) -> nn.Module:
+    """The model, of an engine or as it is."""
+    return getattr(model, "model", model)
+
+
+def of_vectors(model, inputs, targets) -> torch.Tensor:
+    return F.mse_loss(model(inputs), targets)
+
+
+def vectors(width: int) -> Callable:
+    """`batch(step, rank)` of vectors, in float64."""
+    return functools.partial(parts.vector_batch, width=width, dtype=torch.float64)
+
+
+def _in_dtype(batch: Callable, dtype: torch.dtype, step: int, rank: int) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        part.to(dtype) if torch.is_tensor(part) and part.is_floating_point() else part for part in batch(step, rank)
+    )
+
+
 class Pair:
     """`trained` is the engine under test; `plain` has the same start, and its step is on the batches of all ranks.
 
     Plain PyTorch adds up the gradients of the ranks' losses, each divided by N, so a loss may be any function
     `loss(model, *batch)` of the model (on the other side: of the engine). `batch(step, rank)` is another for every step
     and rank. `groups(model)` gives the optimizer's groups. The model is in float64, unless `dtype` says otherwise
-    (None: as it was built), and values agree to `atol`.
+    (None: as it was built), and values agree to `atol`. With a `param_dtype` a rounded copy of `plain` computes.
     """
 
     def __init__(
         self, engine: Subject, build: Callable[[], nn.Module], optimizer=parts.MOMENTUM, *, loss=of_output,
-        batch=parts.token_batch, groups=None, dtype=torch.float64, atol: float = EXACT, seed: int = 0, **options,
+        batch=parts.token_batch, groups=None, dtype=torch.float64, atol: float = EXACT, seed: int = 0, device=None,
+        **options,
     ):  # fmt: skip
+        if dtype is torch.float64 and engine.dtype is not dtype:  # it does not train in float64
+            dtype, atol = engine.dtype, max(atol, engine.atol)
+            batch = functools.partial(_in_dtype, batch, dtype)
         self.engine, self.loss, self.batch, self.atol = engine, loss, batch, atol
         group = options.get("group")
         if isinstance(group, DeviceMesh):  # on a grid of two dimensions all ranks train together
             group = group.get_group() if group.ndim == 1 else None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.plain, model = parts.seeded(build, seed, dtype), parts.seeded(build, seed, dtype)
+        self.plain, model = (parts.seeded(build, seed, dtype, device) for _ in range(2))
         params = [param for param in self.plain.parameters() if param.requires_grad]
         self.optimizer = optimizer(groups(self.plain) if groups else params)
+        low = options.get("param_dtype")
+        self.computes = self._rounded(low) if low else self.plain
         more = {"param_groups": groups(model)} if groups else {}
         self.trained = engine(model, optimizer, **more, **options)
+
+    def _rounded(self, dtype: torch.dtype) -> nn.Module:
+        """Mixed precision by hand: a copy in `dtype`, which hands each gradient over to `plain` and its dtype."""
+        low = copy.deepcopy(self.plain).to(dtype)
+        for param, of_low in zip(self.plain.parameters(), low.parameters()):
+
+            def hand_over(of_low, param=param):
+                gradient = of_low.grad.to(param.dtype) / self.size
+                param.grad = gradient if param.grad is None else param.grad + gradient
+                of_low.grad = None
+
+            if param.requires_grad:
+                of_low.register_post_accumulate_grad_hook(hand_over)
+        return low
 
     @property
     def both(self):
@@ -52,15 +94,25 @@ class Pair:
     def backward(self, step: int, *, loss=None, scale: float = 1.0, inside=contextlib.nullcontext) -> torch.Tensor:
         """Forward and backward of both; returns this rank's loss. `inside` is a context for the engine's alone."""
         loss, expected = loss or self.loss, []
+        rounded = self.computes is not self.plain
+        if rounded:
+            self.computes.load_state_dict(self.plain.state_dict())
         for other in range(self.size):
-            expected.append(loss(self.plain, *self.batch(step, other)) * scale)
-            (expected[-1] / self.size).backward()
+            expected.append(loss(self.computes, *self.batch(step, other)) * scale)
+            (expected[-1] if rounded else expected[-1] / self.size).backward()
         with inside():
             found = loss(self.trained, *self.batch(step, self.rank)) * scale
             found.backward()
         same("this rank's loss", found, expected[self.rank], self.atol, step=1)
         self.nothing_gathered("backward", 2)
         return found
+
+    def backward_by(self, way: Callable, step: int) -> None:
+        """`way(model, batch, scale)` does the backwards of a step itself, of losses that it multiplies by `scale`."""
+        for other in range(self.size):
+            way(self.plain, self.batch(step, other), 1 / self.size)
+        way(self.trained, self.batch(step, self.rank), 1)
+        self.nothing_gathered(way.__name__, 2)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Both clip; the norms are the same, and returned."""
@@ -76,21 +128,24 @@ class Pair:
         self.nothing_gathered("the step", 5)
         self.trained.zero_grad()
 
-    def scaled_step(self, step: int, scaler, max_norm: float, skipped=False, spoil=lambda trained: None) -> None:
+    def scaled_step(self, step: int, scaler, max_norm: float | None, skipped=False, spoil=lambda trained: None) -> None:
         """Backward and step of both, with a scaled loss and clipping. A step that overflows is to be `skipped`.
 
-        `spoil` is called with the engine before its gradients are unscaled.
+        `spoil` is called with the engine before its gradients are unscaled. Without a `max_norm` nothing is clipped,
+        and `scaler.step` unscales.
         """
-        scale = scaler.scale(torch.ones((), dtype=torch.float64))
+        scale = scaler.scale(torch.ones((), dtype=torch.float64, device=next(self.plain.parameters()).device))
         self.backward(step, scale=scale)
         spoil(self.trained)
-        scaler.unscale_(self.trained)
         for param in self.plain.parameters():
-            param.grad = None if skipped or param.grad is None else param.grad / scale
-        if skipped:
+            param.grad = None if skipped or param.grad is None else (param.grad / scale).to(param.dtype)
+        if max_norm is not None:
+            scaler.unscale_(self.trained)
+        if max_norm is not None and skipped:
             self.trained.clip_grad_norm_(max_norm)  # nobody knows what it will be: all ranks call it
-        else:
+        elif max_norm is not None:
             self.clip(max_norm)
+        if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
         scaler.step(self.trained)
@@ -102,6 +157,19 @@ class Pair:
         for step in range(steps):
             self.backward(step, **how)
             self.step()
+
+    def alike(self, steps: int = 2, **how) -> None:
+        """Both train, to the same weights."""
+        self.train(steps, **how)
+        self.same_weights()
+
+    def alone(self, step: int = 9) -> torch.Tensor:
+        """A forward of the engine's alone: this rank's loss."""
+        return self.loss(self.trained, *self.batch(step, self.rank))
+
+    def step_alone(self) -> None:
+        self.alone().backward()
+        self.trained.step()
 
     def same_weights(self) -> None:
         """All ranks take part."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from harness.engine import gradients, precision
+from harness.engine.units import default_units
 from harness.engine.waiting import wait
 from zero1 import ZeRO1
 
@@ -44,8 +45,8 @@ class PlainStep:
     def __init__(self, model: nn.Module, optimizer_cls):
         self.model, self.optimizer = model, optimizer_cls(model.parameters())
 
-    def __call__(self, *inputs):
-        return self.model(*inputs)
+    def __call__(self, *inputs, **named):
+        return self.model(*inputs, **named)
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
         with record_function("step 1 forward"):
@@ -68,12 +69,12 @@ def single(model: nn.Module, optimizer_cls, device: torch.device, dtype=None) ->
     return PlainStep(mixed(model, dtype), optimizer_cls)
 
 
-def ddp(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, bucket_mb=None) -> PlainStep:
+def ddp(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, bucket_mb=None, **more) -> PlainStep:
     """DDP, with gradients that are views of its buckets; `bucket_mb` is in MiB (default: torch's)."""
     if isinstance(next(model.parameters()), FakeTensor):
         return DDPStandIn(mixed(model, dtype), optimizer_cls, bucket_mb or 25)
     ids = None if device.type == "cpu" else [device]
-    more = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
+    more |= {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
     model = DistributedDataParallel(mixed(model, dtype), device_ids=ids, gradient_as_bucket_view=True, **more)
     return PlainStep(model, optimizer_cls)
 
@@ -144,14 +145,14 @@ class DDPStandIn(PlainStep):
 
 
 def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mesh=None, **options) -> PlainStep:
-    """FSDP2 around every block of the model, and around the rest."""
+    """FSDP2 around every block of the model (of one without `blocks`: around ZeRO-3's units), and around the rest."""
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if mesh is None:
         # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU. And
         # `init_device_mesh` may choose a GPU by itself, and add an NCCL group, which ranks on one GPU cannot have.
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    for block in model.blocks:
+    for block in getattr(model, "blocks", None) or default_units(model):
         fully_shard(block, mesh=mesh, **options)
     return PlainStep(fully_shard(model, mesh=mesh, **options), optimizer_cls)
 
@@ -159,7 +160,7 @@ def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mes
 ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
 
 
-def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
+def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=None, **options) -> PlainStep:
     """FSDP1 with the auto-wrap policy `wrap(model)`.
 
     The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
@@ -167,10 +168,8 @@ def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=Non
     offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
     """
     policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = FullyShardedDataParallel(
-        model, auto_wrap_policy=wrap(model), device_id=device, use_orig_params=True, mixed_precision=policy
-    )
-    return PlainStep(model, optimizer_cls)
+    options = {"device_id": device, "use_orig_params": True, "mixed_precision": policy, **options}
+    return PlainStep(FullyShardedDataParallel(model, auto_wrap_policy=wrap(model), **options), optimizer_cls)
 
 
 def by_size(model: nn.Module):
@@ -197,16 +196,16 @@ class ZeRO1By2Psi(ZeRO1):
     """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
 
     def _reduce_gradients(self) -> None:
-        if self.moments.settled:
+        if self.hooks.reduced:
             return
         works = []
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
             to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)
             works.append((shard, dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)))
-        for bucket, (shard, work) in zip(self.trained, works):
+        for bucket, (shard, work) in zip(self.trained_buckets, works):
             wait(work, "reduce-scatter", bucket)
             precision.mean_of_sum(shard, self.world_size)
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = gradient.to(piece.dtype)
-        gradients.settle(self)
+        gradients.require_all(self)

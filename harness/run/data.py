@@ -6,7 +6,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from harness.engine import accelerator
+
 DEFAULT_BYTES = 4 * 2**20  # enough that no batch of a short run repeats
+SHORTER = "take a longer --data or a preset with a shorter sequence"
 
 
 def load_text(path: str | None = None, seq: int = 1) -> torch.Tensor:
@@ -25,10 +28,8 @@ def load_text(path: str | None = None, seq: int = 1) -> torch.Tensor:
         except OSError as error:
             raise ValueError(f"cannot read --data {path!r}: {error.strerror or error}") from error
     if len(text) <= seq:
-        raise ValueError(
-            f"{path or 'the standard library'} holds {len(text)} bytes; sequences of {seq} need at least {seq + 1}: "
-            "take a longer --data or a preset with a shorter sequence"
-        )
+        need = f"{path or 'the standard library'} holds {len(text)} bytes; sequences of {seq} need at least {seq + 1}"
+        raise ValueError(f"{need}: {SHORTER}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
@@ -40,7 +41,7 @@ def while_all_have(batches, group=None):
     waits for.
     """
     iterator = iter(batches)
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    device = accelerator.device_of(group)
     while True:
         batch = next(iterator, None)
         have = torch.tensor([batch is not None], dtype=torch.uint8, device=device)
@@ -57,10 +58,8 @@ def hold_out(text: torch.Tensor, seq: int, part: float = 0.05) -> tuple[torch.Te
     """
     cut = len(text) - max(int(len(text) * part), seq + 1)
     if cut <= seq:
-        raise ValueError(
-            f"a text of {len(text)} bytes is too short: {seq + 1} are held out, and sequences of {seq} need as many "
-            "again. Take a longer --data or a preset with a shorter sequence"
-        )
+        need = f"{seq + 1} are held out, and sequences of {seq} need as many again"
+        raise ValueError(f"a text of {len(text)} bytes is too short: {need}: {SHORTER}")
     return text[:cut], text[cut:]
 
 
@@ -108,5 +107,4 @@ class Batches:
 
     def whole(self, step: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All ranks' batches of this step as one of (world_size * batch, seq)."""
-        parts = [self(step, rank) for rank in range(world_size)]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return tuple(torch.cat(parts) for parts in zip(*(self(step, rank) for rank in range(world_size))))

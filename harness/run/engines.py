@@ -4,6 +4,7 @@ To add an engine, write its entry. `./launch.sh compare --engines NAME` then kno
 it runs there without being asked for.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from harness.run import deepspeed_engine
 from harness.run.counterparts import ZeRO1By2Psi, by_size, ddp, fsdp1, fsdp2, single, zero_redundancy_optimizer
-from harness.run.model import Block
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -34,7 +35,10 @@ class Engine:
     with its options bound, and of `options` those in `takes` are known: "dtype" to compute in, "mesh" (replicas,
     shards), "offload_policy", "bucket_mb" (MiB), "prefetch" (units). `counterpart` is the name of torch's own engine
     that does the same. `on` are the commands that run it unasked. `casts` says that it computes in a low precision with
-    plain casts of its weights (`MixedModule`). `shade`, `line` and `mark` draw it in figures: an
+    plain casts of its weights (`MixedModule`). `exact`: in two ranks it adds the same
+    two numbers as DDP, and hands the same values to the same operations of the optimizer, so its losses must equal
+    DDP's to the bit. `needs` is a package that `pip install .[peers]` brings, and `file` a file of
+    the user's (engine_file.py). `shade`, `line` and `mark` draw it: an
     engine is no part and no activity, so it has a tone of grey, a line and a mark, and its name beside it.
     """
 
@@ -45,6 +49,9 @@ class Engine:
     takes: frozenset[str]
     counterpart: str | None = None
     casts: bool = False
+    exact: bool = True
+    needs: str | None = None
+    file: str | None = None
     shade: str = "#717680"
     line: str = "-"
     mark: str = "o"
@@ -77,9 +84,15 @@ ENGINES: dict[str, Engine] = dict([
     _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), "watch",
            "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
     _entry("fsdp2", "FSDP2", fsdp2, ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
-    _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({Block})), "", "dtype", line=":",
-           mark="<"),
+    _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({type(model.blocks[0])})), "", "dtype",
+           line=":", mark="<"),
     _entry("fsdp1_article", "FSDP1, wrapped by size", partial(fsdp1, by_size), "", "dtype", line=":", mark=">"),
+    _entry("deepspeed1", "DeepSpeed, stage 1", partial(deepspeed_engine.build, 1), "", "dtype", line="-.", mark="s",
+           needs="deepspeed", exact=False),
+    _entry("deepspeed2", "DeepSpeed, stage 2", partial(deepspeed_engine.build, 2), "", "dtype", line="-.", mark="^",
+           needs="deepspeed", exact=False),
+    _entry("deepspeed3", "DeepSpeed, stage 3", partial(deepspeed_engine.build, 3), "", "dtype", line="-.", mark="D",
+           needs="deepspeed", exact=False),
 ])  # fmt: skip
 
 PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)
@@ -88,6 +101,11 @@ PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() i
 def named(command: str) -> tuple[str, ...]:
     """The engines that `command` runs when none are named, in the order of its tables."""
     return tuple(engine.name for engine in ENGINES.values() if command in engine.on)
+
+
+def installed(name: str) -> bool:
+    """Whether the package that the engine `name` needs is there."""
+    return ENGINES[name].needs is None or importlib.util.find_spec(ENGINES[name].needs) is not None
 
 
 def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None) -> list[str]:
@@ -101,6 +119,9 @@ def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None
     for name in names:
         if name not in known:
             raise ValueError(f"no engine {name!r}; there are: {', '.join(known)}")
+        if not installed(name):
+            package = ENGINES[name].needs
+            raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' brings it")
     if not names:
         raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
     return names

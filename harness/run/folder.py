@@ -36,9 +36,8 @@ def refuse_others(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     if names and "losses.jsonl" not in names and not any(name.isdigit() for name in names):
         shown = ", ".join(names[:1]) + (", ..." if len(names) > 1 else "")
-        raise ValueError(
-            f"--folder {str(folder)!r} holds other things ({shown}) and no run: take a new or an empty folder"
-        )
+        what = f"--folder {str(folder)!r} holds other things ({shown}) and no run"
+        raise ValueError(f"{what}: take a new or an empty folder")
 
 
 def unfinished(folder: Path) -> int:
@@ -74,10 +73,8 @@ def lock(folder: Path, meeting: str | None = None):
     file.close()
     host, process = holder.get("host", "?"), holder.get("process", "?")
     there = "" if host == socket.gethostname() else "there: "
-    raise ValueError(
-        f"--folder {str(folder)!r} is in use by a run on {host}, process {process}: stop it first "
-        f"({there}kill -INT {process}), or take another --folder"
-    )
+    used = f"--folder {str(folder)!r} is in use by a run on {host}, process {process}"
+    raise ValueError(f"{used}: stop it first ({there}kill -INT {process}), or take another --folder")
 
 
 def _take(file, kind: int) -> bool:

@@ -43,7 +43,7 @@ class Journal:
         somebody has typed the line again, and the time until then says nothing of the restart.
 
         `joined` and `loaded` are times (seconds since 1970) of this process. A phase is everything from the end of the
-        one before it; docs/checkpoints.md says what that is. No "noticed" if no rank lived to say that it missed one.
+        one before it; docs/restarts.md says what that is. No "noticed" if no rank lived to say that it missed one.
         """
         steps = [line for line in self._before if "event" not in line]
         if not steps or launched > (last := steps[-1]["time"]):

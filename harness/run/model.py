@@ -33,10 +33,8 @@ class GPTConfig:
         if self.width % self.heads:
             raise ValueError(f"the width must be a multiple of the heads, got width {self.width}, heads {self.heads}")
         if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(
-                f"the heads must be a multiple of the heads of keys and values, "
-                f"got heads {self.heads}, kv-heads {self.kv_heads}"
-            )
+            got = f"got heads {self.heads}, kv-heads {self.kv_heads}"
+            raise ValueError(f"the heads must be a multiple of the heads of keys and values, {got}")
 
 
 # `tiny` is for two CPU cores. `7b` (34 blocks of width 4096, 6.986e9 parameters) and `70b` (86 blocks of width 8192,

@@ -14,8 +14,8 @@ COMMON = {
     "data": {"help": "a file to train on (default: the Python standard library's sources)"},
     "lr": {"type": float, "default": 1e-3, "help": "AdamW's learning rate (default 1e-3)"},
     "seed": {"type": int, "default": 0, "help": "of weights and batches (default 0)"},
-    "backend": {"default": "auto", "help": "auto, gloo or nccl"},
-    "device": {"default": "auto", "help": "auto, cpu or cuda"},
+    "backend": {"default": "auto", "help": "auto, gloo, or the accelerator's own: nccl for CUDA"},
+    "device": {"default": "auto", "help": "auto, cpu, or the accelerator: cuda for NVIDIA and AMD"},
     "json": {"help": "write the results to this file"},
 }
 

@@ -1,5 +1,6 @@
 """Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
 
+import contextlib
 import itertools
 import os
 import platform
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from harness.engine import accelerator
 from harness.run.ending import NOT_AGAIN, NotAgain
 
 TIMEOUT_SECONDS = 120
@@ -39,36 +41,35 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
 
     Raises ValueError for a combination that cannot work.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}")
-    if backend not in ("auto", "gloo", "nccl"):
-        raise ValueError(f"--backend must be auto, gloo or nccl, got {backend!r}")
-    if device == "cuda" and gpus == 0:
-        raise ValueError("--device cuda, but torch sees no GPU here: use --device cpu")
-    if backend == "nccl":
+    kind, own = (accelerator.kind(), accelerator.backend()) if accelerator.count() else ("cuda", "nccl")
+    if device not in ("auto", "cpu", kind):
+        raise ValueError(f"--device must be auto, cpu or {kind}, got {device!r}")
+    if backend not in ("auto", "gloo", own):
+        raise ValueError(f"--backend must be auto, gloo or {own}, got {backend!r}")
+    if device == kind and gpus == 0:
+        raise ValueError(f"--device {kind}, but torch sees no GPU here: use --device cpu")
+    if backend == own:
         if device == "cpu" or gpus == 0:
-            raise ValueError(f"--backend nccl needs GPUs, found {gpus} (and --device {device}): use --backend gloo")
+            raise ValueError(f"--backend {own} needs GPUs, found {gpus} (and --device {device}): use --backend gloo")
         if ranks_here > gpus:
             raise ValueError(
-                f"{ranks_here} NCCL ranks on a machine with {gpus} GPU(s): NCCL takes one GPU per rank "
-                f"(it would say 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
+                f"{ranks_here} {own.upper()} ranks on a machine with {gpus} GPU(s): {own.upper()} takes one GPU per "
+                f"rank (NCCL would say 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
             )
     if device == "cpu" or gpus == 0:
         return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"
-    if backend == "nccl" or (backend == "auto" and ranks_here <= gpus):
-        return "nccl", f"cuda:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
-    if ranks_here > gpus:
-        why = f"{ranks_here} ranks share {gpus} GPU(s), which NCCL refuses"
-    else:
-        why = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without NCCL as --backend gloo asks"
-    return "gloo", f"cuda:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
+    if backend == own or (backend == "auto" and ranks_here <= gpus):
+        return own, f"{kind}:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
+    alone = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without {own.upper()} as --backend gloo asks"
+    why = f"{ranks_here} ranks share {gpus} GPU(s), which {own.upper()} refuses" if ranks_here > gpus else alone
+    return "gloo", f"{kind}:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
 
 
 def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
     """How many ranks to start on this machine when nobody says: one per GPU, and two where there would be only one."""
     if gpus == 0 or device == "cpu":
         return 2
-    return gpus if gpus > 1 or machines > 1 or backend == "nccl" else 2
+    return gpus if gpus > 1 or machines > 1 or backend not in ("auto", "gloo") else 2
 
 
 def planned_world_size(backend: str, device: str) -> int | None:
@@ -82,7 +83,7 @@ def planned_world_size(backend: str, device: str) -> int | None:
 
 def preflight(ranks: str, backend: str, device: str) -> None:
     """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
-    gpus = torch.cuda.device_count()
+    gpus = accelerator.count()
     number = ranks_here(ranks, backend, device)
     backend, device, why = choose(backend, device, 0, number, gpus)
     timeout()
@@ -97,7 +98,7 @@ def machines() -> int:
 
 def ranks_here(ranks: str, backend: str, device: str) -> int:
     """How many ranks `./launch.sh` starts on this machine; `ranks` is what was asked for, or "auto"."""
-    return default_ranks(backend, device, torch.cuda.device_count(), machines()) if ranks == "auto" else int(ranks)
+    return default_ranks(backend, device, accelerator.count(), machines()) if ranks == "auto" else int(ranks)
 
 
 def timeout() -> float:
@@ -120,31 +121,33 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
         if name == "train":
             raise RuntimeError("no ranks: start it by ./launch.sh train zero3 2")
-        raise RuntimeError(
-            f"no ranks: start this file by ./launch.sh {name if name.startswith('zero') else 'compare'} 2, "
-            f"or by torchrun --standalone --nproc-per-node 2 {name}.py"
-        )
+        door = f"./launch.sh {name if name.startswith('zero') else 'compare'} 2"
+        bare = f"torchrun --standalone --nproc-per-node 2 {name}.py"
+        raise RuntimeError(f"no ranks: start this file by {door}, or by {bare}")
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    backend, device, why = choose(backend, device, local_rank, ranks_here, torch.cuda.device_count())
+    backend, device, why = choose(backend, device, local_rank, ranks_here, accelerator.count())
     chosen = torch.device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)  # before anything else touches a GPU
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index)  # before anything else touches a GPU
     else:
         # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    dist.init_process_group(
-        backend,
-        # Nothing waits for ever: a rank that never comes is an error on the others after this time.
-        timeout=timedelta(seconds=timeout()),
-        device_id=chosen if backend == "nccl" else None,
-    )
+    _join(backend, chosen)
     return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
+
+
+def _join(backend: str, device: torch.device, **where) -> None:
+    # Nothing waits for ever: a rank that never comes is an error on the others after this time.
+    dist.init_process_group(
+        backend, timeout=timedelta(seconds=timeout()), device_id=device if backend != "gloo" else None, **where
+    )
 
 
 def hardware(device: torch.device) -> str:
     """The name of what was measured on: the GPU with the version of CUDA, or the processor and its cores."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    if device.type != "cpu":
+        version = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"torch's {device.type}"
+        return f"{torch.get_device_module(device).get_device_name(device)}, {version}"
     name = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
@@ -186,6 +189,34 @@ def wait_for_rank_0(me: Rank) -> None:
             continue
 
 
+def tell(what: str, said: str, me: Rank, store=None) -> list[str]:
+    """What every rank says; through the store, so that also those can speak that have left the group. All call it."""
+    store = store or dist.distributed_c10d._get_default_store()
+    store.set(f"{what}/{me.rank}", said)
+    keys, answers = [f"{what}/{rank}" for rank in range(me.world_size)], []
+    while len(answers) < len(keys):
+        with contextlib.suppress(dist.DistStoreError):  # it has not been said yet
+            store.wait([keys[len(answers)]], timedelta(seconds=1))
+            answers.append(store.get(keys[len(answers)]).decode())
+    return answers
+
+
+def leave():
+    """Leave the process group, without the others; returns its store, by which one can meet again."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    return store
+
+
+_starts = itertools.count(1)  # of `start_again`; the same number on all ranks
+
+
+def start_again(me: Rank, store) -> None:
+    """A new process group, for all ranks that have left the one before."""
+    _join(me.backend, me.device, store=dist.PrefixStore(f"group {next(_starts)}", store), rank=me.rank,
+          world_size=me.world_size)  # fmt: skip
+
+
 def check_writable(option: str, path: str | None) -> None:
     """Refuse a file that cannot be written, before the work that it is for. Raises ValueError."""
     if path is None:
@@ -198,7 +229,7 @@ def check_writable(option: str, path: str | None) -> None:
 def stop() -> None:
     """Leave together: a rank that leaves first can make the others abort."""
     dist.barrier()
-    if dist.get_backend() == "nccl":  # gloo's destructor may abort when another rank has gone; `run` goes without
+    if dist.get_backend() != "gloo":  # whose destructor may abort when another rank has gone: `run` goes without
         dist.destroy_process_group()
 
 
@@ -224,14 +255,18 @@ def run(main) -> None:
         if os.environ.get("RANK", "0") == "0":  # all ranks have the same one, and the launcher ends with it
             _say(error)
     except RuntimeError as error:
-        signs = ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer")
-        lost = any(sign in str(error) for sign in signs)
-        _say(error, "\nAnother rank has failed or hangs: look for the first error of another rank." if lost else "")
+        hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
+        _say(error, hint if lost(str(error)) else "")
     except Exception:
         traceback.print_exc()  # nothing that was foreseen: show where
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
+
+
+def lost(said: str) -> bool:
+    """Whether an error's message is that of a rank which has waited for another one in vain."""
+    return any(sign in said for sign in ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer"))
 
 
 def _say(error: BaseException, hint: str = "") -> None:

@@ -37,7 +37,8 @@ class Training:
     def __init__(self, options: argparse.Namespace, me: process_group.Rank, text, held_out):
         config = preset(options.preset)
         self.options, self.me, self.step, self.next = options, me, 0, 0  # next: number of the next sequence
-        self.on_gpu = me.device.type == "cuda"  # asking a GPU that is not used would take memory on it
+        self.on_gpu = me.device.type != "cpu"  # asking a GPU that is not used would take memory on it
+        self.gpu = torch.get_device_module(me.device)
         self.text = Sequences(text, config.seq, options.seed, me.device)
         self.held_out = Sequences(held_out, config.seq, options.seed, me.device)
         torch.manual_seed(hash((options.seed, me.rank)))  # dropout, if a model has it: another one on every rank
@@ -105,7 +106,7 @@ class Training:
         self.watchdog.progress("saving")
         about = {"step": self.step, "next": self.next, "rank": self.me.rank, "ranks": self.me.world_size}
         about["options"] = kept(self.options)
-        about["random"] = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.on_gpu else [])]
+        about["random"] = [torch.get_rng_state(), *([self.gpu.get_rng_state()] if self.on_gpu else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
         self.saving.step = self.step
 
@@ -143,7 +144,7 @@ class Training:
             if (about["rank"], about["ranks"]) == (rank, self.me.world_size):  # else they begin anew
                 torch.set_rng_state(about["random"][0])
                 if self.on_gpu and len(about["random"]) > 1:
-                    torch.cuda.set_rng_state(about["random"][1])
+                    self.gpu.set_rng_state(about["random"][1])
             again = f": {made - self.step} steps are made again" if self.step < min(made, self.options.steps) else ""
             self.me.print(f"going on after step {self.step}, from {path}{again}")
             if news := changed(about.get("options", {}), self.options):
@@ -210,9 +211,8 @@ class Training:
             first = False
             if asked or at_end or self.step % options.print_every == 0:
                 held_out = f", held-out {line['held_out']:.4f}" if "held_out" in line else ""
-                me.print(
-                    f"step {self.step}/{options.steps}: loss {loss:.4f}{held_out}, lr {lr:.1e}, {rate:,.0f} tokens/s"
-                )
+                numbers = f"loss {loss:.4f}{held_out}, lr {lr:.1e}, {rate:,.0f} tokens/s"
+                me.print(f"step {self.step}/{options.steps}: {numbers}")
             if asked or at_end or self.step % options.save_every == 0:
                 self.save()
             if asked:

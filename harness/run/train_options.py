@@ -60,10 +60,8 @@ def arguments(argv=None) -> argparse.Namespace:
 def check_batch(options: argparse.Namespace, ranks: int) -> None:
     least = ranks * options.accumulate
     if options.batch < least:
-        raise ValueError(
-            f"--batch {options.batch} is too small: {ranks} rank(s) with --accumulate {options.accumulate} need "
-            f"{least} or more sequences per step, one for each backward"
-        )
+        need = f"{ranks} rank(s) with --accumulate {options.accumulate} need {least} or more sequences per step"
+        raise ValueError(f"--batch {options.batch} is too small: {need}, one for each backward")
 
 
 def _check_folder(options: argparse.Namespace) -> None:
@@ -82,10 +80,8 @@ def _check_folder(options: argparse.Namespace) -> None:
                 starts = [line for line in journal.read(options.folder / journal.NAME) if line.get("event") == "start"]
                 other = starts[-1]["preset"] if starts else None
                 own = f"(preset {other}): take --preset {other}" if other else "(see there): take its --preset"
-                raise ValueError(
-                    f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r} {own} or "
-                    "another --folder"
-                )
+                what = f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r}"
+                raise ValueError(f"{what} {own} or another --folder")
 
 
 def kept(options: argparse.Namespace) -> dict:

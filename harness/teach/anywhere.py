@@ -6,7 +6,7 @@ NEEDED = (2, 11)  # torch
 
 
 def ready(device: str | None = None) -> str:
-    """The device for the runs of a notebook, "cpu" or "cuda"; prints what there is.
+    """The device for the runs of a notebook, "cpu" or the accelerator, "cuda" for example; prints what there is.
 
     `device` is the reader's choice; without one ZERO_NOTEBOOK_DEVICE, and without that "cpu", which works everywhere.
     Raises RuntimeError with one sentence for a torch that is too old, and for what is not there.
@@ -26,12 +26,15 @@ def ready(device: str | None = None) -> str:
             f"torch {version} is installed, and {needed} or newer is needed: run `%pip install -U 'torch>={needed}'` "
             "in a cell above, then restart the kernel"
         )
-    gpus = torch.cuda.device_count()
-    if device not in ("cpu", "cuda"):
-        raise RuntimeError(f'the device must be "cpu" or "cuda", got {device!r}')
-    if device == "cuda" and not gpus:
-        raise RuntimeError('"cuda" was chosen, and torch sees no GPU here: choose "cpu"')
-    there = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "no GPU"
-    choice = ' (for the GPU: anywhere.ready("cuda"))' if gpus and device == "cpu" else ""
+    from harness.engine import accelerator
+
+    gpus = accelerator.count()
+    kind = accelerator.kind() if gpus else "cuda"
+    if device not in ("cpu", kind):
+        raise RuntimeError(f'the device must be "cpu" or "{kind}", got {device!r}')
+    if device == kind and not gpus:
+        raise RuntimeError(f'"{kind}" was chosen, and torch sees no GPU here: choose "cpu"')
+    there = f"{gpus} x {torch.get_device_module(kind).get_device_name(0)}" if gpus else "no GPU"
+    choice = f' (for the GPU: anywhere.ready("{kind}"))' if gpus and device == "cpu" else ""
     print(f"torch {version}, {os.cpu_count()} CPU cores, {there}. The runs use: {device}{choice}")
     return device

@@ -15,13 +15,16 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from harness.measure import step_report, tables
 from harness.measure.dry_run import fits_on
 from harness.measure.ratios import ratios
 from harness.measure.report import page
+from harness.properties.conform import OUTCOMES, SIGNS
+from harness.properties.property import GROUPS, library
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
@@ -33,14 +36,10 @@ BLOCK = re.compile(
 
 REFEREE = "referee-cpu-2ranks-3.json"
 REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
+REFEREE_DEEPSPEED = "referee-deepspeed-cpu.json"
 REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
 SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 MEMORY = "memory-7b-8ranks.json"
-HYBRID = "memory-7b-32ranks-4replicas.json"
-OFFLOAD = "memory-7b-8ranks-offload.json"
-HOST_UPDATE = "host-update-cpu.json"
-SWEEPS = "sweeps-cpu-2ranks.json"
-PLAN_VALIDATION = "plan-validation.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
 ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
 
@@ -50,18 +49,10 @@ def result(name: str):
     return json.loads((ROOT / "results" / name).read_text())
 
 
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    return tables.markdown([columns, *rows])
-
-
-def mega(nbytes: float) -> str:
-    """Bytes in MB of 10^6."""
-    return f"{nbytes / 1e6:,.1f}"
-
-
-def giga(nbytes: float) -> str:
-    """Bytes in GB of 10^9."""
-    return f"{nbytes / 1e9:,.2f}"
+def table(titles: str, cells: str, rows: Iterable[dict]) -> str:
+    """The titles and a row's cells, both with " | " between them; "{name:.2f}" in a cell is a value of the row."""
+    form = cells.split(" | ")
+    return tables.markdown([titles.split(" | "), *([cell.format_map(row) for cell in form] for row in rows)])
 
 
 # The referee.
@@ -92,7 +83,7 @@ def of_referee(report: dict, *titles: str, digits: int = 2) -> str:
         "engine": lambda name, run: f"`{name}`",
         "difference from DDP": difference,
         "held MB": lambda name, run: f"{sum(run['held_bytes'].values()) / 1e6:.{digits}f}",
-        "peak MB": lambda name, run: mega(run["peak_bytes"]),
+        "peak MB": lambda name, run: f"{run['peak_bytes'] / 1e6:,.1f}",
         "step ms": lambda name, run: f"{run['step_ms']:.0f}",
         "tokens/s": lambda name, run: f"{run['tokens_per_s']:,.0f}",
     }
@@ -101,9 +92,10 @@ def of_referee(report: dict, *titles: str, digits: int = 2) -> str:
     return tables.markdown([[TITLES.get(title, title) for title in head], *rows])
 
 
-def referee() -> str:
-    """The README's table: a row per engine, with everything that fits in eight columns."""
+def referee(*names: str) -> str:
+    """The README's table: these engines' rows, with everything that fits in eight columns."""
     report = result(REFEREE)
+    report["runs"] = {name: report["runs"][name] for name in names}
     titles = ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x ddp")
     return f"{of_referee(report, *titles)}\n\n{conditions(report, REFEREE)}"
 
@@ -124,86 +116,86 @@ def referee_bf16() -> str:
     return f"{conditions(report, REFEREE_BF16)}\n\n{of_referee(report, *titles, digits=1)}"
 
 
+def referee_deepspeed() -> str:
+    report = result(REFEREE_DEEPSPEED)
+    titles = ("difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms", "x ddp")
+    return f"{conditions(report, REFEREE_DEEPSPEED)}\n\n{of_referee(report, *titles)}"
+
+
 def launches() -> str:
     """The ratios of step times over several launches."""
     found = ratios([result(file) for file in REFEREE_LAUNCHES])
-    middle = len(REFEREE_LAUNCHES) // 2
-    rows = [
-        [f"`{name}`", *(f"{value:.2f}" for value in (sorted(values)[middle], min(values), max(values)))]
-        for name, values in found.items()
-    ]
-    return table([f"step time, {len(REFEREE_LAUNCHES)} launches", "median", "lowest", "highest"], rows)
+    rows = [{"name": name, "values": sorted(values)} for name, values in found.items()]
+    titles = f"step time, {len(REFEREE_LAUNCHES)} launches | median | lowest | highest"
+    return table(titles, "`{name}` | {values[2]:.2f} | {values[0]:.2f} | {values[4]:.2f}", rows)
 
 
 def slow_rank() -> str:
     """One rank is delayed in every step: the ranks' step times, and what tells them apart."""
     report = result(SLOW_RANK)
+    # "single" is one process, which waits for nobody.
+    rows = [run["step_time"] | {"engine": name} for name, run in report["runs"].items() if name != "single"]
+    titles, cells = "engine", "`{engine}`"
+    for title, key in (("step ms", "step_ms"), ("own work ms", "own_ms"), ("waiting ms", "waiting_ms")):
+        titles += f" | {title}, rank 0 | {title}, rank 1"
+        cells += f" | {{ranks[0][{key}]:.0f}} | {{ranks[1][{key}]:.0f}}"
+    made = table(f"{titles} | slowest rank", f"{cells} | {{slowest_rank}}", rows)
+    return f"{conditions(report, SLOW_RANK)}\n\n{made}"
+
+
+# Memory, in GB of 10^9 bytes.
+
+
+def dry_runs(file: str) -> list[dict]:
+    """The engines' rows of a dry run, with what they hold, and the smallest GPU that their peak fits on."""
     rows = []
-    for name, run in report["runs"].items():
-        if name == "single":  # one process waits for nobody
-            continue
-        fast, slow = run["step_time"]["ranks"]
-        times = [f"{rank[key]:.0f}" for key in ("step_ms", "own_ms", "waiting_ms") for rank in (fast, slow)]
-        rows.append([f"`{name}`", *times, f"{run['step_time']['slowest_rank']}"])
-    columns = [f"{what}, rank {rank}" for what in ("step ms", "own work ms", "waiting ms") for rank in (0, 1)]
-    return f"{conditions(report, SLOW_RANK)}\n\n{table(['engine', *columns, 'slowest rank'], rows)}"
-
-
-# Memory.
+    for name, row in result(file)["engines"].items():
+        label = f"`{name}`" + (" (stand-in)" if row.get("stand_in") else "")
+        held, peak = sum(row["held_bytes"].values()) / 1e9, row["peak_bytes"] / 1e9
+        gpu = f"{fits_on(row['peak_bytes'])[0]} GB"
+        rows.append({**row, "name": name, "engine": label, "held": held, "peak": peak, "gpu": gpu})
+    return rows
 
 
 def memory_peaks() -> str:
-    rows = []
-    for name, row in result(MEMORY)["engines"].items():
-        held = sum(row["held_bytes"].values())
-        label = f"`{name}`" + (" (stand-in)" if row.get("stand_in") else "")
-        gpu = fits_on(row["peak_bytes"])[0]
-        rows.append([label, giga(held), ARTICLE_SAYS.get(name, ""), giga(row["peak_bytes"]), f"{gpu} GB"])
-    return table(["engine", "held, GB", "article, GB", "peak, GB", "smallest GPU"], rows)
+    rows = [row | {"article": ARTICLE_SAYS.get(row["name"], "")} for row in dry_runs(MEMORY)]
+    titles = "engine | held, GB | article, GB | peak, GB | smallest GPU"
+    return table(titles, "{engine} | {held:,.2f} | {article} | {peak:,.2f} | {gpu}", rows)
 
 
 def memory_state() -> str:
-    results = result(MEMORY)
-    each = 4 * results["parameters"] * (results["ranks"] - 1) / results["ranks"]
-    rows = []
-    for name, row in results["engines"].items():
+    report, rows = result(MEMORY), dry_runs(MEMORY)
+    each = 4 * report["parameters"] * (report["ranks"] - 1) / report["ranks"]
+    for row in rows:
         formula = row["state_peak_formula"]
-        by_formula = f"`{formula}` = {giga(row['state_peak_formula_bytes'])}" if formula else ""
-        rows.append([f"`{name}`", giga(row["state_peak_bytes"]), by_formula, f"{row['sent_bytes'] / each:.2f}"])
-    return table(["engine", "peak without them, GB", "by formula, GB", "sent, in Ψ (N-1)/N"], rows)
+        row["formula"] = f"`{formula}` = {row['state_peak_formula_bytes'] / 1e9:,.2f}" if formula else ""
+        row |= {"state_peak": row["state_peak_bytes"] / 1e9, "psi": row["sent_bytes"] / each}
+    titles = "engine | peak without them, GB | by formula, GB | sent, in Ψ (N-1)/N"
+    return table(titles, "`{name}` | {state_peak:,.2f} | {formula} | {psi:.2f}", rows)
 
 
 def hybrid() -> str:
     """What is sent along each dimension of the grid, and held."""
-    rows = []
-    for name, row in result(HYBRID)["engines"].items():
-        sent = row["sent_elements_by_dimension"]
-        numbers = [giga(sent[where]) if where in sent else "" for where in ("row", "across replicas", "all ranks")]
-        label = f"`{name}`" + (" (stand-in)" if row.get("stand_in") else "")
-        rows.append([label, *numbers, giga(sum(row["held_bytes"].values())), giga(row["peak_bytes"])])
-    where = ["sent in the row", "sent across replicas", "sent among all ranks"]
-    return table(["engine", *where, "held, GB", "peak, GB"], rows)
+    rows = dry_runs("memory-7b-32ranks-4replicas.json")
+    for row in rows:
+        sent = {where: f"{elements / 1e9:,.2f}" for where, elements in row["sent_elements_by_dimension"].items()}
+        row["sent"] = {"row": "", "across replicas": "", "all ranks": ""} | sent
+    titles = "engine | sent in the row | sent across replicas | sent among all ranks | held, GB | peak, GB"
+    cells = "{engine} | {sent[row]} | {sent[across replicas]} | {sent[all ranks]} | {held:,.2f} | {peak:,.2f}"
+    return table(titles, cells, rows)
 
 
 def offload() -> str:
     """Device and host apart, beside the same run without offload."""
-    without, rows = result(MEMORY)["engines"], []
-    for name, row in result(OFFLOAD)["engines"].items():
-        held, host = sum(row["held_bytes"].values()), row["host"]
+    without, rows = {row["name"]: row["peak"] for row in dry_runs(MEMORY)}, dry_runs("memory-7b-8ranks-offload.json")
+    for row in rows:
+        host = row["host"]
         more = host["pinned_bytes"] - host["held_bytes"]["parameters"] - host["held_bytes"]["gradients"]
-        numbers = [without[name]["peak_bytes"], row["peak_bytes"], held, host["peak_bytes"], host["peak_bytes"] + more]
-        rows.append([f"`{name}`", *map(giga, numbers), f"{fits_on(row['peak_bytes'])[0]} GB"])
-    columns = ["peak without, GB", "device, peak, GB", "device, held, GB", "host, GB", "if pinned, GB", "smallest GPU"]
-    return table(["engine", *columns], rows)
-
-
-def host_update() -> str:
-    """AdamW's ways on the host."""
-    found = result(HOST_UPDATE)
-    quicker = found["times_quicker"]
-    rows = [[name, f"{value:.2f}", f"{quicker[name]:.1f}"] for name, value in found["nanoseconds"].items()]
-    on = f"{found['elements']:,} float32 elements, {found['threads']} thread, {found['hardware']}"
-    return f"{table(['AdamW', 'ns per element', 'times as quick as the default'], rows)}\n\n{on}."
+        row |= {"without": without[row["name"]], "host": host["peak_bytes"] / 1e9}
+        row["pinned"] = row["host"] + more / 1e9
+    titles = "engine | peak without, GB | device, peak, GB | device, held, GB | host, GB | if pinned, GB | smallest GPU"
+    cells = "{engine} | {without:,.2f} | {peak:,.2f} | {held:,.2f} | {host:,.2f} | {pinned:,.2f} | {gpu}"
+    return table(titles, cells, rows)
 
 
 # Sweeps.
@@ -211,15 +203,13 @@ def host_update() -> str:
 
 def sweep(words: str) -> str:
     """One sweep: a row per choice. `words`: its name, without commas."""
-    names = {name.replace(",", ""): rows for name, rows in result(SWEEPS)["sweeps"].items()}
-    rows = [
-        [choice, f"{row['collectives']}", f"{row['step_ms']:.0f}", f"{row['step_ms_lowest']:.0f}"]
-        + [f"{row['step_ms_highest']:.0f}", f"{row['ratio']:.2f}", mega(row["peak_bytes"])]
-        + [mega(row["short_peak_bytes"])]
-        for choice, row in names[words].items()
-    ]
-    columns = [words, "collectives", "step ms", "lowest", "highest", "x the first", "peak MB", "on 8 tokens"]
-    return table(columns, rows)
+    names = {name.replace(",", ""): rows for name, rows in result("sweeps-cpu-2ranks.json")["sweeps"].items()}
+    rows = []
+    for choice, row in names[words].items():
+        rows.append({**row, "choice": choice, "peak": row["peak_bytes"] / 1e6, "short": row["short_peak_bytes"] / 1e6})
+    titles = f"{words} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens"
+    cells = "{choice} | {collectives} | {step_ms:.0f} | {step_ms_lowest:.0f} | {step_ms_highest:.0f} | {ratio:.2f}"
+    return table(titles, cells + " | {peak:,.1f} | {short:,.1f}", rows)
 
 
 # The planner.
@@ -227,27 +217,23 @@ def sweep(words: str) -> str:
 
 def plan_validation() -> str:
     """Published and predicted, a row per published measurement."""
-    rows = []
-    for row in result(PLAN_VALIDATION)["rows"]:
-        batch = f"{row['micro_batch']} x {row['accumulate']}"
-        batch += f", {row['seq']:,}" * (row["source"].startswith("llm") and row["seq"] != 2048)
-        cells = [f"{row['gpus']} {row['gpu']}", f"`{row['engine']}`", batch, f"{row['published_tokens_per_s']:,.0f}"]
-        off = f"{row['error']:+.1%}" + " *" * row["fitted"]
-        cells += [f"{row['predicted_tokens_per_s']:,.0f}", off]
-        memory = ""
+    rows = result("plan-validation.json")["rows"]
+    for row in rows:
+        tokens = row["source"].startswith("llm") and row["seq"] != 2048
+        row |= {"star": " *" * row["fitted"], "memory": "", "tokens": f", {row['seq']:,}" * tokens}
         if row["published_peak_bytes"]:
             published, predicted = (row[f"{whose}_peak_bytes"] / 1e9 for whose in ("published", "predicted"))
-            memory = f"{published:.1f} / {predicted:.1f} ({row['memory_error']:+.1%})"
-        rows.append([row["model"], *cells, memory])
-    columns = ["model", "GPUs", "engine", "batch", "published", "predicted", "error", "GB: published / predicted"]
-    return table(columns, rows)
+            row["memory"] = f"{published:.1f} / {predicted:.1f} ({row['memory_error']:+.1%})"
+    titles = "model | GPUs | engine | batch | published | predicted | error | GB: published / predicted"
+    cells = "{model} | {gpus} {gpu} | `{engine}` | {micro_batch} x {accumulate}{tokens} | {published_tokens_per_s:,.0f}"
+    return table(titles, cells + " | {predicted_tokens_per_s:,.0f} | {error:+.1%}{star} | {memory}", rows)
 
 
 def plan_summary() -> str:
     """The errors and what was fitted, in sentences."""
-    kept = result(PLAN_VALIDATION)
-    found, shares = kept["summary"], kept["efficiency"]
-    fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in shares.items())
+    kept = result("plan-validation.json")
+    found = kept["summary"]
+    fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in kept["efficiency"].items())
     networks = []
     for name, network in kept["networks"].items():
         ring, tree = network["crowding"]
@@ -269,16 +255,14 @@ def plan_summary() -> str:
 
 def plan_groups() -> str:
     """The errors of tokens per second by source and size."""
-    rows = []
-    for group in result(PLAN_VALIDATION)["summary"]["groups"]:
-        about = [group["source"], group["size"], f"{group['rows']}", f"{group['fitted']}"]
-        rows.append([*about, f"{group['median']:.1%}", f"{group['largest']:.1%}"])
-    return table(["source", "size", "rows", "of them fitted", "median error", "largest"], rows)
+    rows = result("plan-validation.json")["summary"]["groups"]
+    titles = "source | size | rows | of them fitted | median error | largest"
+    return table(titles, "{source} | {size} | {rows} | {fitted} | {median:.1%} | {largest:.1%}", rows)
 
 
 def plan_missed() -> str:
     """The rows that miss by more than is hoped for."""
-    return "\n".join(f"- {one}" for one in result(PLAN_VALIDATION)["summary"]["missed"])
+    return "\n".join(f"- {one}" for one in result("plan-validation.json")["summary"]["missed"])
 
 
 # The machines that a report was sent from.
@@ -286,7 +270,7 @@ def plan_missed() -> str:
 
 def machines() -> str:
     """A row per results/*/report.json: what it was, how many losses were DDP's there, how many tests passed."""
-    rows = []
+    rows = [["machine", "torch", "ranks", "engines with DDP's losses", "tests"]]
     for file in sorted((ROOT / "results").glob("*/report.json")):
         report = json.loads(file.read_text())
         runs = [job["results"] for job in page.jobs_with_results(report, "referee")]
@@ -300,9 +284,8 @@ def machines() -> str:
         name = page.hardware(report["machine"])
         # A line of the README has 120 columns at most.
         room = max(12, 120 - 8 - 3 * len(rest) - len(where) - sum(map(len, rest)))
-        name = name if len(name) <= room else name[: room - 1] + "…"
-        rows.append([f"[{name}]({where})", *rest])
-    return table(["machine", "torch", "ranks", "engines with DDP's losses", "tests"], rows) if rows else "None yet."
+        rows.append([f"[{name if len(name) <= room else name[: room - 1] + '…'}]({where})", *rest])
+    return tables.markdown(rows) if rows[1:] else "None yet."
 
 
 # The code about itself.
@@ -330,7 +313,7 @@ def other_claims() -> str:
     return markdown(recorded(articles.OTHERS))
 
 
-def changed(first: str, second: str) -> str:
+def changes_between(first: str, second: str) -> str:
     """What `./launch.sh changes first second` prints, as GitHub colours it."""
     return f"```diff\n{changes.report(first, second)}\n```"
 
@@ -339,11 +322,45 @@ def outline(name: str) -> str:
     """The methods of a chapter's class that say what they do, in the order of its file."""
     chapter = changes.read(name)
     rows = [[f"`{method}`", words] for method, words in chapter.words.items() if words]
-    return table([f"class `{changes.CHAPTERS[name]}`", "what it does"], rows)
+    return tables.markdown([[f"class `{changes.CHAPTERS[name]}`", "what it does"], *rows])
 
 
 def exhibits() -> str:
     return f"{len(EXHIBITS)}"
+
+
+CONFORMANCE = "conform-cpu.json"
+
+
+def conformance() -> str:
+    """How many properties of each group an engine is right in, of those that can be asked of it; and the other ends."""
+    report = result(CONFORMANCE)
+    asked = {name: [(library()[p].group, one["outcome"]) for p, one in found.items() if p in library()]
+             for name, found in report["engines"].items()}  # fmt: skip
+    rows = []
+    for name, ends in asked.items():
+        row = [f"`{name}`"]
+        for group in GROUPS:
+            of = Counter(outcome for where, outcome in ends if where == group)
+            count = of.total() - of["not applicable"]
+            row.append(f"{of['right']} of {count}" if count else "—")
+        total = Counter(outcome for _, outcome in ends)
+        rows.append([*row, *(str(total[outcome]) for outcome in OUTCOMES)])
+    said = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{tables.markdown([['engine', *GROUPS, *OUTCOMES], *rows])}\n\n{said} (`results/{CONFORMANCE}`)."
+
+
+def conformance_differs() -> str:
+    """The properties that some engine does not fulfil: what each engine does there."""
+    engines = result(CONFORMANCE)["engines"]
+    rows = []
+    for name in library():
+        ends = [found[name]["outcome"] if name in found else "not applicable" for found in engines.values()]
+        if not {*ends} <= {"right", "not applicable"}:
+            rows.append(
+                [f"`{name}`", *("**" + end + "**" if end in ("wrong", "crash", "hang") else SIGNS[end] for end in ends)]
+            )
+    return tables.markdown([["property", *(f"`{name}`" for name in engines)], *rows]) if rows else "There are none."
 
 
 def exhibits_of(stage: str) -> str:
@@ -354,31 +371,11 @@ def exhibits_of(stage: str) -> str:
     return f"{numbers[0]} to {numbers[-1]}"
 
 
+MEASURED = referee, referee_losses, referee_bytes, referee_bf16, referee_deepspeed, launches, slow_rank, sweep, machines
+COMPUTED = memory_peaks, memory_state, hybrid, offload, plan_validation, plan_summary, plan_groups, plan_missed
+SAID = article, other_claims, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
 BLOCKS: dict[str, Callable[..., str]] = {
-    "article": article,
-    "changes": changed,
-    "claims": claims,
-    "exhibits": exhibits,
-    "exhibits-of": exhibits_of,
-    "host-update": host_update,
-    "hybrid": hybrid,
-    "launches": launches,
-    "machines": machines,
-    "memory-peaks": memory_peaks,
-    "memory-state": memory_state,
-    "offload": offload,
-    "other-claims": other_claims,
-    "outline": outline,
-    "plan-groups": plan_groups,
-    "plan-missed": plan_missed,
-    "plan-summary": plan_summary,
-    "plan-validation": plan_validation,
-    "referee": referee,
-    "referee-bf16": referee_bf16,
-    "referee-bytes": referee_bytes,
-    "referee-losses": referee_losses,
-    "slow-rank": slow_rank,
-    "sweep": sweep,
+    block.__name__.replace("_", "-"): block for block in (*MEASURED, *COMPUTED, *SAID)
 }
 
 

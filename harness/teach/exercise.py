@@ -21,7 +21,7 @@ HINTS = 1  # of each blank's two, unless another number is asked for
 # Names one statement of a body, by its kind and a number or a name:
 #     ("With", 0)               the first `with` (-1: the last one)
 #     ("Assign", "self.flat")   the only assignment to self.flat
-#     ("For", "self.trained")   the only loop over self.trained
+#     ("For", "self.trained_buckets")   the only loop over self.trained_buckets
 Selector = tuple[str, int | str]
 
 
@@ -67,8 +67,8 @@ class Exercise:
 
 
 _FOR_OTHERS = (
-    "(`precision.before_sum`, `precision.mean_of_sum` and `self.placement.brought`, for float16, replicas and offload, "
-    "are not needed here)"
+    "(`precision.before_sum`, `precision.mean_of_sum` and `self.placement.final_shard`, for float16, replicas and "
+    "offload, are not needed here)"
 )
 _LAYOUT = Blank(
     "Bucket.__init__",
@@ -99,7 +99,7 @@ _REDUCE_1 = Blank(
     "Step 3: all-reduce the gradients, and give each piece its part of the mean",
     "After the collective every rank has a sum, of which it uses one part. Why is it better to start all buckets "
     "before the first is waited for?",
-    "For every bucket in self.trained, bucket.flat_gradient has this rank's gradients. Sum it over the ranks "
+    "For every bucket in self.trained_buckets, bucket.flat_gradient has this rank's gradients. Sum it over the ranks "
     "(group=self.group), divide by N, and set piece.grad, in the piece's dtype, from this rank's shard of it, "
     "bucket.own_part(bucket.flat_gradient): bucket.pieces and bucket.cut(shard) have the same order. Started with "
     'async_op=True, all buckets travel at once; wait(work, "all-reduce", bucket) receives one.',
@@ -220,10 +220,11 @@ EXERCISES = {
                 "step is there already?",
                 'wait(work, "reduce-scatter", self.bucket), let go of the whole buffer, divide by N (world_size), and '
                 "add each part of self.bucket.cut(shard) to its piece's gradient (None at first), in the piece's "
-                "dtype.",
+                "dtype, as add_to_pieces does it.",
                 "about {lines} lines; of the whole gradients not a byte is left, gradients held 4Ψ/N bytes. "
                 '`wait(self.work, "reduce-scatter", self.bucket)` receives, `precision.mean_of_sum(shard, world_size)` '
-                "divides by N, `self.bucket.placement.hand_over(self.bucket, shard)` adds to the pieces' gradients",
+                "divides by N, `self.bucket.placement.deliver(self.bucket, shard, add_to_pieces)` adds to the "
+                "pieces' gradients",
                 "the first paragraph at the top of exercises/zero2.py",
             ),
             Blank(
@@ -243,8 +244,8 @@ EXERCISES = {
                 "Two ranks may complete their buckets in another order. What would the third collective of one rank "
                 "meet on the other?",
                 "Backward calls this once for every bucket, in whatever order it completes them. self._turns is a "
-                "deque of self.trained, in the order in which every rank sends them; self._complete is the set of the "
-                "buckets that are complete and not sent. Put `bucket` into self._complete. While the first of "
+                "deque of self.trained_buckets, in the order in which every rank sends them; self._complete is the set "
+                "of the buckets that are complete and not sent. Put `bucket` into self._complete. While the first of "
                 "self._turns is in self._complete, take it off both and self._send it. It goes to the end of "
                 "self._turns again, for the next backward. A bucket that is complete before its turn waits: "
                 "collectives match by order.",
@@ -268,9 +269,9 @@ EXERCISES = {
                 "What if two modules share a weight, and if one has no weights? The engine has helpers for both.",
                 "`modules` are what becomes a unit each; where it is None, default_units(model) chooses them. "
                 "parameters_by_unit(model, modules) gives {module: [(name, parameter), ...]} and the root's list of "
-                "(name, parameter). Make a Unit(name, module, named parameters, *layout) of each module that has "
-                "parameters, in the order of `modules`, named as in model.named_modules(). The root is a Unit, too: "
-                "'root', the model itself, what is left.",
+                "(name, parameter). Make a Unit(name, module, named parameters, rank, world_size, dtypes) of each "
+                "module that has parameters, in the order of `modules`, named as in model.named_modules(). The root is "
+                "a Unit, too: 'root', the model itself, what is left.",
                 "about {lines} lines; every parameter in exactly one unit, and no unit without parameters. "
                 "`default_units(model)` and `parameters_by_unit(model, modules)` help: see their docstrings in "
                 "harness/engine/units.py. A unit is named as its module in `model.named_modules()`, the root `root`",
@@ -339,12 +340,12 @@ EXERCISES = {
                 "Step 3: reduce a unit whose gradients are final",
                 "Which of the unit's buckets have gradients at all? Is every weight of the unit done with, now that "
                 "these are final?",
-                "self._send each bucket of the unit that has gradients: unit.trained. Do no more than that: a frozen "
-                "weight of the unit may still be needed, and `after_backward` is called when it is not.",
+                "self._send each bucket of the unit that has gradients: unit.trained_buckets. Do no more than that: a "
+                "frozen weight of the unit may still be needed, and `after_backward` is called when it is not.",
                 "about {lines} lines; in backward two buckets of whole gradients at most; a reduce-scatter per bucket "
-                "of `unit.trained`, by `_send`, right after its unit's backward. `Reduction` divides by N",
+                "of `unit.trained_buckets`, by `_send`, right after its unit's backward. `Reduction` divides by N",
                 "the drawing of backward at the top of exercises/zero3.py; `_send` and `_receive` in it",
-                first=("For", "unit.trained"),
+                first=("For", "unit.trained_buckets"),
             ),
         ),
     ),

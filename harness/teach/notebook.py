@@ -15,7 +15,7 @@ from pathlib import Path
 
 from matplotlib.lines import Line2D
 
-from harness.measure import dry_run, style
+from harness.measure import dry_run, style, tables
 from harness.measure.style import PART_STYLES, key, look, unit
 from harness.run import ranks
 
@@ -86,13 +86,7 @@ def say(text: str, columns: int = COLUMNS, indent: str = "    ") -> None:
 
 def table(columns: list[str], rows: list[list]) -> None:
     """Print a table, the first column to the left and the others to the right."""
-    cells = [columns, *[[str(cell) for cell in row] for row in rows]]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
-    for row in cells:
-        texts = [
-            cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(zip(row, widths))
-        ]
-        print("  ".join(texts).rstrip())
+    print("\n".join(tables.text([columns, *([str(cell) for cell in row] for row in rows)], rule=False)))
 
 
 def source(*things) -> None:

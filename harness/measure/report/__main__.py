@@ -35,11 +35,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if not 0 < options.minutes < 10_000:
         parser.error(f"--minutes must be above 0, got {options.minutes:g}")
     chosen = PARTS if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
-    for name in chosen:
-        if name not in PARTS:
-            parser.error(f"no part {name!r}; there are: {', '.join(PARTS)}")
-    if not chosen:
-        parser.error(f"--only is empty; there are: {', '.join(PARTS)}")
+    if wrong := [f"no part {name!r}" for name in chosen if name not in PARTS] or ["--only is empty"] * (not chosen):
+        parser.error(f"{wrong[0]}; there are: {', '.join(PARTS)}")
     options.only = [name for name in PARTS if name in chosen or name == "machine"]  # the others ask it for the GPUs
     folder = options.folder or time.strftime("report-%Y%m%d-%H%M%S")
     options.folder = Path(folder).resolve()

@@ -46,20 +46,22 @@ class Place(NamedTuple):
 MACHINE = Command("machine", "python -m harness.measure.report.machine", seconds=60)
 
 
-def places(gpus: int) -> list[Place]:
+def places(gpus: int, backend: str = "nccl") -> list[Place]:
     """The ways to run ranks on a machine with so many GPUs, the most telling one first."""
     if gpus == 0:
         return [Place(f"{ranks} ranks over gloo on the CPU", ranks, "--device cpu") for ranks in (2, 4)]
-    one = Place("1 rank over NCCL", 1, "--backend nccl")
+    one = Place(f"1 rank over {backend.upper()}", 1, f"--backend {backend}")
     if gpus == 1:
         return [one, *(Place(f"{n} ranks that share the GPU over gloo", n, "--backend gloo") for n in (2, 4))]
-    return [*(Place(f"{n} ranks over NCCL", n, "--backend nccl") for n in dict.fromkeys((gpus, 2))), one]
+    several = dict.fromkeys((gpus, 2))
+    return [*(Place(f"{n} ranks over {backend.upper()}", n, f"--backend {backend}") for n in several), one]
 
 
 def planned(machine: dict, quick: bool) -> list[Command]:
     """All commands but MACHINE and the figures, for what it said of the machine (nothing, if it failed)."""
     gpus = len(machine.get("gpus", ()))
-    first, *others = places(gpus)
+    kind, backend = machine.get("accelerator", "cuda"), machine.get("backend", "nccl")
+    first, *others = places(gpus, backend)
     several = next(place for place in (first, *others) if place.ranks > 1)  # where collectives have something to send
     small = "toy" if quick and not gpus else "tiny"
 
@@ -74,7 +76,7 @@ def planned(machine: dict, quick: bool) -> list[Command]:
     skip = "" if machine.get("pytest") or not machine.get("python") else "this Python has no pytest"
     found = [Command("tests", f"./launch.sh test {file} -q -rfEs", option="", skip=skip) for file in files]
     found += [referee(first, small, "fp32"), referee(several, small, dtypes[0])]
-    memory = f"./launch.sh memory --ranks 8 --device {'cuda' if gpus else 'fake'} --preset"  # cuda: real allocations
+    memory = f"./launch.sh memory --ranks 8 --device {kind if gpus else 'fake'} --preset"  # cuda: real allocations
     found.append(Command("memory", f"{memory} {('1b' if gpus else 'tiny') if quick else '7b'}", seconds=180))
     here = f"{several.ranks} --preset {small if quick or not gpus else 'small'} {several.option}"
     stages = ["zero3 {} --prefetch 1", "zero3 {} --prefetch 0", "zero2 {}", "zero1 {}"]
@@ -82,7 +84,7 @@ def planned(machine: dict, quick: bool) -> list[Command]:
         found.append(Command("timeline", f"./launch.sh {stage.format(here)} --steps 3", option="--trace"))
     chosen = "--rounds 3 --only prefetch" if quick else "--rounds 6"
     found.append(Command("sweeps", f"./launch.sh sweeps {here} {chosen}", seconds=180))
-    for device in ("cpu", "cuda") if gpus else ("cpu",):
+    for device in ("cpu", kind) if gpus else ("cpu",):
         options = f"--rounds {4 if quick else 25} --profile zero3 --device {device}"
         found.append(Command("host", f"python -m harness.measure.bench --host {options}"))
     if quick:

@@ -6,9 +6,11 @@ Run it: python -m harness.measure.report.machine --json FILE
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import distributions
+from pathlib import Path
 
 SMI = ("index,name,driver_version,memory.total,memory.used,utilization.gpu,power.limit,clocks.max.sm,"
        "pcie.link.gen.max,pcie.link.width.max,mig.mode.current,ecc.mode.current")  # fmt: skip
@@ -26,11 +28,9 @@ def said(*command: str) -> str:
 
 def host(found: dict) -> None:
     """The processor, its memory, the software beside torch, and what the driver says of GPUs, links and other users."""
-    found["processor"] = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-        found["processor"] = (names or [found["processor"]])[0]
+    about = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", about.read_text() if about.exists() else "", re.MULTILINE)
+    found["processor"] = names[0] if names else platform.processor() or platform.machine()
     found["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found["system"], found["python"] = f"{platform.system()} {platform.release()}", platform.python_version()
@@ -49,13 +49,17 @@ def torch_and_gpus(found: dict) -> None:
     """torch's version, and the GPUs as torch sees them."""
     import torch
 
+    from harness.engine import accelerator
+
     found["torch"], found["cuda"] = torch.__version__, torch.version.cuda
-    for number in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(number)
-        found["gpus"].append({"name": about.name, "memory_bytes": about.total_memory,
-                              "capability": f"{about.major}.{about.minor}",
-                              "multiprocessors": about.multi_processor_count})  # fmt: skip
-    if found["gpus"]:
+    for number in range(accelerator.count()):
+        about = torch.get_device_module(accelerator.kind()).get_device_properties(number)
+        found["gpus"].append({"name": about.name, "memory_bytes": about.total_memory})
+        if torch.version.cuda:
+            found["gpus"][-1] |= {"capability": f"{about.major}.{about.minor}",
+                                  "multiprocessors": about.multi_processor_count}  # fmt: skip
+    found["accelerator"], found["backend"] = accelerator.kind(), accelerator.backend()
+    if found["gpus"] and torch.version.cuda:  # of other kinds these are not known
         found["bf16"], found["cudnn"] = torch.cuda.is_bf16_supported(), torch.backends.cudnn.version()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 
@@ -70,5 +74,4 @@ if __name__ == "__main__":
     for name, value in known.items():
         for line in value if isinstance(value, list) else [value]:
             print(f"{name.replace('_', ' ')}: {line}")
-    with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
-        json.dump(known, file, indent=1)
+    Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(known, indent=1))

@@ -4,6 +4,7 @@ Run it: ./launch.sh articles
 """
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -11,7 +12,10 @@ import textwrap
 import time
 from collections import Counter
 from html import escape
+from operator import itemgetter
+from pathlib import Path
 
+from harness.measure import tables
 from harness.run.process_group import check_writable
 from harness.teach.articles import CLAIMS, Claim
 
@@ -43,18 +47,10 @@ def row(claim: Claim) -> dict[str, str]:
     return dict(zip(COLUMNS, (claim.article, claim.claim, claim.ran, measured, verdict)))
 
 
-def by_article(rows: list[dict]) -> dict[str, list[dict]]:
-    """{title: its rows}, in the order of the rows: what an article says of ZeRO comes before what others say at all."""
-    found: dict[str, list[dict]] = {}
-    for one in rows:
-        found.setdefault(one["article"], []).append(one)
-    return found
-
-
 def text(rows: list[dict], width: int = 110) -> str:
     """The table for a terminal: a paragraph per claim, under the title of its article."""
     lines = []
-    for article, mine in by_article(rows).items():
+    for article, mine in itertools.groupby(rows, itemgetter("article")):
         lines += ["", article, "=" * len(article)]
         for one in mine:
             lines += ["", *textwrap.wrap(one["claim"], width)]
@@ -67,28 +63,23 @@ def text(rows: list[dict], width: int = 110) -> str:
 def markdown(rows: list[dict]) -> str:
     """The table as GitHub shows it: one per article, folded under how many of its claims hold."""
     lines = []
-    for article, mine in by_article(rows).items():
+    for article, mine in itertools.groupby(rows, itemgetter("article")):
+        mine = list(mine)
         lines += ["<details>", f"<summary><b>{escape(article)}</b>: {counts(mine)}</summary>", ""]
-        lines += ["| claim | ran | measured | verdict |", "|---|---|---|---|"]
-        for one in mine:
-            *cells, verdict = (one[column].replace("|", "\\|") for column in COLUMNS[1:])
-            lines.append("| " + " | ".join([*cells, f"**{verdict}**"]) + " |")
-        lines += ["", "</details>", ""]
+        cells = [[one["claim"], one["ran"], one["measured"], f"**{one['verdict']}**"] for one in mine]
+        lines += [tables.markdown([[*COLUMNS[1:]], *cells]), "", "</details>", ""]
     return "\n".join(lines)
 
 
 def counts(rows: list[dict]) -> str:
     """In a few words how many claims there are, and of which verdicts."""
-    verdicts = Counter(re.sub("^holds when .*", "holds when ...", one["verdict"]) for one in rows)
-    words = {  # verdict -> (of one claim, of several)
-        "holds": ("holds", "hold"),
-        "holds when ...": ("holds under a condition", "hold under a condition"),
-        "does not hold": ("does not hold", "do not hold"),
-        "error": ("error", "errors"),
-    }
-    number = f"{len(rows)} claim{'s' if len(rows) != 1 else ''}"
-    found = [f"{verdicts[verdict]} {words[verdict][verdicts[verdict] != 1]}" for verdict in words if verdicts[verdict]]
-    return f"{number}: " + ", ".join(found)
+    verdicts = Counter(re.sub("^holds when .*", "holds when", one["verdict"]) for one in rows)
+    words = ("claim", "claims"), ("holds", "hold"), ("holds under a condition", "hold under a condition")
+    words += ("does not hold", "do not hold"), ("error", "errors")
+    numbers = [len(rows), *(verdicts[kind] for kind in ("holds", "holds when", "does not hold", "error"))]
+    counted = [(number, one if number == 1 else several) for number, (one, several) in zip(numbers, words)]
+    total, *found = [f"{number} {word}" for number, word in counted if number]
+    return f"{total}: {', '.join(found)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -107,12 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     print((markdown if options.markdown else text)(rows), flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s", file=sys.stderr)
     if options.json:
-        try:
-            with open(options.json, "w") as file:
-                json.dump(rows, file, indent=1, ensure_ascii=False)
-        except OSError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+        Path(options.json).write_text(json.dumps(rows, indent=1, ensure_ascii=False))
         print(f"written: {options.json}", file=sys.stderr)
     return int(any(one["verdict"] == "error" for one in rows))
 

@@ -11,7 +11,7 @@ SCALING = "Scaling LLM Training: Deep Dive into ZeRO and FSDP for Multi-GPU Syst
 WORDPRESS = "The WordPress developer's piece on ZeRO Memory Optimization"  # our copy has no title
 ARTICLES = (MULTIPLE_GPUS, SHARDING_STATE, FRAMEWORKS, SCALING, WORDPRESS)
 
-NAMES = {"plain": "unsharded", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
+NAMES = {"single": "unsharded", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
          "fsdp1": "FSDP1", "fsdp2": "FSDP2"}  # fmt: skip
 
 HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
@@ -24,22 +24,39 @@ class Claim:
     `run()` -> (measured, is it true?). With a condition `when` it is tested on both sides: `run()` -> (measured, is it
     true where the condition is met?, where it is not?). `measured` is text, or names with their numbers. In another
     run its numbers may differ by the fraction `tolerance`; None: words of torch's or numbers of this machine, any.
+
+    A claim about one number `says` which (or gives a function: is it such a number?), and `run`, or `run()`, has names
+    with numbers alone. All must be that number, to the fraction `off`. With a condition, the first must be, where it is
+    met, and the last would be, where it is not.
     """
 
     article: str
     claim: str
     ran: str
     when: str
-    run: Callable[[], tuple]
+    run: Callable[[], tuple | dict] | dict
     tolerance: float | None = 0.01
+    says: float | Callable[[float], bool] | None = None
+    off: float = 0.005
 
     def check(self) -> tuple[str, str]:
         """(measured, verdict). A condition is named only if it decides: what is true on both sides simply holds."""
-        measured, true, *elsewhere = self.run()
+        found = self.run() if callable(self.run) else self.run
+        if self.says is not None:
+            found = listed(found, "{1} {0}"), *self._as_said([*found.values()])
+        measured, true, *elsewhere = found
         measured = listed(measured) if isinstance(measured, dict) else measured
         if true and all(elsewhere):
             return measured, HOLDS
         return measured, f"holds when {self.when}" if true else DOES_NOT_HOLD
+
+    def _as_said(self, numbers: list[float]) -> list[bool]:
+        meets = self.says if callable(self.says) else partial(about, claimed=self.says, tolerance=self.off)
+        return [meets(numbers[0]), meets(numbers[-1])] if self.when else [all(map(meets, numbers))]
+
+
+def above(limit: float) -> Callable[[float], bool]:
+    return lambda number: number > limit
 
 
 class Claims(list):

@@ -8,8 +8,6 @@ import functools
 from dataclasses import replace
 from functools import partial
 
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-
 from harness.measure.gpus import flops_per_token
 from harness.plan.events import COMPUTE, Collective, Operation
 from harness.plan.hardware import GPUS, Cluster
@@ -17,7 +15,7 @@ from harness.plan.one_rank import Setup
 from harness.plan.predict import Prediction, predict
 from harness.plan.published import OUT_OF_MEMORY, ROWS
 from harness.run.model import GPTConfig, preset
-from harness.teach.articles.claim import Claims, gb, listed
+from harness.teach.articles.claim import Claims, above, gb, listed
 from harness.teach.articles.runs import GATHER, gpt, step
 
 claims = Claims(tolerance=0.05)  # versions of torch differ a little in the events that are replayed
@@ -79,31 +77,26 @@ def infiniband_matters():
 @claims.wordpress("on a slow interconnect GPUs wait more than they compute", ASSUMED)
 def waiting_more_than_computing():
     """Down from the network of the table: at which is more than half of a step exposed?"""
-    exposed = {rate: predicted(ranks=128, cluster=replace(H100, inter_gbps=rate), **LONG).exposed
-               for rate in (400, 200, 100, 50)}  # fmt: skip
+    exposed = {rate: predicted(ranks=128, cluster=replace(H100, inter_gbps=rate), **LONG).exposed for rate in (400, 50)}
     measured = listed({rate: f"{share:.0%}" for rate, share in exposed.items()}, "{1} at {0} GB/s per node")
-    return f"predicted, ZeRO-3, 7B, 8,192 tokens on each of 128 GPUs, exposed: {measured}", exposed[50] > 0.5 > exposed[
-        400
-    ]
+    words = f"predicted, ZeRO-3, 7B, 8,192 tokens on each of 128 GPUs, exposed: {measured}"
+    return words, exposed[50] > 0.5 > exposed[400]
 
 
 FEW_TOKENS = "a GPU has few tokens per gather"
 
 
-@claims.scaling("fast interconnects like NVLink are vital for ZeRO-3", ASSUMED, FEW_TOKENS)
-def fast_links():
-    few, many = (predicted(cluster=PCIE, **tokens).step / predicted(**tokens).step for tokens in ({}, LARGE))
-    measured = f"predicted, 7B on 8 GPUs: over PCIe 5 a step takes {few:.1f} times as long with 2,048 tokens per GPU, "
-    return f"{measured}{many:.2f} times with 65,536", few > VITAL, many > VITAL
-
-
-@claims.sharding_state("network topology limits scaling", ASSUMED, FEW_TOKENS)
-def topology():
-    """The same 128 GPUs and events; only how they are linked differs."""
-    few, many = (predicted(ranks=128, **tokens).step / predicted(ranks=128, cluster=ISLAND, **tokens).step
-                 for tokens in ({}, LONG))  # fmt: skip
-    measured = f"predicted, 7B on 128 GPUs: in nodes of 8 a step takes {few:.2f} times as long with 2,048 tokens per "
-    return f"{measured}GPU, {many:.2f} times with 8,192, as if one node linked all", few > VITAL, many > VITAL
+# fmt: off
+claims.scaling("fast interconnects like NVLink are vital for ZeRO-3", ASSUMED, FEW_TOKENS, lambda: {
+    f"times as long over PCIe 5 is a step predicted, 7B on 8 GPUs, {words} tokens each":
+    predicted(cluster=PCIE, **tokens).step / predicted(**tokens).step
+    for words, tokens in (("2,048", {}), ("65,536", LARGE))}, says=above(VITAL))
+# The same 128 GPUs and events; only how they are linked differs.
+claims.sharding_state("network topology limits scaling", ASSUMED, FEW_TOKENS, lambda: {
+    f"times as long in nodes of 8 as in one is a step predicted, 7B on 128 GPUs, {words} tokens each":
+    predicted(ranks=128, **tokens).step / predicted(ranks=128, cluster=ISLAND, **tokens).step
+    for words, tokens in (("2,048", {}), ("8,192", LONG))}, says=above(VITAL))
+# fmt: on
 
 
 @claims.frameworks("a gradient sync above 15% of the step needs a better interconnect", ASSUMED,
@@ -128,8 +121,7 @@ def fifteen_per_cent():
 def units_by_size():
     """Whether that costs time: gathers counted on a small GPT, and those of a block priced, by layers and as one."""
     model = partial(gpt, layers=4, width=64, tied=False)
-    policy = partial(size_based_auto_wrap_policy, min_num_params=10_000)
-    layers, blocks = (step("fsdp1", model, **own).count[GATHER] for own in ({"auto_wrap_policy": policy}, {}))
+    layers, blocks = (step(name, model).count[GATHER] for name in ("fsdp1_article", "fsdp1"))
     times = {}
     for width in (4_096, 768):
         sizes = [2 * parts * width**2 for parts in (3, 1, 4, 4)]  # bytes of its four matrices in bfloat16
@@ -228,18 +220,13 @@ def trillions():
     return f"predicted, 512 GPUs with {512 * GPU_BYTES / 1e12:.0f} TB: {measured}", deep.fits, wide.fits
 
 
-@claims.frameworks("a third more compute is worth the larger batch", ASSUMED,
-                   "communication is exposed, and the larger batch hides it")  # fmt: skip
-def worth_the_cost():
-    """Tokens per second with 4 sequences and all activations kept, and with 32: about as many as fit."""
-    fast, slow = ([predicted(cluster=cluster, **batch).tokens_per_s for batch in ({"micro_batch": 4}, LARGE)]
-                  for cluster in (H100, replace(H100, intra_gbps=25)))  # fmt: skip
-    rows = {"NVLink": tuple(fast), "links of 25 GB/s": tuple(slow)}
-    measured = "predicted, ZeRO-3, 7B on 8 GPUs, tokens/s/GPU of 4 sequences kept and 32 recomputed: "
-    return measured + listed(rows, "{} {} and {}", "; "), slow[1] > slow[0], fast[1] > fast[0]
-
-
 # fmt: off
+# Tokens per second with 32 sequences, and with 4 and all activations kept: about as many as fit.
+claims.frameworks("a third more compute is worth the larger batch", ASSUMED,
+                  "communication is exposed, and the larger batch hides it", lambda: {
+    f"times the tokens/s of 4 sequences kept are predicted for 32 recomputed, ZeRO-3, 7B on 8 GPUs, {words}":
+    predicted(cluster=cluster, **LARGE).tokens_per_s / predicted(cluster=cluster, micro_batch=4).tokens_per_s
+    for words, cluster in (("25 GB/s", replace(H100, intra_gbps=25)), ("NVLink", H100))}, says=above(1))
 WITH_8, WITH_4 = {"micro_batch": 8}, {"micro_batch": 4, "accumulate": 2}  # sequences
 ON_8 = f"predicted, ZeRO-3, 7B on 8 GPUs of {gb(GPU_BYTES)}: "
 claims.frameworks("DDP breaks when the model exceeds the GPU's memory", ASSUMED,
@@ -250,9 +237,9 @@ claims.frameworks("DDP breaks when the model exceeds the GPU's memory", ASSUMED,
 # What is left if the state were cut into ever more shards: does it fit then?
 claims.sharding_state("under sharding activations still run out of memory", ASSUMED,
                       "activations are not recomputed", lambda: (
-    f"{ON_8}8 x 2,048 tokens on each need {gb(predicted(**WITH_8).needed_bytes)}, of which "
-    f"{gb(2 * predicted().parameters)} state; 32 x 2,048 with blocks recomputed {gb(predicted(**LARGE).needed_bytes)}",
-    *(predicted(**one).needed_bytes - 1.05 * 2 * predicted().parameters > GPU_BYTES for one in (WITH_8, LARGE))))
+    {f"GB of 80 does a GPU need beside its {gb(2 * predicted().parameters)} of state, predicted for {words}":
+     (predicted(**one).needed_bytes - 1.05 * 2 * predicted().parameters) / 1e9
+     for words, one in (("8 x 2,048 tokens", WITH_8), ("32 x 2,048 with blocks recomputed", LARGE))}), says=above(80))
 claims.frameworks("activation checkpointing allows larger batches", ASSUMED, "", lambda: (
     f"{ON_8}8 sequences need {gb(predicted(**WITH_8).needed_bytes)}, with blocks recomputed 32 need "
     f"{gb(predicted(**LARGE).needed_bytes)}", predicted(**LARGE).fits and not predicted(**WITH_8).fits))

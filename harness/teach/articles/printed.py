@@ -9,11 +9,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.run.counterparts import DDPStandIn
+from harness.run.engines import ENGINES
 from harness.teach.articles.claim import Claims, listed
-from harness.teach.articles.runs import CHAPTERS, batch_for, build, chain, fake_ranks, forward, gpt, running
+from harness.teach.articles.runs import STAGES, batch_for, chain, fake_ranks, forward, gpt, running
 
 claims = Claims()
 TORCH = f"torch {torch.__version__.split('+')[0]}"
@@ -197,16 +200,18 @@ def without_functools():
 def both_wrappers():
     """Alone each trains, together neither does."""
 
-    def train(ranks: int, *wrappers: str) -> None:
-        with fake_ranks(ranks):
-            model = chain()
-            for name in wrappers:
-                options = {"units": list} if len(wrappers) > 1 and name == "fsdp2" else {}
-                engine = build(name, model, **options)
-            engine(torch.ones(2, 64)).sum().backward()
+    def layers_sharded() -> nn.Module:
+        model = chain()
+        for layer in model:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model
 
-    errors = {f"together on {ranks} rank(s)": attempt(partial(train, ranks, "fsdp2", "fsdp1")) for ranks in (1, 8)}
-    alone = [attempt(partial(train, 8, name)) for name in ("fsdp1", "fsdp2")]
+    def train(name: str, ranks: int = 8, model_of=chain) -> None:
+        with running(name, model_of, ranks) as engine:
+            forward(engine).backward()
+
+    errors = {f"together on {n} rank(s)": attempt(partial(train, "fsdp1", n, layers_sharded)) for n in (1, 8)}
+    alone = [attempt(partial(train, name)) for name in ("fsdp1", "fsdp2")]
     measured = listed({what: error or "runs" for what, error in errors.items()}, "{}: {}", "; ")
     return f"{measured}; each alone {'runs' if not any(alone) else alone}", not any(errors.values())
 
@@ -222,6 +227,6 @@ def complexity():
         return len(nodes) - len(words)
 
     counts = {"a DDP of buckets and hooks": statements(DDPStandIn)}
-    counts |= {name: statements(cls) for name, cls in CHAPTERS.items()}
+    counts |= {name: statements(ENGINES[name].build.args[0]) for name in STAGES}
     ddp, zero1, zero2, zero3 = counts.values()
     return "statements: " + listed(counts), ddp < min(zero1, zero2) and max(zero1, zero2) < zero3

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import warnings
 from collections import Counter
 from functools import partial
 
@@ -11,25 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.dry_run import fake_ranks
+from harness.measure.dry_run import fake_ranks, grid
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
+from harness.run.engines import ENGINES
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.recompute import checkpoint_blocks
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of torch's own modules, about torch.jit
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from zero1 import ZeRO1
-from zero2 import ZeRO2
-from zero3 import ZeRO3
-
-CHAPTERS = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
+STAGES = ("zero1", "zero2", "zero3")
 SGD = partial(torch.optim.SGD, lr=0.01)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 GATHER, REDUCE, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -46,9 +36,16 @@ def one_rank():
         dist.destroy_process_group()
 
 
-def chain(layers: int = 8, width: int = 64) -> nn.Sequential:
+class Chain(nn.Sequential):
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """What the registry's engines make units of."""
+        return list(self)
+
+
+def chain(layers: int = 8, width: int = 64) -> Chain:
     """Equal square matrices and nothing else: for ZeRO-3 `layers` units, and a root that holds nothing."""
-    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+    return Chain(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
 
 
 def gpt(name: str = "toy", **shape) -> GPT:
@@ -75,16 +72,14 @@ def batch_for(model: nn.Module, batch: int = 2) -> tuple[torch.Tensor, torch.Ten
     return torch.ones(batch, width), torch.zeros(batch, width)
 
 
-def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean squared error in the dtype of the targets. Backward of torch 2.11's own wants one dtype."""
-    return nn.functional.mse_loss(outputs.to(targets.dtype), targets)
-
-
 def forward(engine, batch: int = 2) -> torch.Tensor:
-    """The loss of a batch that fits the engine's model."""
+    """The loss of a batch that fits the engine's model, in float32."""
     model = getattr(engine.model, "module", engine.model)  # inside DDP or FSDP1
     inputs, targets = batch_for(model, batch)
-    return (next_token_loss if isinstance(model, GPT) else squared_error)(engine(inputs), targets)
+    outputs = engine(inputs)
+    if isinstance(model, GPT):
+        return next_token_loss(outputs, targets)
+    return nn.functional.mse_loss(outputs.float(), targets)
 
 
 def update(engine) -> None:
@@ -93,47 +88,20 @@ def update(engine) -> None:
     engine.zero_grad()
 
 
-class Plain:
-    """Model and optimizer without a sharding engine, or with a wrapper of torch's around the model."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
-        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
-
-    def __call__(self, inputs):
-        return self.model(inputs)
-
-    def no_sync(self):
-        return self.model.no_sync()
-
-
-def build(name: str, model: nn.Module, optimizer_cls=SGD, units=None, replicas: int = 1, **options):
-    """The engine `name` around `model`: plain, ddp, zero1, zero2, zero3, fsdp1 or fsdp2.
-
-    `units(model)` are the modules that are gathered as one each, for ZeRO-3 and FSDP2; `replicas` is for FSDP2 alone.
-    """
-    blocks = list(model.blocks if isinstance(model, GPT) else model)
-    if name in CHAPTERS:
-        return CHAPTERS[name](model, optimizer_cls, **options, **({"units": units(model)} if units else {}))
-    if name == "ddp":
-        model = DistributedDataParallel(model, **options)
-    elif name == "fsdp1":
-        wrap = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: any(module is block for block in blocks))
-        options = {"device_id": torch.device("cpu"), "use_orig_params": True, "auto_wrap_policy": wrap, **options}
-        model = FullyShardedDataParallel(model, **options)
-    elif name == "fsdp2":
-        rows = (replicas, dist.get_world_size() // replicas)
-        mesh = init_device_mesh("cpu", rows, mesh_dim_names=("copies", "shards"))
-        for module in units(model) if units else (*blocks, model):
-            fully_shard(module, mesh=mesh if replicas > 1 else mesh["shards"], **options)
-    return Plain(model, optimizer_cls(model.parameters()))
-
-
 @contextlib.contextmanager
-def running(name: str, model_of=chain, ranks: int = 8, rank: int = 0, **options):
-    """`build(name, model_of(), ...)` as one of `ranks`, of which there is no other; DDP in a real group of one."""
+def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, optimizer_cls=SGD, **options):
+    """The registry's engine over `model_of()`, as one of `ranks`, of which there is no other.
+
+    DDP is in a real group of one. `units(model)` are the modules that ZeRO-3 gathers as one each. `options` are the
+    engine's own, also those that no command has.
+    """
     with one_rank() if name == "ddp" else fake_ranks(ranks, rank):
-        yield build(name, model_of(), **options)
+        model = model_of()
+        if units:
+            options["units"] = units(model)
+        if replicas > 1:
+            options["mesh"] = grid(ranks, replicas, "cpu")
+        yield ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
 
 
 def collectives(name: str, model_of=chain, **options) -> list:
@@ -160,7 +128,8 @@ class Step:
                 with TrafficLedger() as traffic:
                     for turn in range(micro_batches):
                         quiet = no_sync and turn < micro_batches - 1
-                        with engine.no_sync() if quiet else contextlib.nullcontext():
+                        syncs = engine if name in STAGES else engine.model
+                        with syncs.no_sync() if quiet else contextlib.nullcontext():
                             forward(engine).backward()
                     update(engine)
             self.peak, self.collectives = memory.peak, traffic.collectives
@@ -189,7 +158,7 @@ def step(name: str, model=chain, **options) -> Step:
 
 @contextlib.contextmanager
 def new_dtype(dtype: torch.dtype):
-    """Models built inside have parameters of `dtype`."""
+    """Models built inside have parameters of `dtype`. (Fake tensors cannot be converted by `Module.to`.)"""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -12,18 +12,21 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure.memory import storage_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.teach.articles.claim import Claims, about, listed
+from harness.teach.articles.claim import Claims, about, above, listed
 from harness.teach.articles.runs import (
     ALL_REDUCE,
     GATHER,
     REDUCE,
+    STAGES,
+    batch_for,
     chain,
     collectives,
     fake_ranks,
@@ -89,9 +92,8 @@ SHARDED = "the parameters are sharded too (ZeRO-3)"
 claims.frameworks("an all-reduce sends 2 (N-1)/N of the buffer", "a ring of 8 run in one process", "", lambda: (
     "{} of the buffer per rank; sums right: {}".format(*ring()), ring() == (2 * 7 / 8, True)))
 claims.multiple_gpus("ZeRO-1's all-reduce sends more than its ranks can use", STEP.format("ZeRO-1 and -2"), "",
-                     lambda: (
-    {"Ψ of the all-reduce": psi("zero1", ALL_REDUCE), "of the reduce-scatter that suffices": psi("zero2", REDUCE)},
-    about(psi("zero1", ALL_REDUCE), 2 * psi("zero2", REDUCE))))
+                     lambda: {"times what the reduce-scatter sends that suffices":
+                              psi("zero1", ALL_REDUCE) / psi("zero2", REDUCE)}, says=2)
 claims.multiple_gpus("ZeRO-2 saves bandwidth as well as memory", STEP.format("DDP, ZeRO-1 and -2"),
                      "compared with a ZeRO-1 that all-reduces, not with DDP",
                      lambda: (sent("zero1", "zero2", "ddp"), psi("zero2") < psi("zero1"), psi("zero2") < psi("ddp")))
@@ -107,9 +109,9 @@ claims.sharding_state("ZeRO-1 and -2 communicate less than full sharding", STEP.
 # ZeRO-2 sends what a ZeRO-1 does that reduce-scatters.
 claims.scaling("ZeRO-1 saves memory at no more communication", STEP.format("DDP, ZeRO-1 and -2"),
                "gradients are reduce-scattered, which has the volume that the ZeRO paper gives, and not all-reduced "
-               "(another article's ZeRO-1)", lambda: (
-    f"DDP {psi('ddp'):g}Ψ; all-reduce + all-gather {psi('zero1'):g}Ψ; reduce-scatter + all-gather {psi('zero2'):g}Ψ",
-    about(psi("zero2"), psi("ddp")), about(psi("zero1"), psi("ddp"))))
+               "(another article's ZeRO-1)", lambda: {
+    "times DDP's with reduce-scatter + all-gather": psi("zero2") / psi("ddp"),
+    "with all-reduce + all-gather": psi("zero1") / psi("ddp")}, says=1)
 claims.scaling("communication: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high", STEP.format("every stage"), "", lambda: (
     sent("ddp", "zero1", "zero2", "zero3"),
     psi("ddp") < min(psi("zero1"), psi("zero2")) and max(psi("zero1"), psi("zero2")) < psi("zero3")))
@@ -133,16 +135,13 @@ claims.scaling("FSDP is ZeRO-3", "FSDP1, FSDP2 and our ZeRO-3 on one GPT", "", l
         for n in ("fsdp1", "fsdp2"))))
 claims.sharding_state("an all-reduce may be needed, depending on the strategy",
                       "fully_shard over 8 and over 2 x 4 ranks", "", lambda: (
-    {"all-reduces per step of 8 units, 8 shards": step("fsdp2").count[ALL_REDUCE],
-     "2 copies x 4 shards": step("fsdp2", replicas=2).count[ALL_REDUCE]},
-    step("fsdp2", replicas=2).count[ALL_REDUCE] > step("fsdp2").count[ALL_REDUCE] == 0))
+    {f"{copies} x {8 // copies}": step("fsdp2", replicas=copies).count[ALL_REDUCE] for copies in (1, 2)},
+    step("fsdp2", replicas=2).count[ALL_REDUCE] > step("fsdp2", replicas=1).count[ALL_REDUCE] == 0))
 claims.frameworks("accumulating K micro-batches means K times fewer all-reduces", "real DDP, 4 micro-batches",
-                  "all but the last micro-batch run under no_sync()", lambda: (
-    {"all-reduces of 4 micro-batches as written": step("ddp", micro_batches=4).count[ALL_REDUCE],
-     "with no_sync()": step("ddp", micro_batches=4, no_sync=True).count[ALL_REDUCE],
-     "of one": step("ddp").count[ALL_REDUCE]},
-    step("ddp", micro_batches=4, no_sync=True).count == step("ddp").count,
-    step("ddp", micro_batches=4).count == step("ddp").count))
+                  "all but the last micro-batch run under no_sync()", lambda: {
+    f"times those of one micro-batch {words} no_sync()":
+    step("ddp", micro_batches=4, no_sync=words == "with").count[ALL_REDUCE] / step("ddp").count[ALL_REDUCE]
+    for words in ("with", "without")}, says=1)
 # fmt: on
 
 
@@ -213,22 +212,23 @@ def small_buckets():
 long_chain = partial(chain, 16)
 
 
-@claims.sharding_state("too-large buckets spike memory", "ZeRO-2, peak by bucket size")
-def large_buckets():
-    runs = {size: step("zero2", long_chain, bucket_mb=size) for size in (0, 0.0625, 0.25, 25)}
-    peaks = [run.peak / run.parameters for run in runs.values()]
-    measured = "peak of ZeRO-2 by bucket size: " + listed(dict(zip(runs, peaks)), "{} MiB {}Ψ") + " bytes"
-    return measured, peaks == sorted(peaks) and peaks[-1] > peaks[0] + 2
+def peaks(*sizes: float) -> dict[float, float]:
+    """The peak of ZeRO-2's step in bytes per parameter, by the size of its buckets (MiB)."""
+    runs = {size: step("zero2", long_chain, bucket_mb=size) for size in sizes}
+    return {size: run.peak / run.parameters for size, run in runs.items()}
 
 
-@claims.multiple_gpus("ZeRO-2 frees gradients as backward goes", "peak of ZeRO-2 over 16 layers",
-                      "the model has several buckets")  # fmt: skip
-def gradients_freed():
-    """The step's peak over what is held, in bytes per parameter. Whole gradients are 4."""
-    runs = [step("zero2", long_chain, bucket_mb=size) for size in (0, 25)]
-    several, one = ((run.peak - run.state) / run.parameters for run in runs)
-    measured = f"peak over the held state: {several:.2g}Ψ bytes with a bucket per parameter, {one:.2g}Ψ bytes with one "
-    return measured + "bucket of all", several < 2, one < 2
+# fmt: off
+BUCKET_SIZES = (0, 0.0625, 0.25, 25)
+claims.sharding_state("too-large buckets spike memory", "ZeRO-2, peak by bucket size", "", lambda: (
+    "peak of ZeRO-2 by bucket size: " + listed(found := peaks(*BUCKET_SIZES), "{} MiB {}Ψ") + " bytes",
+    list(found.values()) == sorted(found.values()) and found[25] > found[0] + 2))
+# Over what is held: 4Ψ of weights and 12Ψ/N. Whole gradients are 4Ψ.
+claims.multiple_gpus("ZeRO-2 frees gradients as backward goes", "peak of ZeRO-2 over 16 layers",
+                     "the model has several buckets", lambda: {
+    f"Ψ bytes of peak over the held state with {words}": peaks(size)[size] - 4 - 12 / 8
+    for size, words in ((0, "a bucket per parameter"), (25, "one bucket of all"))}, says=lambda extra: extra < 2)
+# fmt: on
 
 
 def matrices(model) -> list[nn.Module]:
@@ -247,13 +247,14 @@ def bad_wrapping():
     return measured, layers > 3 * blocks and about(volume, least, 0.05)
 
 
-def wrapped(model_of, units) -> tuple[int, int]:
-    """(bytes of the largest all-gather, bytes that stay unsharded) with fully_shard on these modules."""
-    with running("fsdp2", model_of, units=units) as engine:
-        with TrafficLedger() as ledger:
-            forward(engine).backward()
-        whole = sum(param.nbytes for param in engine.model.parameters() if not isinstance(param, DTensor))
-        del engine
+def wrapped(units) -> tuple[int, int]:
+    """(bytes of the largest all-gather, bytes that stay unsharded) with fully_shard on these modules of a GPT."""
+    with fake_ranks(8), TrafficLedger() as ledger:
+        model = toy()
+        for module in units(model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (8,)))
+        model(batch_for(model)[0]).sum().backward()
+        whole = sum(param.nbytes for param in model.parameters() if not isinstance(param, DTensor))
     return max(c.whole_bytes for c in ledger.collectives if c.kind == GATHER), whole
 
 
@@ -264,7 +265,7 @@ def wrapped(model_of, units) -> tuple[int, int]:
 def root_wrapped_too():
     total = step("zero3", toy).parameter_bytes
     (both, _), (only_root, _), (_, unsharded) = (
-        wrapped(toy, units) for units in (None, lambda model: [model], lambda model: list(model.blocks))
+        wrapped(units) for units in (lambda gpt: [*gpt.blocks, gpt], lambda gpt: [gpt], lambda gpt: gpt.blocks)
     )
     measured = f"largest all-gather {both / total:.0%} of the model; only the model wrapped {only_root / total:.0%}; "
     measured += f"only the layers wrapped: {unsharded / total:.0%} of the parameters stay unsharded"
@@ -298,6 +299,9 @@ def flat_partition():
 # What is gathered at once.
 
 
+AT_ONCE = "gathered bytes through a step of ZeRO-3"
+
+
 def most_gathered(model_of, **options) -> float:
     """The largest share of the parameters that ZeRO-3 has gathered at once in a step."""
     most = 0
@@ -315,13 +319,12 @@ def most_gathered(model_of, **options) -> float:
     return most / step("zero3", model_of).parameter_bytes
 
 
-@claims.multiple_gpus("ZeRO-3 frees a layer's parameters right after use", "gathered bytes through a step of ZeRO-3")
-@claims.sharding_state("full parameters exist only around the computation that needs them",
-                       "gathered bytes through a step of ZeRO-3")  # fmt: skip
+@claims.multiple_gpus("ZeRO-3 frees a layer's parameters right after use", AT_ONCE, says=lambda most: most <= 2.01)
+@claims.sharding_state("full parameters exist only around the computation that needs them", AT_ONCE,
+                       says=lambda most: most <= 2.01)  # fmt: skip
 def freed_right_away():
-    at_once = {layers: layers * most_gathered(partial(chain, layers)) for layers in (4, 8, 16)}
-    measured = "most layers gathered at once: " + listed(at_once, "{1} of {0}") + " (at work, and prefetched)"
-    return measured, max(at_once.values()) <= 2.01
+    """One is at work, and one is prefetched."""
+    return {f"of {n} layers at once": n * most_gathered(partial(chain, n)) for n in (4, 8, 16)}
 
 
 @functools.cache
@@ -335,7 +338,6 @@ def gathered_of_a_gpt() -> dict[str, float]:
 
 
 # fmt: off
-AT_ONCE = "gathered bytes through a step of ZeRO-3"
 IN_WORDS = "most of an 8-block GPT that is gathered at once: "
 claims.scaling("no GPU ever holds the entire model, but for the transient window", AT_ONCE,
                "the model has several units, freed after forward", lambda: (
@@ -348,14 +350,15 @@ claims.wordpress("under ZeRO-3 the model exists in full during forward and backw
 # fmt: on
 
 
-@claims.multiple_gpus("under ZeRO every rank runs the same forward and backward", "FLOPs of a rank counted")
-def same_passes():
-    flops = {}
-    for name in ("plain", "zero3", "fsdp2"):
-        with running(name, small_gpt) as engine, FlopCounterMode(display=False) as counter:
-            forward(engine).backward()
-            flops[name] = counter.get_total_flops()
-    return "FLOPs of forward and backward: " + listed(flops, "{} {}"), len(set(flops.values())) == 1
+def flops(name: str) -> int:
+    with running(name, small_gpt) as engine, FlopCounterMode(display=False) as counter:
+        forward(engine).backward()
+        return counter.get_total_flops()
+
+
+claims.multiple_gpus("under ZeRO every rank runs the same forward and backward", "FLOPs of a rank counted", "",
+                     lambda: {f"of one process's in {name}": flops(name) / flops("single")
+                              for name in ("zero3", "fsdp2")}, says=1)  # fmt: skip
 
 
 # In which order.
@@ -389,11 +392,10 @@ def order(name: str, layers: int = 4, **options) -> str:
     return events.letters
 
 
-@claims.sharding_state("FSDP: gather, compute, free; in backward gather, compute, reduce-scatter",
-                       "order of events of one unit")  # fmt: skip
-def fsdp_flow():
-    orders = {name: order(name, layers=1) for name in ("zero3", "fsdp2")}
-    return "G gather, C compute, R reduce: " + listed(orders, "{} {}", "; "), set(orders.values()) == {"GC|GCR"}
+claims.sharding_state("FSDP: gather, compute, free; in backward gather, compute, reduce-scatter",
+                      "order of events of one unit", "",
+                      lambda: {name: order(name, layers=1) for name in ("zero3", "fsdp2")},
+                      says=lambda letters: letters == "GC|GCR")  # fmt: skip
 
 
 def is_ahead(letters: str) -> bool:
@@ -428,34 +430,33 @@ def backward_prefetch():
     return listed(orders, "{}: {}", "; "), pre, post or none
 
 
-def around_the_update(name: str) -> tuple[list[str], list[str]]:
-    """The collectives of a step before the optimizer's update, and from its beginning on."""
+def around_the_update(name: str) -> list[str]:
+    """The collectives of a step from the beginning of the optimizer's update on."""
     with running(name) as engine, TrafficLedger() as ledger:
-        before = []
-        engine.optimizer.register_step_pre_hook(lambda *_: before.extend(ledger.collectives))
+        engine.optimizer.register_step_pre_hook(lambda *_: ledger.collectives.clear())
         forward(engine).backward()
         update(engine)
-    kinds = [collective.kind for collective in ledger.collectives]
-    return kinds[: len(before)], kinds[len(before) :]
+    return [collective.kind for collective in ledger.collectives]
 
 
-@claims.multiple_gpus("ZeRO-3 needs no all-gather at the end of the step",
-                      "one step of every engine, collectives after the update counted")  # fmt: skip
-def no_final_gather():
-    after = {name: len(around_the_update(name)[1]) for name in ("zero1", "zero2", "zero3", "fsdp2")}
-    measured = "collectives after the update: " + listed(after, "{} {}")
-    return measured, after["zero3"] == after["fsdp2"] == 0 < after["zero2"]
+def after_update(*kinds: str) -> dict[str, int]:
+    """How many collectives of these kinds come after the update, of every engine."""
+    return {name: sum(kind in kinds for kind in around_the_update(name)) for name in ("fsdp2", *STAGES)}
 
 
-@claims.frameworks("the gradient sync overlaps with the optimizer's step", "order of collectives and update")
-def sync_over_update():
-    late = {name: around_the_update(name)[1].count(REDUCE) for name in ("zero2", "zero3", "fsdp2")}
-    measured = "reduce-scatters still to come when the optimizer starts: " + listed(late, "{} {}")
-    return measured, any(late.values())
+# fmt: off
+claims.multiple_gpus("ZeRO-3 needs no all-gather at the end of the step",
+                     "one step of every engine, collectives after the update counted", "", lambda: (
+    "all-gathers after the update: " + listed(after := after_update(GATHER)),
+    after["zero3"] == after["fsdp2"] == 0 < after["zero2"]))
+claims.frameworks("the gradient sync overlaps with the optimizer's step", "order of collectives and update", "",
+                  lambda: {f"reductions are still to come when the optimizer starts, {name}": number
+                           for name, number in after_update(REDUCE, ALL_REDUCE).items()}, says=above(0))
+# fmt: on
 
 
-def before_the_last_gradient(**options) -> tuple[int, int]:
-    """(all-reduces that DDP has issued before the last gradient, all of them), in its third step."""
+def before_the_last_gradient(**options) -> float:
+    """The share of its all-reduces that DDP has issued before the last gradient, in its third step."""
     with running("ddp", **options) as engine:
         issued = []
         engine.model.module[0].weight.register_hook(lambda _: issued.append(len(ledger.collectives)))
@@ -463,13 +464,12 @@ def before_the_last_gradient(**options) -> tuple[int, int]:
             with TrafficLedger() as ledger:
                 forward(engine).backward()
         del engine
-    return issued[-1], len(ledger.collectives)
+    return issued[-1] / len(ledger.collectives)
 
 
-@claims.frameworks("DDP overlaps the all-reduce with backward by itself",
-                   "real DDP, when its all-reduces are issued",
-                   "the gradients fill more than one bucket (25 MiB each)")  # fmt: skip
-def overlap_in_ddp():
-    (early, total), (one_early, one) = before_the_last_gradient(bucket_cap_mb=0.02), before_the_last_gradient()
-    measured = f"{early} of {total} all-reduces issued before the last gradient; with a single bucket {one_early} of "
-    return f"{measured}{one}", early > 0, one_early > 0
+# fmt: off
+claims.frameworks("DDP overlaps the all-reduce with backward by itself", "real DDP, when its all-reduces are issued",
+                  "the gradients fill more than one bucket (25 MiB each)", lambda: {
+    "of the all-reduces issued before the last gradient": before_the_last_gradient(bucket_mb=0.02),
+    "with a single bucket": before_the_last_gradient()}, says=above(0))
+# fmt: on

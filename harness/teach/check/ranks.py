@@ -226,7 +226,7 @@ def _in_a_students_words(said: str, sheet: Sheet, last: str) -> str:
     if FREED.search(said):
         return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
     if "'Bucket' object has no attribute 'kept'" in said:
-        return "a bucket of frozen parameters is sent: they have no gradients. Send the buckets of `unit.trained`"
+        return "a bucket of frozen parameters is sent: they have no gradients. Send those of `unit.trained_buckets`"
     if found := NOT_READY.search(said):
         unit, how, moment = found.groups()
         why = "still in flight: `_wait(unit)` is missing"
@@ -237,7 +237,7 @@ def _in_a_students_words(said: str, sheet: Sheet, last: str) -> str:
         short = re.split(r" at index | \(|\n", said)[0]
         return f"{short}: the shard is {own}, `flat` {there}: `precision.rounded_shard(bucket)` rounds it"
     if sheet.name == "zero3" and "were not reduced" in said:
-        return f"{said.partition(':')[0]}. A unit may have several buckets: is each of `unit.trained` sent?"
+        return f"{said.partition(':')[0]}. A unit may have several buckets: is each of `unit.trained_buckets` sent?"
     return ""
 
 

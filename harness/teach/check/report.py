@@ -216,7 +216,7 @@ def main(argv=None) -> None:
     parser.add_argument("--file", help="another file than exercises/NAME.py")
     parser.add_argument("--seconds", type=seconds, default=SECONDS, help=f"time for one step (default {SECONDS})")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu, or the accelerator: cuda for example")
     options = parser.parse_args(argv)
     name = options.name
     if name not in EXERCISES:
@@ -236,11 +236,10 @@ def main(argv=None) -> None:
         said = f"{error.msg}: {error.text or ''}" if line else error
         print(f"{shown}{f', line {line}' * bool(line)}: {said}".rstrip(" :\n"), file=sys.stderr)
         sys.exit(1)
-    import torch
-
+    from harness.engine import accelerator
     from harness.run import process_group
 
-    gpus = torch.cuda.device_count()
+    gpus = accelerator.count()
     try:
         default = process_group.default_ranks(options.backend, options.device, gpus, 1)
         world_size = options.ranks or max(default, 2)

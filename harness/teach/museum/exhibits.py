@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import zero1
 import zero2
 import zero3
-from harness.engine import checkpoint, gradients, guard, moments, optimizer, unit_moments
+from harness.engine import checkpoint, gradients, guard, optimizer, unit_hooks
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
@@ -27,21 +27,24 @@ ORACLE = "equals_one_process_on_the_whole_batch"
 class Exhibit:
     """One mistake: what a visitor is told before (title) and after (the rest), and how it is run.
 
-    `wrong` is the engine, made from the stage that is `right`. `differs` are the lines of the report that are not those
-    of the right engine; or "error", or "timeout". `caught_by` names the properties that it does not have. `options` go
-    to the engine, and `training` to `loop.Training`: the loop in which the mistake shows.
+    `wrong` is the engine, made from the stage that is `right`. `differs` is the symptom: the lines of the report that
+    are not those of the right engine; or "error", or "timeout". `caught_by` names the properties that it does not have.
+    `options` go to the engine, and `training` to `loop.Training`: the loop in which the mistake shows.
     """
 
     number: int
     title: str
     wrong: type
     differs: set[str]
-    symptom: str
     diagnosis: str
     read: str
     caught_by: tuple[str, ...] = (ORACLE,)
     options: dict = field(default_factory=dict)
     training: dict = field(default_factory=dict)
+
+    @property
+    def symptom(self) -> str:
+        return f"what differs from the right engine: {', '.join(sorted(self.differs))}"
 
     @property
     def stage(self) -> str:
@@ -97,28 +100,26 @@ def hand_out(bucket, shard: torch.Tensor) -> None:
 @exhibit(
     "The learning rate that was tuned on one GPU",
     differs={"losses", "norms"},
-    symptom="The losses of step 1 are right, and the gradient norms are twice what they should be from the start. "
-    "Every step goes twice as far; with a small learning rate that even looks better.",
     diagnosis="The all-reduced gradients are summed and never divided by N, so the learning rate grows with the number "
-    "of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not.",
+    "of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not. With a "
+    "small learning rate the longer steps even look better.",
     read="zero1.py, step 3, `ZeRO1._reduce_gradients`: `precision.mean_of_sum(bucket.flat_gradient, self.world_size)`",
     caught_by=("a_step_on_integers_is_exact",),
     training={"optimizer": "SGD", "max_norm": 100.0},
 )
 class NeverAveraged(zero1.ZeRO1):
     def _reduce_gradients(self):
-        if self.moments.settled:
+        if self.hooks.reduced:
             return
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             dist.all_reduce(bucket.flat_gradient, group=self.group)
             hand_out(bucket, bucket.own_part(bucket.flat_gradient))  # the sum of N gradients
-        self.moments.settled = True
+        self.hooks.reduced = True
 
 
 @exhibit(
     "It ran on the author's model",
     differs={"error"},
-    symptom="The first forward and backward pass, then every rank stops: a collective's buffers do not fit.",
     diagnosis="The flat buffer is not padded, so the last rank's shard is shorter than the others. That works only "
     "while the length is a multiple of N (here of 4N elements, as shards start at multiples of 16 bytes). The "
     "WordPress developer's piece cuts every parameter like this. The printed ZeRO-1 of 'AI in Multiple GPUs' pads the "
@@ -139,8 +140,6 @@ class NotPadded(zero1.ZeRO1):
 @exhibit(
     "One seed per rank",
     differs={"losses"},
-    symptom="Rank 0's first loss is right and rank 1's is not; later neither is, although all hold and send what they "
-    "should, and learn.",
     diagnosis="Nobody broadcasts rank 0's weights at the start. After the first all-gather all ranks agree, on a "
     "patchwork: each shard comes from its owner's own initialisation.",
     read="zero1.py, step 0, `ZeRO1.__init__`: `dist.broadcast`",
@@ -154,14 +153,13 @@ class NotBroadcast(zero1.ZeRO1):
 @exhibit(
     "A third of the traffic saved",
     differs={"losses", "sent"},
-    symptom="A third less is sent than should be, nothing complains, and it learns worse.",
     diagnosis="Every rank all-reduces its own shard of the gradients: rank 0's shard 0 is added to rank 1's shard 1. "
     "The sizes match, so nothing complains. A sum of one's own shard over the ranks is a reduce-scatter.",
     read="zero1.py, step 3, `ZeRO1._reduce_gradients`: the whole buffer goes into the all-reduce",
 )
 class DifferentShards(zero1.ZeRO1):
     def _reduce_gradients(self):
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             shard = bucket.own_part(bucket.flat_gradient)  # rank 0's shard 0, rank 1's shard 1
             dist.all_reduce(shard, group=self.group)
             hand_out(bucket, shard.div_(self.world_size))
@@ -170,7 +168,6 @@ class DifferentShards(zero1.ZeRO1):
 @exhibit(
     "Five steps, five batches, one model",
     differs={"losses", "optimizer", "peak in forward", "peak in backward"},
-    symptom="The losses do not fall, and the optimizer holds no state, also at the peaks. The traffic is right.",
     diagnosis="The optimizer steps before the gradients are reduced. Its pieces have no gradient yet, so it does "
     "nothing; when they get one, zero_grad() follows.",
     read="zero1.py, steps 3 and 4, `ZeRO1.step`",
@@ -179,13 +176,12 @@ class UpdatedTooEarly(zero1.ZeRO1):
     def step(self):
         self.optimizer.step()  # step 4
         self._reduce_gradients()  # step 3
-        zero1.gather_parameters(self.trained, self.group)  # step 5
+        zero1.gather_parameters(self.trained_buckets, self.group)  # step 5
 
 
 @exhibit(
     "Two models for the price of one",
     differs={"losses", "sent", "all-gathers"},
-    symptom="The first loss is right, later ones are not. There is no all-gather, and a third less is sent.",
     diagnosis="Step 5 is left out. Every rank updates its shard of the weights and never gets the others' shards. Its "
     "own half of the model is new, and the other half never changes.",
     read="zero1.py, step 5, `gather_parameters`",
@@ -199,7 +195,6 @@ class NotGathered(zero1.ZeRO1):
 @exhibit(
     "Counting from one",
     differs={"losses"},
-    symptom="The second loss is above the first, and every other one is that of an untrained model; all else is right.",
     diagnosis="Step 5 contributes the shard of rank + 1, which this rank has not updated. The all-gather puts every "
     "shard in another's place, without its update; the next one puts them back where they were.",
     read="zero1.py, step 5, `gather_parameters`; `Bucket.own_part`: `self.start`",
@@ -220,7 +215,6 @@ class NextRanksShard(zero1.ZeRO1):
 @exhibit(
     "Equal to the last digit",
     differs={"optimizer", "peak in forward", "peak in backward"},
-    symptom="Losses and traffic are right to the last digit; the optimizer holds twice what it should.",
     diagnosis="The optimizer is built over whole parameters on every rank. All ranks compute the same update of "
     "everything, and the all-gather brings what everybody has. It is DDP, with more traffic.",
     read="zero1.py, step 0, `Bucket.make_pieces`; `ZeRO1.__init__`: `self.optimizer`",
@@ -229,7 +223,7 @@ class NextRanksShard(zero1.ZeRO1):
 class WholeOptimizer(zero1.ZeRO1):
     def __init__(self, model, optimizer_cls, **options):
         super().__init__(model, optimizer_cls, **options)
-        for bucket in self.trained:  # the optimizer is handed whole parameters, on every rank
+        for bucket in self.trained_buckets:  # the optimizer is handed whole parameters, on every rank
             bucket.start, bucket.shard_numel, bucket.shard = 0, bucket.numel, bucket.flat
             bucket.make_pieces(self.placement)
         self.optimizer = optimizer.over_pieces(self, optimizer_cls)
@@ -248,8 +242,6 @@ class WholeOptimizer(zero1.ZeRO1):
 @exhibit(
     "The parameter of one element",
     differs={"timeout"},
-    symptom="The first step does not end. After the timeout each rank says that it waited in vain, each for another "
-    "collective.",
     diagnosis="A rank that owns nothing but a bucket's padding skips its all-gather. The others wait for it there, and "
     "it waits for them in the next step's all-reduce. A collective needs all ranks, also those with nothing to give.",
     read="zero1.py, step 5, `gather_parameters`",
@@ -269,8 +261,6 @@ class NothingToGather(zero1.ZeRO1):
 @exhibit(
     "Two opinions about a norm",
     differs={"losses", "norms", "all-gathers"},
-    symptom="The ranks have different gradient norms, both below the right one; there is one all-gather fewer; the "
-    "losses are off from the second step on.",
     diagnosis="Every rank clips by the norm of its own shard. The right norm is that of all shards together: the "
     "squares must be summed over the ranks. Otherwise every shard is scaled by another factor.",
     read="harness/engine/gradients.py, `clip_grad_norm_`",
@@ -280,31 +270,23 @@ class NothingToGather(zero1.ZeRO1):
 class OwnNorm(zero1.ZeRO1):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         self._reduce_gradients()
-        pieces = [piece for bucket in self.trained for _, piece in bucket.pieces]
+        pieces = [piece for bucket in self.trained_buckets for _, piece in bucket.pieces]
         return torch.nn.utils.clip_grad_norm_(pieces, max_norm, norm_type)
 
 
 @exhibit(
     "Momentum from nowhere",
     differs={"losses"},
-    symptom="The first two losses are right, and from the third on they are not: each step goes on in the direction of "
-    "the last.",
     diagnosis="The gradients' buffer stays from step to step. The hook adds to it, and does not ask whether what is in "
     "it comes from this step. The sum of all steps' gradients is a momentum that nobody asked for.",
-    read="harness/engine/moments.py, `CollectGradients._on_gradient`: `bucket.used`",
+    read="zero1.py, step 2, `ZeRO1.on_gradient`: `bucket.used`",
     training={"optimizer": "SGD"},
 )
 class OldGradients(zero1.ZeRO1):
-    class Collect(moments.CollectGradients):
-        def _on_gradient(self, param):
-            bucket, index, place = self._place[id(param)]
-            place.add_(param.grad)  # always added, also to what the step before has left there
-            bucket.used.add(index)
-            param.grad, self.settled = None, False
-
-    @patch.object(moments, "CollectGradients", Collect)
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    def on_gradient(self, bucket, index):
+        # Always added, also to what the step before has left there.
+        bucket.gradient_views[index].add_(guard.take_gradient(bucket.params[index]))
+        bucket.used.add(index)
 
 
 # ZeRO-2.
@@ -313,12 +295,10 @@ class OldGradients(zero1.ZeRO1):
 @exhibit(
     "Half of the batch",
     differs={"losses"},
-    symptom="With one backward per step all is right; with two the losses are off from the second step on.",
     diagnosis="What arrives from a reduction replaces what an earlier backward of the same step has brought. It should "
     "be added: as it is, only the last micro-batch counts.",
-    read="zero2.py, step 3, `Reduction.finish`: `hand_over`; harness/engine/placement.py, `Placement._give`: "
-    "`piece.grad.add_(gradient)`",
-    caught_by=("backwards_before_a_step_add_up",),
+    read="zero2.py, the end of step 3, `add_to_pieces`: `piece.grad.add_(gradient)`",
+    caught_by=("backward_may_be_called_in_any_way",),
     training={"optimizer": "SGD", "micro_batches": 2},
 )
 class LastMicroBatch(zero2.ZeRO2):
@@ -336,7 +316,6 @@ class LastMicroBatch(zero2.ZeRO2):
         "of the reductions inside backward",
         "reductions still in flight when the rank computes",
     },
-    symptom="Losses, held bytes and traffic are right; the peak in backward is not, and nothing is reduced there.",
     diagnosis="The hook reduces nothing, and step() reduces everything: all gradients, unsharded, are alive when "
     "backward ends. Between steps 1/N of them is held, and that is what the log says. The peak tells the truth.",
     read="zero2.py, step 3 inside step 2, `ZeRO2.gradients_final`",
@@ -347,7 +326,7 @@ class ReducedAtTheEnd(zero2.ZeRO2):
         pass  # inside backward nothing is sent
 
     def _reduce_gradients(self):
-        for bucket in self.trained:
+        for bucket in self.trained_buckets:
             self._send(bucket)
         super()._reduce_gradients()
 
@@ -355,7 +334,6 @@ class ReducedAtTheEnd(zero2.ZeRO2):
 @exhibit(
     "An allocation saved",
     differs={"gradients", "peak in backward"},
-    symptom="Losses and traffic are right; the gradients held are twice what they should be on two ranks.",
     diagnosis="The reduced shard is received into its place in the buffer that was sent. It is a view, and a view "
     "keeps the whole storage alive: nothing is freed, although no variable names the buffer any more.",
     read="zero2.py, step 3, `Reduction`: `self.shard`, and `self.flat = None`",
@@ -374,8 +352,8 @@ class ReceivedInPlace(zero2.ZeRO2):
 @exhibit(
     "The fast one",
     differs={"losses"},
-    symptom="The first loss is right. Later ones are wrong, in every run in another way, and perhaps NaN.",
-    diagnosis="Nobody waits for the asynchronous reduce-scatter. The optimizer gets memory that is not written yet.",
+    diagnosis="Nobody waits for the asynchronous reduce-scatter. The optimizer gets memory that is not written yet: "
+    "the losses are wrong in every run in another way, and perhaps NaN.",
     read="zero2.py, step 3, `Reduction.finish`: `wait`",
 )
 class NotWaitedFor(zero2.ZeRO2):
@@ -387,8 +365,6 @@ class NotWaitedFor(zero2.ZeRO2):
 @exhibit(
     "The calmest gradients in the house",
     differs={"losses", "norms", "all-gathers"},
-    symptom="The gradient norm is 0 in every step, there is one all-gather fewer, and the losses are those of a "
-    "training without clipping.",
     diagnosis="torch.nn.utils.clip_grad_norm_(model.parameters()) finds no gradient. They were reduced and freed in "
     "backward, and the pieces have what is left. It returns 0 and clips nothing.",
     read="harness/engine/gradients.py, `take` and `clip_grad_norm_`",
@@ -405,22 +381,18 @@ class NormOfTheModel(zero2.ZeRO2):
 @exhibit(
     "The slow learner",
     differs={"losses", "gradients", "optimizer"},
-    symptom="It learns, but less well. A little less gradient and optimizer state is held than should be; the "
-    "collectives are right.",
     diagnosis="The last bucket is on its way when backward ends, and nobody receives it before the update. Its "
     "parameters, here the token embedding, never change: each step's gradient arrives too late and is dropped.",
     read="zero2.py, the end of step 3, `ZeRO2._reduce_gradients`",
 )
 class LastBucketMissed(zero2.ZeRO2):
     def _reduce_gradients(self):
-        gradients.settle(self)  # and no `_receive` before it
+        gradients.require_all(self)  # and no `_receive` before it
 
 
 @exhibit(
     "Fine-tuning",
     differs={"losses"},
-    symptom="Rank 0's first loss is right, and all of rank 1's are off. On a model without frozen parameters all is "
-    "right.",
     diagnosis="Only the trained parameters are broadcast at the start. Each rank keeps the frozen parameters that it "
     "was initialised with. Nothing ever makes them equal, so the ranks train different models.",
     read="zero2.py, step 0, `ZeRO2.__init__`: `self.buckets`",
@@ -432,14 +404,12 @@ class FrozenForgotten(zero2.ZeRO2):
         own = [param.detach().clone() for param in frozen]
         super().__init__(model, *arguments, **options)
         for param, values in zip(frozen, own):
-            param.data.copy_(values)  # as if only `self.trained`, and not all buckets, were broadcast
+            param.data.copy_(values)  # as if only `self.trained_buckets`, and not all buckets, were broadcast
 
 
 @exhibit(
     "The loop that everybody writes",
     differs={"losses", "gradients", "optimizer", "sent", "all-gathers"},
-    symptom="The first losses are right, and later ones are too high, but they fall. There is no all-gather; a little "
-    "less gradient and optimizer state is held.",
     diagnosis="The loop calls optimizer.step() and not engine.step(). The optimizer knows this rank's pieces alone. It "
     "updates this rank's shard, with the gradients that have arrived so far: the last bucket is still on its way. And "
     "nobody gathers the shards, so every rank trains another half of the model, and the ranks drift apart. The loss "
@@ -454,8 +424,6 @@ class SteppedByItself(zero2.ZeRO2):
 @exhibit(
     "Safe is safe",
     differs={"reductions still in flight when the rank computes"},
-    symptom="Losses, bytes and collectives are right, all reductions are inside backward, and the peak there is even a "
-    "little lower. But no reduction is in flight while the rank computes.",
     diagnosis="Each reduce-scatter is waited for right after it was sent. All is right but the order of events: "
     "backward stands still while a bucket travels. With a fast network that is hardly seen, and with a slow one this "
     "is the time that ZeRO-2 means to save. (The right engine has 17 of 20 in flight: behind the last three no matrix "
@@ -476,15 +444,11 @@ class ReceivedAtOnce(zero2.ZeRO2):
 @exhibit(
     "Nobody holds it any more",
     differs={"peak in forward", "peak in backward"},
-    symptom="Losses, held bytes and traffic are right; the peak in forward is as high as if nothing were freed.",
     diagnosis="Freeing by assigning param.data frees nothing: autograd has saved views of the gathered weights for "
     "backward, and each keeps its whole storage alive. Then backward gathers the weights once more beside them. The "
     'printed ZeRO-3 of "AI in Multiple GPUs" frees like this.',
     read="zero3.py, its head (why freeing means resizing the storage), `ZeRO3._free`",
-    caught_by=(
-        "zero3_has_only_the_units_in_use_gathered",
-        "freeing_gives_the_storage_back",
-    ),
+    caught_by=("zero3_has_only_the_units_in_use_gathered",),
 )
 class FreedByData(zero3.ZeRO3):
     def _gather(self, unit):
@@ -511,7 +475,6 @@ class FreedByData(zero3.ZeRO3):
 @exhibit(
     "The more overlap the better",
     differs={"peak in forward", "units gathered at once in forward"},
-    symptom="Losses, traffic and collectives are right; in forward all units are gathered at once.",
     diagnosis="Forward begins with the all-gathers of all units. They hide well behind the computation, but then all "
     "units are gathered at once, which ZeRO-3 is there to avoid.",
     read="zero3.py, step 1, `ZeRO3.before_forward`: `upcoming`",
@@ -526,7 +489,6 @@ class AllAtOnce(zero3.ZeRO3):
 @exhibit(
     "Tidy after every layer",
     differs={"sent", "all-gathers"},
-    symptom="Losses and memory are right; there are more all-gathers than there should be, and more is sent.",
     diagnosis="After each unit's forward all units are freed, also the prefetched one, which is gathered again to run.",
     read="zero3.py, step 1, `ZeRO3.after_forward`: which unit is freed",
     caught_by=("collectives_are_those_of_the_stage",),
@@ -540,7 +502,6 @@ class PrefetchedAndFreed(zero3.ZeRO3):
 @exhibit(
     "Why gather it again?",
     differs={"losses", "parameters", "sent", "all-gathers"},
-    symptom="The first loss is right, later ones are not. One all-gather fewer, and more parameters held.",
     diagnosis="The root stays gathered from step to step. Its shards are updated, but it is never gathered again: "
     "forward goes on with the weights of the first step.",
     read="zero3.py, after step 4, `ZeRO3.step`: what is still gathered has the old values",
@@ -555,7 +516,6 @@ class RootKept(zero3.ZeRO3):
 @exhibit(
     "A bargain",
     differs={"sent", "all-gathers", "peak in forward", "peak in backward", "units gathered at once in forward"},
-    symptom="Losses are right and a third less is sent; the peak in forward is higher: all units are gathered.",
     diagnosis="Units are not freed after forward, whatever reshard_after_forward says: the option is accepted and "
     "ignored. Backward then has nothing to gather, and all units stay gathered in between.",
     read="zero3.py, step 1, `ZeRO3.after_forward`: `self.reshard_after_forward`",
@@ -569,8 +529,6 @@ class KeptAfterForward(zero3.ZeRO3):
 @exhibit(
     "The more ranks, the slower",
     differs={"losses", "norms"},
-    symptom="The losses of step 1 are right and no others, and the gradient norms are half of the right ones from the "
-    "start.",
     diagnosis="Gradients are divided by N before the reduce-scatter, and once more after it. With SGD, as here, every "
     "update is N times too small as well. AdamW divides a gradient by its own size, so the factor drops out: the "
     "losses look right, and only the norms and clipping are wrong. That is why such a bug lives long.",
@@ -589,7 +547,6 @@ class DividedTwice(zero3.ZeRO3):
 @exhibit(
     "Resumed from a checkpoint",
     differs={"losses"},
-    symptom="All is right until the checkpoint is loaded; from then on the losses are off, with no complaint.",
     diagnosis="Every rank loads each parameter from its beginning, as if it owned the first part. The ranks after the "
     "first hold a copy of the wrong part.",
     read="harness/engine/state.py, `load_full_state_dict`: `first`",
@@ -609,24 +566,22 @@ class FirstShardForAll(zero3.ZeRO3):
 @exhibit(
     "A router's loss",
     differs={"error"},
-    symptom="The first forward passes. Backward stops with a message about a storage of size 0. With prefetch=1 it "
-    "does not even stop: it trains, and most runs have wrong losses, each others. Without the blocks' own losses all "
-    "is right.",
     diagnosis="Backward is known by hooks on what a unit returns. The loss that a block keeps is no output of it, and "
-    "backward comes to that loss first. So the router's weights are read while their unit is freed. With prefetching "
-    "its gather is on the way, and nobody has waited for it: what is read is whatever the memory had in it before. "
-    "Backward asks for the weights that it saved, and a look at these misses no path.",
-    read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
+    "backward comes to that loss first. So the router's weights are read while their unit is freed, and backward stops "
+    "at a storage of size 0. With prefetching its gather is on the way, and nobody has waited for it: what is read is "
+    "whatever the memory had in it before, and it trains on. Backward asks for the weights that it saved, and a "
+    "look at these misses no path.",
+    read="harness/engine/unit_hooks.py, `UnitHooks._watch_saving`",
     caught_by=("losses_beside_the_outputs_reach_the_weights",),
     options={"prefetch": 0},
     training={"model": "routed"},
 )
 class KnownByOutputs(zero3.ZeRO3):
-    class Moments(unit_moments.UnitMoments):
+    class Hooks(unit_hooks.UnitHooks):
         def _watch_saving(self):
             pass  # a unit's backward begins when one of its outputs gets a gradient: nobody looks at what it saved
 
-    @patch.object(zero3, "UnitMoments", Moments)
+    @patch.object(zero3, "UnitHooks", Hooks)
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
 
@@ -634,15 +589,13 @@ class KnownByOutputs(zero3.ZeRO3):
 @exhibit(
     "Every rank has saved its part",
     differs={"losses", "checkpoint"},
-    symptom="All is right until the run stops and is resumed; then the losses jump, with no complaint. The checkpoint "
-    "has half of the weights' bytes, or less than half of what the right one has.",
     diagnosis="Every rank hands its shards to torch.distributed.checkpoint as plain tensors, under the same names on "
     "every rank. torch takes what has one name for one tensor, of which all ranks have a copy. It writes one of the "
     "copies, now rank 0's, now rank 1's, and every rank loads that one. The other ranks' shards are nowhere on disk. A "
     "shard must say which part of which tensor it is. (This run has SGD, which keeps nothing between steps, so that "
     "the weights are all that there is to save.)",
     read="harness/engine/rectangles.py, what a rank says of its part, `Cut.__create_write_items__`",
-    caught_by=("what_is_loaded_is_what_was_saved",),
+    caught_by=("a_loaded_run_is_the_uninterrupted_one",),
     training={"optimizer": "SGD", "resume_at": 2},
 )
 class UnderOneName(zero3.ZeRO3):
@@ -660,14 +613,12 @@ class UnderOneName(zero3.ZeRO3):
 @exhibit(
     "Only the weights matter",
     differs={"losses", "optimizer after resuming"},
-    symptom="The first loss after the run was resumed is right, to the last digit. Those behind it are not. The "
-    "checkpoint has all its bytes; right after it was loaded no optimizer state is held.",
     diagnosis="The weights are loaded, and the optimizer's state is not, although it is in the checkpoint. AdamW "
     "begins at step 1 again, with moments of zero: its first step has the full length of the learning rate in every "
     "element, however small the gradient is. The first loss comes from the weights alone, so a look at it tells "
     "nothing. In a long run the jump is easily taken for a bad batch.",
     read="harness/engine/checkpoint.py, after all was read, `_install`: `engine.optimizer.state`",
-    caught_by=("what_is_loaded_is_what_was_saved",),
+    caught_by=("a_loaded_run_is_the_uninterrupted_one",),
     training={"resume_at": 2},
 )
 class WeightsAlone(zero3.ZeRO3):
@@ -680,13 +631,11 @@ class WeightsAlone(zero3.ZeRO3):
 exhibit(
     "It was a view",
     differs={"error"},
-    symptom="The first forward passes, and backward stops with a message about a storage of size 0. Without the line "
-    "`x += 0.01` between the blocks all is right.",
     diagnosis="Backward is known by hooks on the tensors that a unit returns. A linear layer on three dimensions "
     "returns a view. When somebody writes to a view in place, autograd gives it another history, and drops the hooks "
     "that were on it, without a word. So nobody hears that backward has come to the unit, and its weights are read "
     "while it is freed. Backward asks for the weights that it saved, whatever became of an output.",
-    read="harness/engine/unit_moments.py, `UnitMoments._watch_saving`",
+    read="harness/engine/unit_hooks.py, `UnitHooks._watch_saving`",
     caught_by=("changed_and_hidden_outputs_reach_the_weights",),
     options={"prefetch": 0},
     training={"model": "in place"},
@@ -696,14 +645,12 @@ exhibit(
 @exhibit(
     "Infinity on one rank",
     differs={"losses", "scales", "all-reduces"},
-    symptom="All is right until a gradient is inf. From then on the ranks' loss scales differ, and the losses are off. "
-    "There is one small all-reduce less; nothing complains.",
     diagnosis="After step 3 each rank has its own shard of the gradients, so an inf lies in one rank's shard. torch's "
     "loss scaler looks at this rank's, and asks nobody. The rank that sees the inf skips its update and halves its "
     "scale; the others update their shards. From then on a rank's loss is multiplied by another number than the "
     "others' before the gradients are summed. All ranks must hear what one has found.",
     read="harness/engine/gradients.py, `GradScaler.unscale_`: `all_reduce`",
-    caught_by=("an_inf_in_one_ranks_shard_is_heard_by_all",),
+    caught_by=("an_overflow_on_one_rank_skips_the_step_on_all",),
     training={"overflow_at": 3, "steps": 6},
 )
 class DecidedAlone(zero3.ZeRO3):
@@ -712,5 +659,5 @@ class DecidedAlone(zero3.ZeRO3):
             engine._reduce_gradients()
             torch.amp.GradScaler.unscale_(self, engine.optimizer)  # looks at this rank's pieces, and asks nobody
             found = self._found_inf_per_device(engine.optimizer)
-            device = engine.trained[0].flat.device
+            device = engine.trained_buckets[0].flat.device
             found.setdefault(device, torch.zeros((), device=device))  # on a rank that owns only padding

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-from harness.run import process_group, ranks
+from harness.engine import accelerator
+from harness.run import engine_file, process_group, ranks
+from harness.run.engines import ENGINES
 from harness.run.model import PRESETS, preset
 from harness.run.options import at_least
 from harness.teach.museum.exhibits import exhibit_of
@@ -29,6 +31,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="watch", description=__doc__, formatter_class=form)
     parser.add_argument("engine", nargs="?", help=f"that the page opens with: {', '.join(TITLES)} (default zero3)")
     parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
+    engine_file.add_option(parser)
     parser.add_argument("--only", metavar="ENGINES", help="record these and no others, as zero3,ddp")
     parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
     parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
@@ -37,7 +40,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: 1/6 of all)")
     parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu, or the accelerator: cuda for example")
     parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
     parser.add_argument("--json", metavar="FILE", help="write the recordings to this file, too")
     parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: show what this file has")
@@ -60,7 +63,7 @@ def settle(options: argparse.Namespace) -> None:
         if not least <= given <= most:
             raise ValueError(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
     at_least(options, bucket_mb=0)
-    gpus = torch.cuda.device_count()
+    gpus = accelerator.count()
     if options.ranks is None:
         options.ranks = str(process_group.default_ranks(options.backend, options.device, gpus, 1))
     if not options.ranks.isdecimal() or not 2 <= int(options.ranks) <= MOST_RANKS:
@@ -72,6 +75,9 @@ def settle(options: argparse.Namespace) -> None:
             raise ValueError("--bug brings its own engine: leave out the other one")
         options.bug = exhibit_of(options.bug).number
         of_exhibit(options.bug)  # raises, too
+    own = engine_file.enter(options.engine_file, "watch")
+    TITLES.update({name: ENGINES[name].title for name in own})
+    options.engine = options.engine or (own[0] if own else None)
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     options.engine = options.engine or ("zero3" if options.only is None else [*names, "zero3"][0])
     options.names = list(dict.fromkeys([options.engine, *names]))

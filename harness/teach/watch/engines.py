@@ -47,10 +47,10 @@ def of_engine(name: str, options) -> Run:
     bucket_mb = nbytes / 2**20 / 6 if options.bucket_mb is None else options.bucket_mb
 
     def build(me: Rank):
-        # Every rank has another start where the engine takes rank 0's; FSDP2 takes what it is given.
-        own_start = not name.startswith("fsdp")
+        # Every rank has another start where the engine takes rank 0's; FSDP2 and files take what they are given.
+        own_start = not name.startswith("fsdp") and engines.ENGINES[name].file is None
         model = GPT(config, seed=me.rank if own_start else 0).to(me.device)
-        adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type == "cuda")
+        adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
         more = {"bucket_mb": bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
         return engines.build(name, model, adamw, me.device, **more)
 
@@ -76,7 +76,7 @@ def of_exhibit(number: int) -> list[Run]:
             f"bug {number} shows when weights or a checkpoint are loaded, not in a step: ./launch.sh bug {number}"
         )
     stage = exhibit.right.__name__.replace("ZeRO", "ZeRO-")
-    note = f"{exhibit.title}. {exhibit.symptom}"
+    note = f"{exhibit.title}; {exhibit.symptom}."
     if exhibit.differs <= NUMBERS:
         note += f" It changes numbers, and not who holds or sends what: ./launch.sh bug {number} shows them."
     words = f"a GPT of {SHAPE.layers} layers, 2 x {SHAPE.seq} tokens per rank; {training}"

@@ -7,17 +7,18 @@ import weakref
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine import guard
+from harness.engine.gradient_hooks import BucketHooks
 from harness.engine.hooks import WeakHook, backward_now, not_compiled
-from harness.engine.moments import BucketMoments
 from harness.engine.tensor_parallel import local
 from harness.engine.unchanged import moved_message
 
 
-class Run:
+class Visit:
     """One forward of one unit. Backward comes back to it, and then the units in `before` are next."""
 
     def __init__(self, unit, before: list, place: int):
@@ -25,7 +26,7 @@ class Run:
         self.saved = False  # whether autograd saved one of the unit's weights in it
 
 
-class UnitMoments(BucketMoments):
+class UnitHooks(BucketHooks):
     """ZeRO-3: every moment in the life of a unit.
 
     Forward is known by module hooks. Backward is known by what it reads. Forward saves weights for it, and autograd
@@ -37,23 +38,22 @@ class UnitMoments(BucketMoments):
 
     def __init__(self, engine):
         self._order = list(engine.units)  # in which forward runs the units: as declared, until one was seen
-        self._runs: list[Run] = []  # of this forward, so far
-        self._latest: dict = {}  # unit -> its latest `Run`
+        self._visits: list[Visit] = []  # of this forward, so far
+        self._latest: dict = {}  # unit -> its latest `Visit`
         self._in_forward = False
         self._saving = None  # the context in which autograd shows what it saves
         self._outer = None  # (pack, unpack) of such a context around the model that is the caller's own
-        self._asked: set[Run] = set()  # the runs that this backward has come back to
+        engine.asked = set()  # the visits that this backward has come back to
+        self._waiting: list = []  # units that this backward has not reduced, as `find_unused` needs to know
         self._at_work = None  # the unit whose backward has begun last; never the root, which is at work all along
         self._kept: set = set()  # units that a backward with a graph of its own has read: gathered until `step()`
         self._lent: set = set()  # units whose weights this forward has used outside of their own forward
         self._warned: set = set()  # names of those that a warning was given for
         self._last_hook: dict = {}  # module -> number of the hook that is called after its forward
-        super().__init__(engine, {unit: unit.trained for unit in (*engine.units, engine.root)})
-        self._unit_of = {}  # address of a storage -> (the unit whose gathered parameters it holds, the storage)
+        super().__init__(engine, {unit: unit.trained_buckets for unit in (*engine.units, engine.root)})
+        # As long as these live, no other storage gets the number of one.
+        self._storages = [bucket.flat.untyped_storage() for bucket in engine.buckets]
         for unit in (*engine.units, engine.root):
-            for bucket in unit.buckets:
-                storage = bucket.flat.untyped_storage()
-                self._unit_of[storage._cdata] = unit, storage
             guard.watch(unit.params, WeakHook(self._touched, unit))
         for unit in engine.units:
             self._hook(unit.module, WeakHook(self._before_unit, unit), WeakHook(self._after_unit, unit))
@@ -92,7 +92,7 @@ class UnitMoments(BucketMoments):
         if self._backward is not None:
             raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
         self._stay_last(module)
-        self._in_forward, self._runs, self._latest, self._lent = True, [], {}, set()
+        self._in_forward, self._visits, self._latest, self._lent = True, [], {}, set()
         self._engine.order.begin((torch.is_grad_enabled(), self._sync))
         self._watch_saving()
         self._engine.before_forward(self._engine.root, self._order[: self._engine.prefetch])
@@ -110,20 +110,20 @@ class UnitMoments(BucketMoments):
                 "are freed (sharded over the ranks): call engine(inputs), or read weights with engine.full_state_dict()"
             )
         self._stay_last(module)
-        place, ahead = len(self._runs), self._engine.prefetch
+        place, ahead = len(self._visits), self._engine.prefetch
         known = self._order[place : place + 1] == [unit]  # as the last forward went, so we know what is next
-        self._latest[unit] = Run(unit, self._next_in_backward(), place)
-        self._runs.append(self._latest[unit])
+        self._latest[unit] = Visit(unit, self._next_in_backward(), place)
+        self._visits.append(self._latest[unit])
         self._engine.before_forward(unit, self._order[place + 1 : place + 1 + ahead] if known else [])
         self._require_gathered(unit, "before_forward")
 
     def _after_unit(self, unit, module, args, output):
         refuse_moved(unit)
         if backward_now() is not None:
-            return  # run again for backward, which needs its weights: `_complete` or `_end_backward` frees it
-        run = self._latest.get(unit)
+            return  # run again for backward, which needs its weights: its last gradient or `_end_backward` frees it
+        visit = self._latest.get(unit)
         output = self._without_weights(output)
-        may_come = run is None or self._backward_may_come(run, output)
+        may_come = visit is None or self._backward_may_come(visit, output)
         if unit in self._lent:
             pass  # until the end of forward
         elif may_come:
@@ -142,10 +142,10 @@ class UnitMoments(BucketMoments):
         if output is not None:  # None: an exception in forward, perhaps; a second one must not hide it
             for unit in (*self._engine.units, self._engine.root):
                 refuse_moved(unit)
-        if self._runs:
-            self._order = [run.unit for run in self._runs]
-        run = self._run_of_root()
-        if not self._backward_may_come(run, output) or not any(t.requires_grad for t in tensors_in(output)):
+        if self._visits:
+            self._order = [visit.unit for visit in self._visits]
+        visit = self._visit_of_root()
+        if not self._backward_may_come(visit, output) or not any(t.requires_grad for t in tensors_in(output)):
             # An evaluation; or an exception in forward, which a second one must not hide.
             with contextlib.suppress(RuntimeError) if output is None else contextlib.nullcontext():
                 output = self._without_weights(output)
@@ -159,26 +159,26 @@ class UnitMoments(BucketMoments):
         """`output`, with a copy of every tensor in it that is a view of weights which are about to be freed."""
 
         def copy(value):
-            inside = isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._unit_of
+            inside = isinstance(value, torch.Tensor) and storage_number(value) in self._engine.unit_of
             return value.clone() if inside else value
 
         if isinstance(output, torch.Tensor):
             return copy(output)
         return tree_map(copy, output)
 
-    def _backward_may_come(self, run: Run, output) -> bool:
-        """Whether backward may come back to `run`. If it will not ask for weights, have its outputs tell.
+    def _backward_may_come(self, visit: Visit, output) -> bool:
+        """Whether backward may come back to `visit`. If it will not ask for weights, have its outputs tell.
 
         Nothing is saved under activation checkpointing: backward runs the unit again and needs its weights for that.
         """
-        if run.saved or not torch.is_grad_enabled():
-            return run.saved
+        if visit.saved or not torch.is_grad_enabled():
+            return visit.saved
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         this = weakref.ref(self)
         for tensor in outputs:
             if tensor.grad_fn is None:
                 continue  # a leaf that passes through: its gradient tells nothing, and it would keep the hook for ever
-            tensor.register_hook(lambda gradient: this() and this()._ask(run))
+            tensor.register_hook(lambda gradient: this() and this()._ask(visit))
         return bool(outputs)
 
     # What autograd saves in forward, and reads in backward.
@@ -195,30 +195,27 @@ class UnitMoments(BucketMoments):
 
     @not_compiled
     def _pack(self, tensor: torch.Tensor):
-        """Forward saves `tensor`. If it lies in a unit's buffer, remember whose it is."""
-        address = local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
-        if address not in self._unit_of:
-            if self._outer is not None:
-                return self._outer[0](tensor), None, self._outer[1]
+        tensor, visit = self._engine.pack(tensor)
+        if visit is not None:
+            visit.saved = True
+        elif self._outer is not None:
+            return self._outer[0](tensor), None, self._outer[1]
+        elif tensor.grad_fn is not None:
             # An operation's own result, handed back as it is, would be a cycle through C++ that nobody opens.
-            tensor = tensor if tensor.grad_fn is None else tensor.detach()
-            return tensor, tensor._version, None
-        unit, _ = self._unit_of[address]
-        run = self._run_of_root() if unit is self._engine.root else self._latest.get(unit) or Run(unit, [], 0)
-        run.saved = True
-        return tensor, tensor._version, run
+            tensor = tensor.detach()
+        return tensor, tensor._version, visit
 
     @not_compiled
     def _unpack(self, saved) -> torch.Tensor:
-        """Backward is about to read what forward saved."""
-        tensor, version, run = saved
+        tensor, version, visit = saved
         if version is None:
-            return run(tensor)  # by the caller's own context
-        if run is not None:
-            if run not in self._asked or not run.unit.gathered or run.unit.works or self._engine.find_unused:
-                self._ask(run)
+            return visit(tensor)  # by the caller's own context
+        if visit is not None:
+            unit = visit.unit
+            if visit not in self._engine.asked or not unit.gathered or unit.works or self._engine.find_unused:
+                self._ask(visit)
             if torch.is_grad_enabled():  # a graph of this backward may be gone through later, and read the weights
-                self._kept.add(run.unit)
+                self._kept.add(unit)
         # Autograd leaves this to us, as it does not know whether an unpacked tensor is the one that was packed.
         if tensor._version != version:
             raise RuntimeError(
@@ -230,44 +227,44 @@ class UnitMoments(BucketMoments):
 
     def _next_in_backward(self) -> list:
         """The units that have run last, `prefetch` of them, in the order in which backward comes back to them."""
-        return [run.unit for run in self._runs[: -self._engine.prefetch - 1 : -1]]
+        return [visit.unit for visit in self._visits[: -self._engine.prefetch - 1 : -1]]
 
-    def _run_of_root(self) -> Run:
-        """The root is used before, between and after the units: each place among these is a run of its own."""
-        root, place = self._engine.root, len(self._runs)
+    def visit(self, unit) -> Visit:
+        """The forward of `unit` in which autograd saves a weight of it."""
+        return self._visit_of_root() if unit is self._engine.root else self._latest.get(unit) or Visit(unit, [], 0)
+
+    def _visit_of_root(self) -> Visit:
+        """The root is used before, between and after the units: each place among these is a visit of its own."""
+        root, place = self._engine.root, len(self._visits)
         if root not in self._latest or self._latest[root].place != place:
-            self._latest[root] = Run(root, self._next_in_backward(), place)
+            self._latest[root] = Visit(root, self._next_in_backward(), place)
         return self._latest[root]
 
     # Backward.
 
     def _begin_backward(self) -> None:
         if self._backward is None:
-            self._asked, self._at_work = set(), None
+            self._engine.asked, self._at_work = set(), None
+            self._waiting = [*self._engine.units, self._engine.root]
         refuse_reentrant(self._backward not in (None, backward_now()))
         super()._begin_backward()
 
     @not_compiled
-    def _ask(self, run: Run) -> None:
-        """Backward needs the weights of `run.unit`: the first time the chapter's moment has come."""
-        unit = run.unit
+    def _ask(self, visit: Visit) -> None:
+        """Backward needs the weights of `visit.unit`: the first time the chapter gathers them, in `unpack`."""
+        unit = visit.unit
         if backward_now() is None:  # somebody looks at what autograd saved
             if not unit.gathered:
                 raise RuntimeError(guard.message(unit.params[0], "what autograd saved of its unit"))
             return
         self._begin_backward()
-        if run in self._asked:
-            if self._engine.find_unused and unit is not self._engine.root:  # its backward was not over, then
-                self._finish_work(unit)
-                self._at_work = unit
-            if not unit.gathered or unit.works:  # freed before its time, or gathered anew for another run
-                self._gather_now(unit)
-            return
-        self._asked.add(run)
-        if unit is not self._engine.root:
+        known = visit in self._engine.asked
+        if unit is not self._engine.root and (not known or self._engine.find_unused):  # there: it was not over, then
             self._finish_work(unit)
             self._at_work = unit
-        self._engine.before_backward(unit, run.before)
+        self._engine.unpack((None, visit))
+        if known and (not unit.gathered or unit.works):  # freed before its time, or gathered anew for another visit
+            self._gather_now(unit)
         self._require_gathered(unit, "before_backward")
 
     def _finish_work(self, following) -> None:
@@ -279,7 +276,7 @@ class UnitMoments(BucketMoments):
         unit = self._at_work
         if unit is None or unit is following:
             return
-        if self._engine.find_unused or len(unit.trained) < len(unit.buckets):
+        if self._engine.find_unused or len(unit.trained_buckets) < len(unit.buckets):
             self._free(unit)
         if self._engine.find_unused:
             self._deliver(unit)
@@ -288,12 +285,21 @@ class UnitMoments(BucketMoments):
         if self._backward is None or self._backward != torch._C._current_graph_task_id():
             self._begin_backward()
 
-    def _complete(self, unit) -> None:
-        # Every use of a weight adds to its gradient. So when all gradients are final, nobody needs the weights.
-        if len(unit.trained) == len(unit.buckets):
-            self._free(unit)
-        if not self._engine.find_unused:
-            self._deliver(unit)
+    def came(self, unit, bucket, index: int) -> bool:
+        tells = super().came(unit, bucket, index) and not self._engine.find_unused and unit not in self._kept
+        if not tells:
+            bucket.missing.discard(index)
+            if not any(bucket.missing for bucket in unit.trained_buckets):
+                if len(unit.trained_buckets) == len(unit.buckets):
+                    self._free(unit)
+                if not self._engine.find_unused:
+                    self._deliver(unit)
+        return tells
+
+    def _deliver(self, unit) -> None:
+        if unit in self._waiting:
+            self._waiting.remove(unit)
+            super()._deliver(unit)
 
     def _free(self, unit) -> None:
         if unit not in self._kept:
@@ -301,16 +307,17 @@ class UnitMoments(BucketMoments):
 
     def _end_backward(self) -> None:
         if self._in_forward:  # the model takes a gradient in its own forward, which goes on
-            self._backward, self._open = None, {}
+            self._backward = None
             return
         for unit in (*self._engine.units, self._engine.root):
             if unit not in self._kept:
                 self._engine._free(unit)  # what no gradient has freed
-        if self._engine.find_unused and self._at_work is not None:
-            self._deliver(self._at_work)
-        super()._end_backward()  # the units whose outputs got no gradient, and the root
+        if self._engine.find_unused:  # the units whose outputs got no gradient, and the root
+            for unit in filter(None, (self._at_work, *self._waiting)):
+                self._deliver(unit)
+        super()._end_backward()
         self._engine._receive()
-        self._asked, self._at_work = set(), None
+        self._engine.asked, self._at_work = set(), None
 
     def _touched(self, unit, param) -> bool:
         """A weight is used while its unit is freed. True if the model does it: then the unit is gathered now."""
@@ -356,15 +363,22 @@ class UnitMoments(BucketMoments):
         super().stepped()
 
 
+def storage_number(tensor: torch.Tensor) -> int | None:
+    """The same for all views of one storage; None for a sparse tensor, which has none."""
+    return local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
 def refuse_moved(unit) -> None:
     """Raise RuntimeError if forward has given a gathered weight of `unit` another memory, which no gather fills."""
     if not unit.gathered:
         return
     moved = []
     for bucket in unit.buckets:
-        storage = bucket.flat.untyped_storage()._cdata
+        if isinstance(bucket.flat, FakeTensor):  # a dry run's has no address
+            continue
+        first, step = bucket.flat.data_ptr(), bucket.flat.element_size()
         for name, param, offset in zip(bucket.names, map(local, bucket.params), bucket.offsets):
-            if param.untyped_storage()._cdata != storage or param.storage_offset() != offset:
+            if param.data_ptr() != first + step * offset and param.numel():
                 moved.append(name)
     if moved:
         raise RuntimeError(moved_message(moved))

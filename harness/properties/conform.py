@@ -1,0 +1,245 @@
+"""Who trains right, who refuses, and who is silently wrong: every property, asked of any engines.
+
+./launch.sh conform                              the stages, torch's own, and DeepSpeed where it is installed
+./launch.sh conform zero2 fsdp2 my_engine.py 3   these, on three ranks (default: two)
+
+A property that is not made for so many ranks, as one of a grid of 2 x 2, has its own number.
+An outcome for each engine and property: right; refused (an error in words); wrong (it trains, and silently differs);
+crash (an error without words, or the process has gone); hang; not applicable (it documents nothing of the kind).
+The exit status is 0 if no engine is wrong, crashes or hangs.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from harness.measure import tables
+from harness.properties.property import GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
+from harness.run import engine_file, engines, process_group, ranks
+
+SECONDS = 60  # that one property may take on an engine, all its cases together
+COLLECTIVE = 20  # seconds after which a collective in which ranks wait for each other in vain is a hang
+OUTCOMES = ("right", "refused", "wrong", "crash", "hang", "not applicable")
+SIGNS = dict(zip(OUTCOMES, ("ok", "refused", "WRONG", "CRASH", "HANG", "-")))
+WORST = ("crash", "hang", "wrong", "refused", "right", "not applicable")  # of several cases or ranks
+IN_WORDS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
+DEFAULT = ("zero1", "zero2", "zero3", "ddp", "zero_redundancy_optimizer", "fsdp2_no_reshard", "fsdp2",
+           "deepspeed1", "deepspeed2", "deepspeed3")  # fmt: skip
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="conform", description=__doc__, formatter_class=form)
+    parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
+    engine_file.add_option(parser)
+    parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
+    parser.add_argument("--json", metavar="FILE", help="write the results to this file")
+    options = parser.parse_args(argv)
+    options.ranks = 2
+    if options.engines and options.engines[-1].isdecimal():
+        options.ranks = int(options.engines.pop())
+    if not 1 <= options.ranks <= 8:
+        raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
+    options.engine_file += [given for given in options.engines if given.endswith(".py")]
+    options.engines = [given for given in options.engines if not given.endswith(".py")]
+    with trial():
+        own = engine_file.enter(options.engine_file, "conform")
+    if not options.engines and not own:
+        options.engines = [name for name in DEFAULT if engines.installed(name)]
+    options.names = list(dict.fromkeys([*engines.chosen(",".join([*options.engines, *own]), "conform")]))
+    options.properties = [name for name, each in library().items() if wanted(each, options.only)]
+    if not options.properties:
+        raise ValueError(f"--only {options.only!r}: no property has that in its name, group or sentence")
+    process_group.check_writable("--json", options.json)
+    return options
+
+
+@contextlib.contextmanager
+def trial():
+    """A file's `build` is tried once, as before any start of ranks."""
+    before = os.environ.get("ZERO_PREFLIGHT")
+    os.environ["ZERO_PREFLIGHT"] = "1"
+    yield
+    os.environ.pop("ZERO_PREFLIGHT") if before is None else None
+
+
+def wanted(each, text: str | None) -> bool:
+    return text is None or any(text.lower() in said.lower() for said in (each.name, each.group, each.says))
+
+
+# On a rank.
+
+
+def outcome(name: str, engine: str, size: int) -> dict:
+    """{"outcome", "says", "seconds"} of this rank: the worst of all cases that the tests ask on so many ranks."""
+    started, found = time.perf_counter(), []
+    each = library()[name]
+    if engine in STAGES and engine not in each.engines:
+        return {"outcome": "not applicable", "says": f"it is of {', '.join(each.engines)} alone", "seconds": 0.0}
+    for case in cases_on(each, size, engine):
+        found.append(_of_case(name, engine, case))
+        if found[-1][0] in ("crash", "hang"):
+            break
+    worst = min(found, key=lambda pair: WORST.index(pair[0]))
+    return {"outcome": worst[0], "says": worst[1], "seconds": round(time.perf_counter() - started, 2)}
+
+
+def cases_on(each, size: int, engine: str) -> list[dict]:
+    """The cases that the tests ask of a stage, or if this is none of any stage, on so many ranks."""
+    for thorough in (False, True):
+        asked = [(of, case) for n, of, case in each.asked(thorough) if n == size]
+        if found := {repr(case): case for of, case in asked if engine == of or engine not in STAGES}:
+            return list(found.values())
+    return []
+
+
+def size_of(each, wanted: int) -> int:
+    """On how many ranks it is asked: as many as wanted, if that is one of its sizes."""
+    sizes = {size for size, _, _ in each.asked(thorough=True)}
+    return wanted if wanted in sizes else next(iter(each.asked()))[0]
+
+
+def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
+    try:
+        findings = examine(name, subject(engine), case)
+    except NotApplicable as reason:
+        return "not applicable", str(reason)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".strip()
+        if process_group.lost(said):
+            return "hang", said.splitlines()[0]
+        # A RuntimeError comes out of torch's C++, which has no line. Others of a property's own line are no words.
+        ours = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == HERE
+        words = isinstance(error, IN_WORDS) and str(error) and (not ours or isinstance(error, RuntimeError))
+        return ("refused" if words else "crash"), said
+    return ("wrong", f"{findings[0]}\n  asked     {case}") if findings else ("right", "")
+
+
+def on_ranks(options: argparse.Namespace, engine: str, names: list[str], folder: str) -> None:
+    """One property after the other, each verdict said as it comes. After a hang or a crash nothing can be said."""
+    rank = ranks.begin(folder)
+    me = process_group.start("gloo", "cpu")
+    torch.set_num_threads(1)
+    for name in names:
+        torch.manual_seed(1000 + rank)
+        verdict = outcome(name, engine, me.world_size)
+        ranks.say(folder, name, rank, verdict)
+        everyone = ranks.everyone(folder, name, me.world_size, SECONDS)
+        if any(each is None or each["outcome"] in ("crash", "hang") for each in everyone):
+            os._exit(1)  # these ranks may be in any state: others go on
+    process_group.stop()
+
+
+# What starts them.
+
+
+def ask(engine: str, file: str | None, names: list[str], size: int, tell) -> dict[str, dict]:
+    """{property: outcome of all ranks together}: in ranks of their own, and in new ones after a crash or a hang."""
+    found, left = {}, list(names)
+    while left:
+        command = ["-m", "harness.properties.conform", "--on-ranks", engine, *(["--engine-file", file] if file else []),
+                   "--properties", ",".join(left)]  # fmt: skip
+        seconds = SECONDS * len(left)
+        with ranks.Ranks(
+            command, size, seconds, quiet=True, ZERO_TIMEOUT=os.environ.get("ZERO_TIMEOUT", str(COLLECTIVE))
+        ) as running:
+            before = len(found)
+            for name, verdicts in running.verdicts(left):
+                found[name] = together(verdicts)
+                tell(engine, name, found[name])
+                if found[name]["outcome"] in ("crash", "hang"):
+                    break
+        if len(found) == before:  # they have not even begun
+            raise RuntimeError(f"the ranks of {engine} have not started: {running.text.strip()[-500:]}")
+        left = [name for name in names if name not in found]
+    return found
+
+
+def together(verdicts: list[dict]) -> dict:
+    """One outcome of all ranks': the worst, and of a death what killed them."""
+    for verdict in verdicts:
+        if verdict.get("status") == "died":
+            late = "had not come to its end" in verdict["error"]
+            verdict.update(outcome="hang" if late else "crash", says=verdict["error"], seconds=float(SECONDS) * late)
+    worst = min(verdicts, key=lambda verdict: WORST.index(verdict["outcome"]))
+    return {**{key: worst[key] for key in ("outcome", "says")}, "seconds": max(v["seconds"] for v in verdicts)}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["deepspeed"] = metadata.version("deepspeed")
+    return found
+
+
+def table(results: dict[str, dict], properties: list[str]) -> str:
+    """Properties by engines, in their groups; then how many of each outcome."""
+    rows = []
+    for group in GROUPS:
+        for name in properties:
+            if library()[name].group == group:
+                rows.append([group, name, *(SIGNS[found[name]["outcome"]] for found in results.values())])
+    for each in OUTCOMES:
+        count = [str(Counter(one["outcome"] for one in found.values())[each]) for found in results.values()]
+        rows.append(["", f"in all: {each}", *count])
+    return "\n".join(tables.text([["group", "property", *results], *rows], left=range(2 + len(results))))
+
+
+def main() -> None:
+    options = arguments()
+    sizes = {name: size_of(library()[name], options.ranks) for name in options.properties}
+    said = ", ".join(f"{count} on {size}" for size, count in sorted(Counter(sizes.values()).items()))
+    print(f"{len(sizes)} properties, ranks over gloo: {said}; each engine in ranks of its own", flush=True)
+
+    def tell(engine, name, found):
+        if found["outcome"] in ("wrong", "crash", "hang"):
+            first = found["says"].replace("\n", " ")
+            print(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}", flush=True)
+
+    results = {}
+    for engine in options.names:
+        started = time.perf_counter()
+        print(engine, flush=True)
+        found = {}
+        for size in sorted(set(sizes.values())):
+            names = [name for name in sizes if sizes[name] == size]
+            found |= ask(engine, engines.ENGINES[engine].file, names, size, tell)
+        results[engine] = {name: found[name] for name in options.properties}
+        if options.json:  # after each engine: it takes minutes
+            report = {"versions": versions(), "ranks": options.ranks, "engines": results}
+            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+        count = Counter(found["outcome"] for found in results[engine].values())
+        said = ", ".join(f"{count[each]} {each}" for each in OUTCOMES if count[each])
+        print(f"  {said}; {time.perf_counter() - started:.0f} s", flush=True)
+    print("\n" + table(results, options.properties))
+    if options.json:
+        print(f"written: {options.json}")
+    bad = any(f["outcome"] in ("wrong", "crash", "hang") for found in results.values() for f in found.values())
+    sys.exit(1 if bad else 0)
+
+
+def main_on_a_rank(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--on-ranks")
+    parser.add_argument("--properties")
+    engine_file.add_option(parser)
+    parser.add_argument("folder")
+    options = parser.parse_args(argv)
+    engine_file.enter(options.engine_file, "conform")
+    on_ranks(options, options.on_ranks, options.properties.split(","), options.folder)
+
+
+if __name__ == "__main__":
+    if "--on-ranks" in sys.argv:
+        process_group.run(lambda: main_on_a_rank(sys.argv[1:]))
+    process_group.run(main)

@@ -1,0 +1,124 @@
+"""DeepSpeed's ZeRO 1, 2 and 3 as one uses them, if DeepSpeed is installed (`pip install .[peers]`).
+
+Its step is torch's loop: `loss.backward()` and `engine.step()`, of which the latter is also the end of gradient
+accumulation (`managed_gradient_accumulation: false`). Where what it keeps lies, `held_tensors` says.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
+
+from harness.engine.units import default_bucket_mb
+
+
+def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
+    """What DeepSpeed is told. All else is its default.
+
+    Some defaults are for models of billions of parameters: with these its stages 2 and 3 would be no ZeRO-2 and -3 of a
+    small model. A bucket has 5e8 elements (2 GB), and stage 3 keeps parameters of up to 1e5 elements whole for good,
+    and up to 1e9 elements after their use. So buckets get the size that ours have, and stage 3 keeps nothing.
+    """
+    bucket = (
+        int(default_bucket_mb(list(model.named_parameters()))) * 2**18
+    )  # elements, whole MiB: it wants even numbers
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # of its own reports alone: we hand it batches of any size
+        "gradient_clipping": 0.0,  # its default is 1.0, and would change the losses
+        "managed_gradient_accumulation": False,
+        "zero_allow_untested_optimizer": True,  # torch's AdamW, as everybody else has
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": bucket,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        },  # fmt: skip
+    }
+
+
+def build(stage: int, model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> "DeepSpeedStep":
+    """DeepSpeed's engine of that stage around `model`."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    # It calls torch's collectives by the names that they had before torch 2.13, in every step.
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells of its accelerator
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        optimizer = optimizer_cls([param for param in model.parameters() if param.requires_grad])
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config(stage, model, dtype), dist_init_required=False
+        )
+    return DeepSpeedStep(engine)
+
+
+class DeepSpeedStep:
+    """DeepSpeed's engine with the names that a referee calls. `optimizer` is torch's, over DeepSpeed's partitions."""
+
+    def __init__(self, engine):
+        self.engine, self.model, self.optimizer = engine, engine.module, engine.optimizer.optimizer
+
+    def __call__(self, *inputs, **named):
+        return self.engine(*inputs, **named)
+
+    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+        with record_function("step 1 forward"):
+            loss = loss_fn(self.engine(inputs), targets)
+        with record_function("step 2 backward"):
+            loss.backward()
+        self.step()
+        return loss.detach()
+
+    def step(self) -> None:
+        with record_function("step 4 update the shard"):
+            self.engine.step()
+
+    def zero_grad(self) -> None:
+        """DeepSpeed's `step` drops the gradients itself."""
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """{name: whole tensor on the CPU}: of stage 3 the parameters are gathered for it. A collective."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """{"parameters", "gradients", "optimizer"}: what lies where, by the names that DeepSpeed 0.19 gives it.
+
+        Its stages keep the partition that the optimizer updates beside the model's weights, in float32 too: a copy.
+        """
+        zero, params = self.engine.optimizer, list(self.model.parameters())
+        partitions = [p for group in self.optimizer.param_groups for p in group["params"]]
+        whole = ("bit16_groups_flat", "single_partition_of_fp32_groups")
+        shards = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
+        sums = ("averaged_gradients", "grad_partitions_flat_buffer")
+        kept = [getattr(zero, name, None) for name in (*whole, *shards)]
+        return {
+            "parameters": tensors_in([params, partitions, kept, [getattr(p, "ds_tensor", None) for p in params]]),
+            "gradients": tensors_in(
+                [
+                    [p.grad for p in (*params, *partitions)],
+                    [getattr(zero, name, None) for name in sums],
+                    [vars(bucket).get("buffer") for bucket in zero.ipg_buckets.values()],
+                ]
+            ),
+            "optimizer": tensors_in([*self.optimizer.state.values()]),
+        }
+
+
+def tensors_in(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
