@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from harness.engine import accelerator
 from harness.measure import dry_run, tables
 from harness.measure.turns import take_turns
-from harness.run import engines, process_group
+from harness.run import engine_file, engines, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters
@@ -45,6 +45,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of every engine (default 15)")
     parser.add_argument("--engines", help=f"any of {', '.join(ENGINES)}")
+    engine_file.add_option(parser)
     parser.add_argument("--bucket-mb", type=float, help="of zero1 and zero2 (default: their own)")
     parser.add_argument("--host", action="store_true", help="the host's time per step, on many small parameters")
     parser.add_argument("--profile", metavar="ENGINE", help="with --host: where that engine's host time goes")
@@ -53,7 +54,7 @@ def arguments(argv=None) -> argparse.Namespace:
     common.settle(options, layers=1, width=1, heads=1, vocab=256, seq=1, batch=1, rounds=1)
     if options.width % options.heads:
         raise ValueError(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
-    options.engines = engines.chosen(options.engines, "bench", ENGINES)
+    options.engines = engine_file.chosen(options, "bench", ENGINES)
     if options.profile:
         engines.chosen(options.profile, "bench", (*ENGINES, "plain"))
     if options.host and options.profile and options.profile not in ("plain", *options.engines):

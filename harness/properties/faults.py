@@ -57,6 +57,7 @@ def faults_reach_the_caller_and_training_goes_on(engine, options, build=None):
 
     Also where buckets wait for gradients of unused parameters, which do not come.
     """
+    engine.needs("zero1", "zero2", "zero3")
     pair = build(engine, ADAMW) if build else Pair(engine, parts.OddModel, ADAMW, **options)
     for step, where in enumerate((None, "forward", "loss", "backward", "no_sync", "forward")):
         if where:

@@ -4,24 +4,114 @@ What an engine documents nothing of is `NotApplicable`: there is nothing that co
 """
 
 import contextlib
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from harness.properties.property import NotApplicable
+from harness.properties.property import STAGES, NotApplicable, Subject
+from harness.run import counterparts, engines
+
+# What each documents of the options that a stage has, under the stage's names.
+OPTIONS = {
+    "ddp": {"bucket_mb", "param_groups", "group", "find_unused"},
+    "zero_redundancy_optimizer": {"param_groups", "group", "find_unused"},
+    "fsdp2": {"param_groups", "group", "param_dtype", "reduce_dtype"},
+    "deepspeed": {"param_groups"},
+}
+
+
+def subject(entry: engines.Engine) -> Subject:
+    """The engine of that entry of the registry as a subject."""
+    family = next((family for family in OPTIONS if entry.name.startswith(family)), None)
+    like = entry.counterpart if entry.file and entry.counterpart in STAGES else None
+    takes = frozenset(OPTIONS.get(family, ()))
+    more = {"broadcasts": family in ("ddp", "zero_redundancy_optimizer")}
+    if family == "deepspeed":
+        more |= {"dtype": torch.float32, "atol": 2e-5, "more": {"drops gradients": True, "to be destroyed": True}}
+
+    def build(model, optimizer_cls, *, param_groups=None, **options):
+        device, make = next(model.parameters()).device, entry.build
+        options = _in_its_own_words(family, {k: v for k, v in options.items() if v is not None}, device)
+        if family == "zero_redundancy_optimizer":
+            if not isinstance(optimizer_cls, partial):
+                raise NotApplicable(f"{entry.name} is given an optimizer's class and options, and no function")
+            # It is the optimizer over DDP's parameters.
+            group = options.get("process_group")
+            optimizer_cls = partial(ZeroRedundancyOptimizer, optimizer_class=optimizer_cls.func, process_group=group,
+                                    **optimizer_cls.keywords)  # fmt: skip
+            make = counterparts.ddp
+        scalars = _without_scalars(model) if family in ("fsdp2", "deepspeed") else []
+        if family == "deepspeed" and next(model.parameters()).dtype is torch.float64:
+            model.float()  # it knows no other but lower ones
+        if param_groups is not None:
+            optimizer_cls = _grouped(model, param_groups, optimizer_cls, family != "zero_redundancy_optimizer")
+        return Foreign(entry.name, make(model, optimizer_cls, device, **options), scalars)
+
+    return Subject(entry.name, build, like, takes, **more)
+
+
+def _in_its_own_words(family: str | None, options: dict, device: torch.device) -> dict:
+    """The options of a stage as this engine calls them."""
+    group, find_unused = options.pop("group", None), options.pop("find_unused", False)
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if family == "fsdp2":
+        policy = {key: options.pop(key) for key in ("param_dtype", "reduce_dtype") if key in options}
+        options |= {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
+        if group is not None:
+            options["mesh"] = group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(group, device.type)
+    elif family in ("ddp", "zero_redundancy_optimizer"):
+        if isinstance(group, DeviceMesh):
+            raise NotApplicable(f"{family} documents no mesh of {group.ndim} dimensions")
+        options |= {"process_group": group} if group is not None else {}
+        options |= {"find_unused_parameters": True} if find_unused else {}
+    return options
+
+
+def _without_scalars(model: nn.Module) -> list[str]:
+    """FSDP2 and DeepSpeed want one element instead of a scalar. The names of those that are changed so, in place."""
+    found = [name for name, param in model.named_parameters(remove_duplicate=False) if param.ndim == 0]
+    for param in model.parameters():
+        if param.ndim == 0:
+            param.data = param.data.reshape(1)
+    return found
+
+
+def _grouped(model: nn.Module, groups, optimizer_cls, takes_names: bool):
+    """`optimizer_cls` over these groups. An engine may put other parameters into the model: they go by their names."""
+    names, found = {param: name for name, param in model.named_parameters()}, []
+    for group in groups:
+        pairs = [each if isinstance(each, tuple) else (None, each) for each in group["params"]]
+        if not takes_names and any(given for given, _ in pairs):
+            raise NotApplicable("ZeroRedundancyOptimizer documents no names of parameters")
+        found.append((group, [(given, names[param]) for given, param in pairs]))
+
+    def over(_):
+        now = dict(model.named_parameters())
+        return optimizer_cls(
+            [
+                {**group, "params": [(given, now[name]) if given else now[name] for given, name in pairs]}
+                for group, pairs in found
+            ]
+        )
+
+    return over
 
 
 class Foreign:
     """`engine`, anything with `model`, `optimizer`, and a step, called `name`."""
 
-    def __init__(self, name: str, engine):
-        self._name, self._engine = name, engine
+    def __init__(self, name: str, engine, scalars=()):
+        self._name, self._engine, self._scalars = name, engine, scalars
         self.optimizer = engine.optimizer
         self.model = getattr(engine.model, "module", engine.model)  # DDP's own is inside of it
 
     def __call__(self, *args, **kwargs):
-        called = self._engine if not kwargs else self._engine.model  # `PlainStep` takes inputs alone
-        return called(*args, **kwargs)
+        return self._engine(*args, **kwargs)
 
     def step(self) -> None:
         self._engine.step()
@@ -35,9 +125,10 @@ class Foreign:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """{name: whole tensor on the CPU}. Who shards parameters in a way of its own has this method, too."""
         if hasattr(self._engine, "full_state_dict"):
-            return self._engine.full_state_dict()
-        state = self.model.state_dict()
-        return {name: whole(value).detach().cpu().clone() for name, value in state.items()}
+            state = self._engine.full_state_dict()
+        else:
+            state = {name: whole(value).detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        return state | {name: state[name].reshape(()) for name in self._scalars}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """torch's own, which DDP and FSDP2 are used with."""
@@ -54,8 +145,10 @@ class Foreign:
         model = self._engine.model
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(False)
-            yield
-            model.set_requires_gradient_sync(True)
+            try:
+                yield
+            finally:
+                model.set_requires_gradient_sync(True)
         elif hasattr(model, "no_sync") or hasattr(self._engine, "no_sync"):
             with (model if hasattr(model, "no_sync") else self._engine).no_sync():
                 yield

@@ -10,13 +10,14 @@ from torch.nn import functional as F
 from harness.measure.memory import storage_bytes
 from harness.properties import parts
 from harness.properties.overlap import late_collectives
-from harness.properties.property import holds, same
+from harness.properties.property import NotApplicable, holds, same
 from harness.properties.training import EXACT, Pair
 
 
 @holds("life", sizes=(2,), further_sizes=(3,), cases=({"late": True},), further_cases=({"late": False},))
 def hooks_find_the_units_weights(engine, late):
     """Hooks around a unit's and the model's forward find the weights gathered, whenever they were registered."""
+    engine.needs("zero1", "zero2", "zero3")
     model, found = parts.seeded(parts.OddModel), []
 
     def looks(kind, name):
@@ -51,6 +52,7 @@ def hooks_find_this_ranks_gradients(engine, before, **options):
 
     C++ goes through the hooks in the order of insertion, which `OrderedDict.move_to_end` does not change.
     """
+    engine.needs("zero1", "zero2", "zero3")
     plain, model, found = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel), {}
 
     def register():
@@ -86,6 +88,8 @@ def hooks_that_change_gradients_count(engine):
         return model
 
     pair = Pair(engine, halved)
+    if not pair.trained.model.head.weight._backward_hooks:
+        raise NotApplicable(f"{engine.name} puts parameters of its own into the model, without hooks")
     for model, _ in pair.both:
         model.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(min=0))
     pair.alike(3)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from harness.engine.gradients import GradScaler
 from harness.engine.guard import EngineParameter
 from harness.properties import parts
-from harness.properties.property import expect, holds, refused, same, subject
+from harness.properties.property import NotApplicable, expect, holds, refused, same, subject
 from harness.properties.training import Pair
 from harness.properties.values import PLAIN
 
@@ -46,7 +46,9 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
         if how == "closed":
             trained.close()
         gone += [weakref.ref(thing) for thing in (trained, model, model.head, *model.parameters())]
-        if how != "closed":
+        if "to be destroyed" in engine.more:
+            raise NotApplicable(f"{engine.name} goes by a call, `destroy`")
+        if how != "closed" and not engine.foreign:
             buckets = trained.buckets
             gone += [weakref.ref(thing) for thing in (trained.optimizer, trained.hooks)]
             gone += [weakref.ref(tensor) for bucket in buckets for tensor in (bucket.shard, bucket.flat)]
@@ -82,6 +84,7 @@ def hooks_of(model: nn.Module) -> int:
        cases=(PLAIN, {"options": {"reshard_after_forward": False}, "on": ("zero3",)}))  # fmt: skip
 def closing_gives_a_plain_model(engine, options):
     """`close()` gives a plain model with the trained values, its objects and ties; another engine may follow."""
+    engine.needs("zero1", "zero2", "zero3")
     pair, fresh = Pair(engine, own_class, **options), parts.seeded(own_class)
     model, trained = pair.trained.model, pair.trained
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
@@ -145,6 +148,7 @@ def through_a_file(model: nn.Module) -> nn.Module:
 @holds("life", cases=tuple({"copied": c, "mixed": m} for c in (copy.deepcopy, through_a_file) for m in (False, True)))
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
+    engine.needs("zero1", "zero2", "zero3")
 
     def loss_fn(out, targets):
         return F.cross_entropy(out.float(), targets)

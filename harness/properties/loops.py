@@ -14,7 +14,7 @@ from harness.measure.memory import storage_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.models import Checkpointed
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import NotApplicable, expect, holds, refused, same
 from harness.properties.training import Pair, inside, of_output
 from harness.properties.values import PLAIN
 
@@ -42,6 +42,8 @@ def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddMode
         pair.step()
     assert 0 < clipped < 5, "the norms lie on one side of what they are clipped to: this proves nothing"
     pair.same_weights()
+    if engine.foreign:
+        return  # hooks on its parameters are its own affair
     for value in (math.nan, math.inf):  # in one row of one rank's gradient, which is in one rank's shard then
         spoil = torch.ones(11, 1, dtype=torch.float64)
         spoil[0] = value if pair.rank == 0 else 1.0
@@ -71,9 +73,10 @@ def one_ranks_nan_is_in_every_ranks_norm(engine, value, norm_type):
     """A NaN or inf in one element of one rank's gradient shows in the norm on all ranks."""
     trained = engine(parts.seeded(parts.OddModel), parts.ADAMW)
     tokens, targets = parts.token_batch(0, dist.get_rank())
-    loss = F.cross_entropy(trained(tokens), targets)
-    if dist.get_rank() == 0:
-        loss = loss + trained.model.head.bias[0] * value  # which only one rank has in its shard
+    out = trained(tokens)
+    loss = F.cross_entropy(out, targets)
+    if dist.get_rank() == 0:  # a parameter which only one rank has in its shard
+        loss = loss + (out[0, 0] if engine.foreign else trained.model.head.bias[0]) * value
     loss.backward()
     norm = trained.clip_grad_norm_(1.0, norm_type).item()
     right = math.isnan(norm) if math.isnan(value) else not math.isfinite(norm)
@@ -288,6 +291,8 @@ OF_WHOLE_MODELS = (one_backward_for_a_parameter, the_others_under_no_sync)
        further_cases=({"options": {"find_unused": True}},))  # fmt: skip
 def backward_may_be_called_in_any_way(engine, options):
     """Twice through one graph, per loss, after an evaluation or `autograd.grad`, interleaved: as in plain PyTorch."""
+    if "drops gradients" in engine.more:
+        raise NotApplicable(f"{engine.name} documents several backwards through its own `backward` alone")
     pair = Pair(engine, two_heads, **options)
     for step, way in enumerate(WAYS + OF_WHOLE_MODELS if engine.like in ("zero1", "zero2") else WAYS):
         pair.backward_by(way, step)
@@ -299,6 +304,8 @@ def backward_may_be_called_in_any_way(engine, options):
        cases=tuple({"no_sync": n, "find_unused": f} for n in (True, False) for f in (True, False)))  # fmt: skip
 def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     """Two backwards through one body, each by a head of its own: right, or refused with a way that is right."""
+    if no_sync and engine.foreign:
+        raise NotApplicable(f"{engine.name} wants the forward inside of `no_sync`, too")
     pair = Pair(engine, lambda: with_heads(OwnHeads, [nn.Linear(5, 3), nn.Linear(5, 3)]), find_unused=find_unused)
 
     def each(model, batch, scale):
@@ -312,6 +319,8 @@ def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     try:
         pair.backward_by(each, 0)
     except RuntimeError as error:
+        if engine.foreign:
+            raise  # a refusal in words of its own
         right = engine.like != "zero1" and not find_unused and "find_unused=True" in str(error)
         expect(right and "'head." in str(error), "the error", "none, or one that names find_unused=True", error, step=3)
         pair.trained.zero_grad()
@@ -324,6 +333,8 @@ def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
 @holds("values", sizes=(2,), further_sizes=(3,))
 def gradients_stay_until_they_are_thrown_away(engine):
     """Steps use them again and a backward adds to them, until the engine's `zero_grad`, or its optimizer's."""
+    if "drops gradients" in engine.more:
+        raise NotApplicable(f"{engine.name}'s step drops the gradients")
     pair = Pair(engine, parts.OddModel)
     for step in range(4):
         if step % 2:

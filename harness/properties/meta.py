@@ -138,6 +138,7 @@ def init_fn_fills_what_is_on_meta(engine):
 @holds("misuse", sizes=(3,))
 def what_cannot_be_materialised_is_refused(engine):
     """A model on `meta` without a source of its values, or with one that does not fit, is refused by name."""
+    engine.needs("zero1", "zero2", "zero3")
     if engine.like != "zero3":
         words = "materialise", "ZeRO3(model, ..., init_fn=...)"
         refused(lambda: engine(on_meta(parts.OddModel), ADAMW), *words, error=ValueError)

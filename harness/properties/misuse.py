@@ -126,6 +126,7 @@ ENDS = {  # the model itself is of no use then
 @holds("misuse", sizes=(2,), further_sizes=(3,), cases=tuple({"what": what} for what in LOOPS | ENDS))
 def loops_that_would_train_wrong_are_refused(engine, what):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
+    engine.needs("zero1", "zero2", "zero3")
     build, act, words = {**LOOPS, **ENDS}[what]
     pair = Pair(engine, build)
     refused(lambda: act(pair), *words, error=RuntimeError, step=None)
@@ -178,6 +179,7 @@ CHANGES = {
 @holds("misuse", cases=tuple({"change": change} for change in (*MOVES, *CHANGES)))
 def a_model_that_changes_after_the_build_is_refused(engine, change):
     """A model that is moved, or whose parameters are others, is refused at once or in forward; the shards stay."""
+    engine.needs("zero1", "zero2", "zero3")
     pair = Pair(engine, Pictures)
     pair.alike()
     act, words = {**MOVES, **CHANGES}[change]
@@ -239,6 +241,7 @@ def weights_may_be_written_only_where_it_counts(engine):
 
     So is what would be loaded past the shards.
     """
+    engine.needs("zero1", "zero2", "zero3")
     pair = Pair(engine, parts.OddModel)
     words = "'head.weight'", "full_state_dict()"
     if engine.like == "zero3":  # there is nothing to write to

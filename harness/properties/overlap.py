@@ -110,6 +110,7 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
 
     A unit that all ranks skip, with `find_unused`, is no mistake.
     """
+    engine.needs("zero1", "zero2", "zero3")
     options = {"find_unused": True, "loss": of_vectors, "batch": vectors(8)} if build is Skipping else {}
     pair = Pair(engine, build, parts.ADAMW, group=grid() if hybrid else None, **options)
     with late_collectives() as pending:

@@ -442,7 +442,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
 
     In ZeRO-3 nothing but the root is gathered between forward and backward, and nothing at all after it.
     """
-    path, found = PATHS[path], []
+    path, found, late = PATHS[path], [], late and not engine.foreign  # others may call collectives in other ways
     frees = engine.like == "zero3" and options.get("reshard_after_forward", True)
 
     def loss(model, x, y):
@@ -467,9 +467,9 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
                 same("all-gathers of a step", len(gathers), expected, step=2)
             pair.step()
             if path.loss is of_output:
-                x, _ = path.batch(9, pair.rank)
+                x, _ = pair.batch(9, pair.rank)
                 with torch.no_grad():
-                    same("an evaluation", pair.trained(x), pair.plain(x), path.atol, step=1)
+                    same("an evaluation", pair.trained(x), pair.plain(x), pair.atol, step=1)
             pair.nothing_gathered("an evaluation", 1)
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()

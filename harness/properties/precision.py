@@ -13,7 +13,7 @@ from harness.engine.gradients import GradScaler
 from harness.properties import models, parts
 from harness.properties.groups import Branches
 from harness.properties.parts import grid
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import NotApplicable, expect, holds, refused, same
 from harness.properties.training import EXACT, Pair, of_vectors, vectors
 from harness.run.model import next_token_loss
 
@@ -202,6 +202,8 @@ def the_mean_over_ranks_is_rounded_once(engine, reduce_dtype):
 
     To the bit in any order: the sums here are exact. An inf on one rank is seen by all.
     """
+    if engine.foreign and "reduce_dtype" not in engine.takes:
+        raise NotApplicable(f"{engine.name} has no option reduce_dtype")
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), reduce_dtype or FP32
     most = {BF16: 256, FP16: 2048}.get(reduce_dtype, 2**24) // size  # integers that the dtype holds, and their sum
     values = torch.randint(-most, most, (size, 999), generator=torch.Generator().manual_seed(3)).to(FP64)

@@ -19,7 +19,6 @@ import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,18 +105,20 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor, atol: float, r
 def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeError), step: int | None = 0) -> str:
     """`call()` raises one of the `error`s, with all `words` in its message, which is returned."""
     wanted = f"an error that says {', '.join(map(repr, words)) or 'what is wrong'}"
+    foreign = _asked is not None and _asked.foreign
+    error = Exception if foreign else error
     try:
         call()
     except NotApplicable:
         raise
     except error as raised:
         said = str(raised)
-        if _asked is not None and _asked.takes is not None:  # not one of ours: it has words of its own
+        if foreign:  # it has errors of its own, and words
             return said
         missing = [word for word in words if word not in said]
         expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said}", step)
         return said
-    if _asked is not None and _asked.takes is not None:
+    if foreign:
         raise NotApplicable(f"{_asked.name} does not say that it refuses this")
     raise Differs("what cannot work", wanted, "no error", step)
 
@@ -143,14 +144,22 @@ class Subject:
     takes: frozenset[str] | None = None
     dtype: torch.dtype = torch.float64
     atol: float = 1e-12  # in float64, where another order of a sum makes some 1e-15
-    more: dict = field(default_factory=dict)  # of an exhibit of the museum: its own save, load, scaler
+    broadcasts: bool = True  # all ranks start from rank 0's weights; else they must have the same already
+    more: dict = field(default_factory=dict)  # an exhibit's own save, load, scaler; what others say of themselves
 
     def __call__(self, model, optimizer_cls, **options):
         if options.get("units") == "the whole model":  # an option that can be written down, and sent to ranks
             options["units"] = [model]
-        if self.takes is not None and (unknown := sorted(options.keys() - self.takes)):
-            raise NotApplicable(f"{self.name} has no option {unknown[0]}")
+        if self.foreign:
+            options = {key: value for key, value in options.items() if value is not None}
+            if unknown := sorted(options.keys() - self.takes):
+                raise NotApplicable(f"{self.name} has no option {unknown[0]}")
         return self.build(model, optimizer_cls, **options)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is none of ours: it has what it documents, under `Foreign`, and errors in words of its own."""
+        return self.takes is not None
 
     def needs(self, *stages: str) -> None:
         """For properties of one stage: of another engine there is nothing to say."""
@@ -163,26 +172,9 @@ def subject(name: str) -> Subject:
     if name in STAGES:
         return Subject(name, engines.ENGINES[name].build.args[0], like=name)
 
-    entry = engines.ENGINES[name]
+    from harness.properties import foreign
 
-    def build(model, optimizer_cls, *, param_groups=None, group=None, **options):
-        from harness.properties.foreign import Foreign
-
-        if group is not None:
-            raise NotApplicable(f"{name} is built over all ranks here")
-        if param_groups is not None and not entry.casts:
-            raise NotApplicable(f"{name} is built over all parameters here")
-        over = optimizer_cls if param_groups is None else partial(_over, optimizer_cls, param_groups)
-        return Foreign(name, engines.build(name, model, over, next(model.parameters()).device, **options))
-
-    like = entry.counterpart if entry.file and entry.counterpart in STAGES else None
-    takes = frozenset({"bucket_mb"} & entry.takes | {"param_groups", "group"})
-    more = {"dtype": torch.float32, "atol": 2e-5} if entry.needs == "deepspeed" else {}
-    return Subject(name, build, like, takes, **more)
-
-
-def _over(optimizer_cls, param_groups, params):
-    return optimizer_cls(param_groups)
+    return foreign.subject(engines.ENGINES[name])
 
 
 # The library.
@@ -259,7 +251,7 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
         library()[name].check(engine, **(case or {}))
     except AssertionError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if engine.takes is not None and Path(frames[-1].filename).parent != HERE:
+        if engine.foreign and Path(frames[-1].filename).parent != HERE:
             raise  # another engine's own way to refuse
         return [finding_of(error)]
     finally:

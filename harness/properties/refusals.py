@@ -98,6 +98,7 @@ def all_of(model: nn.Module):
 @holds("misuse", sizes=(3,), further_sizes=(1,))
 def constructions_that_cannot_work_are_refused(engine):
     """Models, optimizers, groups and options that cannot work are refused by name, and the model stays as it was."""
+    engine.needs("zero1", "zero2", "zero3")
     refusals = [*CONSTRUCTIONS, *(UNITS if engine.like == "zero3" else BUCKETS)]
     refusals += [(lambda e, m, of=of: e(m, ADAMW, param_groups=of(m)), words) for of, words in GROUPS]
     for build, words in refusals:
@@ -140,6 +141,7 @@ IN_UNITS = [
 @holds("misuse", sizes=(3,))
 def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     """A model or an optimizer that is bad on one rank, or other options there: every rank says where."""
+    engine.needs("zero1", "zero2", "zero3")
     last = dist.get_rank() == dist.get_world_size() - 1
     here = f"[{dist.get_world_size() - 1}]"
     refused(lambda: engine(odd().requires_grad_(not last), ADAMW), "trainable" if last else here)

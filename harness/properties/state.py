@@ -114,6 +114,7 @@ def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None)
     So it is with quantized frozen weights, in every forward, while a layer beside them trains. ZeRO-3 shards and frees
     them as all others.
     """
+    engine.needs("zero1", "zero2", "zero3")
     model, first, seen = Buffered(dist.get_rank()), Buffered(0), []
     block, expected, own = model.blocks[0], buffers_of(first), buffers_of(model)
     quantized = quantized_of(first.blocks[0])
@@ -188,6 +189,7 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
 
     Checkpoints are torch's: it loads them, and writes what is loaded.
     """
+    engine.needs("zero1", "zero2", "zero3")
     rank, expected = dist.get_rank(), kept(keeping(0))
     trained, other = engine(keeping(rank), parts.DECAY), engine(keeping(rank + 5), parts.DECAY)
     state, own = trained.full_state_dict(), kept(trained.model)
@@ -225,6 +227,7 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
 @holds("life")
 def a_module_that_does_not_take_its_state_changes_nothing(engine):
     """If `set_extra_state` raises on one rank, all ranks raise, and weights, modules and optimizer are as they were."""
+    engine.needs("zero1", "zero2", "zero3")
     rank, model = dist.get_rank(), parts.seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
     trained = engine(model, parts.ADAMW)
     state, refuses = trained.full_state_dict(), {"now": False}

@@ -37,7 +37,9 @@ def vectors(width: int) -> Callable:
 
 
 def _in_dtype(batch: Callable, dtype: torch.dtype, step: int, rank: int) -> tuple[torch.Tensor, ...]:
-    return tuple(part.to(dtype) if part.is_floating_point() else part for part in batch(step, rank))
+    return tuple(
+        part.to(dtype) if torch.is_tensor(part) and part.is_floating_point() else part for part in batch(step, rank)
+    )
 
 
 class Pair:

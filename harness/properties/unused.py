@@ -79,7 +79,8 @@ LAYOUTS = ({"on": ("zero2",), "bucket_mb": 0}, {"on": ("zero3",), "prefetch": 0}
 def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sync, **options):
     """With `find_unused` what no rank used gets no decay, no momentum and no state; the rest trains as ever."""
     pair = forked(engine, alike=alike, **options)
-    pieces = {bucket.names[index]: piece for bucket in pair.trained.trained_buckets for index, piece in bucket.pieces}
+    buckets = [] if engine.foreign else pair.trained.trained_buckets
+    pieces = {bucket.names[index]: piece for bucket in buckets for index, piece in bucket.pieces}
 
     def steps_taken():
         states = {name: pair.trained.optimizer.state.get(piece, {}) for name, piece in pieces.items()}
@@ -103,6 +104,7 @@ def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sy
 @holds("traffic", sizes=(2,), further_sizes=(3,))
 def finding_the_unused_costs_one_small_all_reduce(engine):
     """A step with `find_unused` sends what one without it sends, and one byte for each trained parameter."""
+    engine.needs("zero1", "zero2", "zero3")
     batch, found = parts.token_batch(0, dist.get_rank()), []
     for option in (False, True):
         trained = engine(parts.seeded(parts.OddModel), parts.DECAY, find_unused=option)

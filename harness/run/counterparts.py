@@ -45,8 +45,8 @@ class PlainStep:
     def __init__(self, model: nn.Module, optimizer_cls):
         self.model, self.optimizer = model, optimizer_cls(model.parameters())
 
-    def __call__(self, *inputs):
-        return self.model(*inputs)
+    def __call__(self, *inputs, **named):
+        return self.model(*inputs, **named)
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
         with record_function("step 1 forward"):

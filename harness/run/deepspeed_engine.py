@@ -71,8 +71,8 @@ class DeepSpeedStep:
     def __init__(self, engine):
         self.engine, self.model, self.optimizer = engine, engine.module, engine.optimizer.optimizer
 
-    def __call__(self, *inputs):
-        return self.engine(*inputs)
+    def __call__(self, *inputs, **named):
+        return self.engine(*inputs, **named)
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
         with record_function("step 1 forward"):
@@ -88,6 +88,13 @@ class DeepSpeedStep:
 
     def zero_grad(self) -> None:
         """DeepSpeed's `step` drops the gradients itself."""
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """{name: whole tensor on the CPU}: of stage 3 the parameters are gathered for it. A collective."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """{"parameters", "gradients", "optimizer"}: what lies where, by the names that DeepSpeed 0.19 gives it.

@@ -137,8 +137,8 @@ class _Looped:
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
 
-    def __call__(self, *inputs):
-        return self._engine(*inputs)
+    def __call__(self, *inputs, **named):
+        return self._engine(*inputs, **named)
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
         with record_function("step 1 forward"):

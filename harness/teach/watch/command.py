@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from harness.engine import accelerator
-from harness.run import process_group, ranks
+from harness.run import engine_file, process_group, ranks
+from harness.run.engines import ENGINES
 from harness.run.model import PRESETS, preset
 from harness.run.options import at_least
 from harness.teach.museum.exhibits import exhibit_of
@@ -30,6 +31,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="watch", description=__doc__, formatter_class=form)
     parser.add_argument("engine", nargs="?", help=f"that the page opens with: {', '.join(TITLES)} (default zero3)")
     parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
+    engine_file.add_option(parser)
     parser.add_argument("--only", metavar="ENGINES", help="record these and no others, as zero3,ddp")
     parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
     parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
@@ -73,6 +75,9 @@ def settle(options: argparse.Namespace) -> None:
             raise ValueError("--bug brings its own engine: leave out the other one")
         options.bug = exhibit_of(options.bug).number
         of_exhibit(options.bug)  # raises, too
+    own = engine_file.enter(options.engine_file, "watch")
+    TITLES.update({name: ENGINES[name].title for name in own})
+    options.engine = options.engine or (own[0] if own else None)
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     options.engine = options.engine or ("zero3" if options.only is None else [*names, "zero3"][0])
     options.names = list(dict.fromkeys([options.engine, *names]))
