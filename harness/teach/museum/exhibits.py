@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import zero1
 import zero2
 import zero3
-from harness.engine import checkpoint, gradients, guard, optimizer, placement, unit_hooks
+from harness.engine import checkpoint, gradients, guard, interface, optimizer, placement, unit_hooks
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
@@ -683,6 +683,6 @@ class CopiedTooEarly(zero3.ZeRO3):
         def copies_beside(self):
             return contextlib.nullcontext() if self._device is None else self._device.stream(self._up)  # and no wait
 
-    @patch.object(zero3, "Placement", Placement)
+    @patch.object(interface, "Placement", Placement)
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
