@@ -24,6 +24,7 @@ Run
 ./launch.sh train STAGE [N] [options]    a training run that comes back: ranks that die or hang are started again, and the
                                          same line goes on where it stopped (--help lists the options)
 ./launch.sh test [pytest options]        the tests
+./launch.sh test --simulated-gpus N      the GPU path on GPUs that exist on paper, searched for races (tests/simulated_gpu/)
 ./launch.sh help                         this text
 
 Measure
@@ -137,6 +138,10 @@ else
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+if [ "$command" = test ] && [ "${1:-}" = --simulated-gpus ]; then
+    shift
+    exec "$python" tests/simulated_gpu/run.py "$@"
+fi
 if [ "$command" = test ]; then
     # All of them: two at a time, as many wait for their ranks or compute in one process (groups: tests/conftest.py).
     if [ $# -eq 0 ] && "$python" -c 'import xdist' 2>/dev/null; then

@@ -86,9 +86,9 @@ class Bucket:
         self.names, self.params = zip(*named_params)
         self.shapes = [local(param).shape for param in self.params]  # simply `param`, unless tensor parallelism is on
         self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(self.params[0].dtype, *dtypes)
-        # Every parameter and every shard starts on a multiple of 16 bytes. Unaligned tensors take other kernels, which
-        # round differently; aligned, our losses match plain PyTorch's to the bit.
-        align = max(1, 16 // min(self.params[0].dtype.itemsize, self.param_dtype.itemsize))
+        # Every parameter and every shard starts on a multiple of 16 bytes, on a GPU of 256. Unaligned tensors take
+        # other kernels, which round differently; aligned, our losses match plain PyTorch's to the bit.
+        align = precision.alignment(self.params[0], self.param_dtype)  # in elements
         self.offsets, end = [], 0
         for shape in self.shapes:
             self.offsets.append(end)

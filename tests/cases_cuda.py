@@ -8,6 +8,7 @@ import parts
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,6 +73,21 @@ def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
     if allocated is not None:
         # The allocator rounds: a block to 512 bytes, and a large one's rest of up to 1 MiB stays with it.
         assert sum(expected) <= allocated <= 1.25 * sum(expected) + 4 * 2**20, (allocated, sum(expected))
+
+
+def weights_are_aligned(stage: str, device: str) -> None:
+    """Weights and shards of odd sizes start on multiples of 256 bytes on a GPU, of 16 on the CPU, and of no more."""
+    model = parts.seeded(
+        lambda: nn.Sequential(*(nn.Linear(width, 7) for width in (3, 5, 9))), dtype=torch.float32, device=device
+    )
+    for dtype in (None, torch.bfloat16):
+        engine = parts.STAGES[stage](copy.deepcopy(model), ADAMW, param_dtype=dtype)
+        for bucket in engine.buckets:
+            align = {"cpu": 16, "cuda": 256}[device] // (4 if dtype is None else 2)  # elements
+            places = (*bucket.offsets, bucket.shard_numel)
+            assert not any(place % align for place in places), (stage, dtype, places)
+            numel, _ = padded([shape.numel() for shape in bucket.shapes], dist.get_world_size(), align)
+            assert bucket.numel == numel, (stage, dtype, bucket.numel, numel)
 
 
 def allocators_peak(stage: str) -> float:
@@ -153,21 +169,17 @@ def collectives_wait_for_compute(stage: str, options: dict) -> None:
     parts.assert_same_state(_train(stage, options, CYCLES), _train(stage, options), atol=0)
 
 
-class _Forgotten:
-    """A collective that nobody waits for: what a stage that lacks a `wait` would do."""
-
-    def __init__(self, work):
-        self.work = work
-
-    def wait(self):
-        return True
+def offload_changes_nothing(stage: str) -> None:
+    """Weights as without offload, but for the rounding of AdamW, which the host computes in another order."""
+    found = _train(stage, {"offload_policy": CPUOffloadPolicy()})
+    parts.assert_same_state(found, _train(stage, {}), atol=1e-5)
 
 
-def compute_waits_for_collectives(stage: str, options: dict, forget: bool = False) -> bool:
+def compute_waits_for_collectives(stage: str, options: dict) -> bool:
     """Collectives that end late, on the GPU and not on the host: what is computed before their end reads NaN.
 
     Each is issued from a stream that sleeps first. The stream that computes does not, so it runs ahead until it waits.
-    Returns whether the weights are those of prompt collectives. With `forget` it does not wait, and they are not.
+    Returns whether the weights are those of prompt collectives. (That each wait is needed: tests/test_simulated.py.)
     """
     expected = _train(stage, options)
     real = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
@@ -187,7 +199,7 @@ def compute_waits_for_collectives(stage: str, options: dict, forget: bool = Fals
                 torch.cuda._sleep(CYCLES)
                 work = real[name](output, *inputs, async_op=True, **more)
             kept.append((side, work))
-            return _Forgotten(work) if forget else work
+            return work
 
         return issue
 
@@ -198,8 +210,6 @@ def compute_waits_for_collectives(stage: str, options: dict, forget: bool = Fals
     finally:
         for name, function in real.items():
             setattr(dist, name, function)
-    for _, work in kept if forget else ():  # not after an error: it would hide the first one
-        work.wait()
     torch.cuda.synchronize()
     assert kept, "no collective was asynchronous: nothing was late"
     return all(torch.equal(found[name], expected[name]) for name in expected)

@@ -18,9 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="module", autouse=True)
 def without_gpus(request):
-    """What a test starts sees no GPU, so that it is the same test on every machine. tests/test_cuda.py sees all."""
+    """What a test starts sees no GPU, so that it is the same test on every machine. These see all."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem != "test_cuda":
+        if request.path.stem not in ("test_cuda", "test_simulated"):
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield
 

@@ -11,6 +11,7 @@ import cases_cuda as cases
 import parts
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.properties.property import examine
 
@@ -20,6 +21,7 @@ SEVERAL = f"a rank on each of {GPUS} GPUs" if GPUS > 1 else "two ranks share a G
 CUDA = [pytest.param(name, marks=needs_gpu) for name in ("one rank over NCCL", SEVERAL)]
 ZERO3 = [("zero3", {"prefetch": 0}), ("zero3", {}), ("zero3", {"reshard_after_forward": False})]
 LAYOUTS = [("zero1", {}), ("zero2", {}), *ZERO3]
+OFFLOADED = [(stage, {"offload_policy": CPUOffloadPolicy()}) for stage in parts.STAGES]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,13 @@ def test_bytes_held(at, where, stage):
     pool.run(cases.bytes_held, stage=stage, device=device)
 
 
+@pytest.mark.parametrize("where", ("cpu", *CUDA))
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_weights_are_aligned(at, where, stage):
+    pool, device = at(where)
+    pool.run(cases.weights_are_aligned, stage=stage, device=device)
+
+
 @pytest.mark.parametrize("where", ("cpu", CUDA[1]))
 def test_unsharded_adamw_fails_on_bytes(at, where):
     pool, device = at(where)
@@ -88,29 +97,25 @@ def test_order_of_collectives(at, where):
 
 
 @pytest.mark.parametrize("where", CUDA)
-@pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
+@pytest.mark.parametrize("stage, options", LAYOUTS + OFFLOADED, ids=str)
 def test_collectives_wait_for_slow_kernels(at, where, stage, options):
     pool, _ = at(where)
     pool.run(cases.collectives_wait_for_compute, stage=stage, options=options)
 
 
 @pytest.mark.parametrize("where", CUDA)
-@pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
+@pytest.mark.parametrize("stage, options", LAYOUTS + OFFLOADED, ids=str)
 def test_kernels_wait_for_slow_collectives(at, where, stage, options):
     pool, _ = at(where)
     assert all(pool.run(cases.compute_waits_for_collectives, stage=stage, options=options))
 
 
-# ZeRO-1 on one rank gets nothing that it has not got.
-FORGETFUL = [(CUDA[0].values[0], "zero2"), (CUDA[0].values[0], "zero3"), *((SEVERAL, stage) for stage in parts.STAGES)]
-
-
-@needs_gpu
-@pytest.mark.parametrize("where, stage", FORGETFUL)
-def test_a_missing_wait_shows_as_wrong_numbers(at, where, stage):
-    """The test before can fail: without `wait` the weights are others."""
+@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_offload_changes_nothing(at, where, stage):
+    """Shards, gradients and the update on the host; copies have streams of their own."""
     pool, _ = at(where)
-    assert not any(pool.run(cases.compute_waits_for_collectives, stage=stage, options={}, forget=True))
+    pool.run(cases.offload_changes_nothing, stage=stage)
 
 
 @pytest.mark.parametrize("where", CUDA)

@@ -13,8 +13,9 @@ from harness.measure.traffic import sent_bytes
 from harness.plan import __main__ as command
 from harness.plan import one_rank, options, record, repeat, sweep, validate, words
 from harness.plan import predict as predict_module
+from harness.plan.allocator import reserved_bytes
 from harness.plan.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
-from harness.plan.hardware import BUS, GPUS, NODES, Cluster
+from harness.plan.hardware import FLASH, GPUS, NETWORKS, TOKENS, Cluster, Network, flash
 from harness.plan.one_rank import ENGINES, Setup
 from harness.plan.predict import Prediction, predict
 from harness.plan.published import LLAMA_1B, ROWS
@@ -103,31 +104,109 @@ def test_what_never_comes_is_an_error():
 # Hardware.
 
 
-def test_collectives_go_through_the_measured_points_and_hold_the_last_beyond():
-    cluster = Cluster(GPUS["h100"])
-    for kind, factor in (("all-gather", 1), ("all-reduce", 2)):
-        for nodes, bus in zip(NODES, BUS[kind]):
-            ranks = 8 * nodes
-            found = cluster.collective_seconds(Collective("", kind, 256_000_000, ranks, 1, ""))
-            wanted = factor * (ranks - 1) / ranks * 256e6 / bus / 1e9
-            assert found == pytest.approx(wanted, rel=1e-6 if nodes > 1 else 0.06)  # in a node, and the latency
-    last, beyond = (cluster.collective_seconds(gather(10**9, ranks=8 * nodes)) for nodes in (64, 512))
-    assert last < beyond < 1.1 * last  # a little latency, and (N-1)/N
-    assert cluster.collective_seconds(gather(10**9, ranks=1)) == 0
+def seconds(collective, gpu="h100", **changed):
+    return Cluster(GPUS[gpu], **changed).collective_seconds(collective)
+
+
+def reduce(nbytes, ranks, stride=1):
+    return Collective("compute", "all-reduce", nbytes, ranks, stride, "")
+
+
+def test_a_collective_takes_hops_times_latency_and_bytes_over_bandwidth():
+    for name, (alpha, bus) in {"infiniband": (12e-6, 350e9), "own": (40e-6, 50e9)}.items():
+        own = {} if name == "infiniband" else {"alpha": alpha, "inter_gbps": bus / 1e9}
+        for ranks in (16, 128, 512):
+            for nbytes in (0, 10**6, 10**10):
+                wanted = (ranks - 1) * alpha + nbytes * (ranks - 1) / ranks / bus
+                assert seconds(gather(nbytes, ranks=ranks), **own) == pytest.approx(wanted)
+    inside = seconds(gather(0)), seconds(gather(10**10))
+    assert inside == pytest.approx((7 * 44e-6 / 14, 7 * 44e-6 / 14 + 7 / 8 * 10**10 / 361e9))
+    assert seconds(reduce(0, 8)) == pytest.approx(44e-6) and seconds(gather(10**9, ranks=1)) == 0
+
+
+def test_an_all_reduce_takes_a_tree_where_it_is_quicker():
+    """Latency of a tree grows with the logarithm of the nodes, and its bandwidth is a little lower than a ring's."""
+    small = [seconds(reduce(1000, 8 * nodes)) for nodes in (16, 64, 256)]
+    assert small[1] - small[0] == pytest.approx(small[2] - small[1], rel=1e-3)  # two doublings each
+    assert small[0] < 2 * seconds(gather(1000, ranks=128))
+    large, ring = seconds(reduce(10**11, 16)), 2 * seconds(gather(10**11, ranks=16))
+    assert large == pytest.approx(ring)
+
+
+def test_a_network_crowds_or_does_not():
+    """On EFA the same bytes take longer with every node, on InfiniBand only the hops do; or a network of one's own."""
+    for network, crowds in (("infiniband", False), ("roce", False), ("efa", True), (Network(0, 350, (0.5, 0.5)), True)):
+        byte = [seconds(gather(10**10, ranks=n), network=network) - seconds(gather(0, ranks=n), network=network)
+                for n in (64, 256)]  # fmt: skip
+        assert (byte[1] > 2 * byte[0]) == crowds
+    with pytest.raises(ValueError, match="one of infiniband, roce, efa, got 'ethernet'"):
+        Cluster(GPUS["h100"], network="ethernet")
 
 
 def test_links_and_networks_count_where_they_are_used():
-    def seconds(collective, **changed):
-        return Cluster(GPUS["h100"], **{"latency": 0.0, "hop": 0.0} | changed).collective_seconds(collective)
-
     inside, across = gather(2 * 10**9, ranks=8), gather(2 * 10**9, ranks=128)
-    assert seconds(inside, intra_gbps=900) == pytest.approx(seconds(inside) / 2)
-    assert seconds(inside, inter_gbps=50) == seconds(inside)
-    assert seconds(across, inter_gbps=200) == pytest.approx(2 * seconds(across), rel=0.02)
+    free = {"alpha": 0.0, "alpha_inside": 0.0}
+    assert seconds(inside, intra_gbps=900, **free) == pytest.approx(seconds(inside, **free) / 2)
+    assert seconds(inside, inter_gbps=50) == seconds(inside, alpha=1.0) == seconds(inside)
+    assert seconds(across, inter_gbps=175, **free) == pytest.approx(2 * seconds(across, **free))
     replicas = gather(2 * 10**9, ranks=16, stride=8)  # one rank of each node: eight such groups share the network
-    assert seconds(replicas) > 7 * seconds(across)
+    assert seconds(replicas, **free) > 7 * seconds(across, **free)
     assert seconds(gather(2 * 10**9, ranks=4, stride=2)) < seconds(across)  # four of one node
     assert Cluster(GPUS["h100"]).seconds(compute(10**12)) < Cluster(GPUS["a100"]).seconds(compute(10**12))
+
+
+def test_flash_attention_reaches_the_published_rates():
+    """Forward at the paper's points, backward slower, and the last rate is held beyond what was measured."""
+    peak, best = 989, GPUS["h100"].attention
+    for size, (forward, _, _) in FLASH.items():
+        for tokens, rate in zip(TOKENS, forward):
+            assert best * flash(size, tokens, False) * peak == pytest.approx(rate, rel=0.01)
+            assert flash(size, tokens, True) < flash(size, tokens, False)
+    assert flash(64, 2048, False) < flash(96, 2048, False) < flash(128, 2048, False) < flash(128, 4096, False)
+    assert flash(128, 10**6, True) == flash(128, 16_384, True)
+
+    def attends(tokens):
+        name = "_scaled_dot_product_flash_attention_for_cpu"
+        return Cluster(GPUS["h100"]).seconds(compute(10**15)._replace(name=name, attends=(128, tokens)))
+
+    assert attends(512) > 1.5 * attends(8192)
+
+
+# What the allocator reserves.
+
+
+def held(*sizes, stream="compute") -> tuple:
+    return tuple(Memory(stream, size) for size in sizes)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    "sizes, reserved",
+    [
+        ((1, -1), 2 * MIB),  # a small one takes a segment of 2 MiB, ...
+        ((512, 512, 512, -512, -512, -512), 2 * MIB),  # ... which others share
+        ((2 * MIB, -2 * MIB), 20 * MIB),  # a middle one takes 20
+        ((9 * MIB, 9 * MIB, -9 * MIB, -9 * MIB), 20 * MIB),
+        ((30 * MIB + 1, -30 * MIB - 1), 32 * MIB),  # a large one its own, rounded up to 2 MiB
+        ((30 * MIB, -30 * MIB, 29 * MIB + 1, -29 * MIB - 1), 30 * MIB),  # freed memory is used again, ...
+        ((30 * MIB, -30 * MIB, 40 * MIB, -40 * MIB), 70 * MIB),  # ... if it is large enough
+        # Split, and whole again when both parts are free.
+        ((30 * MIB, -30 * MIB, 12 * MIB, 18 * MIB, -12 * MIB, -18 * MIB, 30 * MIB, -30 * MIB), 30 * MIB),
+        ((30 * MIB, 12 * MIB, -30 * MIB, 18 * MIB, 14 * MIB, -12 * MIB, -18 * MIB, -14 * MIB), (30 + 12 + 14) * MIB),
+    ],
+)
+def test_the_allocator_reserves_blocks_as_torchs_does(sizes, reserved):
+    assert reserved_bytes(Recording(held(*sizes), 100, 0)) == 100 + reserved
+
+
+def test_a_streams_memory_serves_no_other_stream():
+    one = held(30 * MIB, -30 * MIB)
+    assert reserved_bytes(Recording(one + held(30 * MIB, -30 * MIB, stream="gathers"), 0, 0)) == 60 * MIB
+    found = recorded("fsdp2")
+    assert len({event.stream for event in found.events if isinstance(event, Memory)}) > 1
+    assert reserved_bytes(found) > found.peak_bytes()
 
 
 # The events of the real engines.
@@ -190,7 +269,7 @@ def test_the_events_send_and_hold_what_the_dry_run_measures(engine):
 
 def test_prefetch_buckets_and_overlap_shorten_the_step():
     # Links on which a unit's all-gather takes about as long as its computation.
-    cluster = Cluster(GPUS["h100"], launch=0, issue=0, kernel=5e-6, latency=2e-5, hop=0)
+    cluster = Cluster(GPUS["h100"], launch=0, issue=0, kernel=5e-6, alpha_inside=6e-6)
     none, one = recorded("zero3", prefetch=0), recorded("zero3")
     assert replay(one.events, cluster).step < 0.98 * replay(none.events, cluster).step
     assert one.peak_bytes() > none.peak_bytes()
@@ -269,7 +348,9 @@ def planned(argv: str):
 
 def made(engine: str, step: float, needed: float, fits: bool = True) -> Prediction:
     setup = Setup(SMALL, engine, 8)
-    return Prediction(setup, 1, round(needed), needed, fits, Times(step=step, exposed=step / 10), 1 / step, 0.4)
+    return Prediction(
+        setup, 1, round(needed), round(needed), needed, fits, Times(step=step, exposed=step / 10), 1 / step, 0.4
+    )
 
 
 def test_the_recommendation_follows_from_the_numbers():
@@ -325,7 +406,7 @@ def test_break_evens_are_named():
 
 
 NUMBERS = [name.replace("_", "-") for name in (*options.WHOLE, *options.ABOVE_0)]
-CHOICES = ("gpu", "precision", "engine", "checkpoint-activations", "sweep")
+CHOICES = ("gpu", "network", "precision", "engine", "checkpoint-activations", "sweep")
 
 
 @pytest.mark.parametrize(
@@ -377,19 +458,53 @@ def test_the_fit_finds_the_efficiency_and_looks_at_one_node_alone(monkeypatch):
     elsewhere = replace(true, setup=replace(setup, ranks=64), tokens_per_s=1.0)
     other = replace(true, gpu="h100", tokens_per_s=1.0)
     assert validate.fit([true], "a100") == pytest.approx(0.43, abs=1e-3)
+    long = replace(true, setup=replace(setup, config=replace(setup.config, seq=8192)), tokens_per_s=1.0)
+    assert validate.fit([true, long], "a100") == validate.fit([true], "a100")
     assert validate.fit([true, elsewhere, other, elsewhere], "a100") == validate.fit([true], "a100")
     assert validate.fit([elsewhere], "a100") is None
+
+
+def test_a_networks_latency_is_found_in_what_equal_runs_lose_and_no_row_above_128_gpus_counts(monkeypatch):
+    """The level is the GPU's: all rows 20% slower tell the same latency. Nor does a model that ran but once."""
+    monkeypatch.setattr(validate, "recording", lambda setup: Recording((gather(10**8, ranks=setup.ranks), wait(
+        setup.ranks), compute(10**13)), 0, 0))  # fmt: skip
+    base = next(row for row in ROWS if row.model == "MPT 7B" and row.setup.ranks == 128)
+
+    def ran(ranks, alpha, slower=1.0, **changed):
+        row = replace(base, setup=replace(base.setup, ranks=ranks, **changed))
+        events = validate.recording(row.setup).events
+        tokens = row.setup.micro_batch * row.setup.config.seq
+        return replace(row, tokens_per_s=tokens / replay(events, replace(row.cluster, alpha=alpha)).step / slower)
+
+    for alpha in (8e-6, 20e-6):
+        rows = [ran(ranks, alpha) for ranks in (8, 32, 128)]
+        far, once = ran(512, 1e-3), ran(64, 1e-3, micro_batch=7)
+        slow = [ran(ranks, alpha, 1.2) for ranks in (8, 32, 128)]
+        for given in (rows, slow, [*rows, far, once]):
+            found = validate.fit_latency(given, "infiniband", base.cluster.gpu.efficiency).alpha
+            assert found == pytest.approx(alpha, rel=1e-9)
+    assert max(row.setup.ranks for name in NETWORKS for row in validate.on_network(ROWS, name)) <= 128
+
+
+def test_gradients_that_another_framework_keeps_take_two_bytes_each():
+    setup = Setup(SMALL, "zero1_2psi", 4)
+    plain, keeps = (predict(replace(setup, keeps_low=kept), Cluster(GPUS["h100"])) for kept in (False, True))
+    assert keeps.peak_bytes - plain.peak_bytes == keeps.reserved_bytes - plain.reserved_bytes == 2 * plain.parameters
+    assert keeps.times == plain.times
 
 
 def test_the_results_are_those_of_the_table_that_is_in_use():
     """And one row that was not fitted is predicted anew, from recording to error: no other number could stand there."""
     kept = json.loads((ROOT / "results" / "plan-validation.json").read_text())
     assert [row["published_tokens_per_s"] for row in kept["rows"]] == [row.tokens_per_s for row in ROWS]
-    assert [row["fitted"] for row in kept["rows"]] == [row.one_node for row in ROWS]
+    assert not any(row["fitted"] for row in kept["rows"] if row["gpus"] > 128 or row["size"].startswith("sequences"))
+    for name, network in kept["networks"].items():
+        assert NETWORKS[name] == Network(network["alpha"], network["bus"], tuple(network["crowding"])), name
     for gpu, share in kept["efficiency"].items():
         assert GPUS[gpu].efficiency == pytest.approx(share, abs=0.005), gpu
     found = kept["summary"]
-    assert found["median"] <= 0.10 and found["largest"] <= 0.30 and found["memory_median"] <= 0.10
+    assert found["median"] <= 0.03 and found["largest_of_all"] <= 0.11 and found["memory_median"] <= 0.03
+    assert len(found["missed"]) == sum(row["size"].startswith("sequences") for row in kept["rows"]) + 3
     assert found["pairs_right"] == found["pairs"] and found["out_of_memory_right"] == found["out_of_memory"]
     number = next(i for i, row in enumerate(ROWS) if row.setup.config is LLAMA_1B and row.setup.ranks == 128
                   and row.setup.engine == "zero1_2psi" and row.setup.accumulate == 1)  # fmt: skip

@@ -1,13 +1,24 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-from harness.measure.style import engine_look, new
+from harness.measure.style import LANE_COLOURS, PART_COLOURS, TIME_STYLES, engine_look, new
+from harness.run.engines import named
+
+# Here an engine has a colour as well: no part and no activity is shown.
+HUES = [PART_COLOURS[part] for part in ("parameters", "gradients", "optimizer", "activations", "temporaries")]
+HUES += [TIME_STYLES["broadcast"][0], LANE_COLOURS["forward"], TIME_STYLES["host"][0]]
+COLOURS = dict(zip(named("plan"), HUES))
+
+
+def _look(engine: str, **own) -> dict:
+    """An engine's own mark and line, in its colour here."""
+    return engine_look(engine, **{"color": COLOURS[engine]} | own)
 
 
 def sweep(results: dict, theme: dict):
     """Step time above, exposed share below, a line per engine along one option."""
     figure, (above, below) = new(theme, 2, height=5.6, sharex=True)
     for engine, rows in results["engines"].items():
-        style = engine_look(engine)
+        style = _look(engine)
         xs = [row["at"] for row in rows]
         above.plot(xs, [row["step_s"] * 1e3 for row in rows], markersize=4, label=engine, **style)
         below.plot(xs, [row["exposed"] for row in rows], markersize=4, **style)
@@ -27,40 +38,59 @@ def sweep(results: dict, theme: dict):
 
 
 def scale(results: dict, theme: dict):
-    """Step time, exposed share and live memory against the number of GPUs, a column per model."""
-    presets = list(dict.fromkeys(point["preset"] for point in results["points"]))
-    figure, grid = new(theme, 3, len(presets), height=7.2, sharex=True, squeeze=False)
-    shown = (("step_s", 1), ("exposed", 1), ("peak_bytes", 1e-9))
-    ticks = sorted({point["ranks"] for point in results["points"]})
-    for axes, label in zip(grid[:, 0], ("step, s", "exposed, fraction of the step", "live at the peak, GB")):
-        axes.set_ylabel(label)
-    for column, preset in enumerate(presets):
-        for engine in dict.fromkeys(point["engine"] for point in results["points"]):
-            mine = [point for point in results["points"] if (point["preset"], point["engine"]) == (preset, engine)]
-            style = engine_look(engine)
-            for axes, (key, factor) in zip(grid[:, column], shown):
-                axes.plot([point["ranks"] for point in mine], [point[key] * factor for point in mine], **style, ms=0)
+    """A column per network: published models with the dots that were measured; below, what is exposed of 7b and 70b.
+
+    Beyond the last published row the paper is shaded and the lines are dotted.
+    """
+    figure, grid = new(theme, 3, len(results["covered"]), height=8.4, sharex=True, sharey="row")
+    ranks = sorted({point["ranks"] for point in results["points"]})
+    for column, (network, covered) in zip(grid.T, results["covered"].items()):
+        column[0].set_title({"infiniband": "InfiniBand", "efa": "EFA"}[network])
+        curves = [curve for curve in results["curves"] if curve["network"] == network]
+        for curve, colour, mark in zip(curves, HUES[1:], "os"):
+            points = curve["points"]
+            ours = {point["ranks"]: point["predicted"] for point in points}
+            dots = {point["ranks"]: point["published"] for point in points if point["published"]}
+            look = {"color": colour, "label": f"{curve['model']}, {curve['engine']}"}
+            _known_and_not(column[0], ours, covered, **look)
+            column[0].plot(list(dots), list(dots.values()), mark, color=colour, markersize=6)
+        column[0].plot([], [], "o", color=theme["ink"], label="published")
+        column[0].set_yscale("log")
+        column[0].set_yticks([2e3, 5e3, 1e4, 2e4, 5e4], ["2,000", "5,000", "10,000", "20,000", "50,000"])
+        column[0].legend(loc="lower left")
+        for axes, preset in zip(column[1:], ("7b", "70b")):
+            for engine in dict.fromkeys(point["engine"] for point in results["points"]):
+                wanted = {"preset": preset, "engine": engine, "network": network}
+                mine = [point for point in results["points"] if wanted.items() <= point.items()]
+                colour, mark = _look(engine)["color"], _look(engine)["marker"]
+                _known_and_not(axes, {point["ranks"]: point["exposed"] for point in mine}, covered, color=colour)
+                axes.plot([], [], color=colour, marker=mark, label=engine)
                 for point in mine:
-                    face = style["color"] if point["fits"] else theme["paper"]
-                    axes.plot(point["ranks"], point[key] * factor, markersize=5, markerfacecolor=face, **style)
-            grid[0][0].plot([], [], label=None if column else engine, **style)
-        for axes in grid[:, column]:
+                    face = colour if point["fits"] else theme["paper"]
+                    axes.plot(point["ranks"], point["exposed"], mark, color=colour, markerfacecolor=face)
+            axes.set_ylim(0, 1)
+        for axes in column:
+            axes.axvspan(covered, 2 * ranks[-1], color=theme["shade"], zorder=0)
             axes.grid(linewidth=0.5)
-        above, middle, below = grid[:, column]
-        above.set(title=preset, ylim=(0, None))
-        middle.set_ylim(0, None)
-        below.axhline(results["memory_gb"], color=theme["ink"], linewidth=0.8, linestyle="--")
-        below.set_xscale("log", base=2)
-        below.set_xticks(ticks, ticks)
-        below.set(xlabel="ranks, one on each GPU", yscale="log")
-        low, high = below.get_ylim()
-        marks = [mark for mark in (5, 10, 20, 50, 100, 200, 500, 1000) if low < mark < high]
-        below.set_yticks(marks, marks)
-        below.minorticks_off()
-    how = f"{results['gpu']}, {results['precision']}, micro-batch {results['micro_batch']}, blocks recomputed"
-    figure.suptitle(f"Predicted, not measured: {how} (empty: does not fit)", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=4)
+        column[2].set_xscale("log", base=2)
+        column[2].set_xlim(ranks[0] / 1.3, ranks[-1] * 1.3)
+        column[2].set_xticks(ranks, [f"{tick:,}" if tick != ranks[-2] else "" for tick in ranks])  # the last two touch
+        column[2].minorticks_off()
+        column[2].set_xlabel("ranks, one on each GPU")
+    for axes, label in zip(grid[:, 0], ("tokens/s per rank", "7b: exposed, fraction", "70b: exposed, fraction")):
+        axes.set_ylabel(label)
+    how = f"{results['gpu']}, {results['precision']}; 7b and 70b: micro-batch {results['micro_batch']}, recomputed"
+    figure.suptitle(f"Predicted (lines): {how}\nempty: does not fit; shaded: beyond any measurement", fontsize=11)
+    figure.legend(*grid[1][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
+
+
+def _known_and_not(axes, points: dict, covered: int, label=None, **look) -> None:
+    """A line through {ranks: value}, dotted beyond the last number of ranks that anybody has measured."""
+    known = [rank for rank in points if rank <= covered]
+    beyond = [rank for rank in points if rank >= known[-1]]
+    axes.plot(known, [points[rank] for rank in known], label=label, **look)
+    axes.plot(beyond, [points[rank] for rank in beyond], linestyle=":", **look)
 
 
 def validation(results: dict, theme: dict):
@@ -76,8 +106,11 @@ def validation(results: dict, theme: dict):
         axes.plot(line, line, color=theme["ink"], linewidth=0.8)
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
+            if row["size"].startswith("sequences") and axes is left:  # another attention kernel: said in words
+                axes.plot(row[published], row[predicted], "x", color=theme["ink"], markersize=5)
+                continue
             own = {"markerfacecolor": theme["paper"]} if row["fitted"] and axes is left else {}
-            style = engine_look(row["engine"], **own)
+            style = _look(row["engine"], **own)
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
         axes.set(xscale="log", yscale="log", xlabel=f"published {title}", ylabel=f"predicted {title}")
         ticks = [tick for tick in (1e3, 2e3, 5e3, 1e4, 2e4, 4e4) if line[0] < tick < line[1]]
@@ -87,7 +120,8 @@ def validation(results: dict, theme: dict):
         axes.minorticks_off()
         axes.grid(linewidth=0.5)
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
-        left.plot([], [], label=engine, **engine_look(engine, linestyle="none"))
-    left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in the fit")
+        left.plot([], [], label=engine, **_look(engine, linestyle="none"))
+    left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in a fit")
+    left.plot([], [], "x", color=theme["ink"], label="beyond 4,096 tokens")
     figure.legend(loc="outside lower center", ncols=5)
     return figure

@@ -1,5 +1,6 @@
 """`./launch.sh plan`: the command. It predicts; nothing that it prints was measured."""
 
+import contextlib
 import json
 import sys
 import time
@@ -17,6 +18,7 @@ def as_json(found: Prediction) -> dict:
         "engine": found.setup.engine,
         "ranks": found.setup.ranks,
         "peak_bytes": found.peak_bytes,
+        "reserved_bytes": found.reserved_bytes,
         "needed_bytes": round(found.needed_bytes),
         "fits": found.fits,
         "step_s": found.step,
@@ -39,10 +41,11 @@ def plan(options) -> dict:
     )
     if options.left_out:
         print(f"  {options.left_out}", flush=True)
-    for engine in options.engines:
+    for number, engine in enumerate(options.engines, 1):
+        print(f"  {number} of {len(options.engines)}: {engine} ... ", end="", flush=True)
         started = time.perf_counter()
         found.append(predict(setup_of(options, engine), cluster))
-        print(f"  {engine}: {time.perf_counter() - started:.1f} s", flush=True)
+        print(f"{time.perf_counter() - started:.1f} s", flush=True)
     print(f"\nPredicted for {found[0].parameters / 1e9:.2f}e9 parameters:\n{words.table(found)}")
     lines = [words.recommendation(found, cluster)]
     if options.ranks > 1:
@@ -51,13 +54,13 @@ def plan(options) -> dict:
         doubled = [predict(setup_of(options, engine), twice) for engine in options.engines]
         lines.append(words.changed(chosen, words.choose(doubled), f"twice the bandwidth of the {what}", alone))
         half = options.ranks // 2
-        try:
+        # One engine alone has nobody to lose against, and is not recorded twice.
+        with contextlib.suppress(ValueError):  # half of them may be no whole nodes
             check_ranks(half, options.ranks_per_node)
-            engines = different(options.engines, half, options.ranks_per_node) or ["zero3"]  # hybrid's other name
+            engines = [] if alone else different(options.engines, half, options.ranks_per_node)
             fewer = [predict(setup_of(options, engine, ranks=half), cluster) for engine in engines]
-            lines.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})", alone))
-        except ValueError:
-            pass  # half of them are no whole nodes
+            if fewer:
+                lines.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})"))
     print("\n" + "\n".join(lines) + "\n\n" + words.assumptions(cluster))
     return {"predicted": True, "recommendation": lines, "assumptions": asdict(cluster),
             "shape": asdict(config), "engines": [as_json(one) for one in found]}  # fmt: skip
@@ -65,9 +68,9 @@ def plan(options) -> dict:
 
 def _twice(options):
     """(which bandwidth, the cluster with twice as much): the network's, or in one node the links'."""
-    if options.ranks > options.ranks_per_node:
-        return "network", cluster_of(options, inter_gbps=2 * options.inter_GBps)
     own = cluster_of(options)
+    if options.ranks > options.ranks_per_node:
+        return "network", cluster_of(options, inter_gbps=2 * own.between.bus)
     return "links", cluster_of(options, intra_gbps=2 * (own.intra_gbps or own.gpu.link_gbps))
 
 

@@ -11,7 +11,10 @@ COMPUTE = "compute"  # the stream in which forward, backward and the optimizer r
 
 
 class Operation(NamedTuple):
-    """A kernel: floating-point operations, bytes it reads and writes in the GPU's memory, dtype, step's label."""
+    """A kernel: floating-point operations, bytes it reads and writes in the GPU's memory, dtype, step's label.
+
+    `attends`: of attention, how large a head is, and how many keys a query looks at.
+    """
 
     stream: str
     name: str
@@ -19,6 +22,7 @@ class Operation(NamedTuple):
     nbytes: int
     dtype: str
     step: str
+    attends: tuple[int, int] | None = None
 
 
 class Collective(NamedTuple):
@@ -58,8 +62,9 @@ class Await(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The host allocates (or, below zero, frees) so many bytes."""
+    """The host allocates (or, below zero, frees) so many bytes. An allocator keeps the streams' memory apart."""
 
+    stream: str
     nbytes: int
 
 

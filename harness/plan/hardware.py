@@ -17,7 +17,7 @@ class GPU:
 
     `efficiency` is the share of the peak at which matrix products compute, without the time to move their operands;
     fitted for h100, h100-96gb and a100 (`./launch.sh plan --validate`), for the others that of the nearest of these.
-    `attention` is the share that flash attention reaches.
+    `attention` is the share that flash attention reaches at best: forward, causal, heads of 128, long sequences.
     """
 
     name: str
@@ -26,7 +26,7 @@ class GPU:
     memory_gb: float
     memory_gbps: float
     link_gbps: float
-    efficiency: float = 0.73
+    efficiency: float = 0.75
     attention: float = 0.6
     nvlink: bool = True
 
@@ -38,16 +38,42 @@ class GPU:
         return peak * 1e12
 
 
-# Flash attention's share of the peak: version 2 reaches 35% of an H100 (paper of version 3) and 50 to 73% of an A100
-# (paper of version 2); for the others the same as for what is nearest to them.
+# Flash attention, version 2, TFLOP/s of an H100 SXM5 by tokens of a sequence (paper of version 3, figures 5 and 6); of
+# causal attention half the FLOPs are counted. The paper has no causal backward: what causal costs forward is taken.
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+FLASH = {  # (size of a head, causal forward, forward, backward)
+    64: ((180, 229, 262, 284, 295, 299), (282, 306, 318, 321, 322, 324), (198, 238, 264, 279, 287, 291)),
+    128: ((191, 260, 298, 319, 333, 335), (309, 350, 362, 368, 370, 370), (214, 260, 291, 310, 318, 322)),
+}
+
+
+def flash(size: int, tokens: int, backward: bool) -> float:
+    """Flash attention's rate as a share of the best that it reaches: for these heads, causal, at this length."""
+    rates = []
+    for forward, plain, back in FLASH.values():
+        causal = _between(tokens, TOKENS, forward)
+        rates.append(causal * _between(tokens, TOKENS, back) / _between(tokens, TOKENS, plain) if backward else causal)
+    return _between(size, tuple(FLASH), rates) / FLASH[128][0][-1]
+
+
+def _between(x: float, xs, ys) -> float:
+    """On the line between the two neighbours, both axes logarithmic; outside, the nearest that is known."""
+    x = min(max(x, xs[0]), xs[-1])
+    place = next(i for i in range(1, len(xs)) if x <= xs[i])
+    (x0, y0), (x1, y1) = ((math.log(xs[i]), math.log(ys[i])) for i in (place - 1, place))
+    return math.exp(y0 + (y1 - y0) * (math.log(x) - x0) / (x1 - x0))
+
+
+# Flash attention at its best: 335 TFLOP/s of an H100 (see above), 50 to 73% of an A100 (paper of version 2); for the
+# others the same as for what is nearest to them.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("b200", 2250, 80, 180, 8000, 900, 0.577, 0.35),
-        GPU("h200", 989, 67, 141, 4800, 450, 0.577, 0.35),
-        GPU("h100", 989, 67, 80, 3350, 450, 0.577, 0.35),
-        GPU("h100-96gb", 989, 67, 96, 2400, 450, 0.427, 0.35),  # with less memory bandwidth, and capped at 500 W
-        GPU("a100", 312, 19.5, 80, 2000, 300, 0.729, 0.6),
+        GPU("b200", 2250, 80, 180, 8000, 900, 0.604, 0.34),
+        GPU("h200", 989, 67, 141, 4800, 450, 0.604, 0.34),
+        GPU("h100", 989, 67, 80, 3350, 450, 0.604, 0.34),
+        GPU("h100-96gb", 989, 67, 96, 2400, 450, 0.453, 0.34),  # with less memory bandwidth, and capped at 500 W
+        GPU("a100", 312, 19.5, 80, 2000, 300, 0.753, 0.6),
         GPU("rtx4090", 165.2, 82.6, 24, 1008, 31, nvlink=False),
         GPU("rtx3090", 71, 35.6, 24, 936, 31, nvlink=False),
         GPU("l4", 121, 30.3, 24, 300, 31, nvlink=False),
@@ -55,24 +81,45 @@ GPUS = {
     )
 }
 
-# Bus bandwidth in GB/s: bytes that leave each rank per second, in a ring: (N-1)/N of an all-gather's buffer, twice that
-# for an all-reduce. By nodes of 8 H100 with 400 GB/s of network (EFA), 256 MB.
+
+@dataclass(frozen=True)
+class Network:
+    """What lies between the nodes: seconds per hop (`alpha`), and GB/s that leave each rank of a ring (`bus`).
+
+    `crowding`: with each further node a byte takes longer by such a share, in a ring and in a tree. On a network whose
+    switches have room for all there is none.
+    """
+
+    alpha: float
+    bus: float
+    crowding: tuple[float, float] = (0.0, 0.0)
+
+
+# For nodes with 400 GB/s of network. InfiniBand and EFA are fitted (`./launch.sh plan --validate` says on what); no
+# measurement stands for RoCE, which is taken to be half as late again as InfiniBand.
+NETWORKS = {
+    "infiniband": Network(12e-6, 350),
+    "roce": Network(18e-6, 350),
+    "efa": Network(12e-6, 350, (0.32, 0.2)),
+}
+TREE = 0.92  # of a ring's bandwidth: NCCL's own estimate for its trees
+
+# NCCL's bus bandwidth as others measured it: bytes that leave each rank per second, (N-1)/N of an all-gather's buffer,
+# twice that for an all-reduce. By nodes of 8 H100 with 400 GB/s of EFA each, for 256 MB.
 NODES = (1, 2, 4, 8, 16, 32, 64)
 BUS = {
     "all-gather": (250, 185, 119, 69, 55, 28, 11),
     "all-reduce": (436, 362, 160, 100, 85, 65, 33),
 }
 BUS_BYTES = 256e6
-LARGE = {"all-gather": 361, "all-reduce": 480}  # in a node, 16 GiB, between H200 (links as H100's)
-LARGE_BYTES = 16 * 2**30
-BUS_LINK, BUS_NODE = 450, 400  # GB/s of the links and of a node's network where these were measured
+INSIDE = {"all-gather": 361, "all-reduce": 480}  # in a node of 8 H200 (links as H100's), 16 GiB
+LINK = 450  # GB/s of the links where that was measured
 RING_OF_LINKS = 367 / 480  # an all-reduce without NVLink's sums in the switch, beside one with
 PCIE = 12 / 31  # bus bandwidth of two RTX 4090 without peer access, beside their link's
+ALPHA_INSIDE = 44e-6 / 14  # seconds per hop in a node: a small all-reduce of 8 A100, measured, makes 14 of them
 
 # Assumptions that no measurement here stands for.
-LATENCY = 44e-6  # seconds of a collective of next to nothing in a node (8 A100, measured), and ...
-HOP = 5e-6  # ... more for each further node in a ring, or for each doubling of them in a tree
-MEMORY_EFFICIENCY = 0.85  # the share of memory bandwidth that elementwise kernels reach
+MEMORY_EFFICIENCY = 0.75  # the share of memory bandwidth that elementwise kernels reach
 KERNEL = 2e-6  # seconds until a kernel is up to speed
 LAUNCH = 6e-6  # seconds of the host per kernel that it launches from Python
 ISSUE = 30e-6  # seconds of the host per collective
@@ -81,23 +128,36 @@ SLOWDOWN = 0.19  # computation takes so much longer beside a collective: on aver
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind in nodes of `per_node`; links in GB/s per direction, of a GPU inside and of a node outside.
+    """GPUs of one kind in nodes of `per_node`; links in GB/s per direction and GPU.
 
-    `efficiency` None: the GPU's own. The other numbers are the assumptions above.
+    `network` is one of `NETWORKS`, or one of your own. `alpha` (seconds per hop) and `inter_gbps` (GB/s of a ring
+    across nodes) None: that network's. `efficiency` None: the GPU's own. The other numbers are the assumptions above.
     """
 
     gpu: GPU
     per_node: int = 8
     intra_gbps: float | None = None
-    inter_gbps: float = BUS_NODE
+    inter_gbps: float | None = None
     efficiency: float | None = None
-    latency: float = LATENCY
-    hop: float = HOP
+    network: str | Network = "infiniband"
+    alpha: float | None = None
+    alpha_inside: float = ALPHA_INSIDE
     memory_efficiency: float = MEMORY_EFFICIENCY
     kernel: float = KERNEL
     launch: float = LAUNCH
     issue: float = ISSUE
     slowdown: float = SLOWDOWN
+
+    def __post_init__(self):
+        if not isinstance(self.network, Network) and self.network not in NETWORKS:
+            raise ValueError(f"network must be one of {', '.join(NETWORKS)}, got {self.network!r}")
+
+    @property
+    def between(self) -> Network:
+        """The network between the nodes, with the numbers that were given instead of its own."""
+        own = self.network if isinstance(self.network, Network) else NETWORKS[self.network]
+        alpha = own.alpha if self.alpha is None else self.alpha
+        return Network(alpha, own.bus if self.inter_gbps is None else self.inter_gbps, own.crowding)
 
     def seconds(self, operation: Operation) -> float:
         """A roofline without its corner: the time to move the operands, and the time to compute.
@@ -108,57 +168,43 @@ class Cluster:
         moving = operation.nbytes / (self.gpu.memory_gbps * GB * self.memory_efficiency)
         if not operation.flops:
             return self.kernel + moving
-        attends = operation.name.startswith("_scaled_dot_product")
-        share = self.gpu.attention if attends else (self.efficiency or self.gpu.efficiency)
+        share = self.efficiency or self.gpu.efficiency
+        if operation.attends:
+            share = self.gpu.attention * flash(*operation.attends, "backward" in operation.name)
         return self.kernel + moving + operation.flops / (self.gpu.flops(operation.dtype) * share)
 
     def collective_seconds(self, collective: Collective) -> float:
-        """Seconds once it has begun. A group inside one node uses the links, any other the network as well."""
+        """Seconds once it has begun: hops x latency, and bytes / bandwidth.
+
+        In a ring of N ranks everything makes N-1 hops, and an all-reduce twice as many. All ranks step together, so
+        each hop takes as long as the slowest one, which is that between nodes. A tree is as deep as the logarithm of
+        the nodes; an all-reduce takes it where it is quicker.
+        """
         ranks = collective.ranks
         if ranks == 1:
             return 0.0
         inside = max(1, min(ranks, self.per_node // collective.stride))
         nodes = ranks / inside
-        kind = "all-reduce" if collective.kind == "all-reduce" else "all-gather"
-        sent = (2 if kind == "all-reduce" else 1) * collective.nbytes * (ranks - 1) / ranks
+        reduces = collective.kind == "all-reduce"
+        trips = 2 if reduces else 1
+        gigabytes = trips * collective.nbytes * (ranks - 1) / ranks / GB
+        if nodes <= 1:
+            return trips * (ranks - 1) * self.alpha_inside + gigabytes / self._links(reduces)
+        network = self.between
         # As many rings share a node's network as it has GPUs of other groups.
         share = 1.0 if collective.stride == 1 else inside / self.per_node
-        return self._latency(kind, nodes) + sent / (self._bus(kind, nodes, collective.nbytes, share) * GB)
+        ring, tree = (
+            gigabytes * max(1 / self._links(reduces), (1 + crowding * (nodes - 1)) / (network.bus * share))
+            for crowding in network.crowding
+        )
+        ring += trips * (ranks - 1) * network.alpha
+        tree = tree / TREE + trips * (math.log2(nodes) * network.alpha + (inside - 1) * self.alpha_inside)
+        return min(ring, tree) if reduces else ring
 
-    def _latency(self, kind: str, nodes: float) -> float:
-        if nodes <= 1:
-            return self.latency
-        return self.latency + self.hop * (2 * math.log2(nodes) if kind == "all-reduce" else nodes)
-
-    def _bus(self, kind: str, nodes: float, nbytes: float, share: float) -> float:
-        """GB/s beyond the latency: the table's, in proportion to these links, with the latency taken out of it."""
-        inside = self._inside(kind, nbytes)
-        if nodes <= 1:
-            return inside
-        nodes = min(nodes, NODES[-1])  # beyond the table nothing is known: the last value is held
-        table = _between(nodes, NODES, BUS[kind])
-        ranks = 8 * nodes
-        sent = (2 if kind == "all-reduce" else 1) * BUS_BYTES * (ranks - 1) / ranks
-        table = sent / (sent / (table * GB) - Cluster._latency(REFERENCE, kind, nodes)) / GB
-        return min(inside, table * self.inter_gbps / BUS_NODE * share)
-
-    def _inside(self, kind: str, nbytes: float) -> float:
+    def _links(self, reduces: bool) -> float:
+        """GB/s of a collective inside a node."""
         link = self.gpu.link_gbps if self.intra_gbps is None else self.intra_gbps
         if not self.gpu.nvlink:
             return link * PCIE
-        at_256mb, large = BUS[kind][0], LARGE[kind]
-        grown = math.log(max(nbytes, BUS_BYTES) / BUS_BYTES) / math.log(LARGE_BYTES / BUS_BYTES)
-        bus = at_256mb + (large - at_256mb) * min(1.0, grown)
-        if kind == "all-reduce" and self.gpu.link_gbps < BUS_LINK:
-            bus *= RING_OF_LINKS  # switches add up from the H100 on
-        return bus * link / BUS_LINK
-
-
-REFERENCE = Cluster(GPUS["h100"])
-
-
-def _between(x: float, xs, ys) -> float:
-    """On the line between the two neighbours, both axes logarithmic."""
-    place = next((i for i in range(1, len(xs) - 1) if x <= xs[i]), len(xs) - 1)
-    (x0, y0), (x1, y1) = ((math.log(xs[i]), math.log(ys[i])) for i in (place - 1, place))
-    return math.exp(y0 + (y1 - y0) * (math.log(x) - x0) / (x1 - x0))
+        bus = INSIDE["all-reduce" if reduces else "all-gather"] * link / LINK
+        return bus * RING_OF_LINKS if reduces and self.gpu.link_gbps < LINK else bus  # switches add from the H100 on

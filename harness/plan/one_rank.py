@@ -30,7 +30,8 @@ class Setup:
     `micro_batch` sequences of `seq` tokens, `accumulate` times per step. `bucket_mb` (MiB) is for buckets, `prefetch`
     for ZeRO-3's units; `recompute` is one of `RECOMPUTED`: nothing, whole blocks, or torch's selective checkpointing
     with every second matrix product and all attention kept. `row` is for `hybrid`, which is ZeRO-3 in rows of so many
-    ranks that are replicas of each other.
+    ranks that are replicas of each other. `keeps_low`: a framework that leaves the gradients in the low precision
+    beside their float32 sums, which the engines here do not; that is two bytes more for each parameter.
     """
 
     config: GPTConfig
@@ -44,6 +45,7 @@ class Setup:
     prefetch: int = 1
     bucket_mb: float | None = None
     row: int | None = None
+    keeps_low: bool = False
 
 
 class CastByBlock(nn.Module):

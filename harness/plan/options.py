@@ -4,7 +4,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from harness.plan.hardware import GPUS, Cluster
+from harness.plan.hardware import GPUS, NETWORKS, Cluster
 from harness.plan.one_rank import ENGINES, RECOMPUTED, Setup
 from harness.run import process_group
 from harness.run.model import PRESETS, GPTConfig, preset
@@ -12,7 +12,7 @@ from harness.run.model import PRESETS, GPTConfig, preset
 SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
 SHAPE = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 WHOLE = (*SHAPE, "ranks", "ranks_per_node", "micro_batch", "accumulate")
-ABOVE_0 = ("intra_GBps", "inter_GBps", "bucket_mb", "efficiency")
+ABOVE_0 = ("intra_GBps", "inter_GBps", "alpha_us", "bucket_mb", "efficiency")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     add("--prefetch", type=int, default=1, help="units that zero3 and hybrid gather ahead (default 1)")
     add("--bucket-mb", type=float, help="MiB of a bucket of ddp, zero1 and zero2 (default: their own)")
     add("--intra-GBps", type=float, help="a GPU's links inside a node, GB/s per direction (default: the GPU's)")
-    add("--inter-GBps", type=float, default=400, help="a node's network, GB/s per direction (default 400)")
+    add("--network", default="infiniband", help=f"between the nodes: {', '.join(NETWORKS)} (default infiniband)")
+    add("--inter-GBps", type=float, help="what a ring across nodes reaches, GB/s (default: the network's)")
+    add("--alpha-us", type=float, help="microseconds of a hop in a collective across nodes (default: the network's)")
     add("--efficiency", type=float, help="share of the peak of matrix products (default: the GPU's, see --validate)")
     add("--sweep", help=f"a figure along one of {', '.join(SWEEPS)}, and its break-even")
     add("--out", default="plans", help="folder for the figures of --sweep (default plans)")
@@ -68,6 +70,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if options.prefetch < 0:
         raise ValueError(f"--prefetch must be 0 or more, got {options.prefetch}")
     _one_of("--gpu", options.gpu, GPUS)
+    _one_of("--network", options.network, NETWORKS)
     _one_of("--precision", options.precision, ("fp32", "bf16"))
     _one_of("--checkpoint-activations", options.checkpoint_activations, RECOMPUTED)
     if options.sweep is not None:
@@ -141,5 +144,6 @@ def setup_of(options: argparse.Namespace, engine: str, **changed) -> Setup:
 def cluster_of(options: argparse.Namespace, **changed) -> Cluster:
     """The options' GPUs and links; `changed` are fields of `Cluster`."""
     made = Cluster(GPUS[options.gpu], options.ranks_per_node, options.intra_GBps, options.inter_GBps,
-                   options.efficiency)  # fmt: skip
+                   options.efficiency, options.network,
+                   None if options.alpha_us is None else options.alpha_us * 1e-6)  # fmt: skip
     return replace(made, **changed)

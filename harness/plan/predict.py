@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from harness.measure.gpus import flops_per_token, needed_bytes
+from harness.plan.allocator import reserved_bytes
 from harness.plan.hardware import GB, Cluster
 from harness.plan.one_rank import Setup
 from harness.plan.repeat import recording
@@ -13,13 +14,15 @@ from harness.plan.replay import Times, replay
 class Prediction:
     """For one engine: seconds, bytes, tokens per second and GPU. None of it was measured.
 
-    `peak_bytes` are live storages, from the dry run's ledger; `needed_bytes` with the assumed rest. `mfu` is the share
-    of the GPU's peak by the PaLM paper's count of FLOPs, which leaves out what is computed twice.
+    `peak_bytes` are live storages, from the dry run's ledger; `reserved_bytes` what torch's allocator would take for
+    them; `needed_bytes` the live ones with the assumed rest. `mfu` is the share of the GPU's peak by the PaLM paper's
+    count of FLOPs, which leaves out what is computed twice.
     """
 
     setup: Setup
     parameters: int
     peak_bytes: int
+    reserved_bytes: int
     needed_bytes: float
     fits: bool
     times: Times
@@ -41,10 +44,11 @@ def predict(setup: Setup, cluster: Cluster) -> Prediction:
     cluster.gpu.flops(setup.precision)
     events = recording(setup)
     times = replay(events.events, cluster)
-    peak = events.peak_bytes()
+    kept = 2 * events.parameters if setup.keeps_low and setup.precision == "bf16" else 0
+    peak, reserved = (nbytes + kept for nbytes in (events.peak_bytes(), reserved_bytes(events)))
     needed = needed_bytes(peak)
     seq = setup.seq or setup.config.seq
     tokens = setup.micro_batch * setup.accumulate * seq / times.step
     mfu = tokens * flops_per_token(setup.config, events.parameters, seq) / cluster.gpu.flops(setup.precision)
     fits = needed <= cluster.gpu.memory_gb * GB
-    return Prediction(setup, events.parameters, peak, needed, fits, times, tokens, mfu)
+    return Prediction(setup, events.parameters, peak, reserved, needed, fits, times, tokens, mfu)

@@ -43,6 +43,7 @@ class Recorder(MemoryLedger):
         self._waiting: dict[tuple, list] = {}  # (kind, ranks, stride) -> works that nobody has waited for
         self._marks = 0
         self._streams = Streams(self._mark, self._await)
+        self._owners: dict[int, str] = {}  # a storage's address -> the stream in which it was allocated
 
     def begin(self) -> None:
         """From here on events are written down; before, only what is alive."""
@@ -103,8 +104,11 @@ class Recorder(MemoryLedger):
             nbytes += sum(_nbytes(tensor) for tensor in given) - out  # it is written and not read
         dtype = next((tensor.dtype for tensor in (*made, *given) if tensor.is_floating_point()), torch.float32)
         short = "fp32" if dtype in (torch.float32, torch.float64) else "bf16"
-        stream = self._streams.current
-        self.events.append(Operation(stream, name, _flops(func, name, args, kwargs, result), nbytes, short, self._step))
+        flops, attends = _flops(func, name, args, kwargs, result), None
+        if name in ATTENTION:
+            keys = args[ATTENTION[name][0] + 1].shape
+            attends = keys[3], keys[2]
+        self.events.append(Operation(self._streams.current, name, flops, nbytes, short, self._step, attends))
 
     def _collective(self, kind: str, args, result) -> None:
         ranks = dist.get_process_group_ranks(group_of(args))
@@ -133,16 +137,24 @@ class Recorder(MemoryLedger):
             self.events.append(Await(stream, self._marks + 1 - number))
 
     def _set(self, key: int, nbytes: int) -> None:
-        self._note(nbytes - self._bytes[key])
+        if nbytes != self._bytes[key]:
+            self._freed(key)
+            self._owners[key] = self._streams.current
+            self._note(key, nbytes)
         super()._set(key, nbytes)
 
     def _gone(self, key: int) -> None:
-        self._note(-self._bytes.get(key, 0))
+        self._freed(key)
         super()._gone(key)
 
-    def _note(self, more: int) -> None:
+    def _freed(self, key: int) -> None:
+        """A storage goes back to the stream that it came from."""
+        self._note(key, -self._bytes.get(key, 0))
+        self._owners.pop(key, None)
+
+    def _note(self, key: int, more: int) -> None:
         if self._on and more:
-            self.events.append(Memory(more))
+            self.events.append(Memory(self._owners[key], more))
 
     # Waits. The fake group's works have a `wait` of their own.
 

@@ -93,6 +93,8 @@ def with_micro_batches(recorded: Recording, number: int) -> Recording:
 @lru_cache(maxsize=256)
 def recording(setup: Setup) -> Recording:
     """The events of a step of `setup`, with as few blocks and micro-batches recorded as are needed."""
+    if setup.keeps_low:  # it changes no event
+        return recording(replace(setup, keeps_low=False))
     if setup.accumulate > MICRO_BATCHES:
         with suppress(NotRepeating):
             return with_micro_batches(recording(replace(setup, accumulate=MICRO_BATCHES)), setup.accumulate)

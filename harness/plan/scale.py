@@ -1,17 +1,40 @@
-"""`./launch.sh plan --scale`: the presets 7b and 70b on 8 to 4,096 GPUs, on paper."""
+"""`./launch.sh plan --scale`: 8 to 4,096 GPUs on two networks, on paper, beside what others measured there."""
 
 import argparse
 import time
+from dataclasses import replace
 
 from harness.plan.one_rank import Setup
 from harness.plan.options import cluster_of
 from harness.plan.predict import predict
+from harness.plan.published import ROWS, Row
 from harness.plan.words import gpus
 from harness.run.model import preset
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
 ENGINES = ("zero1_2psi", "zero2", "zero3")
 PRESETS = ("7b", "70b")
+COVERED = {"infiniband": 512, "efa": 128}  # GPUs of the largest published row; beyond nothing holds a line to account
+# Models that others ran on several numbers of GPUs with the same micro-batch: (model, engine, sequences).
+CURVES = (("MPT 1B", "fsdp2_no_reshard", 12), ("MPT 7B", "fsdp2", 6), ("1.34B", "zero1_2psi", 1),
+          ("3.57B", "zero1_2psi", 1))  # fmt: skip
+
+
+def curve(rows: list[Row]) -> dict:
+    """Tokens per second and GPU of one published model: predicted everywhere, and published where it ran.
+
+    The sequences per step stay what they were, as long as each GPU has one micro-batch.
+    """
+    first, points = rows[0], []
+    measured = {row.setup.ranks: row.tokens_per_s for row in rows}
+    times = first.setup.accumulate * first.setup.ranks
+    for ranks in sorted({*RANKS, *measured}):
+        accumulate = max(1, times // ranks) if first.setup.accumulate > 1 else 1
+        found = predict(replace(first.setup, ranks=ranks, accumulate=accumulate), first.cluster)
+        points.append({"ranks": ranks, "predicted": found.tokens_per_s, "published": measured.get(ranks)})
+    said = ", ".join(f"{one['predicted']:,.0f} on {one['ranks']}" for one in points)
+    print(f"{first.model} on {first.network}, tokens/s/GPU: {said}", flush=True)
+    return {"model": first.model, "engine": first.setup.engine, "network": first.network, "points": points}
 
 
 def run(options: argparse.Namespace) -> dict:
@@ -24,14 +47,21 @@ def run(options: argparse.Namespace) -> dict:
             for ranks in RANKS:
                 started = time.perf_counter()
                 setup = Setup(preset(name), engine, ranks, options.precision, options.micro_batch, recompute="blocks")
-                found = predict(setup, cluster)
-                points.append({
-                    "preset": name, "engine": engine, "ranks": ranks, "step_s": found.step, "exposed": found.exposed,
-                    "peak_bytes": found.peak_bytes, "fits": found.fits, "tokens_per_s": found.tokens_per_s,
-                })  # fmt: skip
-                took = time.perf_counter() - started
-                fits = f"{found.peak_bytes / 1e9:.1f} GB live{'' if found.fits else ', does not fit'}"
-                print(f"{name} {engine} {ranks:>5} GPUs: step {found.step * 1e3:,.0f} ms, exposed {found.exposed:.0%}, "
-                      f"{fits}  (predicted in {took:.1f} s)", flush=True)  # fmt: skip
+                for network in COVERED:
+                    found = predict(setup, replace(cluster, network=network))
+                    points.append({
+                        "preset": name, "engine": engine, "ranks": ranks, "network": network, "step_s": found.step,
+                        "exposed": found.exposed, "peak_bytes": found.peak_bytes, "fits": found.fits,
+                        "tokens_per_s": found.tokens_per_s,
+                    })  # fmt: skip
+                    fits = f"{found.peak_bytes / 1e9:.1f} GB live{'' if found.fits else ', does not fit'}"
+                    print(f"{name} {engine} {ranks:>5} GPUs, {network}: step {found.step * 1e3:,.0f} ms, exposed "
+                          f"{found.exposed:.0%}, {fits}", flush=True)  # fmt: skip
+                print(f"  (predicted in {time.perf_counter() - started:.1f} s)", flush=True)
+    curves = []
+    for model, engine, sequences in CURVES:
+        rows = [row for row in ROWS if row.model == model and row.gpu == "h100" and row.setup.engine == engine]
+        curves.append(curve([row for row in rows if row.setup.micro_batch == sequences]))
     about = {"gpu": options.gpu, "precision": options.precision, "micro_batch": options.micro_batch}
-    return {"predicted": True, **about, "memory_gb": cluster.gpu.memory_gb, "points": points}
+    about |= {"memory_gb": cluster.gpu.memory_gb, "covered": COVERED}
+    return {"predicted": True, **about, "points": points, "curves": curves}

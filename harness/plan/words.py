@@ -24,11 +24,12 @@ def gpus(ranks: int | str, cluster: Cluster) -> str:
 
 def table(predictions: Sequence[Prediction]) -> str:
     """A row per engine; a dagger for those that no published row holds to account. Memory in GB of 10^9 bytes."""
-    rows = [("engine", "live GB", "needed GB", "fits", "step ms", "exposed", "tokens/s/GPU", "MFU")]
+    rows = [("engine", "live GB", "reserved GB", "needed GB", "fits", "step ms", "exposed", "tokens/s/GPU", "MFU")]
     for found in predictions:
         name = found.setup.engine
         rows.append((
-            name + " †" * (name not in PUBLISHED), f"{found.peak_bytes / GB:.1f}", f"{found.needed_bytes / GB:.1f}",
+            name + " †" * (name not in PUBLISHED), f"{found.peak_bytes / GB:.1f}", f"{found.reserved_bytes / GB:.1f}",
+            f"{found.needed_bytes / GB:.1f}",
             "yes" if found.fits else "no", f"{found.step * 1e3:,.0f}", f"{found.exposed:.0%}",
             f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
         ))  # fmt: skip
@@ -101,17 +102,19 @@ def changed(before: Prediction | None, after: Prediction | None, condition: str,
 
 def assumptions(cluster: Cluster) -> str:
     """What the prediction rests on, in a few lines."""
-    gpu, share = cluster.gpu, cluster.efficiency or cluster.gpu.efficiency
+    gpu, share, network = cluster.gpu, cluster.efficiency or cluster.gpu.efficiency, cluster.between
     origin = "as given" if cluster.efficiency else "fitted" if gpu.name in FITTED else "assumed, not fitted"
     return "\n".join([
         "Predicted, not measured. Assumed:",
         f"  {gpu.name}: matrix products at {share:.0%} of the peak ({origin}), flash attention at "
-        f"{gpu.attention:.0%}, other operations at {cluster.memory_efficiency:.0%} of {gpu.memory_gbps:,.0f} GB/s",
-        f"  links {cluster.intra_gbps or gpu.link_gbps:g} GB/s, network {cluster.inter_gbps:g} GB/s per node of "
-        f"{cluster.per_node}; of it NCCL's share by collective and nodes, as others measured it on H100 with EFA",
-        f"  a collective {cluster.latency * 1e6:.0f} us and {cluster.hop * 1e6:.0f} us per further node; the host "
-        f"{cluster.launch * 1e6:.0f} us per kernel",
+        f"{gpu.attention:.0%} at best, the rest at {cluster.memory_efficiency:.0%} of {gpu.memory_gbps:,.0f} GB/s",
+        f"  a collective takes hops x latency + bytes / bandwidth: in a node of {cluster.per_node} "
+        f"{cluster.alpha_inside * 1e6:.1f} us and links of {cluster.intra_gbps or gpu.link_gbps:g} GB/s; across nodes "
+        f"({cluster.network}) {network.alpha * 1e6:g} us and {network.bus:g} GB/s"
+        + (f", and with each further node {network.crowding[0]:.0%} more for a byte" if network.crowding[0] else ""),
+        f"  the host {cluster.launch * 1e6:.0f} us per kernel",
         f"  beside a collective, computation takes {cluster.slowdown:.0%} longer",
+        "  reserved: what torch's caching allocator would take for the live bytes, by a model of it",
         f"  needed: live bytes, {GAPS:.0%} for the allocator's gaps, {CONTEXT_BYTES / GB:.0f} GB for CUDA and NCCL",
         "  every rank does the same at the same time: no stragglers, no loading of data, no checkpoints, no clipping",
     ])  # fmt: skip

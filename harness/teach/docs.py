@@ -219,12 +219,13 @@ def plan_validation() -> str:
     """Published and predicted, a row per published measurement."""
     rows = result("plan-validation.json")["rows"]
     for row in rows:
-        row |= {"star": " *" * row["fitted"], "memory": ""}
+        tokens = row["source"].startswith("llm") and row["seq"] != 2048
+        row |= {"star": " *" * row["fitted"], "memory": "", "tokens": f", {row['seq']:,}" * tokens}
         if row["published_peak_bytes"]:
             published, predicted = (row[f"{whose}_peak_bytes"] / 1e9 for whose in ("published", "predicted"))
             row["memory"] = f"{published:.1f} / {predicted:.1f} ({row['memory_error']:+.1%})"
     titles = "model | GPUs | engine | batch | published | predicted | error | GB: published / predicted"
-    cells = "{model} | {gpus} {gpu} | `{engine}` | {micro_batch} x {accumulate} | {published_tokens_per_s:,.0f}"
+    cells = "{model} | {gpus} {gpu} | `{engine}` | {micro_batch} x {accumulate}{tokens} | {published_tokens_per_s:,.0f}"
     return table(titles, cells + " | {predicted_tokens_per_s:,.0f} | {error:+.1%}{star} | {memory}", rows)
 
 
@@ -233,17 +234,35 @@ def plan_summary() -> str:
     kept = result("plan-validation.json")
     found = kept["summary"]
     fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in kept["efficiency"].items())
+    networks = []
+    for name, network in kept["networks"].items():
+        ring, tree = network["crowding"]
+        crowds = f"; each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
+        networks.append(f"`{name}` {network['alpha'] * 1e6:.0f} us per hop{crowds}")
     said = (
-        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted: median error "
-        f"{found['median']:.1%}, largest {found['largest']:.1%}.",
+        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted, sequences beyond 4,096 apart: "
+        f"median error {found['median']:.1%}, largest {found['largest']:.1%}. Of all {found['rows']} such rows: median "
+        f"{found['median_of_all']:.1%}, largest {found['largest_of_all']:.1%}.",
         f"Memory of {found['memory_rows']} rows: median error {found['memory_median']:.1%}, largest "
-        f"{found['memory_largest']:.1%}, {found['memory_within_10']} within 10%.",
+        f"{found['memory_largest']:.1%}, {found['memory_within_8']} within 8%.",
         "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
         f"{found['pairs_right']} of {found['pairs']} right.",
         f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
-        f"Fitted: the share of the peak in products of matrices, {fitted}.",
+        f"Fitted: the share of the peak in products of matrices, {fitted}; the networks, {', '.join(networks)}.",
     )
     return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
+
+
+def plan_groups() -> str:
+    """The errors of tokens per second by source and size."""
+    rows = result("plan-validation.json")["summary"]["groups"]
+    titles = "source | size | rows | of them fitted | median error | largest"
+    return table(titles, "{source} | {size} | {rows} | {fitted} | {median:.1%} | {largest:.1%}", rows)
+
+
+def plan_missed() -> str:
+    """The rows that miss by more than is hoped for."""
+    return "\n".join(f"- {one}" for one in result("plan-validation.json")["summary"]["missed"])
 
 
 # The machines that a report was sent from.
@@ -343,7 +362,7 @@ def exhibits_of(stage: str) -> str:
 
 
 MEASURED = referee, referee_losses, referee_bytes, referee_bf16, referee_deepspeed, launches, slow_rank, sweep, machines
-COMPUTED = memory_peaks, memory_state, hybrid, offload, plan_validation, plan_summary
+COMPUTED = memory_peaks, memory_state, hybrid, offload, plan_validation, plan_summary, plan_groups, plan_missed
 SAID = article, other_claims, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
 BLOCKS: dict[str, Callable[..., str]] = {
     block.__name__.replace("_", "-"): block for block in (*MEASURED, *COMPUTED, *SAID)

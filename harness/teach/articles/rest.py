@@ -181,10 +181,10 @@ says("a layer of 70B computes for 100 ms", ASSUMED, "one GPU computes the layer,
 # Sharded data parallelism alone: published for 64 GPUs, predicted for more.
 says("70B and more train at production throughput with 3D parallelism only", "a published row, and a prediction",
      "there are hundreds of GPUs", lambda: (
-    f"published: 70B on 64 H100 with FSDP alone, {published_row('MPT 70B').tokens_per_s:,} tokens/s/GPU, MFU "
-    f"{mfu_of(published_row('MPT 70B')):.0%}; predicted: ZeRO-3 on 512 with 8,192 tokens each, MFU "
+    f"published: 70B on 64 H100 with FSDP alone, {published_row('MPT 70B', 64).tokens_per_s:,} tokens/s/GPU, MFU "
+    f"{mfu_of(published_row('MPT 70B', 64)):.0%}; predicted: ZeRO-3 on 512 with 8,192 tokens each, MFU "
     f"{predicted('70b', 512, **LONG).mfu:.0%} ({ASSUMED})",
-    predicted("70b", 512, **LONG).mfu < 0.3, mfu_of(published_row("MPT 70B")) < 0.3))
+    predicted("70b", 512, **LONG).mfu < 0.3, mfu_of(published_row("MPT 70B", 64)) < 0.3))
 # fmt: on
 
 

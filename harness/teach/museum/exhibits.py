@@ -5,6 +5,7 @@ two in the articles; nearly all train without a complaint. `./launch.sh bug` lis
 one beside the right engine (`visit.py`). tests/test_museum.py demands that each lacks the properties it names.
 """
 
+import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,11 +13,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero1
 import zero2
 import zero3
-from harness.engine import checkpoint, gradients, guard, optimizer, unit_hooks
+from harness.engine import checkpoint, gradients, guard, interface, optimizer, placement, unit_hooks
 from harness.engine.waiting import wait
 
 STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
@@ -44,7 +46,7 @@ class Exhibit:
 
     @property
     def symptom(self) -> str:
-        return f"what differs from the right engine: {', '.join(sorted(self.differs))}"
+        return f"what differs from the right engine: {', '.join(sorted(self.differs)) or 'nothing'}"
 
     @property
     def stage(self) -> str:
@@ -661,3 +663,26 @@ class DecidedAlone(zero3.ZeRO3):
             found = self._found_inf_per_device(engine.optimizer)
             device = engine.trained_buckets[0].flat.device
             found.setdefault(device, torch.zeros((), device=device))  # on a rank that owns only padding
+
+
+@exhibit(
+    "Right on every CPU",
+    differs=set(),
+    diagnosis="With offload a shard is copied from the host on a stream of its own, beside computation. It is copied "
+    "into memory that the computing stream has just given back, and kernels that were issued earlier may still use it. "
+    "The copy's stream must wait for them first, and here it does not. Whether anything is overwritten is decided by "
+    "who is quicker. A CPU has no streams, and all numbers are right there. On simulated GPUs (tests/simulated_gpu/) "
+    "the detector names it in the first forward: `race: what had this memory before on the default stream writes, and "
+    "memcpy on stream 4 writes: no event, wait or synchronisation orders the two`.",
+    read="harness/engine/placement.py, `Placement.copies_beside`: `self._up.wait_stream`",
+    caught_by=("the_host_waits_for_copies",),
+    options={"offload_policy": CPUOffloadPolicy()},
+)
+class CopiedTooEarly(zero3.ZeRO3):
+    class Placement(placement.Placement):
+        def copies_beside(self):
+            return contextlib.nullcontext() if self._device is None else self._device.stream(self._up)  # and no wait
+
+    @patch.object(interface, "Placement", Placement)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)

@@ -1,0 +1,44 @@
+"""What the detector has found: in this process, and for pytest in all processes that a test has started."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+
+
+def _runtime():
+    return ctypes.CDLL("libcudart.so.13")  # ours: it is loaded
+
+
+def found() -> list[str]:
+    """What was found in this process so far, a line each."""
+    text = ctypes.create_string_buffer(1 << 20)
+    _runtime().simulated_findings(text, len(text))
+    return text.value.decode(errors="replace").splitlines()
+
+
+def forget() -> None:
+    """Begin anew, also with what memory remembers of operations that were."""
+    _runtime().simulated_forget()
+
+
+def said() -> str:
+    """What all processes of this run have found, and take it away."""
+    files = [*Path(os.environ["SIMULATED_GPU_FINDINGS"]).iterdir()]
+    texts = [file.read_text() for file in files]
+    for file in files:
+        file.unlink()
+    return "".join(texts)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test during which something was found has failed, unless it says that it expects that."""
+    report = (yield).get_result()
+    if call.when == "call" and (text := said()) and item.get_closest_marker("finds") is None:
+        report.outcome, report.longrepr = "failed", f"{report.longreprtext}\nthe simulated GPUs have found:\n{text}"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "finds: this test breaks something on purpose, for the detector to find")

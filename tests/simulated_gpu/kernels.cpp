@@ -1,0 +1,220 @@
+// torch's operations on a GPU, computed by those of the CPU.
+//
+// torch finds an operation's kernel in a table, by its name and by a key: CPU, CUDA, ... Here the entries at the key CUDA
+// are replaced. The new kernel makes CPU tensors of the same memory, calls the entry at the key CPU, and puts results
+// into GPU tensors. Everything above stays torch's own: autograd, views, allocation, streams, copies between devices.
+#include "simulated.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/ops/copy_native.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/irange.h>
+#include <torch/library.h>
+
+#include <deque>
+#include <set>
+
+using at::Tensor;
+using torch::jit::Stack;
+
+static bool on_gpu(const Tensor& tensor) { return tensor.defined() && tensor.is_cuda(); }
+
+static size_t span(const Tensor& tensor) {  // bytes from the first to the last element
+    size_t last = 0;
+    for (auto i : c10::irange(tensor.dim())) last += (tensor.size(i) - 1) * tensor.stride(i);
+    return tensor.numel() ? (last + 1) * tensor.element_size() : 0;
+}
+
+// A CPU tensor on the memory of a GPU's tensor.
+static Tensor alias(const Tensor& tensor, const std::string& name) {
+    auto options = tensor.options().device(at::kCPU);
+    if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+    int device = -1;
+    size_t end = tensor.storage_offset() * tensor.element_size() + span(tensor);
+    TORCH_CHECK(tensor.storage().nbytes() >= end, name, " uses a tensor of shape ", tensor.sizes(),
+                " whose memory was freed: its storage has ", tensor.storage().nbytes(), " bytes and it needs ", end);
+    void* memory = simulated_memory(tensor.data_ptr(), span(tensor), &device);
+    TORCH_CHECK(memory, name, " uses a tensor of shape ", tensor.sizes(), " in what is no memory of a GPU: ", simulated_error());
+    return at::from_blob(memory, tensor.sizes(), tensor.strides(), options);
+}
+
+static void tell(const std::string& name, const std::vector<std::pair<Tensor, bool>>& tensors) {
+    std::vector<Access> accesses;
+    std::deque<std::string> shapes;
+    for (auto& [tensor, writes] : tensors) {
+        if (!tensor.numel()) continue;
+        shapes.push_back(c10::str(c10::toString(tensor.scalar_type()), tensor.sizes()));
+        accesses.push_back({tensor.data_ptr(), span(tensor), writes, shapes.back().c_str()});
+    }
+    simulated_operation(c10::cuda::getCurrentCUDAStream(), name.c_str(), (int)accesses.size(), accesses.data());
+}
+
+// While it lives the CPU's generator draws what the GPU's would: other numbers at each call, the same after the same
+// seed. The CPU's own sequence is not touched.
+struct Dice {
+    at::Generator cpu = at::detail::getDefaultCPUGenerator();
+    Tensor state;
+    std::unique_lock<std::mutex> lock{cpu.mutex()};
+    Dice(at::Generator gpu) {
+        auto [seed, offset] = gpu.get<at::CUDAGeneratorImpl>()->philox_engine_inputs(4);
+        state = cpu.get_state();
+        cpu.set_current_seed(seed * 0x9E3779B97F4A7C15 + offset);
+        lock.unlock();  // the kernel takes it
+    }
+    ~Dice() {
+        lock.lock();
+        cpu.set_state(state);
+    }
+};
+
+// These are told their numbers by the host, which therefore waits for them.
+static const std::set<std::string> HOST_WAITS = {"aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
+                                                 "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"};
+
+static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
+    auto& schema = op.schema();
+    const std::string& name = schema.name();
+    size_t first = stack->size() - schema.arguments().size();
+    std::vector<std::pair<Tensor, bool>> used;        // the GPU's tensors, and whether they are written
+    std::vector<std::pair<Tensor, Tensor>> replaced;  // (the GPU's, the CPU's) of those that are written
+    std::optional<c10::Device> device;
+    std::optional<at::Generator> generator;
+    auto converted = [&](const Tensor& tensor, bool writes) {
+        if (!on_gpu(tensor)) {
+            bool may = !tensor.defined() || !tensor.dim() || name.find("index") != std::string::npos || name.find("_foreach") != std::string::npos;
+            TORCH_CHECK(may, "Expected all tensors to be on the same device: ", name, " was given one of shape ", tensor.sizes(), " on the CPU");
+            return tensor;
+        }
+        TORCH_CHECK(!device || *device == tensor.device(), "Expected all tensors to be on the same device: ", name,
+                    " was given some on ", *device, " and on ", tensor.device());
+        device = tensor.device();
+        used.push_back({tensor, writes});
+        Tensor mine = writes && !tensor.numel() ? at::empty({0}, tensor.options().device(at::kCPU)) : alias(tensor, name);
+        if (writes) replaced.push_back({tensor, mine});
+        return mine;
+    };
+    for (auto i : c10::irange(schema.arguments().size())) {
+        auto& value = (*stack)[first + i];
+        auto* info = schema.arguments()[i].alias_info();
+        bool writes = info && info->isWrite();
+        if (value.isTensor()) {
+            value = converted(value.toTensor(), writes);
+        } else if (value.isTensorList()) {
+            auto list = c10::List<Tensor>();
+            for (const Tensor& tensor : value.toTensorVector()) list.push_back(converted(tensor, writes));
+            value = list;
+        } else if (value.isList()) {  // of tensors some of which may be missing, as in index
+            auto list = value.toList().copy();
+            for (auto j : c10::irange(list.size()))
+                if (list.get(j).isTensor()) list.set(j, converted(list.get(j).toTensor(), writes));
+            value = list;
+        } else if (value.isDevice()) {
+            device = value.toDevice();
+            value = c10::Device(at::kCPU);
+        } else if (value.isGenerator()) {
+            generator = value.toGenerator();
+            value = c10::IValue();
+        }
+    }
+    c10::cuda::OptionalCUDAGuard guard(device);
+    if (device && !device->has_index()) device = c10::Device(at::kCUDA, c10::cuda::current_device());
+    tell(name, used);
+    {
+        std::optional<Dice> dice;
+        if (generator || op.hasTag(at::Tag::nondeterministic_seeded))
+            dice.emplace(generator ? *generator : at::cuda::detail::getDefaultCUDAGenerator());
+        at::AutoDispatchBelowAutograd below;
+        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    }
+    for (auto& [tensor, mine] : replaced) {  // `out=` that has grown
+        if (tensor.sizes() == mine.sizes()) continue;
+        tensor.resize_(mine.sizes());
+        if (mine.numel()) alias(tensor, name).copy_(mine), tell(name, {{tensor, true}});
+    }
+    auto result = [&](const Tensor& tensor) {
+        if (!tensor.defined()) return tensor;
+        for (auto& [original, mine] : replaced)
+            if (mine.is_same(tensor)) return original;
+        Tensor out = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(*device).pinned_memory(false));
+        if (out.numel()) alias(out, name).copy_(tensor), tell(name, {{out, true}});
+        return out;
+    };
+    for (auto i : c10::irange(stack->size() - schema.returns().size(), stack->size())) {
+        auto& value = (*stack)[i];
+        if (value.isTensor()) {
+            value = result(value.toTensor());
+        } else if (value.isTensorList()) {
+            auto list = c10::List<Tensor>();
+            for (const Tensor& tensor : value.toTensorVector()) list.push_back(result(tensor));
+            value = list;
+        }
+    }
+    if (HOST_WAITS.count(name)) c10::cuda::getCurrentCUDAStream().synchronize();
+}
+
+// Copies between host and device are torch's own, which come to cudaMemcpyAsync. On one device it would launch a kernel.
+static Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
+    if (!on_gpu(to) || !on_gpu(from) || to.device() != from.device()) return at::native::copy_(to, from, non_blocking);
+    if (to.is_same(from) || !to.numel()) return to;
+    c10::cuda::CUDAGuard guard(to.device());
+    tell("copy_", {{from, false}, {to, true}});
+    alias(to, "copy_").copy_(alias(from, "copy_").expand(to.sizes()));
+    return to;
+}
+
+static at::Scalar item(const Tensor& tensor) {
+    tell("item", {{tensor, false}});
+    c10::cuda::getCurrentCUDAStream(tensor.device().index()).synchronize();
+    return alias(tensor, "item").item();
+}
+
+// Attention: torch would choose one of several fused operations of a GPU, whose results are others than those of the CPU's.
+static Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double dropout,
+                        bool causal, std::optional<double> scale, bool grouped) {
+    if (grouped) return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, {}, scale, grouped));
+    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, mask, scale));
+}
+
+// What must stay torch's own: it allocates, or looks at tensors without reading their memory.
+static const std::set<std::string> KEPT = {"empty", "empty_strided", "resize_", "set_", "is_pinned", "_pin_memory", "is_set_to",
+                                           "_efficientzerotensor", "_has_same_storage_numel"};
+
+extern "C" void simulated_kernels() {
+    static std::vector<c10::RegistrationHandleRAII> kept;
+    auto& table = c10::Dispatcher::singleton();
+    c10::WarningUtils::WarningHandlerGuard silent([] {  // torch warns that entries are replaced
+        static struct : c10::WarningHandler { void process(const c10::Warning&) override {} } none;
+        return &none;
+    }());
+    auto enter = [&](const c10::OperatorName& name, c10::KernelFunction kernel, c10::DispatchKey key = c10::DispatchKey::CUDA) {
+        kept.push_back(table.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "simulated GPU"));
+    };
+    auto names = table.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA);
+    names.push_back({"aten::_scaled_dot_product_flash_attention_for_cpu", ""});
+    names.push_back({"aten::_scaled_dot_product_flash_attention_for_cpu_backward", ""});
+    for (auto& name : names) {
+        auto op = table.findSchema(name);
+        if (!op || name.name.rfind("aten::", 0) || KEPT.count(name.name.substr(6))) continue;
+        bool view = false;  // a result that shares memory with an argument which is not written: nothing is computed
+        for (auto& argument : op->schema().arguments()) view |= argument.alias_info() && !argument.alias_info()->isWrite();
+        // An operation that the CPU does not have stays torch's: its launch fails, and names the kernel.
+        if (!view && op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU))
+            enter(name, c10::KernelFunction::makeFromBoxedFunction<&on_the_cpu>());
+    }
+    enter({"aten::copy_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy));
+    enter({"aten::_local_scalar_dense", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&item));
+    for (auto key : {c10::DispatchKey::AutogradCUDA, c10::DispatchKey::CUDA})
+        enter({"aten::scaled_dot_product_attention", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&attention), key);
+}
+
+// What the caching allocator gives out and gets back. Call it when torch has initialised CUDA: before, there is none.
+extern "C" void simulated_allocator() {
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
+        auto tell = entry.action_ == entry.ALLOC ? simulated_given_out : entry.action_ == entry.FREE_COMPLETED ? simulated_given_back : nullptr;
+        if (tell) tell((void*)entry.addr_, entry.size_, (cudaStream_t)entry.stream_, entry.device_);
+    });
+}

@@ -1,0 +1,259 @@
+// libnccl without a GPU: ranks are processes of one machine, and exchange through shared memory.
+//
+// A collective is computed when it is issued: each rank lays what it gives into a slot that all can read, and they meet,
+// compare what each of them wants, read the slots, and meet again. Sums are taken in the order of the ranks; NCCL's rings
+// have other orders.
+#include "simulated.h"
+
+#include <algorithm>
+#include <atomic>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <fcntl.h>
+#include <map>
+#include <nccl.h>
+#include <random>
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <vector>
+
+static const size_t SLOT = 256 << 20;  // bytes that a rank can give; they cost nothing until they are used
+static const int MOST = 64;            // ranks
+
+struct Shared {
+    std::atomic<int> here, round, aborted;
+    int pids[MOST];
+    char wants[MOST][128];
+    alignas(64) char slots[1];
+};
+struct ncclComm {
+    Shared* shared;
+    int size, rank, device;
+    std::string name, doing = "nothing";
+    int splits = 0;
+    std::map<int, double> factors = {};  // of sums that multiply first, by their number
+};
+
+static thread_local std::string last_error;
+
+static ncclResult_t fail(ncclResult_t result, const std::string& text) {
+    last_error = text;
+    fprintf(stderr, "[simulated NCCL] %s\n", text.c_str());
+    return result;
+}
+
+static char* slot(ncclComm* comm, int rank) { return comm->shared->slots + SLOT * rank; }
+
+// All ranks have come to this point. A rank that has died, or does not come, is an error.
+static ncclResult_t meet(ncclComm* comm) {
+    Shared* all = comm->shared;
+    int round = all->round;
+    if (all->here.fetch_add(1) + 1 == comm->size) {
+        all->here = 0;
+        all->round++;
+        return ncclSuccess;
+    }
+    const char* setting = getenv("ZERO_TIMEOUT");
+    time_t until = time(nullptr) + (setting ? atoi(setting) : 120);
+    for (int turn = 0; all->round == round; turn++) {
+        if (turn > 50) usleep(turn < 2000 ? 50 : 1000);
+        std::string where = "rank " + std::to_string(comm->rank) + " waits in " + comm->doing + " of " + comm->name;
+        if (all->aborted) return fail(ncclRemoteError, where + ", which was aborted");
+        if (turn % 256 != 255) continue;
+        for (int rank = 0; rank < comm->size; rank++)
+            if (all->pids[rank] && kill(all->pids[rank], 0) && errno == ESRCH && all->round == round)
+                return fail(ncclRemoteError, where + ", and rank " + std::to_string(rank) + " has died");
+        if (time(nullptr) > until) return fail(ncclRemoteError, where + ", and not all ranks come");
+    }
+    return ncclSuccess;
+}
+
+#define MEET(comm) if (ncclResult_t failed = meet(comm)) return failed
+
+// Numbers.
+
+static const char* NAMES[] = {"int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
+                              "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
+static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+
+// Calls `f` with a number of the type that `type` stands for.
+template <class F>
+static ncclResult_t with_type(ncclDataType_t type, F f) {
+    switch ((int)type) {
+        case ncclInt8: return f(int8_t());
+        case ncclUint8: return f(uint8_t());
+        case ncclInt32: return f(int32_t());
+        case ncclInt64: return f(int64_t());
+        case ncclFloat16: return f(c10::Half());
+        case ncclFloat32: return f(float());
+        case ncclFloat64: return f(double());
+        case ncclBfloat16: return f(c10::BFloat16());
+        default: return fail(ncclInvalidArgument, std::string("a sum of ") + NAMES[type] + " is not simulated");
+    }
+}
+
+// The sum, or what `op` says, of `count` numbers from the number `first` on in all slots.
+static ncclResult_t reduce(ncclComm* comm, void* out, size_t first, size_t count, ncclDataType_t type, ncclRedOp_t op) {
+    double factor = op == ncclAvg ? 1.0 / comm->size : comm->factors.count(op) ? comm->factors[op] : 1;
+    return with_type(type, [&](auto number) {
+        using T = decltype(number);
+        if (std::is_integral_v<T> && factor != 1) return fail(ncclInvalidArgument, "a mean of integers is not simulated");
+        for (size_t i = 0; i < count; i++) {
+            for (int rank = 0; rank < comm->size; rank++) {
+                T next = ((T*)slot(comm, rank))[first + i] * (T)factor;
+                number = !rank             ? next
+                         : op == ncclProd ? (T)(number * next)
+                         : op == ncclMax  ? std::max(number, next)
+                         : op == ncclMin  ? std::min(number, next)
+                                          : (T)(number + next);
+            }
+            ((T*)out)[i] = number;
+        }
+        return ncclSuccess;
+    });
+}
+
+// What all collectives share. `in` or `out` is nullptr where this rank gives nothing, or gets nothing. All ranks must
+// want the same, and `more` is what they must agree on besides. `read` fills `out` when all ranks have filled their slots.
+template <class Read>
+static ncclResult_t collective(ncclComm* comm, const char* name, int more, const void* in, size_t in_count, void* out,
+                               size_t out_count, ncclDataType_t type, cudaStream_t stream, Read read) {
+    Shared* all = comm->shared;
+    char wants[128];
+    snprintf(wants, sizeof wants, "%s from %zu to %zu %s (%d)", name, in_count, out_count, NAMES[type], more);
+    comm->doing = wants;
+    std::string me = "rank " + std::to_string(comm->rank);
+    Access accesses[2] = {{in, in ? in_count * SIZES[type] : 0, false, ""}, {out, out ? out_count * SIZES[type] : 0, true, ""}};
+    void* memory[2] = {};
+    for (int i = 0; i < 2; i++) {
+        if (!accesses[i].bytes) continue;
+        int device = -2;
+        memory[i] = simulated_memory(accesses[i].at, accesses[i].bytes, &device);
+        if (memory[i] && device == comm->device && accesses[0].bytes <= SLOT) continue;
+        std::string where = device >= 0 ? "memory of GPU " + std::to_string(device) : device == -1 ? "pinned memory" : simulated_error();
+        all->aborted = 1;  // the others need not wait
+        return fail(ncclInvalidArgument, me + " on GPU " + std::to_string(comm->device) + " issues " + wants +
+                    (device == comm->device ? ", more than is simulated" : i ? " with an output on the wrong device: " + where
+                                                                             : " with an input on the wrong device: " + where));
+    }
+    simulated_is_nccls(stream);
+    simulated_operation(stream, name, 2, accesses);
+    strcpy(all->wants[comm->rank], wants);
+    if (memory[0]) memcpy(slot(comm, comm->rank), memory[0], accesses[0].bytes);
+    MEET(comm);
+    std::string others;
+    for (int rank = 0; rank < comm->size; rank++)
+        if (strcmp(all->wants[rank], wants)) others += ", rank " + std::to_string(rank) + " " + all->wants[rank];
+    ncclResult_t result = others.empty() && memory[1] ? read((char*)memory[1], SIZES[type]) : ncclSuccess;
+    MEET(comm);
+    return others.empty() ? result : fail(ncclInvalidUsage, "the ranks issue different collectives: " + me + " " + wants + others);
+}
+
+extern "C" {
+
+ncclResult_t ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type, ncclComm* comm, cudaStream_t stream) {
+    return collective(comm, "all-gather", 0, in, count, out, count * comm->size, type, stream, [&](char* to, size_t size) {
+        for (int rank = 0; rank < comm->size; rank++) memcpy(to + rank * count * size, slot(comm, rank), count * size);
+        return ncclSuccess;
+    });
+}
+ncclResult_t ncclReduceScatter(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm* comm,
+                               cudaStream_t stream) {
+    return collective(comm, "reduce-scatter", op, in, count * comm->size, out, count, type, stream,
+                      [&](char* to, size_t) { return reduce(comm, to, comm->rank * count, count, type, op); });
+}
+ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm* comm,
+                           cudaStream_t stream) {
+    return collective(comm, "all-reduce", op, in, count, out, count, type, stream,
+                      [&](char* to, size_t) { return reduce(comm, to, 0, count, type, op); });
+}
+ncclResult_t ncclReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, int root, ncclComm* comm,
+                        cudaStream_t stream) {
+    return collective(comm, "reduce", op + 1000 * root, in, count, comm->rank == root ? out : nullptr, count, type, stream,
+                      [&](char* to, size_t) { return reduce(comm, to, 0, count, type, op); });
+}
+ncclResult_t ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t type, int root, ncclComm* comm,
+                           cudaStream_t stream) {
+    return collective(comm, "broadcast", root, comm->rank == root ? in : nullptr, count, out, count, type, stream,
+                      [&](char* to, size_t size) { return memcpy(to, slot(comm, root), count * size), ncclSuccess; });
+}
+ncclResult_t ncclBcast(void* both, size_t count, ncclDataType_t type, int root, ncclComm* comm, cudaStream_t stream) {
+    return ncclBroadcast(both, both, count, type, root, comm, stream);
+}
+
+// Communicators.
+
+ncclResult_t ncclCommInitRankConfig(ncclComm** out, int size, ncclUniqueId id, int rank, ncclConfig_t*) {
+    ncclComm* comm = new ncclComm{nullptr, size, rank, 0, id.internal};
+    cudaGetDevice(&comm->device);
+    size_t bytes = sizeof(Shared) + SLOT * size;
+    int file = size <= MOST ? shm_open(("/" + comm->name).c_str(), O_RDWR | O_CREAT, 0600) : -1;
+    void* memory = file < 0 || ftruncate(file, bytes) ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (memory == MAP_FAILED) return fail(ncclSystemError, "no shared memory for " + std::to_string(size) + " ranks");
+    close(file);
+    comm->shared = (Shared*)memory;
+    comm->shared->pids[rank] = getpid();
+    comm->doing = "its beginning";
+    memcpy(slot(comm, rank), &comm->device, sizeof(int));
+    MEET(comm);
+    if (rank == 0) shm_unlink(("/" + comm->name).c_str());
+    for (int other = 0; other < size; other++)
+        if (other != rank && *(int*)slot(comm, other) == comm->device)
+            return fail(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(rank) + " and rank " +
+                        std::to_string(other) + " both on CUDA device " + std::to_string(comm->device));
+    MEET(comm);
+    return *out = comm, ncclSuccess;
+}
+ncclResult_t ncclCommInitRank(ncclComm** out, int size, ncclUniqueId id, int rank) {
+    return ncclCommInitRankConfig(out, size, id, rank, nullptr);
+}
+ncclResult_t ncclCommInitRankScalable(ncclComm** out, int size, int rank, int, ncclUniqueId* ids, ncclConfig_t* config) {
+    return ncclCommInitRankConfig(out, size, ids[0], rank, config);
+}
+// Ranks of the same color form a new communicator, in the order of their keys.
+ncclResult_t ncclCommSplit(ncclComm* comm, int color, int key, ncclComm** out, ncclConfig_t* config) {
+    int mine[2] = {color, key}, number = comm->splits++;
+    comm->doing = "a split";
+    memcpy(slot(comm, comm->rank), mine, sizeof mine);
+    MEET(comm);
+    std::vector<std::pair<int, int>> members;
+    for (int rank = 0; rank < comm->size; rank++) {
+        int* other = (int*)slot(comm, rank);
+        if (other[0] == color) members.push_back({other[1], rank});
+    }
+    MEET(comm);
+    if (color < 0) return *out = nullptr, ncclSuccess;
+    std::sort(members.begin(), members.end());
+    auto me = std::find_if(members.begin(), members.end(), [&](auto& member) { return member.second == comm->rank; });
+    ncclUniqueId id = {};
+    snprintf(id.internal, sizeof id.internal, "%s-%d-%d", comm->name.c_str(), number, color);
+    return ncclCommInitRankConfig(out, (int)members.size(), id, (int)(me - members.begin()), config);
+}
+ncclResult_t ncclGetUniqueId(ncclUniqueId* out) {
+    static std::random_device random;
+    *out = {};
+    return snprintf(out->internal, sizeof out->internal, "simulated-%d-%x%x", getpid(), random(), random()), ncclSuccess;
+}
+ncclResult_t ncclCommAbort(ncclComm* comm) { return comm->shared->aborted = 1, ncclSuccess; }
+ncclResult_t ncclCommGetAsyncError(ncclComm*, ncclResult_t* error) { return *error = ncclSuccess, ncclSuccess; }
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* size) { return *size = comm->size, ncclSuccess; }
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) { return *device = comm->device, ncclSuccess; }
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* factor, ncclDataType_t type, ncclScalarResidence_t, ncclComm* comm) {
+    *op = (ncclRedOp_t)(ncclNumOps + 1 + comm->factors.size());
+    return with_type(type, [&](auto number) { return comm->factors[*op] = *(decltype(number)*)factor, ncclSuccess; });
+}
+ncclResult_t ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
+const char* ncclGetLastError(ncclComm*) { return last_error.c_str(); }
+const char* ncclGetErrorString(ncclResult_t) {
+    if (last_error.empty()) last_error = simulated_error();  // of what is not simulated
+    return last_error.c_str();
+}
+}

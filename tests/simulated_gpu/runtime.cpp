@@ -1,0 +1,581 @@
+// libcudart without a GPU: the CUDA runtime, as far as torch calls it.
+//
+// Memory. A GPU's memory and pinned memory are pages of one file in memory, which is mapped twice: at `program`, where
+// the addresses are that torch knows, and at `shadow`, where the simulation computes. A GPU's pages cannot be touched at
+// `program`, so host code that follows a device pointer is caught by the processor. Addresses are never used twice.
+//
+// Time. An operation is computed at the moment when it is issued. When it *might* run on a GPU is kept on paper: stream
+// s has a clock, and clock[s][t] is the last operation of stream t that is over before the next one of s begins. An
+// event carries a clock, a wait merges it into the stream's, a synchronisation into the host's, and whatever the host
+// issues comes after all that the host knows to be over. (These are vector clocks, as in tools that look for races
+// between threads.) Two operations on the same bytes, one of which writes, and neither before the other: a race.
+#include "simulated.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+static std::recursive_mutex mutex_;
+#define LOCK std::lock_guard<std::recursive_mutex> guard(mutex_)
+
+static const size_t GPU_BYTES = 8e9;
+static thread_local int current_device = 0;
+static thread_local cudaError_t last_error = cudaSuccess;
+static thread_local std::string error_text;
+
+static cudaError_t fail(cudaError_t error, const std::string& text = "") {
+    error_text = text;
+    return last_error = error;
+}
+
+template <class... Values>
+static std::string format(const char* pattern, Values... values) {
+    char text[1024];
+    snprintf(text, sizeof text, pattern, values...);
+    return text;
+}
+
+static int gpus() {
+    static const int count = [] {
+        const char* visible = getenv("CUDA_VISIBLE_DEVICES");  // "": none; else a list of which there are so many
+        int all = atoi(getenv("SIMULATED_GPUS"));
+        return !visible ? all : !*visible ? 0 : std::min<int>(all, 1 + std::count(visible, visible + strlen(visible), ','));
+    }();
+    return count;
+}
+
+// What was found.
+
+static std::vector<std::string> findings;
+static std::set<std::string> said;
+
+// The innermost three lines of the program that are not torch's own, if this thread runs Python.
+static std::string python_lines() {
+    auto dump = (void (*)(int, void*))dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
+    auto state = (void* (*)())dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");
+    void* thread = dump && state ? state() : nullptr;
+    if (!thread) return "";
+    int file = memfd_create("stack", 0), count = 0;
+    dump(file, thread);
+    std::string text(1 << 14, 0), lines;
+    text.resize(std::max<ssize_t>(0, pread(file, text.data(), text.size(), 0)));
+    close(file);
+    for (size_t at = text.find("File"), end; at != std::string::npos && count < 3; at = text.find("File", end)) {
+        end = std::min(text.find('\n', at), text.size());
+        std::string line = text.substr(at, end - at);
+        bool torchs = line.find("site-packages") != std::string::npos || line.find("_dispatch__") != std::string::npos;
+        if (!torchs) lines += (count++ ? " < " : " at ") + line;
+    }
+    return lines;
+}
+
+// `key`: what is the same for all that is found at one place; it is said once.
+static void found(const std::string& key, const std::string& text) {
+    if (!said.insert(key).second) return;
+    findings.push_back(text + python_lines());
+    std::string line = "[simulated GPU] " + findings.back() + "\n";
+    int file = open(format("%s/%d", getenv("SIMULATED_GPU_FINDINGS"), getpid()).c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644);
+    if (write(2, line.data(), line.size()) < 0 || write(file, line.data(), line.size()) < 0) abort();
+    close(file);
+}
+
+// Clocks.
+
+using Clock = std::map<int, uint64_t>;  // stream -> its last operation that is over
+
+struct Stream {
+    int number, device;
+    bool nccls = false;
+    Clock clock = {};
+};
+struct Event {
+    int device, asked = 0;
+    double milliseconds = 0;  // 0: not recorded
+    Clock clock = {};
+};
+struct Mark {  // an operation, as the memory remembers it
+    int stream;
+    uint64_t tick;
+    const char* name;
+    bool writes;
+    bool freed = false;  // it uses other memory, which was freed too early: see `simulated_given_back`
+};
+
+static std::vector<Stream*> streams;  // by number; the first ones are the GPUs' default streams
+static Clock host;
+
+static void merge(Clock& into, const Clock& from) {
+    for (auto [stream, tick] : from) into[stream] = std::max(into[stream], tick);
+}
+
+static bool before(const Mark& mark, const Clock& clock) {
+    auto known = clock.find(mark.stream);
+    return mark.tick <= (known == clock.end() ? 0 : known->second);
+}
+
+// What this thread knows to be over. Python's threads and autograd's hand work to each other and wait for it, so they
+// know the same. The threads of NCCL's watchdog and of gloo wait for themselves: training is not ordered by that.
+static bool trains() {
+    static thread_local const bool answer = [] {
+        char name[17] = {};
+        prctl(PR_GET_NAME, name);
+        return strncmp(name, "pt_nccl", 7) != 0 && strncmp(name, "pt_gloo", 7) != 0;
+    }();
+    return answer;
+}
+
+static Clock& known() {
+    static thread_local Clock own;
+    return trains() ? host : own;
+}
+
+static Stream* new_stream(int device) { return streams.emplace_back(new Stream{(int)streams.size(), device}); }
+
+static Stream* stream_of(cudaStream_t handle, int device = current_device) {
+    while ((int)streams.size() < gpus()) new_stream((int)streams.size());
+    // Null, and two small numbers that stand for "legacy" and "per thread": the device's default stream.
+    return (uintptr_t)handle <= 2 ? streams[device] : (Stream*)handle;
+}
+
+static std::string name_of(int stream) {
+    const char* kind = stream < gpus() ? "the default stream" : streams[stream]->nccls ? "NCCL's stream" : "stream";
+    return format("%s %d of GPU %d", kind, stream, streams[stream]->device);
+}
+
+// Memory.
+
+struct Block {
+    size_t bytes;
+    int device;  // -1: pinned memory of the host
+    bool freed = false;
+    std::vector<Mark> users = {};  // of pinned memory: devices that are not known to be over
+};
+using Placed = std::pair<char* const, Block>;
+
+static std::map<char*, Block> blocks;  // also freed ones, so that a message can say so
+static std::vector<Placed*> guarded;   // those with users
+static size_t used[64];
+static const size_t SPACE = 1ull << 42;  // addresses; they cost nothing until they are touched
+static char *program, *shadow, *next_address;
+static int pages_file;
+
+static size_t to_pages(size_t bytes) { return (std::max<size_t>(bytes, 1) + 4095) / 4096 * 4096; }
+static bool is_ours(const void* at) { return program && (char*)at >= program && (char*)at < program + SPACE; }
+
+static Placed* block_of(const void* at) {
+    auto next = blocks.upper_bound((char*)at);
+    if (next == blocks.begin()) return nullptr;
+    auto block = std::prev(next);
+    return (char*)at < block->first + std::max<size_t>(block->second.bytes, 1) ? &*block : nullptr;
+}
+
+static std::string place_of(const void* at, size_t bytes) {
+    auto* block = block_of(at);
+    if (!block) return format("%zu bytes at %p, memory of the host that is not pinned", bytes, at);
+    size_t first = (char*)at - block->first;
+    std::string owner = block->second.device < 0 ? "pinned memory" : format("GPU %d", block->second.device);
+    return format("bytes %zu to %zu of a block of %zu at %p on %s%s", first, first + bytes, block->second.bytes,
+                  (void*)block->first, owner.c_str(), block->second.freed ? ", which was freed" : "");
+}
+
+// A fault of the host on our pages is always a mistake: pinned pages are closed only while a device may use them.
+static struct sigaction others_handler;
+static void protect(Placed& block);
+
+static void on_fault(int, siginfo_t* fault, void* context) {
+    if (is_ours(fault->si_addr)) {
+        LOCK;
+        const char* does = ((ucontext_t*)context)->uc_mcontext.gregs[REG_ERR] & 2 ? "writes into" : "reads";
+        std::string where = place_of(fault->si_addr, 1);
+        auto* block = block_of(fault->si_addr);
+        if (block && block->second.device < 0 && !block->second.freed) {
+            const Mark& other = block->second.users[0];
+            found(format("host %d %s", other.stream, other.name),
+                  format("race: %s on %s %s, and the host %s %s: nothing makes the host wait", other.name,
+                         name_of(other.stream).c_str(), other.writes ? "writes" : "reads", does, where.c_str()));
+            block->second.users.clear();
+            return protect(*block);  // said; go on
+        }
+        found(does, format("the host %s device memory: %s", does, where.c_str()));
+    }
+    sigaction(SIGSEGV, &others_handler, nullptr);  // the same instruction faults again, and they say where
+}
+
+// Close a block's pages to the host, as far as devices may use them.
+static void protect(Placed& block) {
+    struct sigaction mine = {}, now;
+    sigaction(SIGSEGV, nullptr, &now);
+    if (now.sa_sigaction != on_fault) {
+        others_handler = now;  // Python's faulthandler, as a rule, which may be turned on at any time
+        mine.sa_sigaction = on_fault;
+        mine.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+        sigaction(SIGSEGV, &mine, nullptr);
+    }
+    int may = block.second.device < 0 && !block.second.freed ? PROT_READ | PROT_WRITE : PROT_NONE;
+    for (auto& user : block.second.users) may &= user.writes ? PROT_NONE : PROT_READ;
+    mprotect(block.first, to_pages(block.second.bytes), may);
+}
+
+// This thread has waited: it knows what `clock` knows.
+static void learn(const Clock& clock) {
+    merge(known(), clock);
+    for (auto* block : guarded) {
+        std::erase_if(block->second.users, [](auto& user) { return before(user, known()); });
+        protect(*block);
+    }
+    std::erase_if(guarded, [](auto* block) { return block->second.users.empty(); });
+}
+
+static cudaError_t new_block(void** out, size_t bytes, int device) {
+    LOCK;
+    if (!program) {  // not before: processes that fork do so before they use a GPU
+        pages_file = memfd_create("simulated GPUs", MFD_CLOEXEC);
+        if (ftruncate(pages_file, SPACE)) abort();
+        auto map = [](int may) { return (char*)mmap(nullptr, SPACE, may, MAP_SHARED | MAP_NORESERVE, pages_file, 0); };
+        program = next_address = map(PROT_NONE), shadow = map(PROT_READ | PROT_WRITE);
+        if (program == MAP_FAILED || shadow == MAP_FAILED) abort();
+        madvise(shadow, SPACE, MADV_DONTDUMP);
+    }
+    if (device >= 0 && used[device] + bytes > GPU_BYTES) return fail(cudaErrorMemoryAllocation);
+    char* at = next_address;
+    next_address += (to_pages(bytes) + (2 << 20)) / (2 << 20) * (2 << 20);  // a gap behind each block
+    if (device >= 0) used[device] += bytes;
+    protect(*blocks.emplace(at, Block{bytes, device}).first);
+    if (bytes < (64 << 20)) memset(at - program + shadow, 0xff, bytes);  // NaN: what was never written shows
+    return *out = at, cudaSuccess;
+}
+
+// Races.
+
+struct Part {  // the bytes of a GPU from this address to the next part's. All have the same past:
+    std::vector<Mark> users = {};  // who has written them, and who has read them since
+    bool given_back = false;
+};
+
+static std::map<size_t, Part> parts = {{0, {}}};  // first byte -> part
+static std::map<int, std::vector<Mark>> late;     // stream -> who may still use bytes that it was given back
+
+// The part that begins at `at`: the one which lies across it is cut in two.
+static std::map<size_t, Part>::iterator cut(size_t at) {
+    auto next = parts.upper_bound(at), part = std::prev(next);
+    return part->first == at ? part : parts.emplace_hint(next, at, part->second);
+}
+
+static const char* kept(const std::string& name) {
+    static std::set<std::string> names;
+    return names.insert(name).first->c_str();
+}
+
+static void look(const Mark& mine, const Clock& clock, const Access& access) {
+    auto from = cut((size_t)access.at), to = cut((size_t)access.at + access.bytes);
+    const char* does = access.write ? "writes" : "reads";
+    std::string where = access.what + (" in " + place_of(access.at, access.bytes)), who = name_of(mine.stream);
+    for (auto part = from; part != to; ++part) {
+        auto& users = part->second.users;
+        if (part->second.given_back)
+            found(format("freed %s", mine.name), format("%s on %s %s memory that was given back: %s", mine.name,
+                                                        who.c_str(), does, where.c_str()));
+        for (auto& other : users)
+            if (other.stream != mine.stream && (other.writes || mine.writes) && !before(other, clock))
+                found(format("%s %d %s %d", other.name, other.stream, other.freed ? "" : mine.name, mine.stream),
+                      format("race: %s on %s %s, and %s on %s %s %s: and no event, wait or synchronisation orders the two",
+                             other.name, name_of(other.stream).c_str(), other.writes ? "writes" : "reads", mine.name,
+                             who.c_str(), does, where.c_str()));
+        std::erase_if(users, [&](auto& other) { return mine.writes || (other.stream == mine.stream && !other.writes); });
+        users.push_back(mine);
+    }
+    if (access.write) parts.erase(std::next(from), to);
+}
+
+extern "C" {
+
+void simulated_operation(cudaStream_t handle, const char* name, int count, const Access* accesses) {
+    LOCK;
+    Stream* stream = stream_of(handle);
+    merge(stream->clock, known());  // it was issued after all that
+    Mark mine{stream->number, ++stream->clock[stream->number], kept(name)};
+    for (auto* access = accesses; access != accesses + count; access++) {
+        auto* block = access->bytes ? block_of(access->at) : nullptr;
+        if (!block) continue;
+        mine.writes = access->write;
+        look(mine, stream->clock, *access);
+        if (block->second.device >= 0) continue;
+        if (block->second.users.empty()) guarded.push_back(block);
+        block->second.users.push_back(mine);
+        protect(*block);
+    }
+}
+
+// All that was issued on the stream that these bytes are given out for may have used them until now. And the allocator
+// may as well have chosen bytes that came back too early: which it gives is luck.
+void simulated_given_out(const void* at, size_t bytes, cudaStream_t handle, int device) {
+    LOCK;
+    Stream* stream = stream_of(handle, device);
+    auto& early = late[stream->number];
+    std::erase_if(early, [&](auto& user) { return before(user, stream->clock) || before(user, known()); });
+    Mark last{stream->number, stream->clock[stream->number], "what had this memory before", true};
+    auto to = cut((size_t)at + bytes);
+    for (auto part = cut((size_t)at); part != to; ++part) {
+        auto& users = part->second.users;
+        std::erase_if(users, [&](auto& user) { return user.stream == stream->number; });
+        users.push_back(last);
+        users.insert(users.end(), early.begin(), early.end());
+        part->second.given_back = false;
+    }
+}
+
+// The next work of the stream that these bytes belong to may write over them. Who uses them must be over by then.
+void simulated_given_back(const void* at, size_t bytes, cudaStream_t handle, int device) {
+    LOCK;
+    Stream* stream = stream_of(handle, device);
+    auto to = cut((size_t)at + bytes);
+    for (auto part = cut((size_t)at); part != to; ++part) {
+        part->second.given_back = true;
+        for (auto& user : part->second.users) {
+            if (user.freed || user.stream == stream->number || before(user, stream->clock) || before(user, known())) continue;
+            std::string name = format("%s, from before these were freed: %s,", user.name, place_of(at, bytes).c_str());
+            late[stream->number].push_back({user.stream, user.tick, kept(name), user.writes, true});
+        }
+    }
+}
+
+void* simulated_memory(const void* at, size_t bytes, int* device) {
+    LOCK;
+    auto* block = block_of(at);
+    if (!block || block->second.freed || (char*)at + bytes > block->first + block->second.bytes)
+        return fail(cudaErrorInvalidValue, place_of(at, bytes)), nullptr;
+    *device = block->second.device;
+    return (char*)at - program + shadow;
+}
+
+const char* simulated_error() { return error_text.c_str(); }
+
+int simulated_missing(const char* name) {
+    LOCK;
+    fail(cudaErrorNotSupported, format("%s is not simulated", name));
+    found(name, error_text);  // not every caller looks at what it gets
+    return cudaErrorNotSupported;
+}
+
+void simulated_is_nccls(cudaStream_t stream) { stream_of(stream)->nccls = true; }
+
+void simulated_findings(char* text, int size) {
+    LOCK;
+    std::string all;
+    for (auto& finding : findings) all += finding + "\n";
+    snprintf(text, size, "%s", all.c_str());
+}
+
+void simulated_forget() {
+    LOCK;
+    findings.clear(), said.clear(), late.clear(), parts = {{0, {}}};
+}
+
+// The runtime's functions. Of many there is nothing to say but what they do: CALL(name, arguments, what it does).
+
+#define CALL(name, arguments, ...) \
+    cudaError_t name arguments {   \
+        LOCK;                      \
+        __VA_ARGS__;               \
+        return cudaSuccess;        \
+    }
+
+CALL(cudaGetDevice, (int* device), *device = current_device)
+CALL(cudaDriverGetVersion, (int* version), *version = CUDART_VERSION)
+CALL(cudaRuntimeGetVersion, (int* version), *version = CUDART_VERSION)
+CALL(cudaDeviceCanAccessPeer, (int* can, int, int), *can = 1)
+CALL(cudaDeviceGetPCIBusId, (char* text, int size, int device), snprintf(text, size, "0000:%02x:00.0", device + 1))
+CALL(cudaMemGetInfo, (size_t* unused, size_t* all), *all = GPU_BYTES, *unused = *all - used[current_device])
+CALL(cudaDeviceGetStreamPriorityRange, (int* least, int* greatest), *least = 0, *greatest = -5)
+CALL(cudaStreamGetPriority, (cudaStream_t, int* priority), *priority = 0)
+CALL(cudaStreamSynchronize, (cudaStream_t stream), learn(stream_of(stream)->clock))
+CALL(cudaStreamWaitEvent, (cudaStream_t stream, cudaEvent_t event, unsigned), merge(stream_of(stream)->clock, ((Event*)event)->clock))
+CALL(cudaEventCreateWithFlags, (cudaEvent_t* out, unsigned), *out = (cudaEvent_t) new Event{current_device})
+CALL(cudaEventDestroy, (cudaEvent_t event), delete (Event*)event)
+CALL(cudaEventSynchronize, (cudaEvent_t event), learn(((Event*)event)->clock))
+CALL(cudaDeviceSynchronize, (), for (auto* stream : streams) if (stream->device == current_device) learn(stream->clock))
+// Graphs are never captured, and torch asks.
+CALL(cudaStreamIsCapturing, (cudaStream_t, cudaStreamCaptureStatus* status), *status = cudaStreamCaptureStatusNone)
+CALL(cudaStreamGetCaptureInfo, (cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
+     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*), *status = cudaStreamCaptureStatusNone)
+// Some kernels ask how they should be launched before they are.
+CALL(cudaFuncGetAttributes, (cudaFuncAttributes* out, const void*), *out = {}, out->maxThreadsPerBlock = 1024)
+// The driver's own functions, which torch would take for what is newer than its headers: there are none.
+CALL(cudaGetDriverEntryPointByVersion, (const char*, void** function, unsigned, unsigned long long,
+     cudaDriverEntryPointQueryResult* result), *function = nullptr; if (result) *result = cudaDriverEntryPointSymbolNotFound)
+
+cudaError_t cudaGetDeviceCount(int* count) { return (*count = gpus()) ? cudaSuccess : fail(cudaErrorNoDevice); }
+cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= gpus()) return fail(cudaErrorInvalidDevice);
+    return current_device = device, cudaSuccess;
+}
+cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheSimulation"; }
+const char* cudaGetErrorString(cudaError_t error) {
+    static thread_local std::string text;
+    text = format("simulated GPU, error %d: %s", (int)error, error_text.c_str());
+    return error == cudaErrorMemoryAllocation ? "out of memory" : text.c_str();
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
+    if (device < 0 || device >= gpus()) return fail(cudaErrorInvalidDevice);
+    *out = {};  // those that torch reads; of an A100, but for the name and the memory
+    snprintf(out->name, sizeof out->name, "Simulated GPU");
+    out->totalGlobalMem = GPU_BYTES, out->major = 8, out->multiProcessorCount = 108, out->warpSize = 32;
+    out->maxThreadsPerBlock = out->maxThreadsDim[0] = out->maxThreadsDim[1] = 1024, out->maxThreadsDim[2] = 64;
+    out->maxThreadsPerMultiProcessor = 2048, out->sharedMemPerBlock = 49152, out->sharedMemPerBlockOptin = 166912;
+    out->sharedMemPerMultiprocessor = 167936, out->regsPerBlock = out->regsPerMultiprocessor = 65536;
+    out->l2CacheSize = 40 << 20, out->maxGridSize[0] = 2147483647, out->maxGridSize[1] = out->maxGridSize[2] = 65535;
+    out->concurrentKernels = out->unifiedAddressing = 1, out->pciBusID = device + 1, out->uuid.bytes[0] = (char)device;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    switch (attribute) {
+        case cudaDevAttrComputeCapabilityMajor: return *value = 8, cudaSuccess;
+        case cudaDevAttrComputeCapabilityMinor: return *value = 0, cudaSuccess;
+        case cudaDevAttrMultiProcessorCount: return *value = 108, cudaSuccess;
+        default: return (cudaError_t)simulated_missing(format("cudaDeviceGetAttribute(%d)", (int)attribute).c_str());
+    }
+}
+
+cudaError_t cudaMalloc(void** out, size_t bytes) { return new_block(out, bytes, current_device); }
+cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) { return new_block(out, bytes, -1); }
+cudaError_t cudaFree(void* at) {
+    if (!at) return cudaSuccess;
+    LOCK;
+    auto block = blocks.find((char*)at);
+    if (block == blocks.end() || block->second.freed)
+        return fail(cudaErrorInvalidValue, "freeing what was not allocated: " + place_of(at, 0));
+    for (auto* stream : streams) learn(stream->clock);  // freeing waits for all work
+    auto [bytes, device] = std::pair(block->second.bytes, block->second.device);
+    if (device >= 0) used[device] -= bytes;
+    block->second.freed = true;
+    auto first = cut((size_t)at), end = cut((size_t)at + bytes);
+    first->second = {}, parts.erase(std::next(first), end);
+    protect(*block);
+    fallocate(pages_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, block->first - program, to_pages(bytes));
+    return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* at) { return cudaFree(at); }
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* at) {
+    LOCK;
+    auto* block = block_of(at);
+    bool known = block && !block->second.freed, pinned = known && block->second.device < 0;
+    *out = {};
+    out->type = pinned ? cudaMemoryTypeHost : known ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+    out->device = pinned ? 0 : known ? block->second.device : -2;
+    out->devicePointer = known ? (void*)at : nullptr, out->hostPointer = pinned ? (void*)at : nullptr;
+    return cudaSuccess;
+}
+
+// A copy to or from memory that is not pinned is over when the call returns, whatever its name says.
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    LOCK;
+    const void* ends[2] = {from, to};
+    int device;
+    for (auto& end : ends)
+        if (is_ours(end) && !(end = simulated_memory(end, bytes, &device)))
+            return fail(cudaErrorInvalidValue, "a copy to or from " + error_text);
+    memmove((void*)ends[1], ends[0], bytes);
+    Access accesses[2] = {{from, bytes, false, ""}, {to, bytes, true, ""}};
+    simulated_operation(stream, "memcpy", 2, accesses);
+    if (!is_ours(from) || !is_ours(to)) learn(stream_of(stream)->clock);
+    return cudaSuccess;
+}
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+}
+cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
+    int device;
+    void* memory = simulated_memory(at, bytes, &device);
+    if (!memory) return fail(cudaErrorInvalidValue, "memset of " + error_text);
+    memset(memory, value, bytes);
+    Access access{at, bytes, true, ""};
+    return simulated_operation(stream, "memset", 1, &access), cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned, int) {
+    LOCK;
+    stream_of(nullptr);  // the default streams have the first numbers
+    return *out = (cudaStream_t)new_stream(current_device), cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsigned) {
+    LOCK;
+    Event* event = (Event*)handle;
+    Stream* stream = stream_of(on);
+    if (stream->device != event->device)
+        return fail(cudaErrorInvalidResourceHandle, "an event of one GPU is recorded on a stream of another");
+    merge(stream->clock, known());
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    *event = {event->device, 0, now.tv_sec * 1e3 + now.tv_nsec * 1e-6, stream->clock};
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t on) { return cudaEventRecordWithFlags(event, on, 0); }
+cudaError_t cudaEventElapsedTime(float* out, cudaEvent_t first, cudaEvent_t second) {
+    Event *from = (Event*)first, *to = (Event*)second;
+    if (!from->milliseconds || !to->milliseconds || from->device != to->device)
+        return fail(cudaErrorInvalidResourceHandle, "elapsed time between events that were not recorded on one GPU");
+    return *out = (float)(to->milliseconds - from->milliseconds), cudaSuccess;  // the host's time
+}
+// Is it over? Training is told "no" where it has not waited, as on a GPU that is late: what goes well by luck must not
+// count as an order. After a thousand questions it is told "yes", for a loop may wait so.
+static cudaError_t query(const Clock& clock, int& asked) {
+    Clock all = known();
+    merge(all, clock);
+    if (trains() && all != known() && asked++ < 1000) return fail(cudaErrorNotReady);
+    return learn(clock), cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    LOCK;
+    return query(((Event*)event)->clock, ((Event*)event)->asked);
+}
+
+// Kernels. A library registers its own when it is loaded. None can run: what torch computes on a GPU is computed in
+// kernels.cpp, before it comes to a launch. So a launch is something that kernels.cpp has not thought of.
+
+static std::unordered_map<const void*, std::string> kernels;
+static thread_local cudaStream_t next_launch;  // the stream of `kernel<<<..., stream>>>`, which is compiled to a push and a pop
+
+void** __cudaRegisterFatBinary(void*) {
+    static void* handle[4];
+    return handle;
+}
+void __cudaRegisterFunction(void**, const char* handle, char*, const char* name, int, void*, void*, void*, void*, int*) {
+    LOCK;
+    kernels[handle] = name;
+}
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, CUstream_st* stream) { return next_launch = stream, 0; }
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+    return *grid = *block = {}, *shared = 0, *(cudaStream_t*)stream = next_launch, cudaSuccess;
+}
+cudaError_t cudaLaunchKernel(const void* handle, dim3, dim3, void**, size_t, cudaStream_t stream) {
+    LOCK;
+    const std::string& name = kernels[handle];
+    if (name.find("spin_kernel") == std::string::npos) return (cudaError_t)simulated_missing(("the kernel " + name).c_str());
+    return simulated_operation(stream, "sleep", 0, nullptr), cudaSuccess;  // torch.cuda._sleep: time, and nothing else
+}
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* handle) { return *kernel = (cudaKernel_t)handle, cudaSuccess; }
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** values, size_t shared, cudaStream_t stream) {
+    return cudaLaunchKernel((const void*)kernel, grid, block, values, shared, stream);
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* handle, void**) {
+    return cudaLaunchKernel(handle, {}, {}, nullptr, 0, config->stream);
+}
+}

@@ -1,0 +1,29 @@
+// What the simulated libraries ask of each other. All of it is in runtime.cpp.
+#pragma once
+#include <cuda_runtime_api.h>
+#include <cstddef>
+
+struct Access {
+    const void* at;  // as the program knows it
+    size_t bytes;
+    bool write;
+    const char* what;  // "float32[4, 8]", or "" where only bytes are known
+};
+
+extern "C" {
+// An operation is issued on a stream: look for accesses that nothing orders. Nothing is computed here.
+void simulated_operation(cudaStream_t stream, const char* name, int count, const Access* accesses);
+// Where the simulation itself can read and write what the program knows as `at`. nullptr, and a text in
+// `simulated_error`, if these bytes are not memory of a GPU or pinned memory that is there. `device`: -1 if pinned.
+void* simulated_memory(const void* at, size_t bytes, int* device);
+const char* simulated_error();
+// The allocator has given out these bytes, or has got them back, to give them to the next who asks on this stream.
+void simulated_given_out(const void* at, size_t bytes, cudaStream_t stream, int device);
+void simulated_given_back(const void* at, size_t bytes, cudaStream_t stream, int device);
+// Says on stderr, in the file of findings and in `simulated_error` that `name` is not simulated. An error's number.
+int simulated_missing(const char* name);
+void simulated_is_nccls(cudaStream_t stream);  // for messages: this stream is one that collectives run on
+// What was found so far, one line each; `forget` begins anew.
+void simulated_findings(char* text, int size);
+void simulated_forget();
+}

@@ -1,0 +1,273 @@
+"""The GPU path as users run it, and races in it, on simulated GPUs: ./launch.sh test --simulated-gpus N.
+
+Without them all of this is skipped. tests/test_cuda.py runs there as well. After every test stands what the detector
+has found in all processes that the test has started (tests/simulated_gpu/findings.py): nothing may be.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cases_simulated as cases
+import parts
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="./launch.sh test --simulated-gpus N")
+GPUS = torch.cuda.device_count()
+RANKS = max(2, GPUS)  # on one GPU two ranks share it, over gloo
+several = pytest.mark.skipif(GPUS < 2, reason="NCCL's ranks need a GPU each: two at least")
+finds = pytest.mark.finds
+
+
+def launch(*arguments, seconds: int = 200, **environment: str) -> str:
+    """`./launch.sh ...` to its end; what it has printed."""
+    command = [str(ROOT / "launch.sh"), *map(str, arguments)]
+    env = {**os.environ, "PYTHON": sys.executable, **environment}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+# The commands.
+
+
+def test_the_referee_finds_ddps_losses_in_all_engines(tmp_path):
+    out = launch("compare", RANKS, "--preset", "toy", "--steps", 6, "--timed-steps", 2, "--json", tmp_path / "out")
+    report = json.loads((tmp_path / "out").read_text())
+    assert report["match"] and report["device"] == "cuda" and report["backend"] == ("nccl" if GPUS > 1 else "gloo")
+    # The simulated NCCL adds in the order of the ranks, whoever asks: so these are equal to the bit.
+    assert "to the bit at every step: zero1, zero_redundancy_optimizer, zero2, fsdp2_no_reshard, zero3, fsdp2." in out
+
+
+def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
+    options = ("train", "zero3", str(RANKS), "--preset", "toy", "--save-every", "2", "--folder", str(tmp_path / "run"))
+    journal = tmp_path / "run" / "losses.jsonl"
+
+    def lines() -> list[dict]:
+        return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+
+    def steps() -> list[int]:
+        return [line["step"] for line in lines() if "event" not in line]
+
+    command = [str(ROOT / "launch.sh"), *options, "--steps", "12"]
+    with open(tmp_path / "printed", "w+") as printed:
+        run = subprocess.Popen(
+            command, env={**os.environ, "PYTHON": sys.executable}, cwd=ROOT, stdout=printed, stderr=printed
+        )
+        try:
+            until = time.monotonic() + 120
+            while len(steps()) < 4:
+                assert run.poll() is None and time.monotonic() < until, (tmp_path / "printed").read_text()
+                time.sleep(0.05)
+            start = [line for line in lines() if line.get("event") == "start"][-1]
+            os.kill(int(start["processes"][-1].rpartition(":")[2]), signal.SIGKILL)
+            assert run.wait(150) == 0, (tmp_path / "printed").read_text()
+        finally:
+            run.kill()
+    assert sum(line.get("event") == "start" for line in lines()) == 2, "nobody noticed that a rank was killed"
+    launch(*options[:-2], "--folder", tmp_path / "run", "--steps", 14)
+    assert steps()[-1] == 14
+
+
+def test_report(tmp_path):
+    launch("report", tmp_path / "report", "--quick", "--only", "machine,timeline,sweeps", "--minutes", 3)
+    assert "Simulated GPU" in (tmp_path / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("offload", ([], ["--offload"]), ids=str)
+def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path, offload):
+    """To 0.25%, in bytes that were asked for: the allocator rounds them up to blocks, which is no engine's doing."""
+    options = ["--preset", "tiny", "--ranks", "4", *offload]
+    launch("memory", *options, "--json", tmp_path / "fake")
+    launch("memory", *options, "--device", "cuda", "--json", tmp_path / "cuda")  # as users run it
+    code = f"import cases_simulated; cases_simulated.print_peaks(*{options!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, fake = json.loads(done.stdout.splitlines()[-1]), json.loads((tmp_path / "fake").read_text())["engines"]
+    assert len(found) >= 5
+    for name, peak in found.items():
+        ratio = peak / fake[name]["peak_bytes"]
+        assert abs(ratio - 1) < 0.0025, f"{name}: the allocator's peak is {ratio:.4f} times the dry run's"
+
+
+def test_bench():
+    small = ("--layers", 1, "--width", 32, "--heads", 2, "--vocab", 256, "--seq", 32, "--rounds", 2)
+    assert "x fsdp2" in launch("bench", RANKS, *small)
+
+
+def test_sweeps(tmp_path):
+    launch("sweeps", RANKS, "--preset", "toy", "--rounds", 1, "--json", tmp_path / "out")
+    assert json.loads((tmp_path / "out").read_text())
+
+
+def test_watch(tmp_path):
+    launch("watch", "zero3", RANKS, "--preset", "toy", "--tries", 1, "--out", tmp_path / "page.html")
+    assert "ZeRO-3" in (tmp_path / "page.html").read_text()
+
+
+def test_trace(tmp_path):
+    launch("zero3", RANKS, "--preset", "toy", "--trace", tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda file: file.stem)
+def test_notebooks(file, tmp_path):
+    """Its cells, one after the other, without Jupyter: `%%writefile` is all that it would do."""
+    cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
+    code = []
+    for cell in cells:
+        first, _, rest = "".join(cell["source"]).partition("\n")
+        if first.startswith("%%writefile "):
+            text = f"open(f{first.split()[1]!r}, 'w').write({rest!r})"
+        else:
+            text = "\n".join(line for line in "".join(cell["source"]).split("\n") if not line.startswith("%"))
+        code.append(text)
+    (tmp_path / "cells.py").write_text("\n".join(code))
+    small = {"ZERO_NOTEBOOK_PRESET": "toy", "ZERO_NOTEBOOK_RANKS": str(RANKS), "ZERO_NOTEBOOK_CLAIMS": "fully_shard"}
+    env = {**os.environ, **small, "ZERO_NOTEBOOK_DEVICE": "cuda", "MPLBACKEND": "agg"}
+    command = [sys.executable, str(tmp_path / "cells.py")]
+    done = subprocess.run(command, env=env, cwd=file.parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "The runs use: cuda" in done.stdout
+
+
+# What a GPU would do quietly, and a simulated one says.
+
+
+@pytest.fixture(scope="module")
+def pool():
+    from pool import Pool
+
+    pool = Pool(RANKS, "nccl" if GPUS > 1 else "gloo", device="cuda")
+    yield pool
+    pool.let_go()
+    pool.close()
+
+
+@finds
+@pytest.mark.parametrize("case, words", {
+    "freed_memory": ("add", "shape [64]", "memory was freed"),
+    "unknown_kernel": ("the kernel", "int4", "is not simulated"),
+    "tensors_on_two_devices": ("same device", "add", "on the CPU"),
+    "the_host_reads_before_a_copy_is_over": ("memcpy", "default stream", "the host reads", "pinned memory"),
+}.items(), ids=str)  # fmt: skip
+def test_what_is_wrong_is_named(pool, case, words):
+    for found in pool.run(getattr(cases, case)):
+        found = found if isinstance(found, str) else "\n".join(found)
+        assert all(word in found for word in words), found
+
+
+@finds
+@several
+def test_ranks_that_issue_different_collectives_are_named(pool):
+    from pool import CaseFailed
+
+    for found in pool.run(cases.different_collectives):
+        assert "different collectives" in found and "all-reduce from 6 to 6 float32" in found, found
+        assert "all-reduce from 8 to 8 float32" in found, found
+    with pytest.raises(CaseFailed):  # the group is of no use any more: the next case has new ranks
+        pool.run(parts.failure, module="cases_simulated", of="freed_memory")
+
+
+@finds
+@several
+def test_an_output_on_another_gpu_is_named(pool):
+    for rank, found in enumerate(pool.run(cases.an_output_on_another_gpu)):
+        assert "an output on the wrong device" in found and f"memory of GPU {(rank + 1) % GPUS}" in found, found
+
+
+@finds
+def test_a_host_that_touches_device_memory_is_named():
+    code = "import ctypes, torch; ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV and "the host reads device memory: bytes 0 to 1" in done.stderr, done
+
+
+# Races.
+
+OFFLOAD, LOW = {"offload": True}, cases.LOW
+OPTIONS = [{}, LOW, OFFLOAD, {"offload": False}, {**OFFLOAD, **LOW}, {"find_unused": True}]
+OF_ZERO3 = [
+    {"prefetch": 0},
+    {"prefetch": 2},
+    {"reshard_after_forward": False},
+    {"reshard_after_forward": False, **OFFLOAD},
+]
+REPLICAS = [{"replicas": True}, {"replicas": True, **OFFLOAD}] if GPUS > 1 else []
+ALL = [(stage, options) for stage in parts.STAGES for options in OPTIONS + REPLICAS + OF_ZERO3 * (stage == "zero3")]
+
+
+@pytest.mark.parametrize("stage, options", ALL, ids=str)
+def test_no_races(pool, stage, options):
+    assert not any(found := pool.run(cases.trains, stage=stage, options=options)), found
+
+
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", ("ddp", "zero_redundancy_optimizer", "fsdp2_no_reshard", "fsdp2", "fsdp2-offload"))
+def test_no_races_in_what_we_compare_with(pool, name, dtype):
+    name, _, offload = name.partition("-")
+    assert not any(found := pool.run(cases.counterpart_trains, name=name, offload=bool(offload), dtype=dtype)), found
+
+
+# Each line that keeps an order on a GPU: (module, the line, what is in its place without it, [(stage, options)]).
+P = "harness.engine.placement"
+TAKEN_OUT = {
+    "step 5 waits": ("zero1", 'wait(work, "all-gather", bucket)', "pass", [("zero1", {}), ("zero2", {})]),
+    "step 3 waits, ZeRO-1": ("zero1", 'wait(work, "all-reduce", bucket)', "pass", [("zero1", {}), ("zero1", OFFLOAD)]),
+    "step 3 waits": (
+        "zero2",
+        'wait(self.work, "reduce-scatter", self.bucket)',
+        "pass",
+        [("zero2", {}), ("zero3", OFFLOAD)],
+    ),
+    "a unit waits": (
+        "zero3",
+        'wait(unit.works.pop(0), "all-gather", unit.buckets[0])',
+        "unit.works.pop(0)",
+        [("zero3", {}), ("zero3", OFFLOAD)],
+    ),
+    "what is freed was waited for": ("zero3", "self._wait(unit)  # never free", "pass  # never free", [("zero3", {})]),
+    "replicas, ZeRO-2 and -3": (
+        P,
+        'self._in_flight, None\n            wait(work, "all-reduce over the replicas", bucket)',
+        "self._in_flight, None",
+        [("zero2", {"replicas": True}), ("zero3", {"replicas": True})],
+    ),
+    "replicas, ZeRO-1": (
+        P,
+        'async_op=True)\n            wait(work, "all-reduce over the replicas", bucket)',
+        "async_op=True)",
+        [("zero1", {"replicas": True})],
+    ),
+    "the host adds": (P, "self._down.synchronize()", "pass", [("zero2", OFFLOAD), ("zero3", OFFLOAD)]),
+    "the host updates": (P, "self._device.synchronize()", "pass", [(stage, OFFLOAD) for stage in parts.STAGES]),
+    "copies up wait": (P, "self._up.wait_stream(self._device.current_stream())", "pass", [("zero3", OFFLOAD)]),
+    "copies down wait": (
+        P,
+        "self._down.wait_stream(self._device.current_stream())",
+        "pass",
+        [(stage, OFFLOAD) for stage in parts.STAGES],
+    ),
+    "memory is kept for copies down": (
+        P,
+        "shard.record_stream(self._down)",
+        "pass",
+        [("zero1", {**OFFLOAD, "param_dtype": torch.bfloat16}), ("zero2", OFFLOAD), ("zero3", OFFLOAD)],
+    ),
+}
+EACH = [pytest.param(*change, *case, id=f"{name}: {case}") for name, (*change, of) in TAKEN_OUT.items() for case in of]
+
+
+@finds
+@several
+@pytest.mark.parametrize("module, old, new, stage, options", EACH)
+def test_what_is_taken_out_is_missed(pool, module, old, new, stage, options):
+    for found in pool.run(cases.trains_without, module=module, old=old, new=new, stage=stage, options=options):
+        assert found and all("stream" in line and "bytes" in line for line in found), found
+        print("\n".join(found[:2]))
