@@ -69,8 +69,8 @@ from harness.engine.waiting import wait
 class Bucket:
     """Parameters in one flat buffer, cut into one equal shard per rank.
 
-    A collective has a fixed cost, so many parameters share a bucket, and the cuts fall where they fall. For a to d of
-    15, 3, 9, 3 elements, each in multiples of 4, `offsets` are 0, 16, 20, 32; `numel` is 48, and 48/N `shard_numel`:
+    A collective has a fixed cost, so many parameters share a bucket, and the cuts fall where they fall. Say N = 4,
+    and a to d have 15, 3, 9, 3 elements: `offsets` are 0, 16, 20, 32, multiples of 4; `numel` is 48, `shard_numel` 12:
 
         element  0         10        20        30        40
         flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.............     (a dot is padding)
@@ -128,7 +128,7 @@ class Bucket:
 
         `detach` makes another tensor on the shard's memory: updating a piece updates the shard.
         """
-        placement.adopt(self)  # sets `self.placement`; mixed precision and offload: the shard gets memory of its own
+        placement.adopt(self)  # sets `bucket.placement`; in mixed precision or offload the shard gets its own memory
         trained = self.params[0].requires_grad
         self.pieces = [(index, part.detach().requires_grad_(trained)) for index, part in self.cut(self.shard)]
 
@@ -151,11 +151,11 @@ def gather_parameters(buckets: list[Bucket], group) -> None:
 class ZeRO1(Interface):
     """Data-parallel training of `model` with the optimizer state cut into N.
 
-    Step 0, the set-up of all that the other steps use, stands last: `__init__`.
-    `optimizer_cls` takes the list of this rank's pieces (1-D float tensors) and returns a `torch.optim.Optimizer` that
-    treats each element by itself, as SGD and AdamW do (Muon looks at matrices). `bucket_mb` is a bucket's size in MiB,
-    and the other options are those of `Interface.prepare`. All ranks start from rank 0's parameters. Several backwards
-    before a step add up, and send as much as one. Raises ValueError, TypeError or RuntimeError for what cannot work.
+    Step 0, the set-up of all that the other steps use, stands last: `__init__`. `optimizer_cls` takes the list of this
+    rank's pieces (1-D float tensors) and returns a `torch.optim.Optimizer` that treats each element by itself, as SGD
+    and AdamW do (Muon looks at matrices). `bucket_mb` is a bucket's size in MiB (0: one per parameter), for the others
+    see `Interface.prepare`. All ranks start from rank 0's parameters. Several backwards before a step add up, and send
+    as much as one. Raises ValueError, TypeError or RuntimeError for what cannot work.
     """
 
     # The steps.
@@ -199,7 +199,7 @@ class ZeRO1(Interface):
             own = self.placement.final_shard(bucket, own)  # unchanged, but for replicas and offload
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(own)):
                 piece.grad = gradient.to(piece.dtype)  # of the same dtype: a view, no copy
-        gradients.require_all(self)  # an error for a parameter without a gradient, before anything is updated
+        gradients.require_all(self)  # without `find_unused` an error for a parameter that got no gradient
 
     def zero_grad(self) -> None:
         """Drop all gradients, after `step()`. What is in `flat_gradient` stays, and `on_gradient` writes over it."""
@@ -242,7 +242,7 @@ class ZeRO1(Interface):
                 bucket.flat_gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
                 bucket.gradient_views = bucket.views(bucket.flat_gradient)
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
-        self.hooks = gradient_hooks.Hooks(self)  # what only hard cases need
+        self.hooks = gradient_hooks.Hooks(self)  # calls `on_gradient`, and knows the hard cases
         self.watch_gradients()
         self.zero_grad()
 

@@ -113,7 +113,7 @@ class ZeRO2(Interface):
     def _reduce_gradients(self) -> None:
         """The end of step 3: receive the last bucket."""
         self._receive()
-        gradients.require_all(self)  # an error for a parameter without a gradient
+        gradients.require_all(self)  # without `find_unused` an error for a parameter that got no gradient
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
@@ -131,7 +131,7 @@ class ZeRO2(Interface):
 
     def on_gradient(self, bucket: Bucket, index: int) -> None:
         """The gradient of `bucket.params[index]` is final."""
-        bucket.missing.discard(index)  # what backward has still to bring: when it begins, all of the bucket
+        bucket.missing.discard(index)  # what backward has still to bring; `self.hooks` fills it when one begins
         if not bucket.missing:
             self.gradients_final(bucket)  # the last one has come: the bucket is complete
 
@@ -155,7 +155,7 @@ class ZeRO2(Interface):
         """Step 3, first half: send one bucket. Backward goes on meanwhile."""
         with record_function("step 3 reduce gradients"):
             # The bucket before has travelled while backward filled this one. To receive it first frees its gradients
-            # before others are gathered in a buffer. So never more than two buckets are whole: this makes it ZeRO-2.
+            # before others are copied into a buffer. If all come in turn, two at most are whole: that is ZeRO-2.
             self._receive()
             self._in_flight = Reduction(bucket, self.group)
 
@@ -182,7 +182,7 @@ class ZeRO2(Interface):
             state.broadcast_buffers(model, self.placement.everyone)  # what the model registered as buffers stays whole
         self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
         self._in_flight = None  # the `Reduction` that was sent and not received
-        self.hooks = gradient_hooks.BucketHooks(self)  # what only hard cases need
+        self.hooks = gradient_hooks.BucketHooks(self)  # calls `on_gradient`, and knows the hard cases
         self.watch_gradients()
         self.zero_grad()
 

@@ -129,19 +129,19 @@ class ZeRO3(Interface):
         self._free_all()  # what is still gathered has the old values
 
     def _reduce_gradients(self) -> None:
-        """The end of step 3. When backward ended, `self.hooks` has received the last bucket and freed the root."""
-        self._receive()  # if it did not end
-        gradients.require_all(self)  # an error for a parameter without a gradient
+        """The end of step 3. Normally nothing is left: at the end of backward `self.hooks` has called `_receive`."""
+        self._receive()  # what a backward that stopped short has left in flight
+        gradients.require_all(self)  # without `find_unused` an error for a parameter that got no gradient
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
         self._receive()  # a buffer must not go while a collective uses it
         gradients.forget(self)
 
-    # The moments of forward. torch calls a module's hooks before its forward and after it. The root stays after it.
+    # The moments of forward. Hooks on modules call them, the second one for units only: the root stays gathered.
 
     def before_forward(self, unit: Unit, upcoming: list[Unit]) -> None:
-        """`unit` is about to run. `upcoming`: the `prefetch` units that ran next in the forward before this one."""
+        """`unit` is about to run. `upcoming`: the `prefetch` units that came after it in the last forward."""
         for each in (unit, *upcoming):
             self._gather(each)  # nothing to do if it was prefetched
         self._wait(unit)
@@ -158,12 +158,12 @@ class ZeRO3(Interface):
     def pack(self, tensor: torch.Tensor):
         """`self.hooks` has autograd call this when forward saves `tensor`, and keep what it returns."""
         unit = self.unit_of.get(storage_number(tensor))  # whose weight is it, or a view of? None: nobody's
-        return tensor, None if unit is None else self.hooks.visit(unit)  # the unit's forward that runs now
+        return tensor, None if unit is None else self.hooks.visit(unit)  # this run of the unit
 
     def unpack(self, saved) -> torch.Tensor:
         """Called in backward, right before autograd reads the tensor that `pack` returned."""
         tensor, visit = saved
-        if visit is not None and visit not in self.asked:  # `asked` is empty when a backward begins
+        if visit is not None and visit not in self.asked:  # `self.hooks` empties `asked` for each backward
             self.asked.add(visit)  # it asks for the unit's first weight: it has come to the unit
             self.before_backward(visit.unit, visit.before)  # `before`: the `prefetch` units that ran before it
         return tensor
@@ -183,9 +183,9 @@ class ZeRO3(Interface):
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
         """The gradient of `bucket.params[index]` is final: all that backward does with the weight is done."""
-        bucket.missing.discard(index)
+        bucket.missing.discard(index)  # as in ZeRO-2
         if not any(bucket.missing for bucket in unit.trained_buckets):  # the unit's last one
-            if len(unit.trained_buckets) == len(unit.buckets):  # frozen ones: when the next unit's turn comes
+            if len(unit.trained_buckets) == len(unit.buckets):  # with frozen ones: when the next unit begins
                 self.after_backward(unit)
             self.gradients_final(unit)
 
@@ -194,8 +194,8 @@ class ZeRO3(Interface):
         self._free(unit)
 
     def gradients_final(self, unit: Unit) -> None:
-        """All gradients of `unit` are final. No turns as in ZeRO-2: the gathers have one order on all ranks."""
-        self.order.next("reduce-scatter", unit)  # an error if they do not
+        """All gradients of `unit` are final. No turns as in ZeRO-2: units are done in the order of gathers."""
+        self.order.next("reduce-scatter", unit)  # an error if the ranks' orders differ
         for bucket in unit.trained_buckets:
             self._send(bucket)  # `Reduction` needs only the size of `flat`, which may be freed
 

@@ -180,6 +180,7 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
     By default the schedule divides the gradients by the number of micro-batches itself, once all have come back.
     Without `scaled` the loss is divided. With `sequence` all parameters of the last part are DTensors.
     """
+    engine.needs("zero1", "zero2", "zero3")  # who wraps the model, as DDP does, is handed over in another way
     mesh = parts.mesh(2, 2, dist.get_world_size() // 4, names=("stages", "data", "tensor"))
     cut = mesh["tensor"].size() > 1
     model = cut_by(mesh["tensor"], sequence) if cut else parts.seeded(small)

@@ -23,8 +23,8 @@ from harness.measure import step_report, tables
 from harness.measure.dry_run import fits_on
 from harness.measure.ratios import ratios
 from harness.measure.report import page
-from harness.properties.conform import OUTCOMES, SIGNS
-from harness.properties.property import GROUPS, library
+from harness.properties.conform import OUTCOMES
+from harness.properties.property import library
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
@@ -118,7 +118,7 @@ def referee_bf16() -> str:
 
 def referee_deepspeed() -> str:
     report = result(REFEREE_DEEPSPEED)
-    titles = ("difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms", "x ddp")
+    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step"
     return f"{conditions(report, REFEREE_DEEPSPEED)}\n\n{of_referee(report, *titles)}"
 
 
@@ -333,34 +333,24 @@ CONFORMANCE = "conform-cpu.json"
 
 
 def conformance() -> str:
-    """How many properties of each group an engine is right in, of those that can be asked of it; and the other ends."""
-    report = result(CONFORMANCE)
-    asked = {name: [(library()[p].group, one["outcome"]) for p, one in found.items() if p in library()]
-             for name, found in report["engines"].items()}  # fmt: skip
-    rows = []
-    for name, ends in asked.items():
-        row = [f"`{name}`"]
-        for group in GROUPS:
-            of = Counter(outcome for where, outcome in ends if where == group)
-            count = of.total() - of["not applicable"]
-            row.append(f"{of['right']} of {count}" if count else "—")
-        total = Counter(outcome for _, outcome in ends)
-        rows.append([*row, *(str(total[outcome]) for outcome in OUTCOMES)])
+    """How many properties end how, for every engine that was asked."""
+    report, rows = result(CONFORMANCE), []
+    for name, found in report["engines"].items():
+        count = Counter(one["outcome"] for one in found.values())
+        rows.append([f"`{name}`", *(str(count[outcome]) for outcome in OUTCOMES)])
     said = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return f"{tables.markdown([['engine', *GROUPS, *OUTCOMES], *rows])}\n\n{said} (`results/{CONFORMANCE}`)."
+    return f"{tables.markdown([['engine', *OUTCOMES], *rows])}\n\n{said} (`results/{CONFORMANCE}`)."
 
 
 def conformance_differs() -> str:
-    """The properties that some engine does not fulfil: what each engine does there."""
-    engines = result(CONFORMANCE)["engines"]
-    rows = []
+    """The properties in which some engine is wrong, crashes or hangs: who does so."""
+    engines, rows = result(CONFORMANCE)["engines"], []
     for name in library():
-        ends = [found[name]["outcome"] if name in found else "not applicable" for found in engines.values()]
-        if not {*ends} <= {"right", "not applicable"}:
-            rows.append(
-                [f"`{name}`", *("**" + end + "**" if end in ("wrong", "crash", "hang") else SIGNS[end] for end in ends)]
-            )
-    return tables.markdown([["property", *(f"`{name}`" for name in engines)], *rows]) if rows else "There are none."
+        ends = {engine: found[name]["outcome"] for engine, found in engines.items() if name in found}
+        bad = [f"`{engine}` {end}" for engine, end in ends.items() if end in ("wrong", "crash", "hang")]
+        right = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "right")
+        rows += [[f"`{name}`", ", ".join(bad), right or "nobody"]] * bool(bad)
+    return tables.markdown([["property", "who is not right", "who is"], *rows])
 
 
 def exhibits_of(stage: str) -> str:

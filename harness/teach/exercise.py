@@ -80,7 +80,7 @@ _LAYOUT = Blank(
     "16 bytes, in the parameters' dtype and in self.param_dtype, whose elements may be smaller. numel is N shards: N "
     "rarely divides what there is, so zeros fill the rest. A shard has elements even when the parameters have none.",
     "about {lines} lines; less than 16 bytes of padding behind a parameter, less than 16 N bytes behind them all",
-    "the picture in Bucket's docstring, and its Attributes",
+    "the picture in Bucket's docstring, and `own_part`",
     first=("Assign", "align"),
 )
 _CUT = Blank(
