@@ -94,8 +94,9 @@ def test_the_referee_says_where_the_time_goes(comparison):
 def test_the_referee_in_bfloat16(tmp_path):
     """What its tables say of it. That engines then train alike is among the properties."""
     file = tmp_path / "out.json"
-    options = "--preset toy --steps 3 --timed-steps 0 --batch 2 --dtype bf16 --engines single,ddp,zero1,zero3".split()
-    first, second = forked.on_ranks([str(ROOT / "fsdp2_compare.py"), *options, "--json", str(file)], 2)
+    engines = "single,ddp,zero1,zero3,fsdp2,fsdp1_article"
+    options = f"--preset toy --steps 3 --timed-steps 0 --batch 2 --dtype bf16 --engines {engines} --json {file}"
+    first, second = forked.on_ranks(["fsdp2_compare.py", *options.split()], 2)
     assert first.returncode == second.returncode == 0, first.stderr[-3000:] + second.stderr[-3000:]
     assert "bfloat16 with float32 reduction" in first.stdout and "Warning" not in first.stderr + second.stderr
     report = json.loads(file.read_text())
@@ -141,10 +142,8 @@ def judge(broken: str, value: float):
     if own.get(broken):
         own[broken][1] = value
     runs = {name: {"losses": losses} for name, losses in own.items()}
-    made = referee.Referee(
-        referee.arguments(["--preset", "toy", "--steps", "3"]), torch.zeros(100, dtype=torch.uint8), me
-    )
-    reference, match = made.compare(runs)
+    options = referee.arguments(["--preset", "toy", "--steps", "3"])
+    reference, match = referee.Referee(options, torch.zeros(100, dtype=torch.uint8), me).compare(runs)
     return match, referee.verdict(runs, reference, me.world_size)
 
 
@@ -246,10 +245,9 @@ def test_a_command_without_ranks_is_one_process(door):
 
 def test_help():
     assert "./launch.sh compare [N]" in forked.launch("help").stdout
-    said = forked.alone([str(ROOT / "fsdp2_compare.py"), "--help"])
-    assert said.returncode == 0 and all(
-        option in said.stdout for option in ("--preset", "--engines", "--data", "--json")
-    )
+    said = forked.alone(["fsdp2_compare.py", "--help"])
+    assert said.returncode == 0
+    assert all(option in said.stdout for option in ("--preset", "--engines", "--data", "--json"))
 
 
 MACHINES = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400"}
