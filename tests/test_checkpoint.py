@@ -5,10 +5,10 @@ import math
 import os
 import pickle
 import re
-import subprocess
 import warnings
 from pathlib import Path, PurePosixPath
 
+import forked
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,10 +32,9 @@ def test_rectangles_are_the_run_in_order(shape):
     assert rectangles(shape, 1, 1) == []
 
 
-def test_killed_at_any_moment(tmp_path, quick_python):
+def test_killed_at_any_moment(tmp_path):
     """kill -9 of each rank at each of its acts on files: the last checkpoint remains whole, or the new one is."""
-    script = Path(__file__).with_name("killed_while_saving.py")
-    result = subprocess.run([quick_python, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    result = forked.alone(["tests/killed_while_saving.py", str(tmp_path)])
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     kills = dict(re.findall(r"rank (\d): (\d+) kills", result.stdout))
     assert int(kills["0"]) >= 15 and int(kills["1"]) >= 3, result.stdout

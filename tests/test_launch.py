@@ -171,8 +171,6 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     events, begins = written["traceEvents"], written["otherData"]["step_begins_ms"] * 1e3
     for rank in (0, 1):
         mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
-        steps = {event["name"] for event in mine if event["cat"] == "steps"}
-        assert {name[:6] for name in steps} == {f"step {number}" for number in range(6)}
         counters = [event for event in events if event["ph"] == "C" and event["pid"] == rank]
         alive = [event["args"]["MB"] for event in counters if event["name"] == "live"]
         by_part = [event["args"] for event in counters if event["name"] != "live"]
