@@ -17,7 +17,7 @@ Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
 At that moment two buckets have whole gradients: the one that backward is finishing, and the one in flight. The former
 has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more collectives. (Unequal ones:
-`PEAK_FORMULAS` in harness/measure/dry_run.py.) Activations come on top, but are largest early in backward, when there
+`PEAK_FORMULAS` in harness/measure/memory.py.) Activations come on top, but are largest early in backward, when there
 are hardly any gradients yet. So the peak of both together comes early as a rule, and is less than the two peaks' sum.
 
 ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one, and

@@ -22,7 +22,7 @@ Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 At that moment these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and whole
 gradients of the unit at work and of the one in flight (2U). The parameters named here have no gradient shard yet, so
 (R + 2U)/N is subtracted. Not counted are the root's own gradients (last norm, head), which stay whole until the
-embedding's has come. (Unequal units: `PEAK_FORMULAS` in harness/measure/dry_run.py.) With activations the peak comes
+embedding's has come. (Unequal units: `PEAK_FORMULAS` in harness/measure/memory.py.) With activations the peak comes
 early in backward as a rule. The root is gathered once per step, so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     # They share the runs of 7b, and what is predicted of it.
-    together = dict.fromkeys(("test_dry_run", "test_articles"), "dry runs")
+    together = dict.fromkeys(("test_memory", "test_articles"), "dry runs")
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             on_ranks = "ranks" in getattr(item, "fixturenames", ())
