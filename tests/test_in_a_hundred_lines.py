@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from test_rooms import code_lines
 
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.run.model import GPT, next_token_loss, preset

@@ -67,7 +67,7 @@ def test_the_referee_compares(tmp_path):
         assert run["peak_bytes"] > sum(held.values()) and run["step_ms"] > 0 and run["tokens_per_s"] > 0
     assert {name for name, run in report["runs"].items() if run["difference"] == 0} >= set(expected) - {"single"}
     for ours, theirs in (("zero1", "zero_redundancy_optimizer"), ("zero2", "fsdp2_no_reshard"), ("zero3", "fsdp2")):
-        # On a busy machine a gloo thread may let go of a unit's buffer a moment later. Without gloo: test_dry_run.py.
+        # On a busy machine a gloo thread may let go of a unit's buffer a moment later. Without gloo: test_memory.py.
         unit = 4 * 12_704
         assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"] + unit, ours
 
@@ -263,9 +263,10 @@ def test_what_launch_sh_refuses(line, environment, said):
     "program, said",
     (
         ("zero3.py --prefetch -1", ["--prefetch", "-1"]),
+        ("zero3.py --data /nowhere/text", ["/nowhere/text", "No such file"]),
         ("fsdp2_compare.py --backend mpi", ["mpi"]),
         ("-m harness.measure.sweeps --only x", ["'x'", "bucket size"]),
-        ("-m harness.measure.dry_run --preset 8b", ["'8b'", "70b"]),
+        ("-m harness.measure.memory --preset 8b", ["'8b'", "70b"]),
         ("-m harness.teach.museum 99", ["'99'", "1 to"]),
     ),
 )
