@@ -120,14 +120,6 @@ def test_a_strangers_list_touches_nothing(tmp_path, stranger, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def altered(change):
-    def write(folder: Path) -> None:
-        change(whole := theirs(folder), folder)
-        (folder / ".metadata").write_bytes(pickle.dumps(whole))
-
-    return write
-
-
 def set_places(**fields):
     return lambda whole, _: [vars(place).update(fields) for place in whole.storage_data.values()]
 
@@ -180,7 +172,8 @@ WRONG = {
 def test_a_list_that_lies_is_refused(tmp_path, what):
     (tmp_path / "outside").write_bytes(b"\0" * 100_000)
     folder = tmp_path / "theirs"
-    altered(WRONG[what])(folder)
+    WRONG[what](whole := theirs(folder), folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
     with pytest.raises((checkpoint.Unsafe, checkpoint.Damaged)):
         Folder(folder)
 
