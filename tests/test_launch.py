@@ -354,7 +354,7 @@ def test_when_a_rank_dies_or_hangs_every_other_one_leaves_and_says_where(tmp_pat
         assert "Warning" not in other.stderr
 
 
-def collectives_of_work_alone() -> tuple[list[int], list[int]]:
+def collectives_of_work_alone(port: int) -> tuple[list[int], list[int]]:
     """(numbers of collectives begun at each step of this rank, and when it meets the others again) in all passes."""
     stepped, met = [], []
     begun = dist.group.WORLD._get_sequence_number_for_group
@@ -373,7 +373,10 @@ def collectives_of_work_alone() -> tuple[list[int], list[int]]:
     me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
     options = referee.arguments(["--engines", "single", "--preset", "toy", "--steps", "1", "--timed-steps", "1"])
     slow = mock.patch.object(referee.Referee, "step", slow_step)
-    with slow, mock.patch.object(referee.process_group, "wait_for_rank_0", noted):
+    # As under torchrun. The pool's own store, a file, ends a wait with another error.
+    store = dist.TCPStore("localhost", port, is_master=me.rank == 0, wait_for_workers=False)
+    served = mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store)
+    with slow, served, mock.patch.object(referee.process_group, "wait_for_rank_0", noted):
         passes = referee.Referee(options, torch.zeros(100, dtype=torch.uint8), me)
         passes.time({"single": passes.train("single")})
     return stepped, met
@@ -381,7 +384,7 @@ def collectives_of_work_alone() -> tuple[list[int], list[int]]:
 
 def test_rank_0_alone_may_take_longer_than_a_collective(ranks):
     """`single`: the other ranks wait for it, and in no collective, which would end them after some time."""
-    (stepped, met), (nothing, waited) = ranks(2).run(collectives_of_work_alone)
+    (stepped, met), (nothing, waited) = ranks(2).run(collectives_of_work_alone, port=forked.free_port())
     assert nothing == [] and waited == met and len(met) >= 3
     assert set(stepped) <= set(met)  # while rank 0 works, the others have begun no collective that it has not
 

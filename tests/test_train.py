@@ -277,7 +277,8 @@ def test_a_machine_goes_and_comes_back(stories):
     assert set(steps.values()) == {1} and sorted(steps) == list(range(1, len(steps) + 1))
     ranks = [line["ranks"] for line in run.events("start")]
     assert [number for place, number in enumerate(ranks) if [number] != ranks[place - 1 : place]][-3:] == [2, 1, 2]
-    # (On a busy machine the first begins alone.) Steps that were made on two ranks, and again on one: the same batch from the same state.
+    # (On a busy machine the first begins alone.)
+    # Steps that were made on two ranks, and again on one: the same batch from the same state.
     twice = [step for number, step in run.seen if number == 1 and (2, step) in run.seen]
     assert twice, run.seen
     for step in twice:
