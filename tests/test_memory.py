@@ -90,35 +90,20 @@ def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
     assert ours["sent_bytes"] <= theirs["sent_bytes"]
 
 
-@pytest.mark.parametrize("more", ([], ["--precision", "bf16"], ["--checkpoint-activations"]), ids=str)
-def test_the_stand_in_is_ddp_byte_for_byte(more):
-    argv = ["--preset", "tiny", "--ranks", "2", "--batch", "2", *more]
-    stand_in, real = dry("ddp", *argv), dry("ddp", *argv, device="cpu")
-    assert stand_in.pop("stand_in") and "stand_in" not in real
-    where = [row["peak_where"].pop("module") for row in (stand_in, real)]
-    assert where[1] == f"module.{where[0]}"  # DDP wraps the model in one more
-    for row in (stand_in, real):
-        row.pop("curve")
-    assert stand_in == real
-    assert stand_in["collectives"]["all-reduce"] > 1 and sum(stand_in["peak_parts"].values()) == stand_in["peak_bytes"]
-
-
-@pytest.mark.parametrize("stage", parts.STAGES)
-def test_fake_tensors_take_what_real_ones_take(stage):
-    argv = ["--preset", "toy", "--ranks", "3", "--batch", "2"]
-    fake, real = dry(stage, *argv), dry(stage, *argv, device="cpu")
+@pytest.mark.parametrize(
+    "name, preset, more",
+    [*(("ddp", "tiny", more) for more in ([], ["--precision", "bf16"], ["--checkpoint-activations"])),
+     *((stage, "toy", []) for stage in parts.STAGES)],
+    ids=str,
+)  # fmt: skip
+def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, preset, more):
+    argv = ["--preset", preset, "--ranks", "3", "--batch", "2", *more]
+    fake, real = dry(name, *argv), dry(name, *argv, device="cpu")
+    if name == "ddp":
+        assert fake.pop("stand_in") and fake["collectives"]["all-reduce"] > 1
+        assert real["peak_where"].pop("module") == f"module.{fake['peak_where'].pop('module')}"  # one more around it
+        fake.pop("curve"), real.pop("curve")
     assert fake == real
-
-
-def test_activations_follow_batch_and_sequence():
-    def activations(*argv):
-        row = dry("zero2", "--preset", "toy", *argv)
-        return max(row["curve"]["activations"])
-
-    one = activations("--batch", "1", "--seq", "16")
-    assert activations("--batch", "4", "--seq", "16") == pytest.approx(4 * one, rel=0.1)  # the curve is rounded
-    assert activations("--batch", "1", "--seq", "32") == pytest.approx(2 * one, rel=0.1)  # the curve is rounded
-    assert activations("--batch", "1", "--seq", "16", "--checkpoint-activations") < 0.5 * one
 
 
 def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
