@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +24,7 @@ from harness.measure.ledger import MemoryLedger, engine_tensors, held_bytes, sto
 from harness.measure.parts import PartsLedger
 from harness.measure.timeline import Span, Timeline, chrome_trace
 from harness.measure.traffic import TrafficLedger
+from harness.run.counterparts import PlainStep
 from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS
 from harness.run.process_group import Rank
@@ -334,23 +334,6 @@ def test_the_traffic_ledger_counts_what_was_issued(ranks, world_size):
         ]
 
 
-class Unsharded:
-    """Plain PyTorch as an engine: a model, and an optimizer over it."""
-
-    def __init__(self, model):
-        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-
-    def training_step(self, inputs, targets, loss_fn):
-        with record_function("step 1 forward"):
-            loss = loss_fn(self.model(inputs), targets)
-        with record_function("step 2 backward"):
-            loss.backward()
-        with record_function("step 4 update the shard"):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
 WEIGHT = 4 * 100 * 100  # bytes of one of the two layers below
 
 
@@ -363,7 +346,7 @@ def squares(outputs, targets):
 
 
 def test_the_parts_of_an_unsharded_engine():
-    engine = Unsharded(two_layers())
+    engine = PlainStep(two_layers(), ADAMW)
     x, y = torch.ones(10, 100), torch.ones(10, 100)
     engine.training_step(x, y, squares)
     with PartsLedger(engine) as memory:
@@ -395,7 +378,7 @@ class Recomputed(nn.Module):
 
 
 def test_what_is_run_again_is_an_activation_if_backward_needs_it():
-    engine, x, y = Unsharded(Recomputed()), torch.ones(10, 100), torch.ones(10, 100)
+    engine, x, y = PlainStep(Recomputed(), ADAMW), torch.ones(10, 100), torch.ones(10, 100)
     with PartsLedger(engine) as memory:
         engine.training_step(x, y, squares)
     before = [moment for moment in memory.moments() if moment.step == "1 forward"][-1].parts["activations"]
@@ -433,7 +416,7 @@ def test_a_gpu_that_waits_for_a_slow_host_does_not_compute():
 
 
 def test_the_timeline_of_an_unsharded_engine():
-    engine = Unsharded(two_layers())
+    engine = PlainStep(two_layers(), ADAMW)
     plain = dist.Work.wait
     with Timeline(engine) as timeline:
         engine.training_step(torch.ones(10, 100), torch.ones(10, 100), squares)

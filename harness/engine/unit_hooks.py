@@ -281,10 +281,6 @@ class UnitHooks(BucketHooks):
         if self._engine.find_unused:
             self._deliver(unit)
 
-    def _see_gradient(self) -> None:
-        if self._backward is None or self._backward != torch._C._current_graph_task_id():
-            self._begin_backward()
-
     def came(self, unit, bucket, index: int) -> bool:
         tells = super().came(unit, bucket, index) and not self._engine.find_unused and unit not in self._kept
         if not tells:
