@@ -57,7 +57,7 @@ class Reduction:
 
     def __init__(self, bucket: Bucket, group):
         self.bucket = bucket
-        self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)  # zeros: padding must never hold a NaN
+        self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)  # zeros: for the padding, as in `flat`
         # All gradients are copied into their places, in one call, and no `param.grad` is left.
         torch._foreach_copy_(bucket.views(self.flat), gradients.take(bucket))
         self.shard = self.flat.new_empty(bucket.shard_numel)
@@ -67,7 +67,7 @@ class Reduction:
     def finish(self, world_size: int) -> None:
         """The shard of the mean is there: hand it to the optimizer."""
         wait(self.work, "reduce-scatter", self.bucket)
-        self.flat = None  # the whole gradients are gone: 1/N of them is left
+        self.flat = None  # the whole gradients are gone, 1/N is left. (On a GPU the memory's next user queues behind.)
         precision.mean_of_sum(self.shard, world_size)  # divided by N, in place
         # Calls `add_to_pieces` right here, unless replicas or offload want the shard first.
         self.bucket.placement.deliver(self.bucket, self.shard, add_to_pieces)
