@@ -382,17 +382,13 @@ def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda 
         for name in options.engines:
             started = time.perf_counter()
             engines[name] = measure(name, options)
-            if options.device != "fake":
-                engines[name]["dry_run_peak_bytes"] = dry_run_of(name, options)["peak_bytes"]
+            if options.device != "fake":  # beside the GPU's row, what fake tensors say
+                fake = argparse.Namespace(**vars(options) | {"device": "fake"})
+                row = measure_apart(name, fake) if options.offload else measure(name, fake)
+                engines[name]["dry_run_peak_bytes"] = row["peak_bytes"]
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
             keep(results)
     return results
-
-
-def dry_run_of(name: str, options: argparse.Namespace) -> dict:
-    """The row that `measure` gives on fake tensors, of a run on a GPU."""
-    options = argparse.Namespace(**{**vars(options), "device": "fake"})
-    return measure_apart(name, options) if options.offload else measure(name, options)
 
 
 def measure_apart(name: str, options: argparse.Namespace) -> dict:
