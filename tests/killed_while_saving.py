@@ -4,6 +4,7 @@
 that was saved beside them, so that a mix of two steps would show. The ranks are forked before torch has any thread.
 """
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -18,9 +19,10 @@ import parts
 import torch
 import torch._dynamo  # AdamW would import it in every child
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.nn import functional as F
 
-from harness.engine import checkpoint, checkpoint_write
+from harness.engine import checkpoint
 
 ACTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
@@ -31,17 +33,22 @@ class Acts:
     def __init__(self, last: int, folder: str):
         self.left, self.folder, self.on = last, folder, False
         sys.addaudithook(self._event)
-        write = checkpoint_write._Hashed.write
+        create = FileSystem.create_stream
 
-        def counted(stream, data) -> int:
-            before = stream.nbytes
-            result = write(stream, data)
-            if before // 8192 != stream.nbytes // 8192:
-                stream.stream.flush()  # a half of a file is on disk
-                self._act()
-            return result
+        @contextlib.contextmanager
+        def create_stream(files, path, mode):
+            with create(files, path, mode) as stream:
+                stream.write = partial(self._write, stream, stream.write)
+                yield stream
 
-        checkpoint_write._Hashed.write = counted
+        FileSystem.create_stream = create_stream
+
+    def _write(self, stream, write, data) -> int:
+        before, result = stream.tell(), write(data)
+        if before // 8192 != stream.tell() // 8192:
+            stream.flush()  # a half of a file is on disk
+            self._act()
+        return result
 
     def _event(self, event: str, args) -> None:
         if self.on and event in ACTS and (event in ("os.remove", "os.rmdir") or str(args[0]).startswith(self.folder)):

@@ -285,10 +285,6 @@ class UnitHooks(BucketHooks):
             for bucket in unit.trained_buckets:  # a unit that has run twice brings gradients when backward is back
                 bucket.missing = set(range(len(bucket.params)))
 
-    def _see_gradient(self) -> None:
-        if self._backward is None or self._backward != torch._C._current_graph_task_id():
-            self._begin_backward()
-
     def came(self, unit, bucket, index: int) -> bool:
         tells = super().came(unit, bucket, index) and not self._engine.find_unused and unit not in self._kept
         if not tells:
