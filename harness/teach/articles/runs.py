@@ -104,14 +104,6 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
         yield ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
 
 
-def collectives(name: str, model_of=chain, **options) -> list:
-    """The collectives of one forward and backward."""
-    with running(name, model_of, **options) as engine, TrafficLedger() as ledger:
-        forward(engine).backward()
-        del engine
-    return ledger.collectives
-
-
 class Step:
     """What one training step of an engine did, the third one: `collectives`, bytes `held` and at the `peak`."""
 
