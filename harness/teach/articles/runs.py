@@ -160,11 +160,11 @@ def new_dtype(dtype: torch.dtype):
 
 
 @functools.cache
-def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute=False, run=None, kernel=None, **shape):
+def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute=False, kernel=None, **shape):
     """Bytes that a GPT keeps for backward when its forward is over: all that is alive but the model and its input.
 
-    On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them. `run` is another
-    forward than the model's own, `kernel` another attention.
+    On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them. `kernel` is
+    another attention than the fused one.
     """
     attention = sdpa_kernel(kernel) if kernel else contextlib.nullcontext()
     with FakeTensorMode(), new_dtype(dtype), attention, MemoryLedger() as memory:
@@ -173,7 +173,7 @@ def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute
             checkpoint_blocks(model, casts=False)
         tokens = torch.zeros(batch, seq, dtype=torch.int64)
         before = memory.live
-        logits = run(model, tokens) if run else model(tokens)
+        logits = model(tokens)
         saved = memory.live - before
         del logits
     return saved
