@@ -14,16 +14,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
-os.environ["OMP_NUM_THREADS"] = "1"
+import parts
+import torch
+import torch._dynamo  # AdamW would import it in every child
+import torch.distributed as dist
+from torch.nn import functional as F
 
-import parts  # noqa: E402
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  AdamW would import it in every child
-import torch.distributed as dist  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from harness.engine import checkpoint, checkpoint_write  # noqa: E402
+from harness.engine import checkpoint, checkpoint_write
 
 ACTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
@@ -67,7 +64,7 @@ def digest(engine) -> str:
 
 def run(rank: int, store: str, folder: str, last: int) -> None:
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": 2}
-    dist.init_process_group("gloo", **where, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", **where, timeout=timedelta(seconds=600))
     model = parts.seeded(partial(parts.Stack, layers=1, width=8))
     engine = parts.ZeRO2(model, partial(torch.optim.AdamW, lr=0.01), bucket_mb=0)
     step = 0
