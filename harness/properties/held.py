@@ -11,7 +11,7 @@ from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.layout import owned, padded, sizes_by_bucket
-from harness.properties.property import holds, same
+from harness.properties.property import STAGES, holds, same
 from harness.properties.training import Pair, vectors
 
 ADAMW = parts.ADAMW
@@ -34,13 +34,12 @@ def settle(memory: MemoryLedger, expected: int) -> None:
         time.sleep(0.01)
 
 
-@holds("bytes", cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3, 4))
+@holds("bytes", engines=STAGES, cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3, 4))
 def held_bytes_equal_the_theory(engine, param_dtype=None):
     """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive.
 
     In mixed precision no float32 weights stay besides the shards.
     """
-    engine.needs("zero1", "zero1_2psi", "zero2", "zero3")
     stage, low = engine.like, param_dtype is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = parts.seeded(parts.OddModel, dtype=torch.float32)
@@ -90,7 +89,7 @@ def held_bytes_equal_the_theory(engine, param_dtype=None):
     same("bytes that are alive besides", live - sum(expected.values()), 4, step=4)
 
 
-@holds("life", sizes=(2,))
+@holds("life")
 def steps_leave_no_hooks_behind(engine):
     """The engine's hooks are set once: steps of every kind leave as many as they found."""
     model = parts.seeded(parts.OddModel)
@@ -118,14 +117,14 @@ def steps_leave_no_hooks_behind(engine):
         same("hooks on modules and optimizer after a step", hooks(), before)
 
 
-@holds("traffic", sizes=(1, 2, 3, 4), cases=({"at": (1, 2, 3)}, {"hybrid": True, "at": (4,)}), further_cases=(
-    {"param_dtype": torch.bfloat16, "at": (1, 2, 3)},))  # fmt: skip
+@holds("traffic", engines=STAGES, sizes=(2, 3, 4), further_sizes=(1,),
+       cases=({"at": (1, 2, 3)}, {"hybrid": True, "at": (4,)}),
+       further_cases=({"param_dtype": torch.bfloat16, "at": (1, 2, 3)},))  # fmt: skip
 def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
     """Kind, bytes, order, step and ranks of every collective of a training step, and what they send in all.
 
     On a grid of 2 x 2 it is the same within a row, and across replicas only the shards' gradients go.
     """
-    engine.needs("zero1", "zero2", "zero3")
     rank, layers, width = dist.get_rank(), 4, 12
     group = parts.grid() if hybrid else None
     row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
@@ -183,7 +182,6 @@ class Lanes(nn.Module):
 @holds("order", engines=("zero2",), sizes=(2, 3), cases=({"reverse": False}, {"reverse": True}))
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
-    engine.needs("zero2")
     way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
     pair = Pair(engine, lambda: Lanes(way), ADAMW, bucket_mb=0, batch=vectors(8),
                 loss=lambda model, x, y: model(x).square().mean())  # fmt: skip

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from harness.engine.gradients import GradScaler
 from harness.engine.guard import EngineParameter
 from harness.properties import parts
-from harness.properties.property import NotApplicable, expect, holds, refused, same, subject
+from harness.properties.property import STAGES, NotApplicable, expect, holds, in_turn, refused, same, subject
 from harness.properties.training import Pair
 from harness.properties.values import PLAIN
 
 HOW = ("trained", "mixed precision", "between forward and backward", "after an error", "closed")
 
 
-@holds("life", cases=tuple({"how": how} for how in HOW))
+@holds("life", cases=in_turn(how=HOW))
 def an_engine_that_goes_leaves_nothing_alive(engine, how):
     """After `del` and a collection nothing of an engine is alive: itself, its model, parameters, shards, optimizer."""
     gone, rank = [], dist.get_rank()
@@ -80,11 +80,10 @@ def hooks_of(model: nn.Module) -> int:
     return count + sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
 
 
-@holds("life", sizes=(2,), further_sizes=(3,),
+@holds("life", engines=STAGES, further_sizes=(3,),
        cases=(PLAIN, {"options": {"reshard_after_forward": False}, "on": ("zero3",)}))  # fmt: skip
 def closing_gives_a_plain_model(engine, options):
     """`close()` gives a plain model with the trained values, its objects and ties; another engine may follow."""
-    engine.needs("zero1", "zero2", "zero3")
     pair, fresh = Pair(engine, own_class, **options), parts.seeded(own_class)
     model, trained = pair.trained.model, pair.trained
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
@@ -145,10 +144,9 @@ def through_a_file(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@holds("life", cases=tuple({"copied": c, "mixed": m} for c in (copy.deepcopy, through_a_file) for m in (False, True)))
+@holds("life", engines=STAGES, cases=in_turn(copied=(copy.deepcopy, through_a_file), mixed=(False, True)))
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
-    engine.needs("zero1", "zero2", "zero3")
 
     def loss_fn(out, targets):
         return F.cross_entropy(out.float(), targets)
@@ -214,7 +212,7 @@ class Branching(nn.Module):
 WAYS = ("forward alone", "a branch that the loss leaves out", "a graph that is retained")
 
 
-@holds("life", cases=tuple({"way": way} for way in WAYS))
+@holds("life", cases=in_turn(way=WAYS))
 def what_autograd_has_saved_goes_with_the_graph(engine, way):
     """After a forward alone, or with a branch that the loss leaves out, no result outlives its graph.
 

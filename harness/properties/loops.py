@@ -14,7 +14,7 @@ from harness.measure.memory import storage_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.models import Checkpointed
-from harness.properties.property import NotApplicable, expect, holds, refused, same
+from harness.properties.property import STAGES, NotApplicable, expect, holds, in_turn, refused, same
 from harness.properties.training import Pair, inside, of_output
 from harness.properties.values import PLAIN
 
@@ -25,7 +25,8 @@ UNITS = (PLAIN, {"options": {"prefetch": 0}, "on": ("zero3",)},
 
 
 @holds("values", sizes=(3,), further_sizes=(2,), further_cases=({"norm_type": 1.0},),
-       cases=({"norm_type": 2.0}, {"norm_type": math.inf}, {"norm_type": 2.0, "model": "Twice"}))  # fmt: skip
+       cases=({"norm_type": 2.0}, {"norm_type": math.inf, "first": ("zero2",)},
+              {"norm_type": 2.0, "model": "Twice", "first": ("zero3",)}))  # fmt: skip
 def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel"):
     """The norm is that of all gradients, on every rank: no padding, a tied weight once, and what is NaN on one rank."""
     pair, clipped = Pair(engine, getattr(parts, model), parts.ADAMW), 0
@@ -55,7 +56,7 @@ def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddMode
         pair.trained.zero_grad()
 
 
-@holds("values", sizes=(2,), further_sizes=(3,))
+@holds("values", further_sizes=(3,))
 def a_backward_after_clipping_adds_to_what_was_clipped(engine):
     """Backward, clip, backward, step: the second backward adds to clipped gradients."""
     pair = Pair(engine, parts.OddModel)
@@ -67,8 +68,7 @@ def a_backward_after_clipping_adds_to_what_was_clipped(engine):
     pair.same_weights()
 
 
-@holds("values", sizes=(3,),
-       cases=tuple({"value": v, "norm_type": n} for v in (math.nan, math.inf) for n in (2.0, math.inf)))  # fmt: skip
+@holds("values", sizes=(3,), cases=in_turn(value=(math.nan, math.inf), norm_type=(2.0, math.inf)))
 def one_ranks_nan_is_in_every_ranks_norm(engine, value, norm_type):
     """A NaN or inf in one element of one rank's gradient shows in the norm on all ranks."""
     trained = engine(parts.seeded(parts.OddModel), parts.ADAMW)
@@ -115,10 +115,10 @@ class Gained(nn.Module):
 FEW = ((None, torch.float32), (torch.float32, torch.float64), (torch.bfloat16, torch.float32))
 
 
-@holds("values", sizes=(3,), further_sizes=(2,),
-       cases=tuple({"low": a, "high": b, "norm_type": norm} for a, b in FEW for norm in (2.0, math.inf)))  # fmt: skip
-def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high, norm_type):
+@holds("values", sizes=(3,), further_sizes=(2,), cases=in_turn(dtypes=FEW, norm_type=(2.0, math.inf)))
+def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, dtypes, norm_type):
     """Ranks that own only padding, of all buckets or of those of one dtype, have the others' norm, in its dtype."""
+    low, high = dtypes
     # Gradients are added in the low precision: 8 bits of it, or float32's 24.
     pair = Pair(engine, lambda: Gained(low, high), dtype=None, atol=1e-2 if low == torch.bfloat16 else 1e-5,
                 batch=lambda step, who: parts.vector_batch(step, who, 8)[:1],
@@ -132,10 +132,9 @@ def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high, norm_typ
 # Several backwards, and what may stand between them.
 
 
-@holds("traffic", sizes=(3,), further_sizes=(2,), cases=({"no_sync": False}, {"no_sync": True}))
+@holds("traffic", engines=STAGES, sizes=(3,), further_sizes=(2,), cases=({"no_sync": False}, {"no_sync": True}))
 def micro_batches_send_what_they_must(engine, no_sync, k=3):
     """Under `no_sync` nothing is sent and no piece gets a gradient; without it each backward of ZeRO-2 and -3 sends."""
-    engine.needs("zero1", "zero2", "zero3")
     stage, width = engine.like, 8
     options = {} if stage == "zero3" else {"bucket_mb": 0.0005}
     pair = Pair(engine, lambda: parts.Stack(4, width), parts.ADAMW,
@@ -162,10 +161,9 @@ def micro_batches_send_what_they_must(engine, no_sync, k=3):
     pair.same_weights()
 
 
-@holds("traffic")
+@holds("traffic", engines=STAGES)
 def nested_no_sync_ends_at_the_outer_exit(engine):
     """The inner exit of nested `no_sync()`, or an exception in it, does not end the outer one: nothing is sent."""
-    engine.needs("zero1", "zero2", "zero3")
     pair = Pair(engine, parts.OddModel)
     with TrafficLedger() as traffic:
         with pair.trained.no_sync():
@@ -286,7 +284,7 @@ WAYS = (twice_through_one_graph, once_through_two_graphs, a_backward_for_each_lo
 OF_WHOLE_MODELS = (one_backward_for_a_parameter, the_others_under_no_sync)
 
 
-@holds("values", sizes=(3,), further_sizes=(2,),
+@holds("values", further_sizes=(3,),
        cases=(*UNITS, {"options": {"bucket_mb": 0, "find_unused": True}, "on": ("zero2",)}),
        further_cases=({"options": {"find_unused": True}},))  # fmt: skip
 def backward_may_be_called_in_any_way(engine, options):
@@ -300,8 +298,7 @@ def backward_may_be_called_in_any_way(engine, options):
         pair.same_weights()
 
 
-@holds("misuse", sizes=(3,),
-       cases=tuple({"no_sync": n, "find_unused": f} for n in (True, False) for f in (True, False)))  # fmt: skip
+@holds("misuse", sizes=(3,), cases=in_turn(no_sync=(True, False), find_unused=(True, False)))
 def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     """Two backwards through one body, each by a head of its own: right, or refused with a way that is right."""
     if no_sync and engine.foreign:
@@ -330,7 +327,7 @@ def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     pair.same_weights()
 
 
-@holds("values", sizes=(2,), further_sizes=(3,))
+@holds("values", further_sizes=(3,))
 def gradients_stay_until_they_are_thrown_away(engine):
     """Steps use them again and a backward adds to them, until the engine's `zero_grad`, or its optimizer's."""
     if "drops gradients" in engine.more:
@@ -355,7 +352,7 @@ def gradients_stay_until_they_are_thrown_away(engine):
 AROUND = ("around", "inside", "around several", "around the model")
 
 
-@holds("values", sizes=(2,), cases=tuple({"where": where} for where in AROUND), further_sizes=(3,),
+@holds("values", cases=in_turn(where=AROUND), further_sizes=(3,),
        further_cases=(*({"where": w, **each} for w in AROUND[:2] for each in UNITS[1:]),
                       *({"where": w, "options": {"find_unused": True}} for w in AROUND[:3])))  # fmt: skip
 def recomputation_changes_nothing(engine, where, options=None):
@@ -368,7 +365,7 @@ def recomputation_changes_nothing(engine, where, options=None):
     Pair(engine, lambda: Checkpointed(where), parts.DECAY, loss=loss, **(options or {})).alike(4)
 
 
-@holds("misuse", sizes=(2,), further_sizes=(3,))
+@holds("misuse", further_sizes=(3,))
 def reentrant_checkpointing_is_right_or_refused(engine):
     """ZeRO-3 refuses reentrant checkpointing, around a unit and around the model, and trains on; the others take it."""
     pair = Pair(engine, lambda: Checkpointed("around", use_reentrant=engine.like != "zero3"), parts.DECAY)

@@ -16,7 +16,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.properties import models, parts
 from harness.properties.parts import grid
 from harness.properties.precision import scaler_of
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import STAGES, expect, holds, refused, same
 from harness.properties.training import EXACT, Pair
 from harness.run.model import next_token_loss
 
@@ -165,6 +165,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
 
 @holds(
     "values",
+    engines=STAGES,  # who wraps the model, as DDP does, is handed over in another way
     sizes=(4,),
     cases=({"kind": "GPipe", "optimizer": parts.SGD}, {"kind": "1F1B", "optimizer": parts.ADAMW, "scaled": False}),
     further_sizes=(8,),
@@ -180,7 +181,6 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
     By default the schedule divides the gradients by the number of micro-batches itself, once all have come back.
     Without `scaled` the loss is divided. With `sequence` all parameters of the last part are DTensors.
     """
-    engine.needs("zero1", "zero2", "zero3")  # who wraps the model, as DDP does, is handed over in another way
     mesh = parts.mesh(2, 2, dist.get_world_size() // 4, names=("stages", "data", "tensor"))
     cut = mesh["tensor"].size() > 1
     model = cut_by(mesh["tensor"], sequence) if cut else parts.seeded(small)

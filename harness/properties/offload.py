@@ -19,7 +19,8 @@ from harness.run.shared_folder import shared_folder
 HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
 
 
-@holds("values", sizes=(2, 4), cases=({"options": {}}, {"options": HALF}))
+@holds("values", sizes=(2, 4), cases=({"options": {}, "at": (2,)}, {"options": HALF, "at": (4,)}),
+       further_cases=({"options": {}, "at": (4,)}, {"options": HALF, "at": (2,)}))  # fmt: skip
 def offload_changes_nothing(engine, options):
     """Losses, norms and weights are right with offload, through micro-batches, clipping, a scaler, a checkpoint.
 

@@ -399,10 +399,10 @@ def compiled_later(model, x, y):
 
 
 COMPILED = {
+    "compiled in place, later": Path(body(), compiled_later),
     "compiled in place, aot_eager": Path(partial(compiled_blocks, "aot_eager")),
     "compiled in place, inductor": Path(partial(compiled_blocks, "inductor")),
     "compiled, aot_eager": Path(partial(compiled_blocks, "aot_eager", False)),
-    "compiled in place, later": Path(body(), compiled_later),
     # Hooks cut the graph of the whole model, which uses its units' weights itself.
     "a model compiled in place": Path(partial(compiled, penalty), warns=True, again=False),
     "a gradient taken in a compiled forward": Path(partial(compiled, forces), again=False, keeps=True),
@@ -479,16 +479,15 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
 
 
-def cases_of(paths: dict[str, Path], size: int = 3, everywhere: int = 1) -> dict:
-    """Every path once, in ZeRO-3 on a slow network; the first ones `everywhere`. Further ones: more options."""
-    others = [{"find_unused": True}, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
-    others = [{"on": ("zero3",), **options} for options in others] + [{"on": ("zero1", "zero2")}]
-    return {
-        "sizes": (size,),
-        "cases": (*({"path": path, "on": ("zero1", "zero2")} for path in list(paths)[:everywhere]),
-                  *({"path": path, "late": True, "on": ("zero3",)} for path in paths)),
-        "further_cases": tuple({"path": path, **other} for path in paths for other in others),
-    }  # fmt: skip
+def cases_of(paths: dict[str, Path], usual: int | None = None) -> dict:
+    """The `usual` first paths (None: all) in ZeRO-3 on a slow network, the first in all stages; further options."""
+    late, elsewhere = {"on": ("zero3",), "late": True}, {"on": ("zero1", "zero2")}
+    others = ({"find_unused": True}, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {})
+    others = [elsewhere, late, *({"on": ("zero3",), **options} for options in others)]
+    every = [{"path": path, **other} for path in paths for other in others]
+    cases = [{"path": path, **late} for path in list(paths)[:usual]] + every[:1]
+    further = tuple({**case, "at": (3,)} for case in every if case not in cases)
+    return {"sizes": (2,), "further_sizes": (3,), "cases": tuple(cases), "further_cases": further}
 
 
 @holds("values", **cases_of(LOSSES))
@@ -521,14 +520,14 @@ def weights_may_be_used_from_outside_their_unit(engine, **case):
     follow(engine, **case)
 
 
-@holds("values", **cases_of(COMPILED, size=2))
+@holds("values", **cases_of(COMPILED, usual=2))
 def compiled_models_train_alike(engine, **case):
     """Blocks and models that are compiled, in place, before the build or after it, train as they do uncompiled."""
     torch.compiler.reset()  # how often a forward may be compiled is counted over all models of a process
     follow(engine, **case)
 
 
-@holds("values", **cases_of(AWKWARD, everywhere=len(AWKWARD)))
+@holds("values", **cases_of(AWKWARD))
 def awkward_models_train_alike(engine, **case):
     """Models that reuse, tie, freeze, nest, or mix dtypes train as they do alone."""
     follow(engine, **case)

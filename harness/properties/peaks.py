@@ -30,7 +30,6 @@ def at_most(what: str, nbytes: float, allowed: float, step: int, means: str = ""
 @holds("bytes", engines=("zero2",), sizes=(2, 3), further_sizes=(4,), cases=({"reverse": False}, {"reverse": True}))
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
-    engine.needs("zero2")
     with MemoryLedger() as memory:
         trained = engine(stack(reverse), parts.ADAMW, bucket_mb=LAYER / 2**20, group=parts.silent_group())
         for step in range(2):
@@ -60,7 +59,6 @@ KEPT = {"options": {"reshard_after_forward": False}}
        further_cases=({"options": {"prefetch": 0}}, {"options": {"prefetch": 3}}))  # fmt: skip
 def zero3_has_only_the_units_in_use_gathered(engine, options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
-    engine.needs("zero3")
     own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
     noise = (16 + 2 * LAYERS) * 4 * WIDTH
     with MemoryLedger() as memory:
@@ -107,7 +105,6 @@ def zero3_frees_units_in_backward(engine, kind=parts.Stack, frozen=0, no_sync=Fa
 
     Under `no_sync()` gradients stay whole, as documented; parameters are freed.
     """
-    engine.needs("zero3")
     model = parts.seeded(lambda: kind(LAYERS, WIDTH), dtype=torch.float32)
     for layer in model.layers[LAYERS - frozen :]:
         layer.requires_grad_(False)
@@ -128,7 +125,6 @@ def zero3_gathers_little_where_it_cannot_know(engine, evaluation):
 
     Nor are many where a forward takes another order than the last, by which they are gathered ahead.
     """
-    engine.needs("zero3")
     trained = engine(stack(), parts.ADAMW, group=parts.silent_group(), reshard_after_forward=not evaluation)
     if not evaluation:
         trained.training_step(*batch(), F.mse_loss)

@@ -13,7 +13,7 @@ from harness.engine.gradients import GradScaler
 from harness.properties import models, parts
 from harness.properties.groups import Branches
 from harness.properties.parts import grid
-from harness.properties.property import NotApplicable, expect, holds, refused, same
+from harness.properties.property import NotApplicable, expect, holds, in_turn, refused, same
 from harness.properties.training import EXACT, Pair, of_vectors, vectors
 from harness.run.model import next_token_loss
 
@@ -29,8 +29,9 @@ def of_tokens(model, tokens, targets) -> torch.Tensor:
 
 
 @holds("values", sizes=(2, 4), further_sizes=(3,), cases=(
-    {**LOW, "micro_batches": 3, "at": (2, 3)}, {"param_dtype": BF16, "at": (2, 3)},
-    {"micro_batches": 3, "no_sync": True, "at": (4,)}, {"max_norm": 0.1, "at": (4,)}), further_cases=(
+    {**LOW, "micro_batches": 3, "at": (2, 3)}, {"param_dtype": BF16, "at": (2, 3), "first": ("zero3",)},
+    {"micro_batches": 3, "no_sync": True, "at": (4,), "first": ("zero2",)},
+    {"max_norm": 0.1, "at": (4,), "first": ("zero1", "zero3")}), further_cases=(
     LOW, {"at": (4,)}, {"reduce_dtype": BF16, "at": (2, 3)},
     {**LOW, "micro_batches": 3, "no_sync": True, "at": (2, 3)}))  # fmt: skip
 def mixed_precision_and_grids_equal_fsdp2s(engine, param_dtype=None, reduce_dtype=None, micro_batches=1, no_sync=False,
@@ -56,7 +57,7 @@ def mixed_precision_and_grids_equal_fsdp2s(engine, param_dtype=None, reduce_dtyp
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer = parts.ADAMW(fsdp.parameters())
     trained = engine(models.gpt(own), parts.ADAMW, param_dtype=param_dtype, reduce_dtype=reduce_dtype, group=mesh)
-    for step in range(4):
+    for step in range(3):
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
             inputs, targets = models.byte_batch(step * micro_batches + micro, rank)
@@ -86,7 +87,7 @@ def mixed_precision_and_grids_equal_fsdp2s(engine, param_dtype=None, reduce_dtyp
 MODELS = {"Twice": parts.Twice, "TiedAcross": models.TiedAcross, "Checkpointed": lambda: models.Checkpointed("around")}
 
 
-@holds("values", sizes=(2,), further_sizes=(3,), cases=tuple({"model": name} for name in MODELS),
+@holds("values", further_sizes=(3,), cases=in_turn(model=MODELS),
        further_cases=tuple({"model": name, "options": options, "on": on} for name in MODELS for options, on in (
            ({"bucket_mb": 0}, ("zero1", "zero2")), ({"prefetch": 0, "find_unused": True}, ("zero3",)),
            ({"reshard_after_forward": False}, ("zero3",)))))  # fmt: skip
@@ -141,7 +142,7 @@ class Mixed(nn.Module):
         return {"logits": self.head(x)}
 
 
-@holds("values", sizes=(2,), further_sizes=(3,), cases=({}, {"own_units": True, "on": ("zero3",)}))
+@holds("values", further_sizes=(3,), cases=({}, {"own_units": True, "on": ("zero3",)}))
 def states_stay_float32_in_mixed_precision(engine, own_units=False):
     """Parameters and floating point inputs are cast, buffers are not; states are float32 and lose no small update.
 
@@ -196,7 +197,7 @@ class Given(nn.Module):
         return sum(row(x).sum() for row in self.rows)
 
 
-@holds("values", sizes=(3,), further_sizes=(2, 4), cases=tuple({"reduce_dtype": each} for each in (None, BF16, FP16)))
+@holds("values", sizes=(3,), further_sizes=(2, 4), cases=in_turn(reduce_dtype=(None, BF16, FP16)))
 def the_mean_over_ranks_is_rounded_once(engine, reduce_dtype):
     """The mean of gradients is rounded once, after the sum, which may have no place in float16 where the mean has.
 
@@ -243,8 +244,9 @@ def scaler_of(engine, device: str = "cpu", **options):
 
 
 @holds("values", sizes=(2, 4), further_sizes=(3,), cases=(
-    {"of": "one element", "at": (2, 3)}, {"overflow_on": 1, "default": FP64, "at": (2, 3)},
-    {"of": "branches", "overflow_on": 3, "at": (4,)}),
+    {"of": "one element", "at": (2, 3), "first": ("zero1", "zero3")},
+    {"overflow_on": 1, "default": FP64, "at": (2, 3), "first": ("zero2", "zero3")},
+    {"of": "branches", "overflow_on": 3, "at": (4,), "first": ("zero2",)}),
     further_cases=({"overflow_on": 0, "at": (2, 3)}, {"overflow_on": 2, "at": (3,)}))  # fmt: skip
 def an_overflow_on_one_rank_skips_the_step_on_all(engine, of="gpt", overflow_on=0, default=FP32, device="cpu"):
     """All ranks skip the step in which one overflows, and no other, whatever torch's default dtype is.

@@ -409,7 +409,6 @@ def move(group: str, *stages: str, step: int | None = None):
 
     def enter(check):
         def examined(engine: Subject, device: str = "cpu") -> None:
-            engine.needs(*stages)
             with Recorder():
                 for first in of_subject(engine, device).look(check)[:1]:
                     raise Differs(first.what, first.expected, first.found, first.step)
@@ -417,7 +416,7 @@ def move(group: str, *stages: str, step: int | None = None):
         check.step = step
         # `holds` takes name and docstring from the check; what it asks is `examined`.
         examined.__name__, examined.__doc__ = check.__name__, check.__doc__
-        holds(group, engines=stages, sizes=(2,), further_sizes=(3,))(examined)
+        holds(group, engines=stages, further_sizes=(3,))(examined)
         return check
 
     return enter
