@@ -31,7 +31,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from harness.engine import checkpoint, checkpoint_write, contents, layout
 from harness.engine.rectangles import rectangles
 from harness.properties import parts
-from harness.properties.property import expect, holds, refused, same, subject
+from harness.properties.property import expect, holds, refused, same
 from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
@@ -187,7 +187,6 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
 JOURNEY = "engine@3 other@2 file@1 engine@1 plain@1 engine@2"
 BY_FSDP2 = "engine@3 fsdp2@2 engine@2"
 ON_A_GRID = "grid@4 engine@4 grid@4 other@2"
-OTHER = {"zero1": "zero3", "zero2": "zero1", "zero3": "zero2"}
 
 
 @holds("life", sizes=(3, 4), cases=(
@@ -205,7 +204,7 @@ def a_checkpoint_travels(engine, journey):
             todo = range(steps, steps + 2 * (kind != "file"))
             if dist.get_rank() < int(size):
                 if kind in ("engine", "other", "grid"):
-                    own = engine if kind != "other" else subject(OTHER.get(engine.like, "zero1"))
+                    own = engine if kind != "other" else engine.another()
                     group = parts.grid() if kind == "grid" else group
                     trained = zoo_under(own, seed=5 if source else 0, odd=odd, group=group)
                     if source:

@@ -1,37 +1,23 @@
 """What an engine holds and sends, to the byte, against arithmetic done here; and what steps leave behind."""
 
-import time
-
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.memory import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.layout import owned, padded, sizes_by_bucket
+from harness.properties.models import Lanes
 from harness.properties.property import STAGES, holds, same
-from harness.properties.training import Pair, vectors
+from harness.properties.training import Pair, of_vectors, vectors
 
 ADAMW = parts.ADAMW
-
-
-def of_outputs(outputs, targets) -> torch.Tensor:
-    return F.cross_entropy(outputs.float(), targets)
 
 
 def mixed(param_dtype) -> dict:
     """The options of an engine, which may have none of the kind."""
     return {"param_dtype": param_dtype, "reduce_dtype": torch.float32} if param_dtype else {}
-
-
-def settle(memory: MemoryLedger, expected: int) -> None:
-    """Give gloo's thread a moment: it lets go of a collective's buffers shortly after `wait()` returns, not before."""
-    for _ in range(100):
-        if memory.live <= expected:
-            return
-        time.sleep(0.01)
 
 
 @holds("bytes", engines=STAGES, cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3, 4))
@@ -54,13 +40,12 @@ def held_bytes_equal_the_theory(engine, param_dtype=None):
         outside = memory.live
         for param in model.parameters():
             memory.track(param)
-        trained = engine(model, ADAMW, **mixed(param_dtype))
-        trained.training_step(*batches[0], of_outputs)
-        loss = of_outputs(trained(batches[1][0]), batches[1][1])
+        trained = engine(model, ADAMW, group=parts.silent_group(), **mixed(param_dtype))
+        trained.training_step(*batches[0], parts.in_float32)
+        loss = parts.in_float32(trained(batches[1][0]), batches[1][1])
         loss.backward()
 
         def look(optimizer, *_):
-            settle(memory, outside + sum(held_bytes(trained).values()) + 4)
             held.update(held_bytes(trained), live=memory.live - outside)
 
         trained.optimizer.register_step_pre_hook(look)
@@ -96,12 +81,8 @@ def steps_leave_no_hooks_behind(engine):
     trained = engine(model, ADAMW, find_unused=True)
     tokens, targets = parts.token_batch(0, dist.get_rank())
 
-    def hooks() -> int:
-        owners = (*model.modules(), trained.optimizer)
-        return sum(len(value or ()) for owner in owners for key, value in vars(owner).items() if "hooks" in key)
-
     trained.training_step(tokens, targets, F.cross_entropy)  # some set theirs in the first one
-    before = hooks()
+    before = parts.hooks_on(model, trained.optimizer)
     for _ in range(2):
         trained.training_step(tokens, targets, F.cross_entropy)
         with torch.no_grad():
@@ -114,7 +95,7 @@ def steps_leave_no_hooks_behind(engine):
         trained.zero_grad()
         if not engine.foreign:
             trained.load_full_state_dict(trained.full_state_dict())
-        same("hooks on modules and optimizer after a step", hooks(), before)
+        same("hooks after a step", parts.hooks_on(model, trained.optimizer), before)
 
 
 @holds("traffic", engines=STAGES, sizes=(2, 3, 4), further_sizes=(1,),
@@ -165,31 +146,18 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
         same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent, step=3)
 
 
-class Lanes(nn.Module):
-    """Layers of different sizes, so that a collective's bytes name the layer, run in the order of `way`."""
-
-    def __init__(self, way=(0, 1, 2, 3)):
-        super().__init__()
-        self.layers, self.way = nn.ModuleList(nn.Linear(8, out) for out in (8, 16, 24, 32)), way
-
-    def forward(self, x):
-        *first, last = self.way
-        for index in first:
-            x = x + self.layers[index](x).sum(-1, keepdim=True)
-        return self.layers[last](x)
-
-
 @holds("order", engines=("zero2",), sizes=(2, 3), cases=({"reverse": False}, {"reverse": True}))
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
-    way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
-    pair = Pair(engine, lambda: Lanes(way), ADAMW, bucket_mb=0, batch=vectors(8),
-                loss=lambda model, x, y: model(x).square().mean())  # fmt: skip
-    layers = [8 * padded([numel], pair.size, 2)[0] for out in (32, 24, 16, 8) for numel in (out, 8 * out)]
+    pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, batch=vectors(8), loss=of_vectors)
+    for model, _ in pair.both:
+        model.way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
+    params = reversed(list(pair.plain.parameters()))
+    expected = [8 * padded([param.numel()], pair.size, 2)[0] for param in params]
     for step in range(4):
         with TrafficLedger() as traffic:
             pair.backward(step)
             pair.step()
         sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
-        same("bytes of the reduce-scatters, each once, in the order of self.trained_buckets", sizes, layers, step=3)
+        same("bytes of the reduce-scatters, each once, in the order of self.trained_buckets", sizes, expected, step=3)
     pair.same_weights()

@@ -28,32 +28,19 @@ UNITS = (PLAIN, {"options": {"prefetch": 0}, "on": ("zero3",)},
        cases=({"norm_type": 2.0}, {"norm_type": math.inf, "first": ("zero2",)},
               {"norm_type": 2.0, "model": "Twice", "first": ("zero3",)}))  # fmt: skip
 def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel"):
-    """The norm is that of all gradients, on every rank: no padding, a tied weight once, and what is NaN on one rank."""
+    """The norm is that of all gradients, on every rank: no padding, and a tied weight once."""
     pair, clipped = Pair(engine, getattr(parts, model), parts.ADAMW), 0
     for step in range(5):
         max_norm = (0.05, 1e6)[step % 3 == 2]
         pair.backward(step)
         norm = pair.clip(max_norm, norm_type)
         expect(not norm.requires_grad, "the norm", "detached", "it requires a gradient")
-        everyone = [torch.empty_like(norm) for _ in range(pair.size)]
-        dist.all_gather(everyone, norm)
         # One number, which all ranks have computed from the same numbers in the same order.
-        same("the ranks' norms", len({value.item() for value in everyone}), 1, step=3)
+        same("the ranks' norms", len(parts.of_all_ranks(norm).unique()), 1, step=3)
         clipped += norm > max_norm
         pair.step()
     assert 0 < clipped < 5, "the norms lie on one side of what they are clipped to: this proves nothing"
     pair.same_weights()
-    if engine.foreign:
-        return  # hooks on its parameters are its own affair
-    for value in (math.nan, math.inf):  # in one row of one rank's gradient, which is in one rank's shard then
-        spoil = torch.ones(11, 1, dtype=torch.float64)
-        spoil[0] = value if pair.rank == 0 else 1.0
-        hook = pair.trained.model.embedding.weight.register_hook(spoil.mul)
-        pair.alone().backward()
-        hook.remove()
-        norm = pair.trained.clip_grad_norm_(1.0, norm_type)
-        expect(not norm.isfinite(), f"the norm with a gradient of {value}", "not finite", norm.item(), step=3)
-        pair.trained.zero_grad()
 
 
 @holds("values", further_sizes=(3,))

@@ -30,8 +30,7 @@ def a_grid_trains_as_one_process(engine):
     for shape in ((2, 2),) if dist.get_world_size() == 4 else ((1, 2), (2, 1)):
         plain, model = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel, seed=dist.get_rank())
         model.shift.add_(dist.get_rank())  # a buffer, which comes from rank 0 as well, and not from a row's first rank
-        given = iter((plain, model))
-        pair = Pair(engine, lambda: next(given), parts.DECAY, group=grid(*shape))  # noqa: B023  called at once
+        pair = Pair(engine, (plain, model), parts.DECAY, group=grid(*shape))
         same("rank and size of the row", (pair.trained.rank, pair.trained.world_size), (pair.rank % shape[1], shape[1]))
         pair.train(2)
         for step in range(2, 4):
@@ -115,10 +114,10 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     Products are cut, and their sums have another order: in float64, to 1e-11.
     """
     mesh = parts.mesh(2, 2, names=("data", "tensor"))
-    given = iter((parts.seeded(small), model := cut_by(mesh["tensor"], sequence)))
-    pair = Pair(engine, lambda: next(given), parts.ADAMW, loss=models.of_bytes, batch=models.byte_batch, atol=1e-11,
+    built = parts.seeded(small), cut_by(mesh["tensor"], sequence)
+    pair = Pair(engine, built, parts.ADAMW, loss=models.of_bytes, batch=models.byte_batch, atol=1e-11,
                 group=mesh["data"])  # fmt: skip
-    trained = pair.trained
+    trained, model = pair.trained, built[1]
     assert isinstance(model[1].up.weight, DTensor), "nothing is parallel"
 
     def spoil(trained):
@@ -186,8 +185,8 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
     model = cut_by(mesh["tensor"], sequence) if cut else parts.seeded(small)
     index, count = mesh.get_local_rank("stages"), 4
     batch = functools.partial(models.byte_batch, rows=2 * count)
-    given = iter((parts.seeded(small), (model[:2], model[2:])[index]))
-    pair = Pair(engine, lambda: next(given), optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=mesh["data"])
+    built = parts.seeded(small), (model[:2], model[2:])[index]
+    pair = Pair(engine, built, optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=mesh["data"])
     stage = pipelining.PipelineStage(
         pair.trained.model, index, 2, torch.device("cpu"), group=mesh.get_group("stages")
     )  # what the pipeline calls is the model, with the engine's hooks

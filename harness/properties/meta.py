@@ -92,8 +92,7 @@ def weights_on_file_are_read_into_meta(engine, source):
             state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
         else:
             state = checkpoint.save(subject("zero1")(parts.seeded(build, seed=5), ADAMW), folder).path
-        given = iter((whole, on_meta(build)))  # the plain one, and the engine's
-        pair = Pair(engine, lambda: next(given), ADAMW, groups=groups_of, find_unused=True, state_dict=state,
+        pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=groups_of, find_unused=True, state_dict=state,
                     init_fn=init_fn)  # fmt: skip
     same("names that init_fn is asked for", asked, ["table"], step=0)
     same("the weights from the file", pair.trained.full_state_dict(), whole.state_dict(), step=0)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from harness.properties import parts
-from harness.properties.property import STAGES, holds, in_turn, refused, same, subject
+from harness.properties.property import STAGES, holds, in_turn, refused, same
 from harness.properties.training import Pair
 
 ADAMW, MOMENTUM, SGD = parts.ADAMW, parts.MOMENTUM, parts.SGD
@@ -259,7 +259,7 @@ def weights_may_be_written_only_where_it_counts(engine):
         clamp(low)
         refused(lambda: mixed.training_step(*batch, lambda *_: 0), *words, error=RuntimeError)
     # Said once; from here on the shards count again.
-    mixed.training_step(*batch, lambda out, targets: F.cross_entropy(out.float(), targets))
+    mixed.training_step(*batch, parts.in_float32)
 
 
 @holds("misuse", cases=({},), further_cases=({"reshard_after_forward": False, "on": ("zero3",)},))
@@ -290,7 +290,7 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
     """State of other ranks, stage, layout or model, or of no engine: both sides are named; what fits goes on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     here = f"{engine.like.replace('zero', 'ZeRO')}, rank {rank} of {size}"
-    other = {"zero1": "zero2", "zero2": "zero3", "zero3": "zero1"}[engine.like]
+    other = engine.another()
     alone = [dist.new_group([each]) for each in range(size)][rank]
 
     def state_of(engine, build=parts.OddModel, **options):
@@ -313,7 +313,7 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
     layout = {"units": []} if engine.like == "zero3" else {"bucket_mb": 0}
     for state, words in (
         (state_of(engine, group=alone), f"{here.split(',')[0]}, rank 0 of 1"),
-        (state_of(subject(other)), f"{other.replace('zero', 'ZeRO')}, rank {rank} of {size}"),
+        (state_of(other), f"{other.like.replace('zero', 'ZeRO')}, rank {rank} of {size}"),
         (state_of(engine, **layout), "other pieces"),
         (state_of(engine, lambda: parts.OddModel(blocks=2)), "other pieces"),
         (plain_state(parts.seeded(parts.OddModel), parts.token_batch(0, 0)[0]), "no engine"),

@@ -20,6 +20,7 @@ from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import label
 from harness.properties import held, loops, parts, peaks, precision, unused, values
 from harness.properties.layout import padded
+from harness.properties.models import Lanes
 from harness.properties.sheet import EXACT, LAYER, LAYERS, MIXED_AT, ROUNDED, SMALL, Recorder, Sheet, move
 
 # Step 0, with no rank needed.
@@ -571,7 +572,7 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
     # As declared, again, another way, that again, and a longer way.
     ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
     for prefetch in (1, 0, 2):
-        model, events = parts.seeded(held.Lanes, dtype=torch.float32, device=sheet.device), []
+        model, events = parts.seeded(Lanes, dtype=torch.float32, device=sheet.device), []
         engine = sheet.build(model, _noting(cls or sheet.engine_cls, events), prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way

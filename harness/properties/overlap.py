@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from harness.measure.timeline import Timeline
 from harness.properties import parts
-from harness.properties.models import PartlyFrozen, Skipping
+from harness.properties.models import Lanes, PartlyFrozen
 from harness.properties.parts import grid
 from harness.properties.property import STAGES, holds, same
 from harness.properties.training import Pair, of_vectors, vectors
@@ -102,14 +102,14 @@ def late_collectives():
 
 
 @holds("order", engines=STAGES, sizes=(3, 4), further_sizes=(2,), cases=(
-    {"build": PartlyFrozen, "at": (2, 3), "first": ("zero1",)}, {"build": Skipping, "at": (2, 3), "first": ("zero3",)},
-    {"build": Skipping, "hybrid": True, "at": (4,), "first": ("zero2",)}))  # fmt: skip
+    {"build": PartlyFrozen, "at": (2, 3), "first": ("zero1",)}, {"build": Lanes, "at": (2, 3), "first": ("zero3",)},
+    {"build": Lanes, "hybrid": True, "at": (4,), "first": ("zero2",)}))  # fmt: skip
 def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
     """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing.
 
     A unit that all ranks skip, with `find_unused`, is no mistake.
     """
-    options = {"find_unused": True, "loss": of_vectors, "batch": vectors(8)} if build is Skipping else {}
+    options = {"find_unused": True, "loss": of_vectors, "batch": vectors(8)} if build is Lanes else {}
     pair = Pair(engine, build, parts.ADAMW, group=grid() if hybrid else None, **options)
     with late_collectives() as pending:
         for step in range(4):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
-from harness.properties.models import Skipping
+from harness.properties.models import Lanes
 from harness.properties.property import STAGES, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.data import while_all_have
@@ -28,7 +28,7 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
     In an evaluation it leaves out the last unit: its next forward must not meet the others' gather.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = parts.seeded(lambda: Skipping((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
+    model = parts.seeded(lambda: Lanes((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
     trained = engine(model, parts.DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
     x, y = parts.vector_batch(0, rank, 8)
 

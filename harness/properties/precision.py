@@ -22,7 +22,7 @@ LOW = {"param_dtype": BF16, "reduce_dtype": FP32}
 
 
 def of_tokens(model, tokens, targets) -> torch.Tensor:
-    return F.cross_entropy(model(tokens).float(), targets)
+    return parts.in_float32(model(tokens), targets)
 
 
 # The same numbers as others'. Four ranks are a grid: replicas along the first dimension, shards along the second.

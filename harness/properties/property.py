@@ -156,6 +156,10 @@ class Subject:
                 raise NotApplicable(f"{self.name} has no option {unknown[0]}")
         return self.build(model, optimizer_cls, **options)
 
+    def another(self) -> "Subject":
+        """A stage that it is not like."""
+        return subject(STAGES[STAGES.index(self.like) - 1] if self.like in STAGES else "zero1")
+
     @property
     def foreign(self) -> bool:
         """Whether it is none of ours: it has what it documents, under `Foreign`, and errors in words of its own."""

@@ -84,15 +84,12 @@ GROUPS = (
 
 
 def all_of(model: nn.Module):
-    """The objects, their hooks and their values."""
+    """The objects, how many hooks they have, and their values."""
     params = {
         name: (id(p), type(p), len(vars(p)), bool(p._post_accumulate_grad_hooks))
         for name, p in model.named_parameters()
     }
-    hooks = [
-        (len(m._forward_pre_hooks), len(m._forward_hooks), len(m._load_state_dict_pre_hooks)) for m in model.modules()
-    ]
-    return params, hooks, {name: value.tolist() for name, value in model.state_dict().items()}
+    return params, parts.hooks_on(model), {name: value.tolist() for name, value in model.state_dict().items()}
 
 
 @holds("misuse", engines=STAGES, sizes=(3,), further_sizes=(1,))
@@ -111,8 +108,7 @@ def constructions_that_cannot_work_are_refused(engine):
         F.cross_entropy(module(parts.token_batch(0, 0)[0]), parts.token_batch(0, 0)[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    given = iter((plain, model))
-    pair = Pair(engine, lambda: next(given))
+    pair = Pair(engine, (plain, model))
     pair.alike()
     refused(lambda: pair.trained and engine(model, ADAMW), "sharded by another engine")
 

@@ -208,9 +208,7 @@ class Sheet:
 
     def of_all_ranks(self, number: float) -> list[float]:
         """Every rank's `number`. A collective of all ranks."""
-        everyone = torch.empty(self.world_size, dtype=torch.float64, device=self.device)
-        dist.all_gather_single(everyone, torch.tensor([number], dtype=torch.float64, device=self.device))
-        return everyone.tolist()
+        return parts.of_all_ranks(torch.tensor(number, dtype=torch.float64, device=self.device)).tolist()
 
     def ask(self, check: Callable, cls=None, **case) -> None:
         """Write down what a property finds of the whole class, if no rank has found anything else so far."""
@@ -396,21 +394,17 @@ class Sheet:
 # The library.
 
 
-def of_subject(engine: Subject, device: str) -> Sheet:
-    """A sheet about the class under test, with the other parts of the chapter that it promises to be."""
-    if not isinstance(engine.build, type):
-        raise NotApplicable(f"{engine.name} has no methods of a stage")
-    chapter = import_module(engine.like)
-    return Sheet(engine.like, chapter, engine.build, torch.device(device), f"{engine.like}.py")
-
-
 def move(group: str, *stages: str, step: int | None = None):
     """Enter a check of one step, a function of a `Sheet`, into the library: what must be true of a move of `stages`."""
 
     def enter(check):
         def examined(engine: Subject, device: str = "cpu") -> None:
+            if not isinstance(engine.build, type):
+                raise NotApplicable(f"{engine.name} has no methods of a stage")
+            chapter = import_module(engine.like)  # its other parts are those of the class under test
+            sheet = Sheet(engine.like, chapter, engine.build, torch.device(device), f"{engine.like}.py")
             with Recorder():
-                for first in of_subject(engine, device).look(check)[:1]:
+                for first in sheet.look(check)[:1]:
                     raise Differs(first.what, first.expected, first.found, first.step)
 
         check.step = step
