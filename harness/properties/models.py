@@ -119,7 +119,7 @@ class Checkpointed(nn.Module):
 
 
 class Lanes(nn.Module):
-    """Units of different sizes, whose bytes tell which it is, or of the same; run in the order of `way`, without `skip`."""
+    """Units of different sizes, which their bytes tell, or of the same: run in the order of `way`, without `skip`."""
 
     def __init__(self, sizes=(8, 9, 8, 9)):
         super().__init__()
