@@ -39,7 +39,6 @@ def a_grid_trains_as_one_process(engine):
                 pair.clip(0.1)
             pair.step()
         pair.same_weights()
-    dist.barrier()
 
 
 @holds("life", engines=("zero2",), sizes=(3,))
@@ -156,7 +155,6 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
         refused(lambda act=act: act(trained, "/nowhere"), "full_state_dict", error=ValueError)
     trained.close()
     expect(isinstance(model[1].up.weight, DTensor), "the closed model's weights", "DTensors", "other tensors")
-    dist.barrier()
 
 
 # Pipelines.
@@ -207,7 +205,6 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
     found = pair.trained.full_state_dict()
     assert found, "this part has no weights"
     same("the weights", found, {name: pair.plain.state_dict()[name] for name in found}, pair.atol, step=5)
-    dist.barrier()
 
 
 @holds("misuse", sizes=(4,))
@@ -229,4 +226,3 @@ def meshes_that_do_not_fit_are_refused(engine):
         model = cut_by(mesh["tensor"], sequence=False) if tensor else parts.seeded(small)
         refused(lambda m=model, o=options: engine(m, parts.ADAMW, **o), word, error=ValueError)
     engine(parts.seeded(small), parts.ADAMW, group=cube["replicas", "shards"])  # two of three will do
-    dist.barrier()

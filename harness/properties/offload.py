@@ -46,7 +46,6 @@ def offload_changes_nothing(engine, options):
     for bucket in pair.trained.trained_buckets:
         shared = bucket.shard.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata
         expect(not shared, "the shard's memory", "its own", "a part of the gathered buffer", step=0)
-    dist.barrier()
 
 
 @holds("misuse")
@@ -88,4 +87,3 @@ def the_host_waits_for_copies(engine):
     same("the last before the update", ends[-2:], ["copies down", "synchronize"], step=4)
     same("copies down after the update", calls[calls.index("update") :].count("copies down"), 0, step=4)
     same("whether copies up have a stream", "copies up" in calls, engine.like == "zero3", step=5)
-    dist.barrier()

@@ -61,7 +61,6 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
         expected = [False] + [True] * layers + [True] * layers if root else expected
         same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected, step=2)
-    dist.barrier()
 
 
 class _Late:
@@ -122,4 +121,3 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
             pair.nothing_gathered("an evaluation", 1)
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()
-    dist.barrier()

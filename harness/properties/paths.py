@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.measure.memory import storage_bytes
 from harness.properties import models, parts
-from harness.properties.overlap import late_collectives, replaced
+from harness.properties.overlap import late_collectives
 from harness.properties.property import NotApplicable, expect, holds, same
+from harness.properties.sheet import Recorder
 from harness.properties.training import EXACT, Pair, inside, of_output
 
 
@@ -423,20 +424,6 @@ AWKWARD = {
 PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED | AWKWARD
 
 
-@contextlib.contextmanager
-def counted_gathers():
-    """Yields the shapes of all-gathers of parameters; the ranks' notes on the order of collectives are integers."""
-    shapes, issue = [], dist.all_gather_single
-
-    def counted(output, *args, **options):
-        if output.is_floating_point():
-            shapes.append(output.shape)
-        return issue(output, *args, **options)
-
-    with replaced(all_gather_single=counted):
-        yield shapes
-
-
 def follow(engine, path: str, late: bool = False, **options) -> None:
     """Three steps with an evaluation in between equal those of plain PyTorch, late collectives or not.
 
@@ -455,7 +442,8 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     pair = Pair(engine, path.build, loss=loss, batch=path.batch, dtype=path.dtype, atol=path.atol, **options)
     with late_collectives() if late else contextlib.nullcontext([]) as pending:
         for step in range(3):
-            with warnings.catch_warnings(record=True) as caught, counted_gathers() as gathers:
+            issued = mock.patch.object(Recorder, "issued", [])
+            with warnings.catch_warnings(record=True) as caught, issued as issued, Recorder():
                 warnings.simplefilter("always")
                 pair.keeps = path.keeps  # a graph that backward built may be gone through once more
                 pair.backward(step)
@@ -464,7 +452,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
             if frees and path.again:
                 expected = 2 * sum(len(unit.buckets) for unit in pair.trained.units)
                 expected += len(pair.trained.root.buckets) * (2 if path.root_again else 1)
-                same("all-gathers of a step", len(gathers), expected, step=2)
+                same("all-gathers of a step", sum(each.kind == "all-gather" for each in issued), expected, step=2)
             pair.step()
             if path.loss is of_output:
                 x, _ = pair.batch(9, pair.rank)

@@ -81,7 +81,6 @@ def mixed_precision_and_grids_equal_fsdp2s(engine, param_dtype=None, reduce_dtyp
     # The weights that the optimizer updates, not the low-precision ones that compute.
     same("the dtypes of the weights", {value.dtype for value in state.values()}, {own}, step=4)
     same("the weights, beside FSDP2's", state, expected, atol, step=5)
-    dist.barrier()
 
 
 MODELS = {"Twice": parts.Twice, "TiedAcross": models.TiedAcross, "Checkpointed": lambda: models.Checkpointed("around")}
@@ -287,7 +286,6 @@ def an_overflow_on_one_rank_skips_the_step_on_all(engine, of="gpt", overflow_on=
     pair.same_weights()
     # Halved by the overflow, doubled after two good steps.
     same("the scale after each step", scales, [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11], step=4)
-    dist.barrier()
 
 
 @holds("misuse", cases=({"enabled": True}, {"enabled": False}))

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.memory import MemoryLedger, tensors_in
+from harness.measure.memory import tensors_in
 from harness.measure.traffic import sent_bytes
 from harness.properties import parts
 from harness.properties.overlap import replaced
+from harness.properties.peaks import Alive
 from harness.properties.property import Differs, Finding, NotApplicable, Subject, finding_of, first_difference, holds
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
@@ -52,22 +53,6 @@ PROMISES = {
 
 
 # Instruments.
-
-
-class Alive(MemoryLedger):
-    """Bytes that are alive; after `mark()` also how many `more` there are than then, and the `most` meanwhile."""
-
-    def mark(self) -> None:
-        self.before = self.live
-        self.reset_peak()
-
-    @property
-    def more(self) -> int:
-        return self.live - self.before
-
-    @property
-    def most(self) -> int:
-        return self.peak - self.before
 
 
 @dataclass
