@@ -74,6 +74,6 @@ def a_rank_may_own_only_padding(engine):
     pair.same_weights()
     if engine.foreign:
         return  # where its pieces lie is its own affair
-    own = sum(piece.numel() for group in pair.trained.optimizer.param_groups for piece in group["params"])
+    own = sum(piece.numel() for piece in parts.pieces_of(pair.trained))
     # Two elements of float64 make 16 bytes, which are not cut.
     same("elements that this rank's optimizer updates", own, 2 if pair.rank == 0 else 0, step=4)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ def clipping_by_value_is_torchs_on_the_whole_model(engine):
             clip_grad_value_(pair.plain.parameters(), 0.01)
         pair.step()
     pair.same_weights()
-    pieces = [piece for group in pair.trained.optimizer.param_groups for piece in group["params"]]
+    pieces = parts.pieces_of(pair.trained)
     refused(lambda: pair.trained.clip_grad_value_(pieces), "engine.clip_grad_value_(1.0)", error=TypeError, step=3)
 
 
@@ -128,7 +129,7 @@ def micro_batches_send_what_they_must(engine, no_sync, k=3):
                 batch=lambda step, who: parts.vector_batch(step, who, width, torch.float64),
                 loss=lambda model, x, y: F.mse_loss(model(x), y), **options)  # fmt: skip
     trained = pair.trained
-    pieces = [p for group in trained.optimizer.param_groups for p in group["params"]]
+    pieces = parts.pieces_of(trained)
     for step in range(3):
         with TrafficLedger() as traffic:
             for micro in range(k):
@@ -178,28 +179,21 @@ class Asked(nn.Linear):
         return super().forward(x) * self.ask
 
 
-class Heads(nn.ModuleDict):
-    """Two heads, which belong to the root."""
+class TwoHeads(parts.OddModel):
+    """Two heads, which belong to the root, or each a unit of its `own`."""
 
-    def forward(self, x):
-        return [head(x) for head in self.values()]
+    class Heads(nn.ModuleDict):
+        def forward(self, x):
+            return [head(x) for head in self.values()]
 
+    class OwnHeads(nn.ModuleList):
+        def forward(self, x):
+            return [head(x) for head in self]
 
-class OwnHeads(nn.ModuleList):
-    """Two heads, each a unit of its own."""
-
-    def forward(self, x):
-        return [head(x) for head in self]
-
-
-def with_heads(kind: type, heads) -> nn.Module:
-    model = parts.OddModel()
-    model.head = kind(heads)
-    return model
-
-
-def two_heads() -> nn.Module:
-    return with_heads(Heads, {"first": nn.Linear(5, 3), "second": Asked()})
+    def __init__(self, own: bool = False):
+        super().__init__()
+        first, second = nn.Linear(5, 3), nn.Linear(5, 3) if own else Asked()
+        self.head = self.OwnHeads([first, second]) if own else self.Heads({"first": first, "second": second})
 
 
 def two_losses(model, batch, scale, shift=0):
@@ -278,7 +272,7 @@ def backward_may_be_called_in_any_way(engine, options):
     """Twice through one graph, per loss, after an evaluation or `autograd.grad`, interleaved: as in plain PyTorch."""
     if "drops gradients" in engine.more:
         raise NotApplicable(f"{engine.name} documents several backwards through its own `backward` alone")
-    pair = Pair(engine, two_heads, **options)
+    pair = Pair(engine, TwoHeads, **options)
     for step, way in enumerate(WAYS + OF_WHOLE_MODELS if engine.like in ("zero1", "zero2") else WAYS):
         pair.backward_by(way, step)
         pair.step()
@@ -290,7 +284,7 @@ def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     """Two backwards through one body, each by a head of its own: right, or refused with a way that is right."""
     if no_sync and engine.foreign:
         raise NotApplicable(f"{engine.name} wants the forward inside of `no_sync`, too")
-    pair = Pair(engine, lambda: with_heads(OwnHeads, [nn.Linear(5, 3), nn.Linear(5, 3)]), find_unused=find_unused)
+    pair = Pair(engine, partial(TwoHeads, own=True), find_unused=find_unused)
 
     def each(model, batch, scale):
         first, second = two_losses(model, batch, scale)

@@ -23,17 +23,13 @@ ADAMW, MOMENTUM, SGD = parts.ADAMW, parts.MOMENTUM, parts.SGD
 # The standard loop.
 
 
-def pieces(engine) -> list[torch.Tensor]:
-    return [piece for group in engine.optimizer.param_groups for piece in group["params"]]
-
-
 # (who takes gradients from the model, or steps past the engine; words of the error)
 TAKERS = (
     (lambda e: e.optimizer.step(), ("engine.step()",)),
     (lambda e: clip_grad_norm_(e.parameters(), 1.0), ("engine.clip_grad_norm_(", "'embedding.weight'")),
     (lambda e: clip_grad_value_(e.model.parameters(), 1.0), ("'embedding.weight'",)),
-    (lambda e: clip_grad_norm_(pieces(e), 1.0), ("engine.clip_grad_norm_(",)),
-    (lambda e: clip_grad_value_(pieces(e), 1.0), ("engine.clip_grad_value_(",)),
+    (lambda e: clip_grad_norm_(parts.pieces_of(e), 1.0), ("engine.clip_grad_norm_(",)),
+    (lambda e: clip_grad_value_(parts.pieces_of(e), 1.0), ("engine.clip_grad_value_(",)),
     (lambda e: clip_grad_norm_(e.model.head.weight, 1.0), ("engine.clip_grad_norm_(", "'head.weight'")),
     (lambda e: e.model.zero_grad(), ("engine.zero_grad()",)),
     (lambda e: e.model.head.zero_grad(), ("engine.zero_grad()", "'head.weight'")),

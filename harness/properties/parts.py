@@ -92,6 +92,11 @@ def failure(module: str, of: str, **arguments) -> str:
     raise RuntimeError(f"{of} passes with {arguments}")
 
 
+def pieces_of(engine) -> list[torch.Tensor]:
+    """What the engine's optimizer updates on this rank."""
+    return [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+
+
 def hooks_on(model, *others) -> int:
     """How many hooks there are on a model's modules and parameters, and on `others`."""
     owners = [*model.modules(), *others]
@@ -99,6 +104,7 @@ def hooks_on(model, *others) -> int:
     return count + sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
 
 
+@functools.cache
 def silent_group():
     """A process group whose collectives move nothing and take no memory.
 
@@ -106,7 +112,7 @@ def silent_group():
     after `wait()`: for the exact bytes of what an engine itself keeps alive, it is left out.
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    return dist.new_group(backend="fake")
+    return dist.new_group(backend="fake", group_desc="silent")
 
 
 @functools.cache

@@ -260,15 +260,16 @@ def partly_without_gradients() -> nn.Module:
 
 
 LOW_RANK = models.PartlyFrozen.Adapter  # LoRA: a frozen weight and two small trained ones in each unit
+TWICE = {  # (the model's forward, the loss): a graph of backward's own
+    "a gradient penalty": (plain, gradient_penalty),
+    "two gradient penalties": (plain, twice(gradient_penalty)),
+    "a gradient taken in forward": (forces, of_output),
+}
 GRADIENTS = {
     "frozen weights and a leaf": Path(body(plain, LOW_RANK)),
-    "a gradient penalty": Path(body(), gradient_penalty, again=False, keeps=True),
-    "two gradient penalties": Path(body(), twice(gradient_penalty), again=False, keeps=True),
-    "a gradient penalty of frozen weights": Path(body(plain, LOW_RANK), gradient_penalty, again=False, keeps=True),
-    "two gradient penalties of frozen weights": Path(body(plain, LOW_RANK), twice(gradient_penalty), again=False,
-                                                     keeps=True),
-    "a gradient taken in forward": Path(body(forces), again=False, keeps=True),
-    "a gradient of frozen weights taken in forward": Path(body(forces, LOW_RANK), again=False, keeps=True),
+    **{name: Path(body(run), loss, again=False, keeps=True) for name, (run, loss) in TWICE.items()},
+    **{f"{name}, frozen weights": Path(body(run, LOW_RANK), loss, again=False, keeps=True)
+       for name, (run, loss) in TWICE.items()},
     "two forwards": Path(body(), twice(of_output), again=False),
     "two forwards of frozen weights": Path(body(plain, LOW_RANK), twice(of_output), again=False),
     "two forwards of kept losses": Path(body(plain, router, "abc"), twice(with_kept_losses), again=False),

@@ -165,11 +165,6 @@ class Subject:
         """Whether it is none of ours: it has what it documents, under `Foreign`, and errors in words of its own."""
         return self.takes is not None
 
-    def needs(self, *stages: str) -> None:
-        """Of an engine that is like none of these there is nothing to say."""
-        if self.like not in stages:
-            raise NotApplicable(f"{self.name} does not promise to be {' or '.join(stages)}")
-
 
 def subject(name: str) -> Subject:
     """The engine `name` of the registry as a subject."""
@@ -261,8 +256,8 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
     engine = subject(engine) if isinstance(engine, str) else engine
     before, _asked = _asked, engine
     each = library()[name]
-    if each.needs:
-        engine.needs(*each.engines)
+    if each.needs and engine.like not in each.engines:
+        raise NotApplicable(f"{engine.name} does not promise to be {' or '.join(each.engines)}")
     try:
         each.check(engine, **(case or {}))
     except AssertionError as error:

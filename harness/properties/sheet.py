@@ -148,13 +148,11 @@ class Recorder:
 def _groups(world) -> types.SimpleNamespace:
     """Groups to build engines with; none is the default one, so that a collective that was given none shows.
 
-    `all` of the ranks; this rank `alone`; and `silent`, whose collectives move nothing and take no memory, for the
-    bytes that an engine itself keeps.
+    `all` of the ranks; this rank `alone`; and the `silent` one.
     """
-    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     new = partial(dist.new_group, group_desc="for all checks")
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return types.SimpleNamespace(all=new(), alone=alone, silent=new(backend="fake"))
+    return types.SimpleNamespace(all=new(), alone=alone, silent=parts.silent_group())
 
 
 @dataclass
