@@ -130,7 +130,10 @@ def on_ranks(engine: str, file: str, names: str, folder: str) -> None:
         torch.manual_seed(1000 + rank)
         verdict = outcome(name, engine, me.world_size)
         ranks.say(folder, name, rank, verdict)
-        everyone = ranks.everyone(folder, name, me.world_size, 2 * longest())  # who has started them waits for less
+        everyone = ranks.everyone(folder, name, me.world_size, longest())
+        for other, silent in enumerate(each is None for each in everyone):
+            if silent:  # and not dead: torchrun would have ended this rank, too
+                ranks.say(folder, name, other, {"outcome": "hang", "says": "it did not end", "seconds": longest()})
         if any(each is None or each["outcome"] in ("crash", "hang") for each in everyone):
             os._exit(1)  # these ranks may be in any state: others go on
     process_group.stop()
@@ -150,13 +153,13 @@ def ask(engine: str, file: str | None, names: list[str], size: int, tell) -> dic
     while left:
         command = ["-m", "harness.properties.conform", "--on-ranks", engine, file or "", ",".join(left)]
         began = len(found)
-        with ranks.Ranks(command, size, STARTING + longest(), quiet=True) as running:
+        with ranks.Ranks(command, size, STARTING + 2 * longest(), quiet=True) as running:
             for name, verdicts in running.verdicts(left):
                 found[name] = together(verdicts)
                 tell(engine, name, found[name])
                 if found[name]["outcome"] in ("crash", "hang"):
                     break
-                running.until = time.monotonic() + longest()
+                running.until = time.monotonic() + 2 * longest()
         if len(found) == began:
             says = without_places(f"its ranks have not begun: {running.last_words()}")
             dead = {"outcome": "crash", "says": says, "seconds": 0.0}
