@@ -262,6 +262,8 @@ class UnitHooks(BucketHooks):
         if unit is not self._engine.root and (not known or self._engine.find_unused):  # there: it was not over, then
             self._finish_work(unit)
             self._at_work = unit
+            if unit not in self._waiting:  # reduced before this visit, which may bring more
+                self._waiting.append(unit)
         self._engine.unpack((None, visit))
         if known and (not unit.gathered or unit.works):  # freed before its time, or gathered anew for another visit
             self._gather_now(unit)
@@ -300,6 +302,9 @@ class UnitHooks(BucketHooks):
         if unit in self._waiting:
             self._waiting.remove(unit)
             super()._deliver(unit)
+            if self._engine.find_unused:  # in this backward another visit may bring more
+                for bucket in self._buckets_of[unit]:
+                    bucket.missing = set(range(len(bucket.params)))
 
     def _free(self, unit) -> None:
         if unit not in self._kept:
