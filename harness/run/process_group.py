@@ -18,7 +18,7 @@ from harness.engine import accelerator
 from harness.run.ending import NOT_AGAIN, NotAgain
 
 TIMEOUT_SECONDS = 120
-SLACK = 10  # seconds more: who waits in a collective may be the first to miss a rank
+SLACK = 5  # seconds more: who waits in a collective may be the first to miss a rank
 
 
 @dataclass(frozen=True)
