@@ -124,6 +124,8 @@ def on_ranks(engine: str, file: str, names: str, folder: str) -> None:
     """
     rank = ranks.begin(folder)
     engine_file.enter([file] if file else [], "conform")
+    ranks.say(folder, "here", rank, {})
+    ranks.everyone(folder, "here", int(os.environ["WORLD_SIZE"]), STARTING)  # so that none waits for another's imports
     me = process_group.start("gloo", "cpu")
     torch.set_num_threads(1)
     for name in names.split(","):
