@@ -221,7 +221,7 @@ def test_no_races_in_what_we_compare_with(pool, name, dtype):
 # `_receive` and `finish` keep besides is whose gradients a step adds up: properties hold that without a GPU.
 P, STAGES = "harness.engine.placement", tuple(parts.STAGES)
 GATHER = "bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())\n"
-BESIDE = " " * 16 + "with self.placement.copies_beside():  # offload only: a stream of its own for the copy up\n"
+BESIDE = "with self.placement.copies_beside():  # offload only: a stream of its own for the copy up\n"
 IN_FLIGHT = "self._in_flight, None\n"
 TAKEN_OUT = {
     "step 5 waits": ("zero1", 'wait(work, "all-gather", bucket)', "pass", {"zero1": {}, "zero2": {}}),
@@ -241,7 +241,7 @@ TAKEN_OUT = {
     "forward waits": ("zero3", "prefetched\n        self._wait(unit)", "prefetched", {"zero3": {}}),
     "backward waits": ("zero3", "self._gather(each)\n        self._wait(unit)", "self._gather(each)", {"zero3": {}}),
     "what is freed was waited for": ("zero3", "self._wait(unit)  # never free", "pass  # never free", {"zero3": {}}),
-    "who computes allocates": ("zero3", GATHER + BESIDE, BESIDE + " " * 20 + GATHER, {"zero3": OFFLOAD}),
+    "who computes allocates": ("zero3", GATHER + " " * 16 + BESIDE, BESIDE + " " * 20 + GATHER, {"zero3": OFFLOAD}),
     "replicas": (
         P,
         IN_FLIGHT + '            wait(work, "all-reduce over the replicas", bucket)',
@@ -255,7 +255,7 @@ TAKEN_OUT = {
         {"zero1": {"replicas": True}},
     ),
     "the host adds": (P, "self._down.synchronize()", "pass", dict.fromkeys(("zero2", "zero3"), OFFLOAD)),
-    "the host updates or loads": (P, "self._device.synchronize()", "pass", dict.fromkeys(STAGES, OFFLOAD)),
+    "the host updates at all": (P, "self._device.synchronize()", "pass", dict.fromkeys(STAGES, OFFLOAD)),
     "the host updates": (
         "harness.engine.gradients",
         "engine.placement.finish_all()",
@@ -283,15 +283,16 @@ TAKEN_OUT = {
         {"zero1": {**OFFLOAD, "param_dtype": torch.bfloat16}, "zero2": OFFLOAD, "zero3": OFFLOAD},
     ),
 }
+# Before a load the ranks agree: over NCCL on the device, and with that the host has waited; over gloo it has not.
+over_gloo = pytest.mark.skipif(GPUS > 1, reason="two ranks share one GPU, over gloo")
 EACH = [
-    pytest.param(*change, stage, options, id=f"{name}, {stage}")
+    pytest.param(*change, stage, options, id=f"{name}, {stage}", marks=over_gloo if "loads" in name else several)
     for name, (*change, of) in TAKEN_OUT.items()
     for stage, options in of.items()
 ]
 
 
 @finds
-@several
 @pytest.mark.parametrize("module, old, new, stage, options", EACH)
 def test_what_is_taken_out_is_missed(pool, module, old, new, stage, options):
     """The two operations, their streams and the bytes are named; or the engine itself says which unit is on its way."""
