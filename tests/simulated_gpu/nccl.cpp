@@ -205,6 +205,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* out) {
 }
 ncclResult_t ncclCommAbort(ncclComm* comm) { return comm->shared->aborted = 1, ncclSuccess; }
 ncclResult_t ncclCommGetAsyncError(ncclComm*, ncclResult_t* error) { return *error = ncclSuccess, ncclSuccess; }
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* size) { return *size = comm->size, ncclSuccess; }
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 ncclResult_t ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
 const char* ncclGetLastError(ncclComm*) { return last_error.c_str(); }
 const char* ncclGetErrorString(ncclResult_t) { return last_error.empty() ? simulated_error() : last_error.c_str(); }
