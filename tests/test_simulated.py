@@ -298,12 +298,13 @@ def test_what_is_taken_out_is_missed(pool, module, old, new, stage, options):
 
 
 @finds
-@pytest.mark.parametrize("module", ("harness.engine.state", "harness.engine.checkpoint"))
-def test_who_loads_waits_for_copies(alone, module):
-    """On one rank. Several agree first, by numbers for which the host waits, and so that hides the race."""
-    for stage in parts.STAGES:
-        change = {"module": module, "old": "engine.placement.finish_all()", "new": "pass"}
-        assert named(found := alone.run(cases.loads_without, **change, stage=stage)[0]), (stage, found)
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_who_loads_waits_for_copies(alone, stage):
+    """On one rank. Several agree first, by numbers for which the host waits, and so that hides the race.
+
+    So does the reading of a checkpoint: what torch does there waits for the device. (It does not promise to.)
+    """
+    assert named(found := alone.run(cases.loads_without, stage=stage)[0]), found
 
 
 @pytest.fixture(scope="module")
