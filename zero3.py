@@ -35,7 +35,6 @@ needs it, unit by unit. In the order of time, with prefetch 1, and under it the 
 
 A gather stands left of the computation that it hides behind: it is started first and waited for later. The last unit is
 freed although backward soon gathers it again: head and loss come in between, whose activations are among the largest.
-
 On a CPU a missing wait can leave every number right. On simulated GPUs (tests/simulated_gpu/) a detector names both
 operations and their streams: ./launch.sh bug 33.
 
