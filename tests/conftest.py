@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: tests send it to some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,6 +57,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
+    config.option.loadscopereorder = False  # xdist would begin with the group of most tests
+
+
+# They share the runs of 7b, and what is predicted of it; and the ranks with those who ask for ranks.
+TOGETHER = {"test_memory": "dry runs", "test_articles": "dry runs", "test_train": "2 ranks"}
+# What takes longest begins first, so that both workers end together. The others are short.
+LONGEST = ["2 ranks", "dry runs", "test_report", "test_conform", "test_notebooks", "test_plan", "test_exercises"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
@@ -66,11 +73,14 @@ def pytest_collection_modifyitems(config, items):
         marked = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-    # They share the runs of 7b, and what is predicted of it.
-    together = dict.fromkeys(("test_dry_run", "test_articles"), "dry runs")
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            on_ranks = "ranks" in getattr(item, "fixturenames", ())
-            group = "2 ranks" if on_ranks else together.get(item.path.stem, item.path.stem)
-            if item.get_closest_marker("xdist_group") is None:
-                item.add_marker(pytest.mark.xdist_group(group))
+    place = {}
+    for item in items:
+        fixtures, group = getattr(item, "fixturenames", ()), item.get_closest_marker("xdist_group")
+        name = group.args[0] if group else "2 ranks" if "ranks" in fixtures else None
+        name = name or TOGETHER.get(item.path.stem, item.path.stem)
+        if group is None and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(name))
+        first = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        # tests/test_train.py: its runs begin first of all, and what they have left is looked at in the end.
+        place[item] = first, "stories" in fixtures, "begun" not in fixtures
+    items.sort(key=place.get)

@@ -12,7 +12,7 @@ import forked
 import pytest
 
 import fsdp2_compare
-from harness.measure import dry_run, figures, ratios, sweeps, walkthrough
+from harness.measure import figures, memory, ratios, sweeps, walkthrough
 from harness.measure.report import __main__ as report
 from harness.plan import options as plan
 from harness.teach import changes, docs, exercise
@@ -130,7 +130,7 @@ def parsers() -> dict:
     stages = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
     chapters = {name: partial(walkthrough.arguments, stage, name) for name, stage in stages.items()}
     return {
-        **chapters, "compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
+        **chapters, "compare": fsdp2_compare.arguments, "memory": memory.arguments, "sweeps": sweeps.arguments,
         "articles": articles.arguments, "changes": changes.main, "docs": docs.main, "ratios": ratios.main,
         "exercise": exercise.main, "check": check.main, "bug": museum.main, "figures": figures.main,
         "report": report.arguments, "plan": plan.arguments,
@@ -215,7 +215,7 @@ def test_the_readmes_script_trains(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(code("python", "init_process_group"))
     ranks = forked.on_ranks([str(script)], 2)
-    assert [rank.status for rank in ranks] == [0, 0], ranks
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
     printed = ranks[0].stdout + ranks[1].stdout
     losses = dict(re.findall(r"rank (\d): loss ([\d.]+) on its own data, 4 tensors", printed))
     assert set(losses) == {"0", "1"} and losses["0"] != losses["1"], printed  # each rank has data of its own
@@ -227,7 +227,7 @@ def test_three_dimensions_train(tmp_path, number):
     script = tmp_path / "three_dimensions.py"
     script.write_text(code("python", "PipelineStage", ROOT / "docs" / "hybrid.md"))
     ranks = forked.on_ranks([str(script)], number)
-    assert [rank.status for rank in ranks] == [0] * number, ranks
+    assert [rank.returncode for rank in ranks] == [0] * number, ranks
     found = re.findall(r"rank (\d): loss ([\d.]+)", "".join(rank.stdout for rank in ranks))
     losses = {int(rank): float(loss) for rank, loss in found}
     assert sorted(losses) == [rank for rank in range(number) if rank // (number // 4) % 2], found  # of the last part

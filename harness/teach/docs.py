@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from harness.measure import step_report, tables
-from harness.measure.dry_run import fits_on
+from harness.measure.memory import fits_on
 from harness.measure.ratios import ratios
 from harness.measure.report import page
 from harness.properties.conform import OUTCOMES
@@ -281,10 +281,7 @@ def machines() -> str:
         passed, failed, _ = page.tests_in_all(report)
         rest = [f"{report['machine'].get('torch')}", ways, equal, f"{passed}" + f", {failed} failed" * bool(failed)]
         where = f"{file.parent.relative_to(ROOT)}/report.md"
-        name = page.hardware(report["machine"])
-        # A line of the README has 120 columns at most.
-        room = max(12, 120 - 8 - 3 * len(rest) - len(where) - sum(map(len, rest)))
-        rows.append([f"[{name if len(name) <= room else name[: room - 1] + '…'}]({where})", *rest])
+        rows.append([f"[{page.hardware(report['machine'])}]({where})", *rest])
     return tables.markdown(rows) if rows[1:] else "None yet."
 
 

@@ -1,9 +1,11 @@
-"""The dry run of hybrid sharding and of offload: who sends what along which dimension, and what lies where."""
+"""The dry run: an article's gigabytes, formulas of the peak, the stand-in for DDP, replicas, offload, and refusals."""
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,22 +14,202 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure import dry_run
-from harness.measure.parts import GRADIENTS, HELD, IN_FLIGHT, OPTIMIZER, PARAMETERS, PARTS
-from harness.run.model import PRESETS
+from harness.measure import memory
+from harness.measure.fake_ranks import fake_ranks
+from harness.measure.parts import GRADIENTS, HELD, IN_FLIGHT, OPTIMIZER, PARAMETERS, PARTS, PartsLedger
+from harness.run.model import PRESETS, next_token_loss
+from harness.teach.articles.memory import dry as articles_dry
+
+RESULTS = Path(__file__).parent.parent / "results"
 
 
-@cache
-def dry(name: str, *argv: str) -> dict:
-    return dry_run.measure_alone(name, dry_run.arguments(list(argv)))
+def dry(name: str, *argv: str, device: str = "fake") -> dict:
+    options = memory.arguments(list(argv))
+    options.device = device
+    with fake_ranks(options.ranks):
+        return memory.measure(name, options)
+
+
+@pytest.mark.parametrize(
+    "name, gigabytes",
+    (*(pytest.param(*row, marks=pytest.mark.thorough) for row in (("zero1", 63), ("zero2", 38.5))), ("zero3", 14)),
+)
+def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
+    row = articles_dry(name)  # run once for this and for the articles' tests
+    written = json.loads((RESULTS / "memory-7b-8ranks.json").read_text())["engines"][name]
+    for key in ("held_bytes", "formula_bytes", "state_peak_bytes", "state_peak_formula_bytes", "sent_bytes"):
+        assert row[key] == written[key], f"{key} in results/ is not what the code gives"
+    held = sum(row["held_bytes"].values())
+    assert held == pytest.approx(gigabytes * 1e9, rel=0.005)
+    # All that the formula does not say: AdamW's counters, 4 bytes each. No bucket of this model needs padding.
+    assert held - row["formula_bytes"] == row["difference_bytes"] == row["step_counters_bytes"] > 0
+    assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "stage, own, ranks",
+    [
+        ("zero1", {"bucket_mb": 25}, 2),
+        *(("zero2", {"bucket_mb": size}, 100) for size in (0, 1, 25)),
+        ("zero2", {"bucket_mb": 1}, 2),
+        *(("zero3", {"prefetch": ahead}, 100) for ahead in (0, 1, 3)),
+    ],
+    ids=str,
+)
+def test_the_peak_is_what_its_formula_says(stage, own, ranks):
+    config = PRESETS["tiny"]
+    adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+    with fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True), PartsLedger() as ledger:
+        model = memory.make_model(config, torch.device("cpu"))
+        values = memory.letters(model, ranks, **own)
+        engine = parts.STAGES[stage](model, adamw, **own)
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        engine.training_step(tokens, tokens, next_token_loss)
+        ledger.begin(engine)
+        engine.training_step(tokens, tokens, next_token_loss)
+    state = ledger.peak_moment(of=lambda moment: moment.state).state
+    assert state == pytest.approx(memory.evaluate(memory.PEAK_FORMULAS[stage], **values), rel=0.01)
+    # With two tokens there is hardly anything else, so this is the peak itself.
+    assert ledger.peak == pytest.approx(state, rel=0.03)
+
+
+@pytest.mark.parametrize("stage", parts.STAGES)
+def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
+    row = dry(stage, "--preset", "tiny", "--ranks", "4", "--seq", "2", "--micro-batch", "1", "--accumulate", "3")
+    assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "ranks, more",
+    (
+        (1, []),
+        pytest.param(3, ["--precision", "bf16"], marks=pytest.mark.thorough),
+        pytest.param(8, ["--checkpoint-activations", "--batch", "3"], marks=pytest.mark.thorough),
+    ),
+    ids=str,
+)
+def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
+    argv = ["--preset", "tiny", "--ranks", str(ranks), "--seq", "16", *more]
+    ours, theirs = dry("zero3", *argv), dry("fsdp2", *argv)
+    assert ours["peak_bytes"] <= theirs["peak_bytes"]
+    assert ours["sent_bytes"] <= theirs["sent_bytes"]
+
+
+@pytest.mark.parametrize(
+    "name, preset, more",
+    [*(("ddp", "tiny", more) for more in ([], ["--precision", "bf16"], ["--checkpoint-activations"])),
+     *((stage, "toy", []) for stage in parts.STAGES)],
+    ids=str,
+)  # fmt: skip
+def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, preset, more):
+    argv = ["--preset", preset, "--ranks", "3", "--batch", "2", *more]
+    fake, real = dry(name, *argv), dry(name, *argv, device="cpu")
+    if name == "ddp":
+        assert fake.pop("stand_in") and fake["collectives"]["all-reduce"] > 1
+        assert real["peak_where"].pop("module") == f"module.{fake['peak_where'].pop('module')}"  # one more around it
+        fake.pop("curve"), real.pop("curve")
+    assert fake == real
+
+
+def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "memory.json"
+    monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "--ranks", "4", "--json", str(file)])
+    memory.main()
+    text, results = capsys.readouterr().out, json.loads(file.read_text())
+    assert results["ranks"] == 4 and tuple(results["engines"]) == memory.registry.named("memory")
+    for name, row in results["engines"].items():
+        assert set(row["held_bytes"]) == set(HELD) and set(row["peak_parts"]) <= set(PARTS) and name in text
+        assert sum(row["peak_parts"].values()) == row["peak_bytes"], "every byte of the peak has a name"
+        assert sum(row["state_peak_parts"].values()) == row["state_peak_bytes"] <= row["peak_bytes"]
+        assert row["peak_where"]["step"][0] in "12345", row["peak_where"]
+        assert sum(row["sent_by_collective"].values()) == pytest.approx(row["sent_bytes"], abs=3)
+    assert "ddp (stand-in)" in text and "24 GB: ddp is the first that fits" in text
+
+
+@pytest.mark.parametrize("name, sent", (("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp2_no_reshard", 2)))
+def test_traffic_in_elements_does_not_depend_on_the_precision(name, sent):
+    """bfloat16 halves the bytes of a gather, and sends as many elements."""
+    low = dry(name, "--preset", "toy", "--ranks", "4", "--precision", "bf16")
+    full = dry(name, "--preset", "toy", "--ranks", "4")
+    assert low["sent_elements"] == pytest.approx(sent * 34_688 * 3 / 4, rel=0.01)
+    assert full["sent_elements"] == pytest.approx(low["sent_elements"], rel=0.01)
+    assert (low["sent_bytes"] < full["sent_bytes"]) == (name != "ddp")
+
+
+def test_which_gpu_is_enough():
+    at_most = (24 - 2) * 10**9 / 1.05  # live bytes; 5% for gaps and 2 GB for CUDA and NCCL are assumed beside them
+    assert memory.fits_on(at_most - 1) == [24, 40, 80, 141]
+    assert memory.fits_on(at_most + 1) == [40, 80, 141]
+    assert memory.fits_on(139 * 10**9) == []
+
+
+def test_out_of_memory_is_a_row(monkeypatch):
+    def full(name, options, device):
+        if name == "ddp":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 500.00 MiB. GPU 0 has 1 GiB.")
+        return plain(name, options, device)
+
+    plain = memory._measure
+    monkeypatch.setattr(memory, "_measure", full)
+    results = memory.measure_all(memory.arguments(["--preset", "toy", "--engines", "ddp,zero3"]))
+    assert results["engines"]["ddp"] == {"out_of_memory": "CUDA out of memory"}
+    assert "ddp: OUT OF MEMORY here. CUDA out of memory" in memory.report(results)
+    assert "24 GB: zero3 is the first that fits" in memory.report(results)
+
+
+def test_a_dry_run_keeps_what_it_has_after_each_engine():
+    kept = []
+    options = memory.arguments(["--preset", "toy", "--ranks", "2", "--engines", "zero1,zero3"])
+    last = memory.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
+    assert [list(found["engines"]) for found in kept] == [["zero1"], ["zero1", "zero3"]]
+    assert kept[-1] == json.loads(json.dumps(last))
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    (
+        (["--preset", "8b"], ["'8b'", "70b"]),
+        (["--precision", "fp8"], ["'fp8'", "fp32 or bf16"]),
+        (["--ranks", "0"], ["--ranks", "0"]),
+        (["--up-to", "0"], ["--up-to", "0"]),
+        (["--seq", "4096"], ["4096", "2048"]),
+        (["--engines", "zero4"], ["'zero4'", "zero3"]),
+        (["--device", "tpu"], ["'tpu'", "fake or cuda"]),
+        (["--replicas", "0"], ["--replicas", "0"]),
+        (["--replicas", "3"], ["--replicas", "3", "8"]),
+        (["--replicas", "2", "--up-to", "8"], ["--replicas", "--up-to"]),
+        (["--offload", "--engines", "ddp"], ["'ddp'", "--offload", "zero1"]),
+        (["--json", "/nowhere/x.json"], ["/nowhere/x.json"]),
+        (["--json", "/"], ["'/'"]),
+    ),
+)
+def test_bad_input_is_named(argv, said):
+    with pytest.raises(ValueError) as error:
+        memory.arguments(argv)
+    assert all(word in str(error.value) for word in said), error.value
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        memory.arguments(["--device", "cuda"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", memory.registry.named("memory"))
+def test_real_allocations_are_close_to_the_dry_run(name):
+    argv = ["--preset", "small", "--ranks", "4"]
+    fake, real = dry(name, *argv), dry(name, *argv, device="cuda")
+    assert real["held_bytes"] == fake["held_bytes"]
+    assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)
 
 
 @cache
 def layout(stage: str, preset: str, ranks: int) -> dict:
     """Elements with padding: the largest "unit" or bucket, "root", "whole" and "shard" in all; "pieces" counted."""
     adamw = partial(torch.optim.AdamW, lr=1e-3)
-    with dry_run.fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True):
-        engine = parts.STAGES[stage](dry_run.make_model(PRESETS[preset], torch.device("cpu")), adamw)
+    with fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True):
+        engine = parts.STAGES[stage](memory.make_model(PRESETS[preset], torch.device("cpu")), adamw)
         root = sum(bucket.numel for bucket in engine.root.buckets) if stage == "zero3" else 0
         units = getattr(engine, "units", [])
         return {
@@ -79,7 +261,7 @@ def test_replicas_leave_ddp_as_it_is():
 def test_the_table_by_dimension(capsys, monkeypatch):
     argv = ["--preset", "toy", "--ranks", "6", "--replicas", "2", "--engines", "ddp,zero2,fsdp2"]
     monkeypatch.setattr("sys.argv", ["memory", *argv])
-    dry_run.main()
+    memory.main()
     text = capsys.readouterr().out
     table = text.partition("Elements sent in 2 rows of S = 3 ranks")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in table[2:]] == ["ddp", "zero2", "fsdp2"]
@@ -92,7 +274,7 @@ def test_the_table_by_dimension(capsys, monkeypatch):
 def test_a_torch_without_such_an_accelerator_is_named(monkeypatch):
     monkeypatch.delattr("torch.utils.backend_registration._setup_privateuseone_for_python_backend")
     with pytest.raises(ValueError, match="torch 2.11 to 2.15"):
-        dry_run.arguments(["--offload"])
+        memory.arguments(["--offload"])
 
 
 # Offload. The fake GPU stays registered in its process for good, so it has one of its own.
@@ -100,7 +282,7 @@ def test_a_torch_without_such_an_accelerator_is_named(monkeypatch):
 
 def on_a_fake_gpu(name: str, argv: Sequence[str]) -> dict:
     """The row of `./launch.sh memory --offload ARGV` for one engine."""
-    return dry_run.measure_alone(name, dry_run.arguments(["--offload", *argv]))
+    return memory.measure_alone(name, memory.arguments(["--offload", *argv]))
 
 
 def with_an_allocator(name: str, argv: list[str], peak: int) -> dict:
@@ -108,7 +290,7 @@ def with_an_allocator(name: str, argv: list[str], peak: int) -> dict:
     allocator = SimpleNamespace(
         memory_allocated=lambda: 0, reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: peak
     )
-    with mock.patch.object(dry_run, "allocator_of", lambda device: allocator):
+    with mock.patch.object(memory, "allocator_of", lambda device: allocator):
         return on_a_fake_gpu(name, argv)
 
 
@@ -174,12 +356,12 @@ def test_fsdp2_with_the_same_policy(offload, stage, more):
 
 
 def test_the_tables_of_device_and_host(offload, capsys):
-    options = dry_run.arguments(["--preset", "toy", "--offload"])
+    options = memory.arguments(["--preset", "toy", "--offload"])
     assert "ddp" not in options.engines and {*parts.STAGES, "fsdp2"} < {*options.engines}  # DDP has no offload
     options.engines = ["zero1", "fsdp2"]
     engines = {name: offload(name, "--preset", "toy") for name in options.engines}
     conditions = {"preset": "toy", "precision": "fp32", "offload": True, "ranks": 8, "replicas": 1}
-    text = dry_run.report({"parameters": 34_688, **conditions, "engines": engines})
+    text = memory.report({"parameters": 34_688, **conditions, "engines": engines})
     on_host = text.partition("Held on the host")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[4] for line in on_host[2:4]] == [f"{16 * 34_688 / 8 / 1e6:.3f}"] * 2
     on_device = text.partition("Held on the device")[2].partition("\n\n")[0].splitlines()
