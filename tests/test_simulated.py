@@ -218,8 +218,9 @@ def test_no_races_in_what_we_compare_with(pool, name, dtype):
 
 
 # Each line that keeps an order on a GPU: (module, the line, what is in its place without it, [(stage, options)]). What
-# `_receive` and `finish` keep besides is whose gradients a step adds up: properties hold that without a GPU. (That ZeRO-3 allocates on the stream
-# that computes is no such line: with offload the copies' stream waits for that one anyway. It lets both share memory.)
+# `_receive` and `finish` keep besides is whose gradients a step adds up: properties hold that without a GPU. That
+# ZeRO-3 allocates on the stream that computes is no such line: the stream of copies waits for that one anyway. It is
+# so that both share memory.
 P, STAGES = "harness.engine.placement", tuple(parts.STAGES)
 IN_FLIGHT = "self._in_flight, None\n"
 TAKEN_OUT = {
