@@ -141,7 +141,8 @@ def _as_python(executable: str, arguments: list[str], folder: str, environment: 
     os.environ.clear()
     os.environ.update(environment)
     sys.executable = executable  # what this one starts goes the same way
-    of_the_installation = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    prefixes = (sys.prefix, sys.base_prefix, *filter(lambda path: path.endswith("-packages"), sys.path))  # a .pth's
+    of_the_installation = [path for path in sys.path if path.startswith(prefixes)]
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *of_the_installation]
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

@@ -6,6 +6,7 @@ by what the module's parent does with its weights, and so on.
 
 import collections
 import contextlib
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -469,12 +470,15 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
 
 
 def cases_of(paths: dict[str, Path], usual: int | None = None) -> dict:
-    """The `usual` first paths (None: all) in ZeRO-3 on a slow network, the first in all stages; further options."""
-    late, elsewhere = {"on": ("zero3",), "late": True}, {"on": ("zero1", "zero2")}
-    others = ({"find_unused": True}, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {})
-    others = [elsewhere, late, *({"on": ("zero3",), **options} for options in others)]
-    every = [{"path": path, **other} for path in paths for other in others]
-    cases = [{"path": path, **late} for path in list(paths)[:usual]] + every[:1]
+    """The `usual` first paths (None: all) in ZeRO-3, on a slow network or with `find_unused`, one path each; the first
+    in all stages; further options.
+    """
+    elsewhere, late, unused = {"on": ("zero1", "zero2")}, {"late": True}, {"find_unused": True}
+    others = [late, unused, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
+    late, unused, *others = [{"on": ("zero3",), **options} for options in others]
+    every = [{"path": path, **other} for path in paths for other in (elsewhere, late, unused, *others)]
+    turns = zip(list(paths)[:usual], itertools.cycle((late, unused)))
+    cases = [{"path": path, **options} for path, options in turns] + every[:1]
     further = tuple({**case, "at": (3,)} for case in every if case not in cases)
     return {"sizes": (2,), "further_sizes": (3,), "cases": tuple(cases), "further_cases": further}
 

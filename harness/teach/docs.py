@@ -84,7 +84,7 @@ def of_referee(report: dict, *titles: str, digits: int = 2) -> str:
         "difference from DDP": difference,
         "held MB": lambda name, run: f"{sum(run['held_bytes'].values()) / 1e6:.{digits}f}",
         "peak MB": lambda name, run: f"{run['peak_bytes'] / 1e6:,.1f}",
-        "step ms": lambda name, run: f"{run['step_ms']:.0f}",
+        "step ms": lambda name, run: f"{run['step_ms']:.0f}" if run["step_ms"] else "-",
         "tokens/s": lambda name, run: f"{run['tokens_per_s']:,.0f}",
     }
     chosen = {title: columns[title] for title in ("engine", *titles)}
@@ -118,7 +118,7 @@ def referee_bf16() -> str:
 
 def referee_deepspeed() -> str:
     report = result(REFEREE_DEEPSPEED)
-    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step"
+    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms", "x ddp"
     return f"{conditions(report, REFEREE_DEEPSPEED)}\n\n{of_referee(report, *titles)}"
 
 
