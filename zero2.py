@@ -117,7 +117,7 @@ class ZeRO2(Interface):
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
-        self._receive()  # a buffer must not go while a collective uses it
+        self._receive()  # else the next step would receive it, and add it
         gradients.forget(self)
         self._turns, self._complete = deque(self.trained_buckets), set()
 

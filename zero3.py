@@ -35,17 +35,17 @@ needs it, unit by unit. In the order of time, with prefetch 1, and under it the 
 
 A gather stands left of the computation that it hides behind: it is started first and waited for later. The last unit is
 freed although backward soon gathers it again: head and loss come in between, whose activations are among the largest.
+On a CPU a missing wait can leave every number right. On simulated GPUs (tests/simulated_gpu/) a detector names both
+operations and their streams: ./launch.sh bug 33.
 
 Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. It frees little: for
 its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. In a GPT of 2 blocks
-68% of the gathered bytes were still there after a forward that freed every layer this way (./launch.sh articles --only
-"has gathered"). These views are needed, too, as backward multiplies by them. So the views stay, and the memory under
-them goes: `storage.resize_(0)` gives it back, and every tensor on the storage keeps its shape. Resizing it to its old
-size and gathering into it fills all of them again, the model's weights and autograd's views alike. FSDP does so, too.
-To read a tensor while its storage has no bytes would crash the process: harness/engine/guard.py makes it an error.
+68% of the gathered bytes stayed (./launch.sh articles --only "has gathered"). Backward multiplies by these views. So
+they stay, and the memory under them goes: `storage.resize_(0)` gives it back, and every tensor on it keeps its shape.
+Resized to its old size and gathered into, the storage fills all of them again. FSDP does so, too. To read a tensor that
+has no bytes would crash the process: harness/engine/guard.py makes it an error.
 
 The other words are those of zero1.py. What changes from chapter 2: ./launch.sh changes zero2 zero3
-
 Paper: ZeRO (Rajbhandari et al., 2020), sections 5.3 "P_os+g+p" (memory) and 7 (traffic). Article: "AI in Multiple GPUs:
 ZeRO & FSDP", class `ZeRO_3`. Run it: ./launch.sh zero3 2
 """
@@ -135,7 +135,7 @@ class ZeRO3(Interface):
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
-        self._receive()  # a buffer must not go while a collective uses it
+        self._receive()  # else the next step would receive it, and add it
         gradients.forget(self)
 
     # The moments of forward. Hooks on modules call them, the second one for units only: the root stays gathered.

@@ -19,6 +19,7 @@ from harness.engine import checkpoint
 from harness.measure import memory
 from harness.run import engines
 from harness.run.model import GPT, GPTConfig, next_token_loss
+from harness.teach.museum import exhibits
 
 CONFIG = GPTConfig(2, 16, 2, 32, 8)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -57,7 +58,7 @@ def stopped(engine, step: int, block: int, backward: bool) -> None:
     hook.remove()
 
 
-def train(stage: str, options: dict, folder: str) -> list[str]:
+def train(engine_cls, stage: str, options: dict, folder: str) -> list[str]:
     """Everything that an engine does, for some steps. Returns what the detector has found in this rank."""
     findings.forget()
     options = dict(options)
@@ -68,7 +69,7 @@ def train(stage: str, options: dict, folder: str) -> list[str]:
     if stage != "zero3":
         options["bucket_mb"] = 0.01
     torch.manual_seed(0)
-    engine = parts.STAGES[stage](GPT(CONFIG).cuda(), ADAMW, **options)
+    engine = engine_cls(GPT(CONFIG).cuda(), ADAMW, **options)
     saving = None
     for step in range(4):
         for part in range(2):
@@ -106,7 +107,15 @@ def one_folder() -> str:
 
 
 def trains(stage: str, options: dict) -> list[str]:
-    return train(stage, options, one_folder())
+    return train(parts.STAGES[stage], stage, options, one_folder())
+
+
+def exhibit_trains(title: str) -> list[str]:
+    shown = next(each for each in exhibits.EXHIBITS.values() if each.title == title)
+    try:
+        return train(shown.wrong, shown.stage, {"offload": True}, one_folder())
+    finally:
+        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
@@ -140,9 +149,30 @@ def trains_without(module: str, old: str, new: str, stage: str, options: dict) -
     folder = one_folder()
     with changed(module, old, new):
         try:
-            return train(stage, options, folder)
+            return train(parts.STAGES[stage], stage, options, folder)
+        except RuntimeError as error:
+            return [*findings.found(), str(error)]
         finally:
             torch.cuda.synchronize()
+
+
+def loads_without(stage: str) -> list[str]:
+    """Shards are written over on their way up, in ZeRO-3 to a forward, in the others after a step. Nothing waits."""
+    with changed("harness.engine.state", "engine.placement.finish_all()", "pass"):
+        engine = parts.STAGES[stage](GPT(CONFIG).cuda(), ADAMW, offload_policy=CPUOffloadPolicy())
+        for step in range(3):
+            if step == 2:
+                state = engine.full_state_dict()
+                findings.forget()
+            loss_of(engine, step).backward()
+            engine.step()
+            engine.zero_grad()
+        if stage == "zero3":
+            with torch.no_grad():
+                loss_of(engine, 3)
+        engine.load_full_state_dict(state)
+        torch.cuda.synchronize()
+    return findings.found()
 
 
 def counterpart_trains(name: str, offload: bool, dtype) -> list[str]:

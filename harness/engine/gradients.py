@@ -19,7 +19,7 @@ from harness.engine.waiting import name_some, waiting_for
 
 def forget(engine) -> None:
     """Drop all gradients, and what is known of their way: `zero_grad()` of every stage."""
-    engine.placement.finish()  # a buffer must not go while a collective uses it
+    engine.placement.finish()  # else the next step would wait for it, and add it
     for bucket in engine.trained_buckets:
         guard.drop_gradients(bucket.params)
         for _, piece in bucket.pieces:

@@ -13,9 +13,11 @@ HERE = Path(__file__).resolve().parent
 NOTHING = {
     *("cudaStreamDestroy", "cudaThreadExchangeStreamCaptureMode", "__cudaInitModule", "__cudaUnregisterFatBinary"),
     *("__cudaRegisterFatBinaryEnd", "__cudaRegisterVar", "__cudaRegisterManagedVar", "cuInit"),
-    *("ncclGroupStart", "ncclGroupEnd", "ncclCommFinalize", "ncclCommDestroy", "ncclRedOpDestroy"),
+    *("ncclGroupStart", "ncclGroupEnd", "ncclCommFinalize", "ncclCommDestroy"),
 }
-SOURCES = ["simulated.h", "runtime.cpp", "nccl.cpp", "kernels.cpp", "driver.cpp", "build.py"]
+# NCCL's header would include these for names of types that it does not use.
+SKIP = [f"-D__CUDA_{kind}_H__" for kind in ("FP16", "BF16", "FP8")]
+SOURCES = ["runtime.cpp", "nccl.cpp", "kernels.cpp"]
 
 
 class Missing(Exception):
@@ -23,7 +25,7 @@ class Missing(Exception):
 
 
 def libraries() -> Path:
-    """The folder with the four libraries, built if it is not there yet: a minute at most."""
+    """The folder with the libraries, built if it is not there yet: a minute at most."""
     site = Path(distribution("torch").locate_file(""))
     if not (site / "torch/lib/libtorch_cuda.so").exists():
         raise Missing(
@@ -32,7 +34,7 @@ def libraries() -> Path:
         )
     if not (shutil.which("g++") and shutil.which("nm")):
         raise Missing("simulated GPUs need a C++ compiler, and there is no g++ (on Debian and Ubuntu: apt install g++)")
-    contents = [(HERE / name).read_bytes() for name in SOURCES]
+    contents = [(HERE / name).read_bytes() for name in (*SOURCES, "simulated.h", "build.py")]
     key = hashlib.sha256(b"".join([*contents, str(site).encode(), version("torch").encode()])).hexdigest()[:16]
     folder = HERE / "build" / key
     if not folder.exists():
@@ -47,9 +49,9 @@ def libraries() -> Path:
 
 def _build(site: Path, folder: Path) -> None:
     cuda, nccl, torch = site / "nvidia/cu13", site / "nvidia/nccl", site / "torch"
-    includes = [f"-I{path}" for path in (cuda / "include", nccl / "include", torch / "include")]
-    # NCCL's header would include these for names of types that it does not use.
-    skip = [f"-D__CUDA_{kind}_H__" for kind in ("FP16", "BF16", "FP8")]
+    compile = ["g++", "-O2", "-std=c++20", "-fPIC", "-w", *SKIP, "-c"]
+    compile += [f"-I{path / 'include'}" for path in (cuda, nccl, torch)]
+    link = ["g++", "-shared", "-fPIC", "-w", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN"]
 
     def run(*command) -> str:
         done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
@@ -57,36 +59,27 @@ def _build(site: Path, folder: Path) -> None:
             raise Missing(f"{command[0]} failed:\n{done.stderr[-4000:]}")
         return done.stdout
 
-    def compile(name: str, *more) -> None:
-        run("g++", "-O2", "-std=c++20", "-fPIC", "-w", *includes, *more, "-c", HERE / f"{name}.cpp", "-o", f"{name}.o")
+    def names(library: Path | str, which: str, *prefixes: str) -> set[str]:
+        lines = run("nm", *which.split(), library).splitlines()
+        return {name for line in lines if (name := line.split()[-1].split("@")[0]).startswith(prefixes)}
 
-    def names(library: Path, *which: str) -> set[str]:
-        return {line.split()[-1].split("@")[0] for line in run("nm", *which, library).splitlines()}
-
-    def link(out: str, name: str, wanted: set[str], *more) -> None:
-        """A library with all names that are `wanted`, also those that `name`.o lacks."""
-        bodies = {
-            each: "0" if each in NOTHING else f'simulated_missing("{each}")'
-            for each in sorted(wanted - names(folder / f"{name}.o", "--defined-only"))
-        }
-        stubs = "".join(f"int {each}(void) {{ return {body}; }}\n" for each, body in bodies.items())
-        (folder / f"{out}.c").write_text("int simulated_missing(const char*);\n" + stubs)
-        shared = ["g++", "-shared", "-fPIC", "-w", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{out}"]
-        run(*shared, "-x", "c", f"{out}.c", "-x", "none", f"{name}.o", "-o", out, *more)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda job: compile(*job), [("kernels",), ("runtime",), ("driver",), ("nccl", *skip)]))
-    exported = ["-D", "--defined-only"]
+    with ThreadPoolExecutor(2) as pool:  # the longest first
+        list(pool.map(lambda name: run(*compile, HERE / name), reversed(SOURCES)))
+    # All three libraries are one, which has every name of theirs; the other two are names for it.
+    wanted = names(cuda / "lib/libcudart.so.13", "-D --defined-only", "cuda", "__cuda")
+    wanted |= names(nccl / "lib/libnccl.so.2", "-D --defined-only", "nccl")
+    wanted |= names(torch / "lib/libcaffe2_nvrtc.so", "-D --undefined-only", "cu")  # of the driver, what torch calls
+    stubs = "int simulated_missing(const char*);\n"
+    for name in sorted(wanted - names("runtime.o", "--defined-only", "") - names("nccl.o", "--defined-only", "")):
+        body = "0" if name in NOTHING else f'simulated_missing("{name}")'
+        stubs += f"int {name}(void) {{ return {body}; }}\n"
+    (folder / "stubs.c").write_text(stubs)
     (folder / "versions").write_text("libcudart.so.13 { global: *; };")
-    wanted = {name for name in names(cuda / "lib/libcudart.so.13", *exported) if not name.startswith("libcudart")}
-    link("libcudart.so.13", "runtime", wanted, "-Wl,--version-script=versions")
-    beside = ["-L.", "-l:libcudart.so.13"]
-    wanted = {name for name in names(nccl / "lib/libnccl.so.2", *exported) if name.startswith(("nccl", "pnccl"))}
-    link("libnccl.so.2", "nccl", wanted, *beside)
-    # Of the driver torch needs little, and asks one thing: has this process begun to use a device?
-    wanted = {
-        name for name in names(torch / "lib/libcaffe2_nvrtc.so", "-D", "--undefined-only") if name.startswith("cu")
-    }
-    link("libcuda.so.1", "driver", wanted, *beside)
-    run("g++", "-shared", "kernels.o", "-o", "libkernels.so", "-Wl,-rpath,$ORIGIN", *beside, f"-L{torch / 'lib'}",
-        "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda")  # fmt: skip
+    named = "-Wl,-soname,{0} -o {0}".format
+    objects = ["-x", "c", "stubs.c", "-x", "none", "runtime.o", "nccl.o", "-Wl,--version-script=versions"]
+    run(*link, *objects, *named("libcudart.so.13").split())
+    of_runtime = ["-L.", "-l:libcudart.so.13"]
+    for name in ("libcuda.so.1", "libnccl.so.2"):
+        run(*link, *named(name).split(), *of_runtime)
+    libraries = [f"-l{name}" for name in ("c10", "c10_cuda", "torch_cpu", "torch_cuda")]
+    run(*link, "kernels.o", "-o", "libkernels.so", *of_runtime, f"-L{torch / 'lib'}", *libraries)

@@ -5,6 +5,7 @@
 // into GPU tensors. Everything above stays torch's own: autograd, views, allocation, streams, copies between devices.
 #include "simulated.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -53,27 +54,26 @@ static void tell(const std::string& name, const std::vector<std::pair<Tensor, bo
     simulated_operation(c10::cuda::getCurrentCUDAStream(), name.c_str(), (int)accesses.size(), accesses.data());
 }
 
-// While it lives the CPU's generator draws what the GPU's would: other numbers at each call, the same after the same
-// seed. The CPU's own sequence is not touched.
-struct Dice {
-    at::Generator cpu = at::detail::getDefaultCPUGenerator();
-    Tensor state;
-    std::unique_lock<std::mutex> lock{cpu.mutex()};
-    Dice(at::Generator gpu) {
-        auto [seed, offset] = gpu.get<at::CUDAGeneratorImpl>()->philox_engine_inputs(4);
-        state = cpu.get_state();
-        cpu.set_current_seed(seed * 0x9E3779B97F4A7C15 + offset);
-        lock.unlock();  // the kernel takes it
-    }
-    ~Dice() {
-        lock.lock();
-        cpu.set_state(state);
-    }
-};
+// A CPU's generator in the place of a GPU's: other numbers at each call, and the same ones after the same seed.
+static at::Generator dice(const at::Generator& gpu) {
+    auto [seed, offset] = gpu.get<at::CUDAGeneratorImpl>()->philox_engine_inputs(4);
+    return at::detail::createCPUGenerator(seed * 0x9E3779B97F4A7C15 + offset);
+}
 
 // These are told their numbers by the host, which therefore waits for them.
 static const std::set<std::string> HOST_WAITS = {"aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
                                                  "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"};
+
+// Puts `f(tensor)` in the place of each tensor of an argument or result. In a list some may be missing, as in `index`.
+template <class F>
+static void each_tensor(c10::IValue& value, F f) {
+    if (value.isTensor()) value = f(value.toTensor());
+    if (!value.isList()) return;
+    auto list = value.toList().copy();
+    for (auto i : c10::irange(list.size()))
+        if (list.get(i).isTensor()) list.set(i, f(list.get(i).toTensor()));
+    value = list;
+}
 
 static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     auto& schema = op.schema();
@@ -82,7 +82,6 @@ static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     std::vector<std::pair<Tensor, bool>> used;        // the GPU's tensors, and whether they are written
     std::vector<std::pair<Tensor, Tensor>> replaced;  // (the GPU's, the CPU's) of those that are written
     std::optional<c10::Device> device;
-    std::optional<at::Generator> generator;
     auto converted = [&](const Tensor& tensor, bool writes) {
         if (!on_gpu(tensor)) {
             bool may = !tensor.defined() || !tensor.dim() || name.find("index") != std::string::npos || name.find("_foreach") != std::string::npos;
@@ -101,32 +100,18 @@ static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
         auto& value = (*stack)[first + i];
         auto* info = schema.arguments()[i].alias_info();
         bool writes = info && info->isWrite();
-        if (value.isTensor()) {
-            value = converted(value.toTensor(), writes);
-        } else if (value.isTensorList()) {
-            auto list = c10::List<Tensor>();
-            for (const Tensor& tensor : value.toTensorVector()) list.push_back(converted(tensor, writes));
-            value = list;
-        } else if (value.isList()) {  // of tensors some of which may be missing, as in index
-            auto list = value.toList().copy();
-            for (auto j : c10::irange(list.size()))
-                if (list.get(j).isTensor()) list.set(j, converted(list.get(j).toTensor(), writes));
-            value = list;
-        } else if (value.isDevice()) {
+        each_tensor(value, [&](const Tensor& tensor) { return converted(tensor, writes); });
+        if (value.isDevice()) {
             device = value.toDevice();
             value = c10::Device(at::kCPU);
-        } else if (value.isGenerator()) {
-            generator = value.toGenerator();
-            value = c10::IValue();
+        } else if (schema.arguments()[i].name() == "generator") {
+            value = dice(value.isNone() ? at::cuda::detail::getDefaultCUDAGenerator() : value.toGenerator());
         }
     }
     c10::cuda::OptionalCUDAGuard guard(device);
     if (device && !device->has_index()) device = c10::Device(at::kCUDA, c10::cuda::current_device());
     tell(name, used);
     {
-        std::optional<Dice> dice;
-        if (generator || op.hasTag(at::Tag::nondeterministic_seeded))
-            dice.emplace(generator ? *generator : at::cuda::detail::getDefaultCUDAGenerator());
         at::AutoDispatchBelowAutograd below;
         op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     }
@@ -143,16 +128,7 @@ static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
         if (out.numel()) alias(out, name).copy_(tensor), tell(name, {{out, true}});
         return out;
     };
-    for (auto i : c10::irange(stack->size() - schema.returns().size(), stack->size())) {
-        auto& value = (*stack)[i];
-        if (value.isTensor()) {
-            value = result(value.toTensor());
-        } else if (value.isTensorList()) {
-            auto list = c10::List<Tensor>();
-            for (const Tensor& tensor : value.toTensorVector()) list.push_back(result(tensor));
-            value = list;
-        }
-    }
+    for (auto i : c10::irange(stack->size() - schema.returns().size(), stack->size())) each_tensor((*stack)[i], result);
     if (HOST_WAITS.count(name)) c10::cuda::getCurrentCUDAStream().synchronize();
 }
 

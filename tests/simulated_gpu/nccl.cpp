@@ -9,14 +9,11 @@
 #include <atomic>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
-#include <cerrno>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <fcntl.h>
-#include <map>
 #include <nccl.h>
 #include <random>
 #include <string>
@@ -29,7 +26,6 @@ static const int MOST = 64;            // ranks
 
 struct Shared {
     std::atomic<int> here, round, aborted;
-    int pids[MOST];
     char wants[MOST][128];
     alignas(64) char slots[1];
 };
@@ -38,7 +34,6 @@ struct ncclComm {
     int size, rank, device;
     std::string name, doing = "nothing";
     int splits = 0;
-    std::map<int, double> factors = {};  // of sums that multiply first, by their number
 };
 
 static thread_local std::string last_error;
@@ -51,7 +46,7 @@ static ncclResult_t fail(ncclResult_t result, const std::string& text) {
 
 static char* slot(ncclComm* comm, int rank) { return comm->shared->slots + SLOT * rank; }
 
-// All ranks have come to this point. A rank that has died, or does not come, is an error.
+// All ranks have come to this point. A rank that does not come is an error.
 static ncclResult_t meet(ncclComm* comm) {
     Shared* all = comm->shared;
     int round = all->round;
@@ -66,10 +61,6 @@ static ncclResult_t meet(ncclComm* comm) {
         if (turn > 50) usleep(turn < 2000 ? 50 : 1000);
         std::string where = "rank " + std::to_string(comm->rank) + " waits in " + comm->doing + " of " + comm->name;
         if (all->aborted) return fail(ncclRemoteError, where + ", which was aborted");
-        if (turn % 256 != 255) continue;
-        for (int rank = 0; rank < comm->size; rank++)
-            if (all->pids[rank] && kill(all->pids[rank], 0) && errno == ESRCH && all->round == round)
-                return fail(ncclRemoteError, where + ", and rank " + std::to_string(rank) + " has died");
         if (time(nullptr) > until) return fail(ncclRemoteError, where + ", and not all ranks come");
     }
     return ncclSuccess;
@@ -77,47 +68,35 @@ static ncclResult_t meet(ncclComm* comm) {
 
 #define MEET(comm) if (ncclResult_t failed = meet(comm)) return failed
 
-// Numbers.
-
 static const char* NAMES[] = {"int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
                               "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
 static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
-// Calls `f` with a number of the type that `type` stands for.
-template <class F>
-static ncclResult_t with_type(ncclDataType_t type, F f) {
-    switch ((int)type) {
-        case ncclInt8: return f(int8_t());
-        case ncclUint8: return f(uint8_t());
-        case ncclInt32: return f(int32_t());
-        case ncclInt64: return f(int64_t());
-        case ncclFloat16: return f(c10::Half());
-        case ncclFloat32: return f(float());
-        case ncclFloat64: return f(double());
-        case ncclBfloat16: return f(c10::BFloat16());
-        default: return fail(ncclInvalidArgument, std::string("a sum of ") + NAMES[type] + " is not simulated");
+// The sum, or what `op` says, of `count` numbers from the number `first` on in all slots.
+template <class T>
+static ncclResult_t reduce_as(ncclComm* comm, T* out, size_t first, size_t count, ncclRedOp_t op) {
+    T factor = op == ncclAvg ? 1.0 / comm->size : 1;
+    for (size_t i = 0; i < count; i++) {
+        for (int rank = 0; rank < comm->size; rank++) {
+            T next = ((T*)slot(comm, rank))[first + i] * factor;
+            out[i] = !rank ? next : op == ncclMax ? std::max(out[i], next) : op == ncclMin ? std::min(out[i], next) : T(out[i] + next);
+        }
     }
+    return ncclSuccess;
 }
 
-// The sum, or what `op` says, of `count` numbers from the number `first` on in all slots.
 static ncclResult_t reduce(ncclComm* comm, void* out, size_t first, size_t count, ncclDataType_t type, ncclRedOp_t op) {
-    double factor = op == ncclAvg ? 1.0 / comm->size : comm->factors.count(op) ? comm->factors[op] : 1;
-    return with_type(type, [&](auto number) {
-        using T = decltype(number);
-        if (std::is_integral_v<T> && factor != 1) return fail(ncclInvalidArgument, "a mean of integers is not simulated");
-        for (size_t i = 0; i < count; i++) {
-            for (int rank = 0; rank < comm->size; rank++) {
-                T next = ((T*)slot(comm, rank))[first + i] * (T)factor;
-                number = !rank             ? next
-                         : op == ncclProd ? (T)(number * next)
-                         : op == ncclMax  ? std::max(number, next)
-                         : op == ncclMin  ? std::min(number, next)
-                                          : (T)(number + next);
-            }
-            ((T*)out)[i] = number;
-        }
-        return ncclSuccess;
-    });
+    bool known = op == ncclSum || op == ncclMax || op == ncclMin || (op == ncclAvg && type >= ncclFloat16);
+    switch (known ? (int)type : -1) {
+        case ncclUint8: return reduce_as(comm, (uint8_t*)out, first, count, op);
+        case ncclInt32: return reduce_as(comm, (int32_t*)out, first, count, op);
+        case ncclInt64: return reduce_as(comm, (int64_t*)out, first, count, op);
+        case ncclFloat16: return reduce_as(comm, (c10::Half*)out, first, count, op);
+        case ncclFloat32: return reduce_as(comm, (float*)out, first, count, op);
+        case ncclFloat64: return reduce_as(comm, (double*)out, first, count, op);
+        case ncclBfloat16: return reduce_as(comm, (c10::BFloat16*)out, first, count, op);
+    }
+    return fail(ncclInvalidArgument, "reduction " + std::to_string(op) + " of " + NAMES[type] + " is not simulated");
 }
 
 // What all collectives share. `in` or `out` is nullptr where this rank gives nothing, or gets nothing. All ranks must
@@ -138,12 +117,11 @@ static ncclResult_t collective(ncclComm* comm, const char* name, int more, const
         memory[i] = simulated_memory(accesses[i].at, accesses[i].bytes, &device);
         if (memory[i] && device == comm->device && accesses[0].bytes <= SLOT) continue;
         std::string where = device >= 0 ? "memory of GPU " + std::to_string(device) : device == -1 ? "pinned memory" : simulated_error();
+        where = (i ? "an output on the wrong device: " : "an input on the wrong device: ") + where;
         all->aborted = 1;  // the others need not wait
-        return fail(ncclInvalidArgument, me + " on GPU " + std::to_string(comm->device) + " issues " + wants +
-                    (device == comm->device ? ", more than is simulated" : i ? " with an output on the wrong device: " + where
-                                                                             : " with an input on the wrong device: " + where));
+        return fail(ncclInvalidArgument, me + " on GPU " + std::to_string(comm->device) + " issues " + wants + " with " +
+                    (device == comm->device ? "more than the 256 MiB per rank that are simulated" : where));
     }
-    simulated_is_nccls(stream);
     simulated_operation(stream, name, 2, accesses);
     strcpy(all->wants[comm->rank], wants);
     if (memory[0]) memcpy(slot(comm, comm->rank), memory[0], accesses[0].bytes);
@@ -174,18 +152,9 @@ ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType
     return collective(comm, "all-reduce", op, in, count, out, count, type, stream,
                       [&](char* to, size_t) { return reduce(comm, to, 0, count, type, op); });
 }
-ncclResult_t ncclReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, int root, ncclComm* comm,
-                        cudaStream_t stream) {
-    return collective(comm, "reduce", op + 1000 * root, in, count, comm->rank == root ? out : nullptr, count, type, stream,
-                      [&](char* to, size_t) { return reduce(comm, to, 0, count, type, op); });
-}
-ncclResult_t ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t type, int root, ncclComm* comm,
-                           cudaStream_t stream) {
-    return collective(comm, "broadcast", root, comm->rank == root ? in : nullptr, count, out, count, type, stream,
-                      [&](char* to, size_t size) { return memcpy(to, slot(comm, root), count * size), ncclSuccess; });
-}
 ncclResult_t ncclBcast(void* both, size_t count, ncclDataType_t type, int root, ncclComm* comm, cudaStream_t stream) {
-    return ncclBroadcast(both, both, count, type, root, comm, stream);
+    return collective(comm, "broadcast", root, comm->rank == root ? both : nullptr, count, both, count, type, stream,
+                      [&](char* to, size_t size) { return memcpy(to, slot(comm, root), count * size), ncclSuccess; });
 }
 
 // Communicators.
@@ -199,7 +168,6 @@ ncclResult_t ncclCommInitRankConfig(ncclComm** out, int size, ncclUniqueId id, i
     if (memory == MAP_FAILED) return fail(ncclSystemError, "no shared memory for " + std::to_string(size) + " ranks");
     close(file);
     comm->shared = (Shared*)memory;
-    comm->shared->pids[rank] = getpid();
     comm->doing = "its beginning";
     memcpy(slot(comm, rank), &comm->device, sizeof(int));
     MEET(comm);
@@ -210,12 +178,6 @@ ncclResult_t ncclCommInitRankConfig(ncclComm** out, int size, ncclUniqueId id, i
                         std::to_string(other) + " both on CUDA device " + std::to_string(comm->device));
     MEET(comm);
     return *out = comm, ncclSuccess;
-}
-ncclResult_t ncclCommInitRank(ncclComm** out, int size, ncclUniqueId id, int rank) {
-    return ncclCommInitRankConfig(out, size, id, rank, nullptr);
-}
-ncclResult_t ncclCommInitRankScalable(ncclComm** out, int size, int rank, int, ncclUniqueId* ids, ncclConfig_t* config) {
-    return ncclCommInitRankConfig(out, size, ids[0], rank, config);
 }
 // Ranks of the same color form a new communicator, in the order of their keys.
 ncclResult_t ncclCommSplit(ncclComm* comm, int color, int key, ncclComm** out, ncclConfig_t* config) {
@@ -245,15 +207,7 @@ ncclResult_t ncclCommAbort(ncclComm* comm) { return comm->shared->aborted = 1, n
 ncclResult_t ncclCommGetAsyncError(ncclComm*, ncclResult_t* error) { return *error = ncclSuccess, ncclSuccess; }
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* size) { return *size = comm->size, ncclSuccess; }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) { return *device = comm->device, ncclSuccess; }
-ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* factor, ncclDataType_t type, ncclScalarResidence_t, ncclComm* comm) {
-    *op = (ncclRedOp_t)(ncclNumOps + 1 + comm->factors.size());
-    return with_type(type, [&](auto number) { return comm->factors[*op] = *(decltype(number)*)factor, ncclSuccess; });
-}
 ncclResult_t ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
 const char* ncclGetLastError(ncclComm*) { return last_error.c_str(); }
-const char* ncclGetErrorString(ncclResult_t) {
-    if (last_error.empty()) last_error = simulated_error();  // of what is not simulated
-    return last_error.c_str();
-}
+const char* ncclGetErrorString(ncclResult_t) { return last_error.empty() ? simulated_error() : last_error.c_str(); }
 }

@@ -1,4 +1,4 @@
-// libcudart without a GPU: the CUDA runtime, as far as torch calls it.
+// libcudart and libcuda without a GPU: the CUDA runtime, and of the driver what torch calls.
 //
 // Memory. A GPU's memory and pinned memory are pages of one file in memory, which is mapped twice: at `program`, where
 // the addresses are that torch knows, and at `shadow`, where the simulation computes. A GPU's pages cannot be touched at
@@ -62,7 +62,6 @@ static int gpus() {
 
 // What was found.
 
-static std::vector<std::string> findings;
 static std::set<std::string> said;
 
 // The innermost three lines of the program that are not torch's own, if this thread runs Python.
@@ -88,8 +87,7 @@ static std::string python_lines() {
 // `key`: what is the same for all that is found at one place; it is said once.
 static void found(const std::string& key, const std::string& text) {
     if (!said.insert(key).second) return;
-    findings.push_back(text + python_lines());
-    std::string line = "[simulated GPU] " + findings.back() + "\n";
+    std::string line = "[simulated GPU] " + text + python_lines() + "\n";
     int file = open(format("%s/%d", getenv("SIMULATED_GPU_FINDINGS"), getpid()).c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644);
     if (write(2, line.data(), line.size()) < 0 || write(file, line.data(), line.size()) < 0) abort();
     close(file);
@@ -101,7 +99,6 @@ using Clock = std::map<int, uint64_t>;  // stream -> its last operation that is 
 
 struct Stream {
     int number, device;
-    bool nccls = false;
     Clock clock = {};
 };
 struct Event {
@@ -154,8 +151,7 @@ static Stream* stream_of(cudaStream_t handle, int device = current_device) {
 }
 
 static std::string name_of(int stream) {
-    const char* kind = stream < gpus() ? "the default stream" : streams[stream]->nccls ? "NCCL's stream" : "stream";
-    return format("%s %d of GPU %d", kind, stream, streams[stream]->device);
+    return format("%s %d of GPU %d", stream < gpus() ? "the default stream" : "stream", stream, streams[stream]->device);
 }
 
 // Memory.
@@ -370,21 +366,13 @@ int simulated_missing(const char* name) {
     LOCK;
     fail(cudaErrorNotSupported, format("%s is not simulated", name));
     found(name, error_text);  // not every caller looks at what it gets
-    return cudaErrorNotSupported;
-}
-
-void simulated_is_nccls(cudaStream_t stream) { stream_of(stream)->nccls = true; }
-
-void simulated_findings(char* text, int size) {
-    LOCK;
-    std::string all;
-    for (auto& finding : findings) all += finding + "\n";
-    snprintf(text, size, "%s", all.c_str());
+    const int invalid_usage = 5;  // NCCL has numbers of its own
+    return strncmp(name, "nccl", 4) ? (int)cudaErrorNotSupported : invalid_usage;
 }
 
 void simulated_forget() {
     LOCK;
-    findings.clear(), said.clear(), late.clear(), parts = {{0, {}}};
+    said.clear(), late.clear(), parts = {{0, {}}};
 }
 
 // The runtime's functions. Of many there is nothing to say but what they do: CALL(name, arguments, what it does).
@@ -435,14 +423,10 @@ const char* cudaGetErrorString(cudaError_t error) {
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
     if (device < 0 || device >= gpus()) return fail(cudaErrorInvalidDevice);
-    *out = {};  // those that torch reads; of an A100, but for the name and the memory
+    *out = {};  // what programs read; kernels, which would read more, do not run
     snprintf(out->name, sizeof out->name, "Simulated GPU");
     out->totalGlobalMem = GPU_BYTES, out->major = 8, out->multiProcessorCount = 108, out->warpSize = 32;
-    out->maxThreadsPerBlock = out->maxThreadsDim[0] = out->maxThreadsDim[1] = 1024, out->maxThreadsDim[2] = 64;
-    out->maxThreadsPerMultiProcessor = 2048, out->sharedMemPerBlock = 49152, out->sharedMemPerBlockOptin = 166912;
-    out->sharedMemPerMultiprocessor = 167936, out->regsPerBlock = out->regsPerMultiprocessor = 65536;
-    out->l2CacheSize = 40 << 20, out->maxGridSize[0] = 2147483647, out->maxGridSize[1] = out->maxGridSize[2] = 65535;
-    out->concurrentKernels = out->unifiedAddressing = 1, out->pciBusID = device + 1, out->uuid.bytes[0] = (char)device;
+    out->maxThreadsPerMultiProcessor = 2048, out->pciBusID = device + 1, out->uuid.bytes[0] = (char)device;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
@@ -575,7 +559,10 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* handle) { return *
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** values, size_t shared, cudaStream_t stream) {
     return cudaLaunchKernel((const void*)kernel, grid, block, values, shared, stream);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* handle, void**) {
-    return cudaLaunchKernel(handle, {}, {}, nullptr, 0, config->stream);
-}
+
+// Of the driver torch needs these three.
+
+int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, 0; }
+int cuCtxGetCurrent(void** context) { return *context = (void*)1, 0; }
+int cuGetErrorString(int, const char** text) { return *text = "an error of the simulated driver", 0; }
 }

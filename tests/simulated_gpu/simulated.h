@@ -22,8 +22,5 @@ void simulated_given_out(const void* at, size_t bytes, cudaStream_t stream, int 
 void simulated_given_back(const void* at, size_t bytes, cudaStream_t stream, int device);
 // Says on stderr, in the file of findings and in `simulated_error` that `name` is not simulated. An error's number.
 int simulated_missing(const char* name);
-void simulated_is_nccls(cudaStream_t stream);  // for messages: this stream is one that collectives run on
-// What was found so far, one line each; `forget` begins anew.
-void simulated_findings(char* text, int size);
-void simulated_forget();
+void simulated_forget();  // what was found, and what memory remembers of operations that were
 }

@@ -6,32 +6,20 @@ before torch is imported. (LD_LIBRARY_PATH would not do: torch's libraries have 
 
 import ctypes
 import os
-import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import SourceFileLoader
 
 FOLDER = os.environ["SIMULATED_GPU_LIBRARIES"]
 for name in ("libcudart.so.13", "libcuda.so.1", "libnccl.so.2"):
     ctypes.CDLL(os.path.join(FOLDER, name), mode=ctypes.RTLD_GLOBAL)
 
 
-class AfterTorch:
-    """Finds `torch` as ever, and puts the kernels in when it has been imported."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            library = ctypes.CDLL(os.path.join(FOLDER, "libkernels.so"))
-            library.simulated_kernels()
-            module.cuda._lazy_call(library.simulated_allocator)
-
-        spec.loader.exec_module = exec_module
-        return spec
+def exec_module(self, module, execute=SourceFileLoader.exec_module):
+    """Runs a module's file, as ever; after torch's the kernels are put in."""
+    execute(self, module)
+    if module.__name__ == "torch":
+        library = ctypes.CDLL(os.path.join(FOLDER, "libkernels.so"))
+        library.simulated_kernels()
+        module.cuda._lazy_call(library.simulated_allocator)
 
 
-sys.meta_path.insert(0, AfterTorch())
+SourceFileLoader.exec_module = exec_module
