@@ -205,9 +205,9 @@ def freed_memory() -> str:
     return message_of(lambda: tensor + 1)
 
 
-def unknown_kernel() -> str:
+def unknown_operation() -> str:
     findings.forget()
-    with contextlib.suppress(RuntimeError):  # torch may look at the error, or not
+    with contextlib.suppress(RuntimeError):
         torch._convert_weight_to_int4pack(torch.zeros(64, 64, device="cuda", dtype=torch.uint8), 2).sum()
     return findings.found()[0]
 

@@ -155,7 +155,7 @@ def pool():
 @finds
 @pytest.mark.parametrize("case, words", {
     "freed_memory": ("add", "shape [64]", "memory was freed"),
-    "unknown_kernel": ("the kernel", "int4", "is not simulated"),
+    "unknown_operation": ("aten::_convert_weight_to_int4pack is not simulated", "cases_simulated.py"),
     "tensors_on_two_devices": ("same device", "add", "on the CPU"),
     "the_host_reads_before_a_copy_is_over": ("memcpy", "default stream", "the host reads", "pinned memory"),
 }.items(), ids=str)  # fmt: skip

@@ -12,7 +12,8 @@ HERE = Path(__file__).resolve().parent
 # What has nothing to do here, and is called: it succeeds. Whatever else the libraries lack fails, and says which it is.
 NOTHING = {
     *("cudaStreamDestroy", "cudaThreadExchangeStreamCaptureMode", "__cudaInitModule", "__cudaUnregisterFatBinary"),
-    *("__cudaRegisterFatBinaryEnd", "__cudaRegisterVar", "__cudaRegisterManagedVar", "cuInit"),
+    *("__cudaRegisterFatBinary", "__cudaRegisterFatBinaryEnd", "__cudaRegisterFunction", "__cudaRegisterVar"),
+    *("__cudaRegisterManagedVar", "cuInit"),
     *("ncclGroupStart", "ncclGroupEnd", "ncclCommFinalize", "ncclCommDestroy"),
 }
 # NCCL's header would include these for names of types that it does not use.
@@ -20,20 +21,22 @@ SKIP = [f"-D__CUDA_{kind}_H__" for kind in ("FP16", "BF16", "FP8")]
 SOURCES = ["runtime.cpp", "nccl.cpp", "kernels.cpp"]
 
 
-class Missing(Exception):
-    """What is needed and not there, in one line."""
+def fail(text: str):
+    """What is wrong, and what to do, in one line."""
+    print(f"launch.sh: {text}", file=sys.stderr)
+    sys.exit(2)
 
 
 def libraries() -> Path:
     """The folder with the libraries, built if it is not there yet: a minute at most."""
     site = Path(distribution("torch").locate_file(""))
     if not (site / "torch/lib/libtorch_cuda.so").exists():
-        raise Missing(
+        fail(
             f"simulated GPUs need a CUDA build of torch, and {sys.executable} has {version('torch')}: make an "
             "environment with `pip install -r requirements-cuda.txt` (5 GB), and set PYTHON to its Python"
         )
     if not (shutil.which("g++") and shutil.which("nm")):
-        raise Missing("simulated GPUs need a C++ compiler, and there is no g++ (on Debian and Ubuntu: apt install g++)")
+        fail("simulated GPUs need a C++ compiler, and there is no g++ (on Debian and Ubuntu: apt install g++)")
     contents = [(HERE / name).read_bytes() for name in (*SOURCES, "simulated.h", "build.py")]
     key = hashlib.sha256(b"".join([*contents, str(site).encode(), version("torch").encode()])).hexdigest()[:16]
     folder = HERE / "build" / key
@@ -56,7 +59,7 @@ def _build(site: Path, folder: Path) -> None:
     def run(*command) -> str:
         done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
         if done.returncode:
-            raise Missing(f"{command[0]} failed:\n{done.stderr[-4000:]}")
+            fail(f"{command[0]} failed:\n{done.stderr[-4000:]}")
         return done.stdout
 
     def names(library: Path | str, which: str, *prefixes: str) -> set[str]:

@@ -6,6 +6,7 @@
 #include "simulated.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -16,7 +17,6 @@
 #include <c10/util/irange.h>
 #include <torch/library.h>
 
-#include <deque>
 #include <set>
 
 using at::Tensor;
@@ -24,10 +24,9 @@ using torch::jit::Stack;
 
 static bool on_gpu(const Tensor& tensor) { return tensor.defined() && tensor.is_cuda(); }
 
-static size_t span(const Tensor& tensor) {  // bytes from the first to the last element
-    size_t last = 0;
-    for (auto i : c10::irange(tensor.dim())) last += (tensor.size(i) - 1) * tensor.stride(i);
-    return tensor.numel() ? (last + 1) * tensor.element_size() : 0;
+// Bytes from the first to the last element; with `offset`, from an element that is so many before the first.
+static size_t span(const Tensor& tensor, size_t offset = 0) {
+    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(), offset);
 }
 
 // A CPU tensor on the memory of a GPU's tensor.
@@ -35,7 +34,7 @@ static Tensor alias(const Tensor& tensor, const std::string& name) {
     auto options = tensor.options().device(at::kCPU);
     if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
     int device = -1;
-    size_t end = tensor.storage_offset() * tensor.element_size() + span(tensor);
+    size_t end = span(tensor, tensor.storage_offset());
     TORCH_CHECK(tensor.storage().nbytes() >= end, name, " uses a tensor of shape ", tensor.sizes(),
                 " whose memory was freed: its storage has ", tensor.storage().nbytes(), " bytes and it needs ", end);
     void* memory = simulated_memory(tensor.data_ptr(), span(tensor), &device);
@@ -43,15 +42,12 @@ static Tensor alias(const Tensor& tensor, const std::string& name) {
     return at::from_blob(memory, tensor.sizes(), tensor.strides(), options);
 }
 
-static void tell(const std::string& name, const std::vector<std::pair<Tensor, bool>>& tensors) {
-    std::vector<Access> accesses;
-    std::deque<std::string> shapes;
-    for (auto& [tensor, writes] : tensors) {
-        if (!tensor.numel()) continue;
-        shapes.push_back(c10::str(c10::toString(tensor.scalar_type()), tensor.sizes()));
-        accesses.push_back({tensor.data_ptr(), span(tensor), writes, shapes.back().c_str()});
-    }
-    simulated_operation(c10::cuda::getCurrentCUDAStream(), name.c_str(), (int)accesses.size(), accesses.data());
+static Access access_to(const Tensor& tensor, bool writes) {
+    return {tensor.data_ptr(), span(tensor), writes, c10::str(c10::toString(tensor.scalar_type()), tensor.sizes())};
+}
+
+static void tell(const std::string& name, const std::vector<Access>& accesses) {
+    simulated_operation(c10::cuda::getCurrentCUDAStream(), name, accesses);
 }
 
 // A CPU's generator in the place of a GPU's: other numbers at each call, and the same ones after the same seed.
@@ -62,7 +58,8 @@ static at::Generator dice(const at::Generator& gpu) {
 
 // These are told their numbers by the host, which therefore waits for them.
 static const std::set<std::string> HOST_WAITS = {"aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
-                                                 "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave"};
+                                                 "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave",
+                                                 "aten::_local_scalar_dense"};  // which is tensor.item()
 
 // Puts `f(tensor)` in the place of each tensor of an argument or result. In a list some may be missing, as in `index`.
 template <class F>
@@ -79,7 +76,7 @@ static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     auto& schema = op.schema();
     const std::string& name = schema.name();
     size_t first = stack->size() - schema.arguments().size();
-    std::vector<std::pair<Tensor, bool>> used;        // the GPU's tensors, and whether they are written
+    std::vector<Access> used;
     std::vector<std::pair<Tensor, Tensor>> replaced;  // (the GPU's, the CPU's) of those that are written
     std::optional<c10::Device> device;
     auto converted = [&](const Tensor& tensor, bool writes) {
@@ -91,8 +88,8 @@ static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
         TORCH_CHECK(!device || *device == tensor.device(), "Expected all tensors to be on the same device: ", name,
                     " was given some on ", *device, " and on ", tensor.device());
         device = tensor.device();
-        used.push_back({tensor, writes});
-        Tensor mine = writes && !tensor.numel() ? at::empty({0}, tensor.options().device(at::kCPU)) : alias(tensor, name);
+        Tensor mine = alias(tensor, name);
+        used.push_back(access_to(tensor, writes));
         if (writes) replaced.push_back({tensor, mine});
         return mine;
     };
@@ -118,14 +115,14 @@ static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     for (auto& [tensor, mine] : replaced) {  // `out=` that has grown
         if (tensor.sizes() == mine.sizes()) continue;
         tensor.resize_(mine.sizes());
-        if (mine.numel()) alias(tensor, name).copy_(mine), tell(name, {{tensor, true}});
+        if (mine.numel()) alias(tensor, name).copy_(mine), tell(name, {access_to(tensor, true)});
     }
     auto result = [&](const Tensor& tensor) {
         if (!tensor.defined()) return tensor;
         for (auto& [original, mine] : replaced)
             if (mine.is_same(tensor)) return original;
         Tensor out = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(*device).pinned_memory(false));
-        if (out.numel()) alias(out, name).copy_(tensor), tell(name, {{out, true}});
+        if (out.numel()) alias(out, name).copy_(tensor), tell(name, {access_to(out, true)});
         return out;
     };
     for (auto i : c10::irange(stack->size() - schema.returns().size(), stack->size())) each_tensor((*stack)[i], result);
@@ -137,15 +134,15 @@ static Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
     if (!on_gpu(to) || !on_gpu(from) || to.device() != from.device()) return at::native::copy_(to, from, non_blocking);
     if (to.is_same(from) || !to.numel()) return to;
     c10::cuda::CUDAGuard guard(to.device());
-    tell("copy_", {{from, false}, {to, true}});
     alias(to, "copy_").copy_(alias(from, "copy_").expand(to.sizes()));
+    tell("copy_", {access_to(from, false), access_to(to, true)});
     return to;
 }
 
-static at::Scalar item(const Tensor& tensor) {
-    tell("item", {{tensor, false}});
-    c10::cuda::getCurrentCUDAStream(tensor.device().index()).synchronize();
-    return alias(tensor, "item").item();
+// An operation that the CPU does not have. torch's own entry would launch a kernel, and there is nothing to run it.
+static void missing(const c10::OperatorHandle& op, Stack*) {
+    simulated_missing(op.schema().name().c_str());
+    TORCH_CHECK(false, simulated_error());
 }
 
 // Attention: torch would choose one of several fused operations of a GPU, whose results are others than those of the CPU's.
@@ -157,7 +154,7 @@ static Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const
 
 // What must stay torch's own: it allocates, or looks at tensors without reading their memory.
 static const std::set<std::string> KEPT = {"empty", "empty_strided", "resize_", "set_", "is_pinned", "_pin_memory", "is_set_to",
-                                           "_efficientzerotensor", "_has_same_storage_numel"};
+                                           "_efficientzerotensor", "_has_same_storage_numel", "record_stream"};
 
 extern "C" void simulated_kernels() {
     static std::vector<c10::RegistrationHandleRAII> kept;
@@ -177,15 +174,17 @@ extern "C" void simulated_kernels() {
         if (!op || name.name.rfind("aten::", 0) || KEPT.count(name.name.substr(6))) continue;
         bool view = false;  // a result that shares memory with an argument which is not written: nothing is computed
         for (auto& argument : op->schema().arguments()) view |= argument.alias_info() && !argument.alias_info()->isWrite();
-        // An operation that the CPU does not have stays torch's: its launch fails, and names the kernel.
-        if (!view && op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU))
-            enter(name, c10::KernelFunction::makeFromBoxedFunction<&on_the_cpu>());
+        if (view) continue;
+        bool on_cpu = op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+        enter(name, on_cpu ? c10::KernelFunction::makeFromBoxedFunction<&on_the_cpu>()
+                           : c10::KernelFunction::makeFromBoxedFunction<&missing>());
     }
     enter({"aten::copy_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy));
-    enter({"aten::_local_scalar_dense", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&item));
     for (auto key : {c10::DispatchKey::AutogradCUDA, c10::DispatchKey::CUDA})
         enter({"aten::scaled_dot_product_attention", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&attention), key);
 }
+
+extern "C" void simulated_sleep() { tell("sleep", {}); }  // torch.cuda._sleep: time, and nothing else
 
 // What the caching allocator gives out and gets back. Call it when torch has initialised CUDA: before, there is none.
 extern "C" void simulated_allocator() {

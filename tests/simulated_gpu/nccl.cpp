@@ -9,17 +9,13 @@
 #include <atomic>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <fcntl.h>
 #include <nccl.h>
-#include <random>
-#include <string>
 #include <sys/mman.h>
 #include <unistd.h>
-#include <vector>
 
 static const size_t SLOT = 256 << 20;  // bytes that a rank can give; they cost nothing until they are used
 static const int MOST = 64;            // ranks
@@ -68,35 +64,31 @@ static ncclResult_t meet(ncclComm* comm) {
 
 #define MEET(comm) if (ncclResult_t failed = meet(comm)) return failed
 
-static const char* NAMES[] = {"int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
-                              "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
-static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-
 // The sum, or what `op` says, of `count` numbers from the number `first` on in all slots.
 template <class T>
-static ncclResult_t reduce_as(ncclComm* comm, T* out, size_t first, size_t count, ncclRedOp_t op) {
-    T factor = op == ncclAvg ? 1.0 / comm->size : 1;
+static void reduce_as(ncclComm* comm, void* to, size_t first, size_t count, ncclRedOp_t op) {
+    T *out = (T*)to, factor = op == ncclAvg ? 1.0 / comm->size : 1;
     for (size_t i = 0; i < count; i++) {
         for (int rank = 0; rank < comm->size; rank++) {
             T next = ((T*)slot(comm, rank))[first + i] * factor;
             out[i] = !rank ? next : op == ncclMax ? std::max(out[i], next) : op == ncclMin ? std::min(out[i], next) : T(out[i] + next);
         }
     }
-    return ncclSuccess;
 }
+
+static const struct {  // in the order of ncclDataType_t
+    const char* name;
+    size_t bytes;
+    void (*reduce)(ncclComm*, void*, size_t, size_t, ncclRedOp_t);  // nullptr: not simulated
+} TYPES[] = {{"int8", 1}, {"uint8", 1, reduce_as<uint8_t>}, {"int32", 4, reduce_as<int32_t>}, {"uint32", 4},
+             {"int64", 8, reduce_as<int64_t>}, {"uint64", 8}, {"float16", 2, reduce_as<c10::Half>},
+             {"float32", 4, reduce_as<float>}, {"float64", 8, reduce_as<double>},
+             {"bfloat16", 2, reduce_as<c10::BFloat16>}, {"float8e4m3", 1}, {"float8e5m2", 1}};
 
 static ncclResult_t reduce(ncclComm* comm, void* out, size_t first, size_t count, ncclDataType_t type, ncclRedOp_t op) {
     bool known = op == ncclSum || op == ncclMax || op == ncclMin || (op == ncclAvg && type >= ncclFloat16);
-    switch (known ? (int)type : -1) {
-        case ncclUint8: return reduce_as(comm, (uint8_t*)out, first, count, op);
-        case ncclInt32: return reduce_as(comm, (int32_t*)out, first, count, op);
-        case ncclInt64: return reduce_as(comm, (int64_t*)out, first, count, op);
-        case ncclFloat16: return reduce_as(comm, (c10::Half*)out, first, count, op);
-        case ncclFloat32: return reduce_as(comm, (float*)out, first, count, op);
-        case ncclFloat64: return reduce_as(comm, (double*)out, first, count, op);
-        case ncclBfloat16: return reduce_as(comm, (c10::BFloat16*)out, first, count, op);
-    }
-    return fail(ncclInvalidArgument, "reduction " + std::to_string(op) + " of " + NAMES[type] + " is not simulated");
+    if (known && TYPES[type].reduce) return TYPES[type].reduce(comm, out, first, count, op), ncclSuccess;
+    return fail(ncclInvalidArgument, format("reduction %d of %s is not simulated", op, TYPES[type].name));
 }
 
 // What all collectives share. `in` or `out` is nullptr where this rank gives nothing, or gets nothing. All ranks must
@@ -106,10 +98,10 @@ static ncclResult_t collective(ncclComm* comm, const char* name, int more, const
                                size_t out_count, ncclDataType_t type, cudaStream_t stream, Read read) {
     Shared* all = comm->shared;
     char wants[128];
-    snprintf(wants, sizeof wants, "%s from %zu to %zu %s (%d)", name, in_count, out_count, NAMES[type], more);
+    snprintf(wants, sizeof wants, "%s from %zu to %zu %s (%d)", name, in_count, out_count, TYPES[type].name, more);
     comm->doing = wants;
     std::string me = "rank " + std::to_string(comm->rank);
-    Access accesses[2] = {{in, in ? in_count * SIZES[type] : 0, false, ""}, {out, out ? out_count * SIZES[type] : 0, true, ""}};
+    std::vector<Access> accesses = {{in, in ? in_count * TYPES[type].bytes : 0, false}, {out, out ? out_count * TYPES[type].bytes : 0, true}};
     void* memory[2] = {};
     for (int i = 0; i < 2; i++) {
         if (!accesses[i].bytes) continue;
@@ -122,14 +114,14 @@ static ncclResult_t collective(ncclComm* comm, const char* name, int more, const
         return fail(ncclInvalidArgument, me + " on GPU " + std::to_string(comm->device) + " issues " + wants + " with " +
                     (device == comm->device ? "more than the 256 MiB per rank that are simulated" : where));
     }
-    simulated_operation(stream, name, 2, accesses);
+    simulated_operation(stream, name, accesses);
     strcpy(all->wants[comm->rank], wants);
     if (memory[0]) memcpy(slot(comm, comm->rank), memory[0], accesses[0].bytes);
     MEET(comm);
     std::string others;
     for (int rank = 0; rank < comm->size; rank++)
         if (strcmp(all->wants[rank], wants)) others += ", rank " + std::to_string(rank) + " " + all->wants[rank];
-    ncclResult_t result = others.empty() && memory[1] ? read((char*)memory[1], SIZES[type]) : ncclSuccess;
+    ncclResult_t result = others.empty() && memory[1] ? read((char*)memory[1], TYPES[type].bytes) : ncclSuccess;
     MEET(comm);
     return others.empty() ? result : fail(ncclInvalidUsage, "the ranks issue different collectives: " + me + " " + wants + others);
 }
@@ -174,8 +166,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm** out, int size, ncclUniqueId id, i
     if (rank == 0) shm_unlink(("/" + comm->name).c_str());
     for (int other = 0; other < size; other++)
         if (other != rank && *(int*)slot(comm, other) == comm->device)
-            return fail(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(rank) + " and rank " +
-                        std::to_string(other) + " both on CUDA device " + std::to_string(comm->device));
+            return fail(ncclInvalidUsage, format("Duplicate GPU detected : rank %d and rank %d both on CUDA device %d", rank, other, comm->device));
     MEET(comm);
     return *out = comm, ncclSuccess;
 }
@@ -199,9 +190,9 @@ ncclResult_t ncclCommSplit(ncclComm* comm, int color, int key, ncclComm** out, n
     return ncclCommInitRankConfig(out, (int)members.size(), id, (int)(me - members.begin()), config);
 }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* out) {
-    static std::random_device random;
+    static std::atomic<int> number;
     *out = {};
-    return snprintf(out->internal, sizeof out->internal, "simulated-%d-%x%x", getpid(), random(), random()), ncclSuccess;
+    return snprintf(out->internal, sizeof out->internal, "simulated-%d-%d-%ld", getpid(), number++, time(nullptr)), ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm* comm) { return comm->shared->aborted = 1, ncclSuccess; }
 ncclResult_t ncclCommGetAsyncError(ncclComm*, ncclResult_t* error) { return *error = ncclSuccess, ncclSuccess; }

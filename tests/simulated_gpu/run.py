@@ -12,33 +12,21 @@ HERE = Path(__file__).resolve().parent
 DEFAULT = ["tests/test_cuda.py", "tests/test_simulated.py"]
 
 
-def environment(gpus: int, findings: str) -> dict[str, str]:
-    """That of a process, and of all that it starts, in which GPUs are simulated."""
-    path = [str(HERE / "front"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "SIMULATED_GPUS": str(gpus),
-        "SIMULATED_GPU_LIBRARIES": str(build.libraries()),
-        "SIMULATED_GPU_FINDINGS": findings,
-        "PYTHONPATH": os.pathsep.join(path),
-    }
-
-
 def main(gpus: str = "", *arguments: str) -> int:
     if not (gpus.isdigit() and 1 <= int(gpus) <= 16):
-        print(f"launch.sh: --simulated-gpus takes a number of GPUs, 1 to 16, got {gpus!r}", file=sys.stderr)
-        return 2
+        build.fail(f"--simulated-gpus takes a number of GPUs, 1 to 16, got {gpus!r}")
+    path = [str(HERE / "front"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {  # of this run's processes: in all of them GPUs are simulated
+        "SIMULATED_GPUS": gpus,
+        "SIMULATED_GPU_LIBRARIES": str(build.libraries()),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
+        arguments = (*DEFAULT, *arguments)
+    print("+", "python -m pytest", *arguments, flush=True)
+    command = [sys.executable, "-m", "pytest", "-p", "findings", *arguments]
     with tempfile.TemporaryDirectory() as findings:
-        try:
-            env = environment(int(gpus), findings)
-        except build.Missing as missing:
-            print(f"launch.sh: {missing}", file=sys.stderr)
-            return 2
-        if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
-            arguments = (*DEFAULT, *arguments)
-        command = [sys.executable, "-m", "pytest", "-p", "findings", *arguments]
-        print("+", "python -m pytest", *arguments, flush=True)
-        return subprocess.run(command, env=env).returncode
+        return subprocess.run(command, env={**os.environ, **settings, "SIMULATED_GPU_FINDINGS": findings}).returncode
 
 
 if __name__ == "__main__":

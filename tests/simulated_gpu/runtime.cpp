@@ -12,24 +12,20 @@
 #include "simulated.h"
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <map>
 #include <mutex>
 #include <set>
-#include <string>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <unistd.h>
-#include <unordered_map>
 #include <utility>
-#include <vector>
 
 static std::recursive_mutex mutex_;
 #define LOCK std::lock_guard<std::recursive_mutex> guard(mutex_)
@@ -42,13 +38,6 @@ static thread_local std::string error_text;
 static cudaError_t fail(cudaError_t error, const std::string& text = "") {
     error_text = text;
     return last_error = error;
-}
-
-template <class... Values>
-static std::string format(const char* pattern, Values... values) {
-    char text[1024];
-    snprintf(text, sizeof text, pattern, values...);
-    return text;
 }
 
 static int gpus() {
@@ -109,7 +98,7 @@ struct Event {
 struct Mark {  // an operation, as the memory remembers it
     int stream;
     uint64_t tick;
-    const char* name;
+    std::string name;
     bool writes;
     bool freed = false;  // it uses other memory, which was freed too early: see `simulated_given_back`
 };
@@ -152,6 +141,10 @@ static Stream* stream_of(cudaStream_t handle, int device = current_device) {
 
 static std::string name_of(int stream) {
     return format("%s %d of GPU %d", stream < gpus() ? "the default stream" : "stream", stream, streams[stream]->device);
+}
+
+static std::string told(const Mark& mark) {
+    return mark.name + " on " + name_of(mark.stream) + (mark.writes ? " writes" : " reads");
 }
 
 // Memory.
@@ -197,18 +190,17 @@ static void protect(Placed& block);
 static void on_fault(int, siginfo_t* fault, void* context) {
     if (is_ours(fault->si_addr)) {
         LOCK;
-        const char* does = ((ucontext_t*)context)->uc_mcontext.gregs[REG_ERR] & 2 ? "writes into" : "reads";
-        std::string where = place_of(fault->si_addr, 1);
+        std::string host = "the host reads ", where = place_of(fault->si_addr, 1);
+        if (((ucontext_t*)context)->uc_mcontext.gregs[REG_ERR] & 2) host = "the host writes into ";
         auto* block = block_of(fault->si_addr);
-        if (block && block->second.device < 0 && !block->second.freed) {
+        if (block && !block->second.users.empty()) {
             const Mark& other = block->second.users[0];
-            found(format("host %d %s", other.stream, other.name),
-                  format("race: %s on %s %s, and the host %s %s: nothing makes the host wait", other.name,
-                         name_of(other.stream).c_str(), other.writes ? "writes" : "reads", does, where.c_str()));
+            found(format("host %d ", other.stream) + other.name,
+                  "race: " + told(other) + ", and " + host + where + ": nothing makes the host wait");
             block->second.users.clear();
             return protect(*block);  // said; go on
         }
-        found(does, format("the host %s device memory: %s", does, where.c_str()));
+        found(host, host + "device memory: " + where);
     }
     sigaction(SIGSEGV, &others_handler, nullptr);  // the same instruction faults again, and they say where
 }
@@ -216,13 +208,10 @@ static void on_fault(int, siginfo_t* fault, void* context) {
 // Close a block's pages to the host, as far as devices may use them.
 static void protect(Placed& block) {
     struct sigaction mine = {}, now;
-    sigaction(SIGSEGV, nullptr, &now);
-    if (now.sa_sigaction != on_fault) {
-        others_handler = now;  // Python's faulthandler, as a rule, which may be turned on at any time
-        mine.sa_sigaction = on_fault;
-        mine.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
-        sigaction(SIGSEGV, &mine, nullptr);
-    }
+    mine.sa_sigaction = on_fault;
+    mine.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+    sigaction(SIGSEGV, &mine, &now);
+    if (now.sa_sigaction != on_fault) others_handler = now;  // Python's faulthandler, which may be turned on at any time
     int may = block.second.device < 0 && !block.second.freed ? PROT_READ | PROT_WRITE : PROT_NONE;
     for (auto& user : block.second.users) may &= user.writes ? PROT_NONE : PROT_READ;
     mprotect(block.first, to_pages(block.second.bytes), may);
@@ -248,7 +237,7 @@ static cudaError_t new_block(void** out, size_t bytes, int device) {
         if (program == MAP_FAILED || shadow == MAP_FAILED) abort();
         madvise(shadow, SPACE, MADV_DONTDUMP);
     }
-    if (device >= 0 && used[device] + bytes > GPU_BYTES) return fail(cudaErrorMemoryAllocation);
+    if (device >= 0 && used[device] + bytes > GPU_BYTES) return fail(cudaErrorMemoryAllocation, "out of memory");
     char* at = next_address;
     next_address += (to_pages(bytes) + (2 << 20)) / (2 << 20) * (2 << 20);  // a gap behind each block
     if (device >= 0) used[device] += bytes;
@@ -273,50 +262,42 @@ static std::map<size_t, Part>::iterator cut(size_t at) {
     return part->first == at ? part : parts.emplace_hint(next, at, part->second);
 }
 
-static const char* kept(const std::string& name) {
-    static std::set<std::string> names;
-    return names.insert(name).first->c_str();
-}
-
 static void look(const Mark& mine, const Clock& clock, const Access& access) {
     auto from = cut((size_t)access.at), to = cut((size_t)access.at + access.bytes);
-    const char* does = access.write ? "writes" : "reads";
-    std::string where = access.what + (" in " + place_of(access.at, access.bytes)), who = name_of(mine.stream);
+    auto where = [&] { return access.what + " in " + place_of(access.at, access.bytes); };
     for (auto part = from; part != to; ++part) {
         auto& users = part->second.users;
         if (part->second.given_back)
-            found(format("freed %s", mine.name), format("%s on %s %s memory that was given back: %s", mine.name,
-                                                        who.c_str(), does, where.c_str()));
+            found("freed " + mine.name, told(mine) + " memory that was given back: " + where());
         for (auto& other : users)
             if (other.stream != mine.stream && (other.writes || mine.writes) && !before(other, clock))
-                found(format("%s %d %s %d", other.name, other.stream, other.freed ? "" : mine.name, mine.stream),
-                      format("race: %s on %s %s, and %s on %s %s %s: and no event, wait or synchronisation orders the two",
-                             other.name, name_of(other.stream).c_str(), other.writes ? "writes" : "reads", mine.name,
-                             who.c_str(), does, where.c_str()));
+                found(format("%s %d %d ", other.name.c_str(), other.stream, mine.stream) + (other.freed ? "" : mine.name),
+                      "race: " + told(other) + ", and " + told(mine) + " " + where() +
+                          ": and no event, wait or synchronisation orders the two");
         std::erase_if(users, [&](auto& other) { return mine.writes || (other.stream == mine.stream && !other.writes); });
         users.push_back(mine);
     }
     if (access.write) parts.erase(std::next(from), to);
 }
 
-extern "C" {
-
-void simulated_operation(cudaStream_t handle, const char* name, int count, const Access* accesses) {
+void simulated_operation(cudaStream_t handle, const std::string& name, const std::vector<Access>& accesses) {
     LOCK;
     Stream* stream = stream_of(handle);
     merge(stream->clock, known());  // it was issued after all that
-    Mark mine{stream->number, ++stream->clock[stream->number], kept(name)};
-    for (auto* access = accesses; access != accesses + count; access++) {
-        auto* block = access->bytes ? block_of(access->at) : nullptr;
+    Mark mine{stream->number, ++stream->clock[stream->number], name};
+    for (auto& access : accesses) {
+        auto* block = access.bytes ? block_of(access.at) : nullptr;
         if (!block) continue;
-        mine.writes = access->write;
-        look(mine, stream->clock, *access);
+        mine.writes = access.write;
+        look(mine, stream->clock, access);
         if (block->second.device >= 0) continue;
         if (block->second.users.empty()) guarded.push_back(block);
         block->second.users.push_back(mine);
         protect(*block);
     }
 }
+
+extern "C" {
 
 // All that was issued on the stream that these bytes are given out for may have used them until now. And the allocator
 // may as well have chosen bytes that came back too early: which it gives is luck.
@@ -345,8 +326,8 @@ void simulated_given_back(const void* at, size_t bytes, cudaStream_t handle, int
         part->second.given_back = true;
         for (auto& user : part->second.users) {
             if (user.freed || user.stream == stream->number || before(user, stream->clock) || before(user, known())) continue;
-            std::string name = format("%s, from before these were freed: %s,", user.name, place_of(at, bytes).c_str());
-            late[stream->number].push_back({user.stream, user.tick, kept(name), user.writes, true});
+            std::string name = user.name + ", from before these were freed: " + place_of(at, bytes) + ",";
+            late[stream->number].push_back({user.stream, user.tick, name, user.writes, true});
         }
     }
 }
@@ -355,7 +336,7 @@ void* simulated_memory(const void* at, size_t bytes, int* device) {
     LOCK;
     auto* block = block_of(at);
     if (!block || block->second.freed || (char*)at + bytes > block->first + block->second.bytes)
-        return fail(cudaErrorInvalidValue, place_of(at, bytes)), nullptr;
+        return error_text = place_of(at, bytes), nullptr;
     *device = block->second.device;
     return (char*)at - program + shadow;
 }
@@ -366,8 +347,7 @@ int simulated_missing(const char* name) {
     LOCK;
     fail(cudaErrorNotSupported, format("%s is not simulated", name));
     found(name, error_text);  // not every caller looks at what it gets
-    const int invalid_usage = 5;  // NCCL has numbers of its own
-    return strncmp(name, "nccl", 4) ? (int)cudaErrorNotSupported : invalid_usage;
+    return cudaErrorNotSupported;  // for NCCL, too, a number that means no success
 }
 
 void simulated_forget() {
@@ -418,8 +398,7 @@ cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); 
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheSimulation"; }
 const char* cudaGetErrorString(cudaError_t error) {
     static thread_local std::string text;
-    text = format("simulated GPU, error %d: %s", (int)error, error_text.c_str());
-    return error == cudaErrorMemoryAllocation ? "out of memory" : text.c_str();
+    return (text = format("simulated GPU, error %d: %s", (int)error, error_text.c_str())).c_str();
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
     if (device < 0 || device >= gpus()) return fail(cudaErrorInvalidDevice);
@@ -430,12 +409,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    switch (attribute) {
-        case cudaDevAttrComputeCapabilityMajor: return *value = 8, cudaSuccess;
-        case cudaDevAttrComputeCapabilityMinor: return *value = 0, cudaSuccess;
-        case cudaDevAttrMultiProcessorCount: return *value = 108, cudaSuccess;
-        default: return (cudaError_t)simulated_missing(format("cudaDeviceGetAttribute(%d)", (int)attribute).c_str());
-    }
+    static const std::map<int, int> values = {
+        {cudaDevAttrComputeCapabilityMajor, 8}, {cudaDevAttrComputeCapabilityMinor, 0}, {cudaDevAttrMultiProcessorCount, 108}};
+    if (values.count(attribute)) return *value = values.at(attribute), cudaSuccess;
+    return (cudaError_t)simulated_missing(format("cudaDeviceGetAttribute(%d)", (int)attribute).c_str());
 }
 
 cudaError_t cudaMalloc(void** out, size_t bytes) { return new_block(out, bytes, current_device); }
@@ -447,8 +424,8 @@ cudaError_t cudaFree(void* at) {
     if (block == blocks.end() || block->second.freed)
         return fail(cudaErrorInvalidValue, "freeing what was not allocated: " + place_of(at, 0));
     for (auto* stream : streams) learn(stream->clock);  // freeing waits for all work
-    auto [bytes, device] = std::pair(block->second.bytes, block->second.device);
-    if (device >= 0) used[device] -= bytes;
+    size_t bytes = block->second.bytes;
+    if (block->second.device >= 0) used[block->second.device] -= bytes;
     block->second.freed = true;
     auto first = cut((size_t)at), end = cut((size_t)at + bytes);
     first->second = {}, parts.erase(std::next(first), end);
@@ -458,13 +435,11 @@ cudaError_t cudaFree(void* at) {
 }
 cudaError_t cudaFreeHost(void* at) { return cudaFree(at); }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* at) {
-    LOCK;
-    auto* block = block_of(at);
-    bool known = block && !block->second.freed, pinned = known && block->second.device < 0;
-    *out = {};
-    out->type = pinned ? cudaMemoryTypeHost : known ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
-    out->device = pinned ? 0 : known ? block->second.device : -2;
-    out->devicePointer = known ? (void*)at : nullptr, out->hostPointer = pinned ? (void*)at : nullptr;
+    int device = -2;
+    *out = {.type = cudaMemoryTypeUnregistered, .device = -2};
+    if (!simulated_memory(at, 1, &device)) return cudaSuccess;
+    bool pinned = device < 0;
+    *out = {pinned ? cudaMemoryTypeHost : cudaMemoryTypeDevice, std::max(device, 0), (void*)at, pinned ? (void*)at : nullptr};
     return cudaSuccess;
 }
 
@@ -477,8 +452,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
         if (is_ours(end) && !(end = simulated_memory(end, bytes, &device)))
             return fail(cudaErrorInvalidValue, "a copy to or from " + error_text);
     memmove((void*)ends[1], ends[0], bytes);
-    Access accesses[2] = {{from, bytes, false, ""}, {to, bytes, true, ""}};
-    simulated_operation(stream, "memcpy", 2, accesses);
+    simulated_operation(stream, "memcpy", {{from, bytes, false}, {to, bytes, true}});
     if (!is_ours(from) || !is_ours(to)) learn(stream_of(stream)->clock);
     return cudaSuccess;
 }
@@ -490,15 +464,11 @@ cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stre
     void* memory = simulated_memory(at, bytes, &device);
     if (!memory) return fail(cudaErrorInvalidValue, "memset of " + error_text);
     memset(memory, value, bytes);
-    Access access{at, bytes, true, ""};
-    return simulated_operation(stream, "memset", 1, &access), cudaSuccess;
+    return simulated_operation(stream, "memset", {{at, bytes, true}}), cudaSuccess;
 }
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned, int) {
-    LOCK;
-    stream_of(nullptr);  // the default streams have the first numbers
-    return *out = (cudaStream_t)new_stream(current_device), cudaSuccess;
-}
+// The default streams have the first numbers: `stream_of` makes them.
+CALL(cudaStreamCreateWithPriority, (cudaStream_t* out, unsigned, int), stream_of(nullptr), *out = (cudaStream_t)new_stream(current_device))
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsigned) {
     LOCK;
     Event* event = (Event*)handle;
@@ -506,9 +476,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsign
     if (stream->device != event->device)
         return fail(cudaErrorInvalidResourceHandle, "an event of one GPU is recorded on a stream of another");
     merge(stream->clock, known());
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    *event = {event->device, 0, now.tv_sec * 1e3 + now.tv_nsec * 1e-6, stream->clock};
+    std::chrono::duration<double, std::milli> now = std::chrono::steady_clock::now().time_since_epoch();
+    *event = {event->device, 0, now.count(), stream->clock};
     return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t on) { return cudaEventRecordWithFlags(event, on, 0); }
@@ -526,43 +495,10 @@ static cudaError_t query(const Clock& clock, int& asked) {
     if (trains() && all != known() && asked++ < 1000) return fail(cudaErrorNotReady);
     return learn(clock), cudaSuccess;
 }
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-    LOCK;
-    return query(((Event*)event)->clock, ((Event*)event)->asked);
-}
+CALL(cudaEventQuery, (cudaEvent_t event), return query(((Event*)event)->clock, ((Event*)event)->asked))
 
-// Kernels. A library registers its own when it is loaded. None can run: what torch computes on a GPU is computed in
-// kernels.cpp, before it comes to a launch. So a launch is something that kernels.cpp has not thought of.
-
-static std::unordered_map<const void*, std::string> kernels;
-static thread_local cudaStream_t next_launch;  // the stream of `kernel<<<..., stream>>>`, which is compiled to a push and a pop
-
-void** __cudaRegisterFatBinary(void*) {
-    static void* handle[4];
-    return handle;
-}
-void __cudaRegisterFunction(void**, const char* handle, char*, const char* name, int, void*, void*, void*, void*, int*) {
-    LOCK;
-    kernels[handle] = name;
-}
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, CUstream_st* stream) { return next_launch = stream, 0; }
-cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
-    return *grid = *block = {}, *shared = 0, *(cudaStream_t*)stream = next_launch, cudaSuccess;
-}
-cudaError_t cudaLaunchKernel(const void* handle, dim3, dim3, void**, size_t, cudaStream_t stream) {
-    LOCK;
-    const std::string& name = kernels[handle];
-    if (name.find("spin_kernel") == std::string::npos) return (cudaError_t)simulated_missing(("the kernel " + name).c_str());
-    return simulated_operation(stream, "sleep", 0, nullptr), cudaSuccess;  // torch.cuda._sleep: time, and nothing else
-}
-cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* handle) { return *kernel = (cudaKernel_t)handle, cudaSuccess; }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** values, size_t shared, cudaStream_t stream) {
-    return cudaLaunchKernel((const void*)kernel, grid, block, values, shared, stream);
-}
-
-// Of the driver torch needs these three.
+// Of the driver torch needs these two.
 
 int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, 0; }
 int cuCtxGetCurrent(void** context) { return *context = (void*)1, 0; }
-int cuGetErrorString(int, const char** text) { return *text = "an error of the simulated driver", 0; }
 }

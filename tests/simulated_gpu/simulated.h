@@ -2,17 +2,27 @@
 #pragma once
 #include <cuda_runtime_api.h>
 #include <cstddef>
+#include <cstdio>
+#include <string>
+#include <vector>
 
 struct Access {
     const void* at;  // as the program knows it
     size_t bytes;
     bool write;
-    const char* what;  // "float32[4, 8]", or "" where only bytes are known
+    std::string what = "";  // "float32[4, 8]", or "" where only bytes are known
 };
 
-extern "C" {
+template <class... Values>
+static std::string format(const char* pattern, Values... values) {
+    char text[1024];
+    snprintf(text, sizeof text, pattern, values...);
+    return text;
+}
+
 // An operation is issued on a stream: look for accesses that nothing orders. Nothing is computed here.
-void simulated_operation(cudaStream_t stream, const char* name, int count, const Access* accesses);
+void simulated_operation(cudaStream_t stream, const std::string& name, const std::vector<Access>& accesses);
+extern "C" {
 // Where the simulation itself can read and write what the program knows as `at`. nullptr, and a text in
 // `simulated_error`, if these bytes are not memory of a GPU or pinned memory that is there. `device`: -1 if pinned.
 void* simulated_memory(const void* at, size_t bytes, int* device);
