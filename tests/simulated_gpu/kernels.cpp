@@ -11,11 +11,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/copy_native.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/irange.h>
-#include <torch/library.h>
 
 #include <set>
 
@@ -189,7 +187,7 @@ extern "C" void simulated_sleep() { tell("sleep", {}); }  // torch.cuda._sleep: 
 // What the caching allocator gives out and gets back. Call it when torch has initialised CUDA: before, there is none.
 extern "C" void simulated_allocator() {
     c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
-        auto tell = entry.action_ == entry.ALLOC ? simulated_given_out : entry.action_ == entry.FREE_COMPLETED ? simulated_given_back : nullptr;
-        if (tell) tell((void*)entry.addr_, entry.size_, (cudaStream_t)entry.stream_, entry.device_);
+        bool out = entry.action_ == entry.ALLOC, back = entry.action_ == entry.FREE_COMPLETED;
+        if (out || back) simulated_given((void*)entry.addr_, entry.size_, (cudaStream_t)entry.stream_, entry.device_, back);
     });
 }

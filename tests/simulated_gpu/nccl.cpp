@@ -176,18 +176,17 @@ ncclResult_t ncclCommSplit(ncclComm* comm, int color, int key, ncclComm** out, n
     comm->doing = "a split";
     memcpy(slot(comm, comm->rank), mine, sizeof mine);
     MEET(comm);
-    std::vector<std::pair<int, int>> members;
+    int size = 0, place = 0;  // of the new communicator, and of this rank in it
     for (int rank = 0; rank < comm->size; rank++) {
         int* other = (int*)slot(comm, rank);
-        if (other[0] == color) members.push_back({other[1], rank});
+        size += other[0] == color;
+        place += other[0] == color && std::pair(other[1], rank) < std::pair(key, comm->rank);
     }
     MEET(comm);
     if (color < 0) return *out = nullptr, ncclSuccess;
-    std::sort(members.begin(), members.end());
-    auto me = std::find_if(members.begin(), members.end(), [&](auto& member) { return member.second == comm->rank; });
     ncclUniqueId id = {};
     snprintf(id.internal, sizeof id.internal, "%s-%d-%d", comm->name.c_str(), number, color);
-    return ncclCommInitRankConfig(out, (int)members.size(), id, (int)(me - members.begin()), config);
+    return ncclCommInitRankConfig(out, size, id, place, config);
 }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* out) {
     static std::atomic<int> number;

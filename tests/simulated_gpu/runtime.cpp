@@ -19,6 +19,7 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <set>
@@ -61,25 +62,22 @@ static std::string python_lines() {
     if (!thread) return "";
     int file = memfd_create("stack", 0), count = 0;
     dump(file, thread);
-    std::string text(1 << 14, 0), lines;
-    text.resize(std::max<ssize_t>(0, pread(file, text.data(), text.size(), 0)));
-    close(file);
-    for (size_t at = text.find("File"), end; at != std::string::npos && count < 3; at = text.find("File", end)) {
-        end = std::min(text.find('\n', at), text.size());
-        std::string line = text.substr(at, end - at);
-        bool torchs = line.find("site-packages") != std::string::npos || line.find("_dispatch__") != std::string::npos;
-        if (!torchs) lines += (count++ ? " < " : " at ") + line;
+    std::ifstream dumped(format("/proc/self/fd/%d", file));
+    std::string lines;
+    for (std::string line; count < 3 && std::getline(dumped, line);) {
+        auto has = [&](const char* word) { return line.find(word) != std::string::npos; };
+        if (has("File") && !has("site-packages") && !has("_dispatch__"))
+            lines += (count++ ? " < " : " at ") + line.substr(line.find("File"));
     }
-    return lines;
+    return close(file), lines;
 }
 
 // `key`: what is the same for all that is found at one place; it is said once.
 static void found(const std::string& key, const std::string& text) {
     if (!said.insert(key).second) return;
     std::string line = "[simulated GPU] " + text + python_lines() + "\n";
-    int file = open(format("%s/%d", getenv("SIMULATED_GPU_FINDINGS"), getpid()).c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644);
-    if (write(2, line.data(), line.size()) < 0 || write(file, line.data(), line.size()) < 0) abort();
-    close(file);
+    std::ofstream file(format("%s/%d", getenv("SIMULATED_GPU_FINDINGS"), getpid()), std::ios::app);
+    if (!(file << line).flush() || write(2, line.data(), line.size()) < 0) abort();
 }
 
 // Clocks.
@@ -117,18 +115,14 @@ static bool before(const Mark& mark, const Clock& clock) {
 
 // What this thread knows to be over. Python's threads and autograd's hand work to each other and wait for it, so they
 // know the same. The threads of NCCL's watchdog and of gloo wait for themselves: training is not ordered by that.
-static bool trains() {
-    static thread_local const bool answer = [] {
+static Clock& known() {
+    static thread_local Clock own;
+    static thread_local const bool trains = [] {
         char name[17] = {};
         prctl(PR_GET_NAME, name);
         return strncmp(name, "pt_nccl", 7) != 0 && strncmp(name, "pt_gloo", 7) != 0;
     }();
-    return answer;
-}
-
-static Clock& known() {
-    static thread_local Clock own;
-    return trains() ? host : own;
+    return trains ? host : own;
 }
 
 static Stream* new_stream(int device) { return streams.emplace_back(new Stream{(int)streams.size(), device}); }
@@ -299,36 +293,28 @@ void simulated_operation(cudaStream_t handle, const std::string& name, const std
 
 extern "C" {
 
-// All that was issued on the stream that these bytes are given out for may have used them until now. And the allocator
-// may as well have chosen bytes that came back too early: which it gives is luck.
-void simulated_given_out(const void* at, size_t bytes, cudaStream_t handle, int device) {
+void simulated_given(const void* at, size_t bytes, cudaStream_t handle, int device, bool back) {
     LOCK;
     Stream* stream = stream_of(handle, device);
+    auto over = [&](auto& user) { return user.stream == stream->number || before(user, stream->clock) || before(user, known()); };
     auto& early = late[stream->number];
-    std::erase_if(early, [&](auto& user) { return before(user, stream->clock) || before(user, known()); });
-    Mark last{stream->number, stream->clock[stream->number], "what had this memory before", true};
+    std::erase_if(early, over);
     auto to = cut((size_t)at + bytes);
     for (auto part = cut((size_t)at); part != to; ++part) {
         auto& users = part->second.users;
-        std::erase_if(users, [&](auto& user) { return user.stream == stream->number; });
-        users.push_back(last);
-        users.insert(users.end(), early.begin(), early.end());
-        part->second.given_back = false;
-    }
-}
-
-// The next work of the stream that these bytes belong to may write over them. Who uses them must be over by then.
-void simulated_given_back(const void* at, size_t bytes, cudaStream_t handle, int device) {
-    LOCK;
-    Stream* stream = stream_of(handle, device);
-    auto to = cut((size_t)at + bytes);
-    for (auto part = cut((size_t)at); part != to; ++part) {
-        part->second.given_back = true;
-        for (auto& user : part->second.users) {
-            if (user.freed || user.stream == stream->number || before(user, stream->clock) || before(user, known())) continue;
+        part->second.given_back = back;
+        // The next work of this stream may write over them. Who uses them must be over by then.
+        for (auto& user : users) {
+            if (!back || user.freed || over(user)) continue;
             std::string name = user.name + ", from before these were freed: " + place_of(at, bytes) + ",";
-            late[stream->number].push_back({user.stream, user.tick, name, user.writes, true});
+            early.push_back({user.stream, user.tick, name, user.writes, true});
         }
+        if (back) continue;
+        // Given out: all that was issued on this stream may have used them until now. And the allocator may as well
+        // have chosen bytes that came back too early: which it gives is luck.
+        std::erase_if(users, [&](auto& user) { return user.stream == stream->number; });
+        users.push_back({stream->number, stream->clock[stream->number], "what had this memory before", true});
+        users.insert(users.end(), early.begin(), early.end());
     }
 }
 
@@ -492,7 +478,7 @@ cudaError_t cudaEventElapsedTime(float* out, cudaEvent_t first, cudaEvent_t seco
 static cudaError_t query(const Clock& clock, int& asked) {
     Clock all = known();
     merge(all, clock);
-    if (trains() && all != known() && asked++ < 1000) return fail(cudaErrorNotReady);
+    if (&known() == &host && all != known() && asked++ < 1000) return fail(cudaErrorNotReady);
     return learn(clock), cudaSuccess;
 }
 CALL(cudaEventQuery, (cudaEvent_t event), return query(((Event*)event)->clock, ((Event*)event)->asked))

@@ -27,9 +27,8 @@ extern "C" {
 // `simulated_error`, if these bytes are not memory of a GPU or pinned memory that is there. `device`: -1 if pinned.
 void* simulated_memory(const void* at, size_t bytes, int* device);
 const char* simulated_error();
-// The allocator has given out these bytes, or has got them back, to give them to the next who asks on this stream.
-void simulated_given_out(const void* at, size_t bytes, cudaStream_t stream, int device);
-void simulated_given_back(const void* at, size_t bytes, cudaStream_t stream, int device);
+// The allocator has given out these bytes, or has got them `back`, to give them to the next who asks on this stream.
+void simulated_given(const void* at, size_t bytes, cudaStream_t stream, int device, bool back);
 // Says on stderr, in the file of findings and in `simulated_error` that `name` is not simulated. An error's number.
 int simulated_missing(const char* name);
 void simulated_forget();  // what was found, and what memory remembers of operations that were
