@@ -28,7 +28,7 @@ struct Shared {
 struct ncclComm {
     Shared* shared;
     int size, rank, device;
-    std::string name, doing = "nothing";
+    std::string name, doing = "its beginning";
     int splits = 0;
 };
 
@@ -68,12 +68,11 @@ static ncclResult_t meet(ncclComm* comm) {
 template <class T>
 static void reduce_as(ncclComm* comm, void* to, size_t first, size_t count, ncclRedOp_t op) {
     T *out = (T*)to, factor = op == ncclAvg ? 1.0 / comm->size : 1;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         for (int rank = 0; rank < comm->size; rank++) {
             T next = ((T*)slot(comm, rank))[first + i] * factor;
             out[i] = !rank ? next : op == ncclMax ? std::max(out[i], next) : op == ncclMin ? std::min(out[i], next) : T(out[i] + next);
         }
-    }
 }
 
 static const struct {  // in the order of ncclDataType_t
@@ -97,8 +96,7 @@ template <class Read>
 static ncclResult_t collective(ncclComm* comm, const char* name, int more, const void* in, size_t in_count, void* out,
                                size_t out_count, ncclDataType_t type, cudaStream_t stream, Read read) {
     Shared* all = comm->shared;
-    char wants[128];
-    snprintf(wants, sizeof wants, "%s from %zu to %zu %s (%d)", name, in_count, out_count, TYPES[type].name, more);
+    const std::string wants = format("%s from %zu to %zu %s (%d)", name, in_count, out_count, TYPES[type].name, more);
     comm->doing = wants;
     std::string me = "rank " + std::to_string(comm->rank);
     std::vector<Access> accesses = {{in, in ? in_count * TYPES[type].bytes : 0, false}, {out, out ? out_count * TYPES[type].bytes : 0, true}};
@@ -115,12 +113,12 @@ static ncclResult_t collective(ncclComm* comm, const char* name, int more, const
                     (device == comm->device ? "more than the 256 MiB per rank that are simulated" : where));
     }
     simulated_operation(stream, name, accesses);
-    strcpy(all->wants[comm->rank], wants);
+    strcpy(all->wants[comm->rank], wants.c_str());
     if (memory[0]) memcpy(slot(comm, comm->rank), memory[0], accesses[0].bytes);
     MEET(comm);
     std::string others;
     for (int rank = 0; rank < comm->size; rank++)
-        if (strcmp(all->wants[rank], wants)) others += ", rank " + std::to_string(rank) + " " + all->wants[rank];
+        if (all->wants[rank] != wants) others += ", rank " + std::to_string(rank) + " " + all->wants[rank];
     ncclResult_t result = others.empty() && memory[1] ? read((char*)memory[1], TYPES[type].bytes) : ncclSuccess;
     MEET(comm);
     return others.empty() ? result : fail(ncclInvalidUsage, "the ranks issue different collectives: " + me + " " + wants + others);
@@ -156,11 +154,10 @@ ncclResult_t ncclCommInitRankConfig(ncclComm** out, int size, ncclUniqueId id, i
     cudaGetDevice(&comm->device);
     size_t bytes = sizeof(Shared) + SLOT * size;
     int file = size <= MOST ? shm_open(("/" + comm->name).c_str(), O_RDWR | O_CREAT, 0600) : -1;
-    void* memory = file < 0 || ftruncate(file, bytes) ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (memory == MAP_FAILED) return fail(ncclSystemError, "no shared memory for " + std::to_string(size) + " ranks");
+    bool there = file >= 0 && !ftruncate(file, bytes);
+    comm->shared = (Shared*)(there ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED);
+    if (comm->shared == MAP_FAILED) return fail(ncclSystemError, "no shared memory for " + std::to_string(size) + " ranks");
     close(file);
-    comm->shared = (Shared*)memory;
-    comm->doing = "its beginning";
     memcpy(slot(comm, rank), &comm->device, sizeof(int));
     MEET(comm);
     if (rank == 0) shm_unlink(("/" + comm->name).c_str());

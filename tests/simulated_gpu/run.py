@@ -9,7 +9,6 @@ from pathlib import Path
 import build
 
 HERE = Path(__file__).resolve().parent
-DEFAULT = ["tests/test_cuda.py", "tests/test_simulated.py"]
 
 
 def main(gpus: str = "", *arguments: str) -> int:
@@ -22,7 +21,7 @@ def main(gpus: str = "", *arguments: str) -> int:
         "PYTHONPATH": os.pathsep.join(path),
     }
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
-        arguments = (*DEFAULT, *arguments)
+        arguments = ("tests/test_cuda.py", "tests/test_simulated.py", *arguments)
     print("+", "python -m pytest", *arguments, flush=True)
     command = [sys.executable, "-m", "pytest", "-p", "findings", *arguments]
     with tempfile.TemporaryDirectory() as findings:

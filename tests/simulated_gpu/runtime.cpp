@@ -42,11 +42,9 @@ static cudaError_t fail(cudaError_t error, const std::string& text = "") {
 }
 
 static int gpus() {
-    static const int count = [] {
-        const char* visible = getenv("CUDA_VISIBLE_DEVICES");  // "": none; else a list of which there are so many
-        int all = atoi(getenv("SIMULATED_GPUS"));
-        return !visible ? all : !*visible ? 0 : std::min<int>(all, 1 + std::count(visible, visible + strlen(visible), ','));
-    }();
+    const char* visible = getenv("CUDA_VISIBLE_DEVICES");  // "": none; else a list of which there are so many
+    static const int all = atoi(getenv("SIMULATED_GPUS"));
+    static const int count = !visible ? all : std::min<int>(all, *visible ? 1 + std::count(visible, visible + strlen(visible), ',') : 0);
     return count;
 }
 
@@ -98,7 +96,7 @@ struct Mark {  // an operation, as the memory remembers it
     uint64_t tick;
     std::string name;
     bool writes;
-    bool freed = false;  // it uses other memory, which was freed too early: see `simulated_given_back`
+    bool freed = false;  // it uses other memory, which was freed too early: see `simulated_given`
 };
 
 static std::vector<Stream*> streams;  // by number; the first ones are the GPUs' default streams
@@ -125,10 +123,8 @@ static Clock& known() {
     return trains ? host : own;
 }
 
-static Stream* new_stream(int device) { return streams.emplace_back(new Stream{(int)streams.size(), device}); }
-
 static Stream* stream_of(cudaStream_t handle, int device = current_device) {
-    while ((int)streams.size() < gpus()) new_stream((int)streams.size());
+    for (int next; (next = streams.size()) < gpus();) streams.push_back(new Stream{next, next});
     // Null, and two small numbers that stand for "legacy" and "per thread": the device's default stream.
     return (uintptr_t)handle <= 2 ? streams[device] : (Stream*)handle;
 }
@@ -152,7 +148,7 @@ struct Block {
 using Placed = std::pair<char* const, Block>;
 
 static std::map<char*, Block> blocks;  // also freed ones, so that a message can say so
-static std::vector<Placed*> guarded;   // those with users
+static std::set<Placed*> guarded;      // those with users
 static size_t used[64];
 static const size_t SPACE = 1ull << 42;  // addresses; they cost nothing until they are touched
 static char *program, *shadow, *next_address;
@@ -285,7 +281,7 @@ void simulated_operation(cudaStream_t handle, const std::string& name, const std
         mine.writes = access.write;
         look(mine, stream->clock, access);
         if (block->second.device >= 0) continue;
-        if (block->second.users.empty()) guarded.push_back(block);
+        guarded.insert(block);
         block->second.users.push_back(mine);
         protect(*block);
     }
@@ -298,7 +294,7 @@ void simulated_given(const void* at, size_t bytes, cudaStream_t handle, int devi
     Stream* stream = stream_of(handle, device);
     auto over = [&](auto& user) { return user.stream == stream->number || before(user, stream->clock) || before(user, known()); };
     auto& early = late[stream->number];
-    std::erase_if(early, over);
+    if (!back) std::erase_if(early, over);
     auto to = cut((size_t)at + bytes);
     for (auto part = cut((size_t)at); part != to; ++part) {
         auto& users = part->second.users;
@@ -351,6 +347,7 @@ void simulated_forget() {
     }
 
 CALL(cudaGetDevice, (int* device), *device = current_device)
+CALL(cudaSetDevice, (int device), if (device < 0 || device >= gpus()) return fail(cudaErrorInvalidDevice); current_device = device)
 CALL(cudaDriverGetVersion, (int* version), *version = CUDART_VERSION)
 CALL(cudaRuntimeGetVersion, (int* version), *version = CUDART_VERSION)
 CALL(cudaDeviceCanAccessPeer, (int* can, int, int), *can = 1)
@@ -375,10 +372,6 @@ CALL(cudaGetDriverEntryPointByVersion, (const char*, void** function, unsigned, 
      cudaDriverEntryPointQueryResult* result), *function = nullptr; if (result) *result = cudaDriverEntryPointSymbolNotFound)
 
 cudaError_t cudaGetDeviceCount(int* count) { return (*count = gpus()) ? cudaSuccess : fail(cudaErrorNoDevice); }
-cudaError_t cudaSetDevice(int device) {
-    if (device < 0 || device >= gpus()) return fail(cudaErrorInvalidDevice);
-    return current_device = device, cudaSuccess;
-}
 cudaError_t cudaPeekAtLastError() { return last_error; }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfTheSimulation"; }
@@ -442,9 +435,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     if (!is_ours(from) || !is_ours(to)) learn(stream_of(stream)->clock);
     return cudaSuccess;
 }
-cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
-    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
-}
+CALL(cudaMemcpyPeerAsync, (void* to, int, const void* from, int, size_t bytes, cudaStream_t stream),
+     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream))
 cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
     int device;
     void* memory = simulated_memory(at, bytes, &device);
@@ -454,7 +446,8 @@ cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stre
 }
 
 // The default streams have the first numbers: `stream_of` makes them.
-CALL(cudaStreamCreateWithPriority, (cudaStream_t* out, unsigned, int), stream_of(nullptr), *out = (cudaStream_t)new_stream(current_device))
+CALL(cudaStreamCreateWithPriority, (cudaStream_t* out, unsigned, int), stream_of(nullptr);
+     *out = (cudaStream_t)streams.emplace_back(new Stream{(int)streams.size(), current_device}))
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsigned) {
     LOCK;
     Event* event = (Event*)handle;
