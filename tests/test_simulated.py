@@ -82,10 +82,13 @@ def test_report(tmp_path):
     assert "Simulated GPU" in (tmp_path / "report" / "report.md").read_text()
 
 
-@pytest.mark.parametrize("offload", ([], ["--offload"]), ids=str)
-def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path, offload):
-    """To 0.25%, in bytes that were asked for: the allocator rounds them up to blocks, which is no engine's doing."""
-    options = ["--preset", "tiny", "--ranks", "4", *offload]
+@pytest.mark.parametrize("preset, offload", (("tiny", []), ("tiny", ["--offload"]), ("toy", ["--offload"])), ids=str)
+def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path, preset, offload):
+    """To 0.25%, in bytes that were asked for: the allocator rounds them up to blocks, which is no engine's doing.
+
+    In toy to 16 KiB, which are some 4% there: weights have more padding on a GPU, and a peak is half a megabyte.
+    """
+    options = ["--preset", preset, "--ranks", "4", *offload]
     launch("memory", *options, "--json", tmp_path / "fake")
     launch("memory", *options, "--device", "cuda", "--json", tmp_path / "cuda")  # as users run it
     code = f"import cases_simulated; cases_simulated.print_peaks(*{options!r})"
@@ -94,8 +97,9 @@ def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path, offload):
     found, fake = json.loads(done.stdout.splitlines()[-1]), json.loads((tmp_path / "fake").read_text())["engines"]
     assert len(found) >= 5
     for name, peak in found.items():
-        ratio = peak / fake[name]["peak_bytes"]
-        assert abs(ratio - 1) < 0.0025, f"{name}: the allocator's peak is {ratio:.4f} times the dry run's"
+        expected = fake[name]["peak_bytes"]
+        most = 2**14 if preset == "toy" else 0.0025 * expected
+        assert abs(peak - expected) < most, f"{name}: the allocator's peak is {peak} bytes, the dry run's {expected}"
 
 
 def test_bench():
@@ -297,13 +301,15 @@ def test_what_is_taken_out_is_missed(pool, module, old, new, stage, options):
 
 
 @finds
+@pytest.mark.parametrize("module", ("harness.engine.state", "harness.engine.checkpoint"))
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_who_loads_waits_for_copies(alone, stage):
+def test_who_loads_waits_for_copies(alone, stage, module):
     """On one rank. Several agree first, by numbers for which the host waits, and so that hides the race.
 
-    So does the reading of a checkpoint: what torch does there waits for the device. (It does not promise to.)
+    So does the reading of a checkpoint: what torch does there waits for the device. It does not promise to, and so this
+    begins where all has been read.
     """
-    assert named(found := alone.run(cases.loads_without, stage=stage)[0]), found
+    assert named(found := alone.run(cases.loads_without, stage=stage, module=module)[0]), found
 
 
 @pytest.fixture(scope="module")
