@@ -350,7 +350,6 @@ CALL(cudaGetDevice, (int* device), *device = current_device)
 CALL(cudaSetDevice, (int device), if (device < 0 || device >= gpus()) return fail(cudaErrorInvalidDevice); current_device = device)
 CALL(cudaDriverGetVersion, (int* version), *version = CUDART_VERSION)
 CALL(cudaRuntimeGetVersion, (int* version), *version = CUDART_VERSION)
-CALL(cudaDeviceCanAccessPeer, (int* can, int, int), *can = 1)
 CALL(cudaDeviceGetPCIBusId, (char* text, int size, int device), snprintf(text, size, "0000:%02x:00.0", device + 1))
 CALL(cudaMemGetInfo, (size_t* unused, size_t* all), *all = GPU_BYTES, *unused = *all - used[current_device])
 CALL(cudaDeviceGetStreamPriorityRange, (int* least, int* greatest), *least = 0, *greatest = -5)
@@ -365,8 +364,6 @@ CALL(cudaDeviceSynchronize, (), for (auto* stream : streams) if (stream->device 
 CALL(cudaStreamIsCapturing, (cudaStream_t, cudaStreamCaptureStatus* status), *status = cudaStreamCaptureStatusNone)
 CALL(cudaStreamGetCaptureInfo, (cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
      const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*), *status = cudaStreamCaptureStatusNone)
-// Some kernels ask how they should be launched before they are.
-CALL(cudaFuncGetAttributes, (cudaFuncAttributes* out, const void*), *out = {}, out->maxThreadsPerBlock = 1024)
 // The driver's own functions, which torch would take for what is newer than its headers: there are none.
 CALL(cudaGetDriverEntryPointByVersion, (const char*, void** function, unsigned, unsigned long long,
      cudaDriverEntryPointQueryResult* result), *function = nullptr; if (result) *result = cudaDriverEntryPointSymbolNotFound)
@@ -435,8 +432,6 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     if (!is_ours(from) || !is_ours(to)) learn(stream_of(stream)->clock);
     return cudaSuccess;
 }
-CALL(cudaMemcpyPeerAsync, (void* to, int, const void* from, int, size_t bytes, cudaStream_t stream),
-     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream))
 cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
     int device;
     void* memory = simulated_memory(at, bytes, &device);
