@@ -48,32 +48,50 @@ class Setup:
     keeps_low: bool = False
 
 
-class CastByBlock(nn.Module):
-    """Float32 weights, cast to a low precision block by block, as torch.autocast casts them: right before their use.
+class LowWeightsDDP(DDPStandIn):
+    """DDP around weights in a low precision, as Megatron's and nanotron's: float32 copies of them for the optimizer.
 
-    `MixedModule` casts all of them first. Then their gradients arrive last, when backward is over, and DDP overlaps
-    nothing.
+    Buckets are float32 sums, to which each gradient is added when it has come. The referee's DDP casts float32 weights
+    at the start of each forward instead. Then all gradients arrive last, and DDP overlaps nothing.
     """
 
-    def __init__(self, model: GPT, dtype: torch.dtype):
-        super().__init__()
-        self.model, self.dtype = model, dtype
-        inside = {param for block in model.blocks for param in block.parameters()}
-        self._root = [name for name, param in model.named_parameters() if param not in inside]
-        for block in model.blocks:
-            block.forward = partial(self._lend, block, block.forward)
+    def __init__(self, model: GPT, optimizer_cls, dtype: torch.dtype, bucket_mb: float):
+        self._sums = {}
+        super().__init__(model, optimizer_cls, bucket_mb)
+        self._copies = [(nn.Parameter(param.detach().clone()), param) for param in model.parameters()]
+        self.optimizer = optimizer_cls([copy for copy, _ in self._copies])
+        for param in model.parameters():
+            param.data = param.data.to(dtype)
 
-    def _lend(self, block, plain, x):
-        low = {name: param.to(self.dtype) for name, param in block.named_parameters()}
-        block.forward, lending = plain, block.forward
-        try:
-            return torch.func.functional_call(block, low, x)
-        finally:
-            block.forward = lending
+    def _add_bucket(self, params: list[nn.Parameter]) -> None:
+        flat = torch.zeros(sum(param.numel() for param in params))
+        missing = set(params)
+        for param, view in zip(params, flat.split([param.numel() for param in params])):
+            self._sums[param] = view = view.view(param.shape)
 
-    def forward(self, tokens):
-        low = {name: self.model.get_parameter(name).to(self.dtype) for name in self._root}
-        return torch.func.functional_call(self.model, low, tokens, tie_weights=True)
+            def on_gradient(param, view=view):
+                view.add_(param.grad)
+                param.grad = None
+                missing.discard(param)
+                if not missing:
+                    missing.update(params)
+                    if self.sends:
+                        self._send(flat)
+
+            param.register_post_accumulate_grad_hook(on_gradient)
+        self._flats.append(flat)
+
+    def step(self) -> None:
+        for copy, param in self._copies:
+            copy.grad = self._sums[param]
+        super().step()
+        with torch.no_grad():
+            for copy, param in self._copies:
+                param.copy_(copy)
+
+    def zero_grad(self) -> None:
+        for flat in self._flats:
+            flat.zero_()
 
 
 def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
@@ -97,10 +115,10 @@ def build(setup: Setup, mesh):
     model = GPT(setup.config)
     if setup.recompute != "none":
         more = {"context_fn": _every_second_product} if setup.recompute == "selective" else {}
-        checkpoint_blocks(model, casts=registry.ENGINES[name].casts and dtype is not None, **more)
-    options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
+        checkpoint_blocks(model, casts=False, **more)
     if name == "ddp" and dtype is not None:
-        model = CastByBlock(model, options.pop("dtype"))
+        return LowWeightsDDP(model, adamw, dtype, setup.bucket_mb or 25)
+    options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
     takes = {key: value for key, value in options.items() if key in registry.ENGINES[name].takes}
     return registry.build(name, model, adamw, torch.device("cpu"), **takes)
 
@@ -140,10 +158,5 @@ def train(engine, setup: Setup, begins=lambda: None) -> None:
         with record_function("step 2 backward"):
             loss.backward()
         del loss
-    if hasattr(engine, "step"):
-        engine.step()
-        engine.zero_grad()
-        return
-    with record_function("step 4 update the shard"):
-        engine.optimizer.step()
-    engine.optimizer.zero_grad()
+    engine.step()
+    engine.zero_grad()
