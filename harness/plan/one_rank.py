@@ -21,17 +21,17 @@ ENGINES = registry.named("plan")
 BY_UNIT = tuple(name for name in ENGINES if "prefetch" in registry.ENGINES[name].takes)
 BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in registry.ENGINES[name].takes)
 RECOMPUTED = ("none", "blocks", "selective")
+DDP_BUCKET_MB = 25  # MiB, as torch has it
 
 
 @dataclass(frozen=True)
 class Setup:
     """What is run: an engine on one of `ranks` ranks, and its options. Two that are equal have the same events.
 
-    `micro_batch` sequences of `seq` tokens, `accumulate` times per step. `bucket_mb` (MiB) is for buckets, `prefetch`
+    `micro_batch` sequences, `accumulate` times per step. `bucket_mb` (MiB) is for buckets, `prefetch`
     for ZeRO-3's units; `recompute` is one of `RECOMPUTED`: nothing, whole blocks, or torch's selective checkpointing
     with every second matrix product and all attention kept. `row` is for `hybrid`, which is ZeRO-3 in rows of so many
-    ranks that are replicas of each other. `keeps_low`: a framework that leaves the gradients in the low precision
-    beside their float32 sums, which the engines here do not; that is two bytes more for each parameter.
+    ranks that are replicas of each other.
     """
 
     config: GPTConfig
@@ -40,12 +40,15 @@ class Setup:
     precision: str = "bf16"
     micro_batch: int = 1
     accumulate: int = 1
-    seq: int | None = None
     recompute: str = "none"
     prefetch: int = 1
     bucket_mb: float | None = None
     row: int | None = None
-    keeps_low: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """What a rank computes in a step."""
+        return self.micro_batch * self.accumulate * self.config.seq
 
 
 class LowWeightsDDP(DDPStandIn):
@@ -84,14 +87,13 @@ class LowWeightsDDP(DDPStandIn):
     def step(self) -> None:
         for copy, param in self._copies:
             copy.grad = self._sums[param]
-        super().step()
-        with torch.no_grad():
-            for copy, param in self._copies:
-                param.copy_(copy)
+        with record_function("step 4 update the shard"), torch.no_grad():
+            self.optimizer.step()
+            torch._foreach_copy_([param for _, param in self._copies], [copy for copy, _ in self._copies])
+            torch._foreach_zero_(self._flats)
 
     def zero_grad(self) -> None:
-        for flat in self._flats:
-            flat.zero_()
+        """The step has."""
 
 
 def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
@@ -117,7 +119,7 @@ def build(setup: Setup, mesh):
         more = {"context_fn": _every_second_product} if setup.recompute == "selective" else {}
         checkpoint_blocks(model, casts=False, **more)
     if name == "ddp" and dtype is not None:
-        return LowWeightsDDP(model, adamw, dtype, setup.bucket_mb or 25)
+        return LowWeightsDDP(model, adamw, dtype, setup.bucket_mb or DDP_BUCKET_MB)
     options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
     takes = {key: value for key, value in options.items() if key in registry.ENGINES[name].takes}
     return registry.build(name, model, adamw, torch.device("cpu"), **takes)
@@ -145,8 +147,7 @@ def train(engine, setup: Setup, begins=lambda: None) -> None:
     DDP and ZeRO-1 add up and send once; ZeRO-2, ZeRO-3 and FSDP2 send in every backward, as they keep no whole
     gradients.
     """
-    seq = setup.seq or setup.config.seq
-    tokens = torch.zeros(setup.micro_batch, seq + 1, dtype=torch.int64)
+    tokens = torch.zeros(setup.micro_batch, setup.config.seq + 1, dtype=torch.int64)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     call = engine if callable(engine) else engine.model
     for number in range(setup.accumulate):

@@ -240,11 +240,12 @@ def plan_summary() -> str:
         crowds = f"; each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
         networks.append(f"`{name}` {network['alpha'] * 1e6:.0f} us per hop{crowds}")
     said = (
-        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted, sequences beyond 4,096 apart: "
-        f"median error {found['median']:.1%}, largest {found['largest']:.1%}. Of all {found['rows']} such rows: median "
-        f"{found['median_of_all']:.1%}, largest {found['largest_of_all']:.1%}.",
-        f"Memory of {found['memory_rows']} rows: median error {found['memory_median']:.1%}, largest "
-        f"{found['memory_largest']:.1%}, {found['memory_within_8']} within 8%.",
+        "Tokens per second of the {unfitted[rows]} rows that were not fitted: median error {unfitted[median]:.1%}, "
+        "largest {unfitted[largest]:.1%}. Of all {all[rows]} rows: median {all[median]:.1%}, largest {all[largest]:.1%}.".format_map(
+            found
+        ),
+        "Memory of {memory[rows]} rows: median error {memory[median]:.1%}, largest {memory[largest]:.1%}, "
+        "{memory_within} within 8%.".format_map(found),
         "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
         f"{found['pairs_right']} of {found['pairs']} right.",
         f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
