@@ -239,13 +239,12 @@ def plan_summary() -> str:
         ring, tree = network["crowding"]
         crowds = f"; each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
         networks.append(f"`{name}` {network['alpha'] * 1e6:.0f} us per hop{crowds}")
+    errors = {of: "median error {median:.1%}, largest {largest:.1%}".format_map(found[of])
+              for of in ("unfitted", "all", "memory")}  # fmt: skip
     said = (
-        "Tokens per second of the {unfitted[rows]} rows that were not fitted: median error {unfitted[median]:.1%}, "
-        "largest {unfitted[largest]:.1%}. Of all {all[rows]} rows: median {all[median]:.1%}, largest {all[largest]:.1%}.".format_map(
-            found
-        ),
-        "Memory of {memory[rows]} rows: median error {memory[median]:.1%}, largest {memory[largest]:.1%}, "
-        "{memory_within} within 8%.".format_map(found),
+        f"Tokens per second of the {found['unfitted']['rows']} rows that were not fitted: {errors['unfitted']}. Of all "
+        f"{found['all']['rows']} rows: {errors['all']}.",
+        f"Memory of {found['memory']['rows']} rows: {errors['memory']}, {found['memory_within']} within 8%.",
         "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
         f"{found['pairs_right']} of {found['pairs']} right.",
         f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
