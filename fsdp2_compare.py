@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from harness.measure import step_report, step_time
 from harness.measure.gpus import rates
-from harness.measure.memory import held_bytes, let_go, warm_up
+from harness.measure.ledger import held_bytes, let_go, warm_up
 from harness.measure.out_of_memory import explained
 from harness.measure.parts import PartsLedger
 from harness.measure.traffic import TrafficLedger

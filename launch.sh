@@ -73,7 +73,7 @@ train)
     ;;
 zero1 | zero2 | zero3) entry=("$command.py") ;;
 sweeps | bench) entry=(-m "harness.measure.$command") ;;
-memory) entry=(-m harness.measure.dry_run) ranked= ;;
+memory) entry=(-m harness.measure.memory) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
 plan) entry=(-m harness.plan) ranked= ;;

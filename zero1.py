@@ -11,7 +11,7 @@ updates these alone. Then the ranks give each other what they have updated.
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [########]   [########]   [########]   [########]
-    optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]     (how much, not which)
+    optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]     (really 1/N of each bucket)
 
 One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two, rank 1 the others:
 
@@ -34,7 +34,8 @@ Words of communication:
     all-gather       every rank gets all shards: `all_gather_single`, before torch 2.13 `all_gather_into_tensor`
     reduce-scatter   rank r gets shard r of the sum: `reduce_scatter_single`, before 2.13 `reduce_scatter_tensor`
     all-reduce       every rank gets the whole sum: a reduce-scatter and an all-gather in one
-    work             a collective that was started: it is **in flight** until `work.wait()`
+    work             a collective that was started: it is **in flight** until `work.wait()`. On a CPU Python waits
+                     there. On a GPU the kernels queued after it wait, and Python goes on
 
 Ψ is the number of parameters. In float32 each number takes 4 bytes, so a rank holds, in bytes:
 
@@ -99,10 +100,11 @@ class Bucket:
 
     def flatten(self) -> None:
         """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
-        self.flat = local(self.params[0]).new_zeros(self.numel)  # zeros: padding must never hold a NaN
+        self.flat = local(self.params[0]).new_zeros(self.numel)  # zeros: NCCL's check for NaN looks at padding, too
         for param, view in zip(map(local, self.params), self.views(self.flat)):
             view.copy_(param.detach())
-            # It stays the same object. From now on a collective that writes into `flat` writes into the weights.
+            # It stays the same object. From now on a collective that writes into `flat` writes into the weights, and
+            # autograd, which counts each tensor's changes, sees none: `param` keeps a counter of its own.
             param.data = view
         self.shard = self.own_part(self.flat)
 
@@ -124,12 +126,10 @@ class Bucket:
         return parts
 
     def make_pieces(self, placement: Placement) -> None:
-        """Step 0: what the optimizer is handed, one piece per parameter, as each may have its own weight decay.
-
-        `detach` makes another tensor on the shard's memory: updating a piece updates the shard.
-        """
+        """Step 0: what the optimizer is handed, one piece per parameter, as each may have its own weight decay."""
         placement.adopt(self)  # sets `bucket.placement`; in mixed precision or offload the shard gets its own memory
         trained = self.params[0].requires_grad
+        # `detach` makes another tensor on the shard's memory: updating a piece updates the shard.
         self.pieces = [(index, part.detach().requires_grad_(trained)) for index, part in self.cut(self.shard)]
 
 
@@ -141,7 +141,7 @@ def gather_parameters(buckets: list[Bucket], group) -> None:
     """Step 5: every rank sends the shard that it has updated, and receives the others' straight into the weights."""
     works = []
     for bucket in buckets:
-        shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard`; it may be a view of the output
+        shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard`, often a view of `flat`, as `sendable` is
         # async_op: the collective is only started. All are queued before the first is waited for.
         works.append(dist.all_gather_single(precision.sendable(bucket.flat), shard, group=group, async_op=True))
     for bucket, work in zip(buckets, works):
@@ -190,19 +190,19 @@ class ZeRO1(Interface):
             return  # done since the last gradient came: `clip_grad_norm_` needs the averages, and has called this
         works = []
         for bucket in self.trained_buckets:
-            to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)  # unchanged, except in float16
+            to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)  # itself; float16: over a part of N
             works.append(dist.all_reduce(to_sum, group=self.group, async_op=True))
         for bucket, work in zip(self.trained_buckets, works):
             wait(work, "all-reduce", bucket)
-            precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # divided by N, in place
+            precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # over the rest of N, in place
             own = bucket.own_part(bucket.flat_gradient)
             own = self.placement.final_shard(bucket, own)  # unchanged, but for replicas and offload
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(own)):
                 piece.grad = gradient.to(piece.dtype)  # of the same dtype: a view, no copy
-        gradients.require_all(self)  # without `find_unused` an error for a parameter that got no gradient
+        gradients.require_all(self)  # sets `reduced`; error for a parameter without gradient, unless `find_unused`
 
     def zero_grad(self) -> None:
-        """Drop all gradients, after `step()`. What is in `flat_gradient` stays, and `on_gradient` writes over it."""
+        """Drop all gradients, after `step()`. `flat_gradient` stays as it is, and `on_gradient` writes over it."""
         gradients.forget(self)  # `bucket.used`, what has a gradient in this step, is empty from here on
 
     # The moment at which ZeRO-1 acts inside step 2, and what triggers it.

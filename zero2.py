@@ -17,7 +17,7 @@ Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
 At that moment two buckets have whole gradients: the one that backward is finishing, and the one in flight. The former
 has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more collectives. (Unequal ones:
-`PEAK_FORMULAS` in harness/measure/dry_run.py.) Activations come on top, but are largest early in backward, when there
+`PEAK_FORMULAS` in harness/measure/memory.py.) Activations come on top, but are largest early in backward, when there
 are hardly any gradients yet. So the peak of both together comes early as a rule, and is less than the two peaks' sum.
 
 ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one, and
@@ -57,7 +57,7 @@ class Reduction:
 
     def __init__(self, bucket: Bucket, group):
         self.bucket = bucket
-        self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)  # zeros: padding must never hold a NaN
+        self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)  # zeros: for the padding, as in `flat`
         # All gradients are copied into their places, in one call, and no `param.grad` is left.
         torch._foreach_copy_(bucket.views(self.flat), gradients.take(bucket))
         self.shard = self.flat.new_empty(bucket.shard_numel)
@@ -67,7 +67,7 @@ class Reduction:
     def finish(self, world_size: int) -> None:
         """The shard of the mean is there: hand it to the optimizer."""
         wait(self.work, "reduce-scatter", self.bucket)
-        self.flat = None  # the whole gradients are gone: 1/N of them is left
+        self.flat = None  # the whole gradients are gone, 1/N is left. (On a GPU the memory's next user queues behind.)
         precision.mean_of_sum(self.shard, world_size)  # divided by N, in place
         # Calls `add_to_pieces` right here, unless replicas or offload want the shard first.
         self.bucket.placement.deliver(self.bucket, self.shard, add_to_pieces)

@@ -16,22 +16,22 @@ end of backward. **Prefetch** means to start the all-gather of the next unit bef
 Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
     memory   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 14 GB)
-    peak     16Ψ/N + R + 4U - (R + 2U)/N (root R, equal units U, prefetch 1): of this state alone, late in backward
+    peak     16Ψ/N + R + 4U - (R + 2U)/N (R, U: bytes of root, equal units): of this state alone, late in backward
     sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
 
 At that moment these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and whole
-gradients of the unit at work and of the one in flight (2U). The former three have no gradient shard yet, so (R + 2U)/N
-is subtracted. Not counted are the root's own gradients (last norm, head), which stay whole until the embedding's has
-come. (Unequal units: `PEAK_FORMULAS` in harness/measure/dry_run.py.) With activations the peak comes early in backward
-as a rule. The root is gathered once per step, so a little less than 3Ψ is sent.
+gradients of the unit at work and of the one in flight (2U). The parameters named here have no gradient shard yet, so
+(R + 2U)/N is subtracted. Not counted are the root's own gradients (last norm, head), which stay whole until the
+embedding's has come. (Unequal units: `PEAK_FORMULAS` in harness/measure/memory.py.) With activations the peak comes
+early in backward as a rule. The root is gathered once per step, so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
 needs it, unit by unit. In the order of time, with prefetch 1, and under it the bytes that are gathered:
 
     forward   gather root, 0 | embedding | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | ...
               R + U            R + U       R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U
-    backward  ... | gather 0 | compute 1 | free 1, reduce 1 | compute 0 | free 0, reduce 0 | embedding | free root
-                    R + 2U     R + 2U      R + U              R + U       R                  R           0
+    backward  ... | gather 0 | compute 1 | free 1, reduce 1 | compute 0 | free 0, reduce 0 | embed | free, reduce root
+                    R + 2U     R + 2U      R + U              R + U       R                  R       0
 
 A gather stands left of the computation that it hides behind: it is started first and waited for later. The last unit is
 freed although backward soon gathers it again: head and loss come in between, whose activations are among the largest.
@@ -161,7 +161,7 @@ class ZeRO3(Interface):
         return tensor, None if unit is None else self.hooks.visit(unit)  # this run of the unit
 
     def unpack(self, saved) -> torch.Tensor:
-        """Called in backward, right before autograd reads the tensor that `pack` returned."""
+        """`self.hooks` calls this in backward, right before autograd reads a tensor that `pack` has seen."""
         tensor, visit = saved
         if visit is not None and visit not in self.asked:  # `self.hooks` empties `asked` for each backward
             self.asked.add(visit)  # it asks for the unit's first weight: it has come to the unit
@@ -185,7 +185,7 @@ class ZeRO3(Interface):
         """The gradient of `bucket.params[index]` is final: all that backward does with the weight is done."""
         bucket.missing.discard(index)  # as in ZeRO-2
         if not any(bucket.missing for bucket in unit.trained_buckets):  # the unit's last one
-            if len(unit.trained_buckets) == len(unit.buckets):  # with frozen ones: when the next unit begins
+            if len(unit.trained_buckets) == len(unit.buckets):  # with frozen ones `self.hooks` does it, later
                 self.after_backward(unit)
             self.gradients_final(unit)
 

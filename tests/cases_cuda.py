@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.memory import MemoryLedger, held_bytes, let_go, storage_bytes, warm_up
+from harness.measure.ledger import MemoryLedger, held_bytes, let_go, storage_bytes, warm_up
 from harness.properties.layout import padded
 from harness.run.model import GPT, PRESETS, initialize, next_token_loss
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.engine import checkpoint
-from harness.measure import dry_run
+from harness.measure import memory
 from harness.run import engines
 from harness.run.model import GPT, GPTConfig, next_token_loss
 
@@ -229,5 +229,5 @@ def print_peaks(*argv: str) -> None:
 
     torch.cuda.init()
     torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = requested("current"), requested("peak")
-    found = dry_run.measure_all(dry_run.arguments([*argv, "--device", "cuda"]))["engines"]
+    found = memory.measure_all(memory.arguments([*argv, "--device", "cuda"]))["engines"]
     print(json.dumps({name: row["peak_bytes"] for name, row in found.items()}))

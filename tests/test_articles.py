@@ -43,7 +43,7 @@ def disagreement(claim: Claim, recorded: dict) -> str:
     return found and f"{found}: {measured!r} now, {recorded['measured']!r} recorded"
 
 
-# Each takes seconds of a processor for what others hold too: the engines of tests/test_dry_run.py at their largest,
+# Each takes seconds of a processor for what others hold too: the engines of tests/test_memory.py at their largest,
 # torch's own engines side by side (tests/test_launch.py), and the planner's predictions (tests/test_plan.py).
 LONG = {
     "7B in fp32 under DDP: 28 + 28 + 56 = 112 GB",

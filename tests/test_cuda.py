@@ -142,10 +142,10 @@ def test_clipping(at, where, stage):
 
 @needs_gpu
 def test_out_of_memory_is_a_row_and_leaves_nothing():
-    from harness.measure import dry_run
+    from harness.measure import memory
 
     argv = ["--preset", "small", "--ranks", "2", "--seq", "64", "--device", "cuda", "--engines", "ddp,zero3"]
-    options = dry_run.arguments(argv)
+    options = memory.arguments(argv)
     torch.cuda.init()
     gc.collect()
     torch.cuda.empty_cache()
@@ -154,7 +154,7 @@ def test_out_of_memory_is_a_row_and_leaves_nothing():
     most = (torch.cuda.memory_reserved() + 1.2e9) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(most, 0)
     try:
-        found = dry_run.measure_all(argparse.Namespace(**vars(options)))["engines"]
+        found = memory.measure_all(argparse.Namespace(**vars(options)))["engines"]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
     assert "out of memory" in found["ddp"]["out_of_memory"]

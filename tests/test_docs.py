@@ -12,7 +12,7 @@ import forked
 import pytest
 
 import fsdp2_compare
-from harness.measure import dry_run, figures, ratios, sweeps, walkthrough
+from harness.measure import figures, memory, ratios, sweeps, walkthrough
 from harness.measure.report import __main__ as report
 from harness.plan import options as plan
 from harness.teach import changes, docs, exercise
@@ -130,7 +130,7 @@ def parsers() -> dict:
     stages = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
     chapters = {name: partial(walkthrough.arguments, stage, name) for name, stage in stages.items()}
     return {
-        **chapters, "compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
+        **chapters, "compare": fsdp2_compare.arguments, "memory": memory.arguments, "sweeps": sweeps.arguments,
         "articles": articles.arguments, "changes": changes.main, "docs": docs.main, "ratios": ratios.main,
         "exercise": exercise.main, "check": check.main, "bug": museum.main, "figures": figures.main,
         "report": report.arguments, "plan": plan.arguments,

@@ -81,10 +81,10 @@ def test_mfu_is_of_the_gpus_in_use(name, ranks, gpus_here, divided_by, monkeypat
 
 
 def test_a_dry_run_keeps_what_it_has_after_each_engine():
-    from harness.measure import dry_run
+    from harness.measure import memory
 
     kept = []
-    options = dry_run.arguments(["--preset", "toy", "--ranks", "2", "--engines", "zero1,zero3"])
-    last = dry_run.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
+    options = memory.arguments(["--preset", "toy", "--ranks", "2", "--engines", "zero1,zero3"])
+    last = memory.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
     assert [list(found["engines"]) for found in kept] == [["zero1"], ["zero1", "zero3"]]
     assert kept[-1] == json.loads(json.dumps(last))

@@ -63,7 +63,7 @@ def test_the_referee_compares(comparison):
         ("zero2", "fsdp2_no_reshard"),
         ("zero3", "fsdp2"),
     ):
-        # On a busy machine a gloo thread may let go of a unit's buffer a moment later. Without gloo: test_dry_run.py.
+        # On a busy machine a gloo thread may let go of a unit's buffer a moment later. Without gloo: test_memory.py.
         unit = 4 * 12_704
         assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"] + unit, ours
 
@@ -304,7 +304,7 @@ def test_what_launch_sh_refuses(line, environment, said):
         ("fsdp2_compare.py --backend mpi", ["mpi"]),
         ("zero3.py --data /nowhere/text", ["/nowhere/text", "No such file"]),
         ("-m harness.measure.sweeps --only x", ["'x'", "bucket size"]),
-        ("-m harness.measure.dry_run --preset 8b", ["'8b'", "70b"]),
+        ("-m harness.measure.memory --preset 8b", ["'8b'", "70b"]),
         ("-m harness.teach.museum 99", ["'99'", "1 to"]),
     ),
 )

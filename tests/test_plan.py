@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.measure import dry_run, pictures_of_plans, style
+from harness.measure import memory, pictures_of_plans, style
 from harness.measure.traffic import sent_bytes
 from harness.plan import __main__ as command
 from harness.plan import one_rank, options, record, repeat, sweep, validate, words
@@ -20,7 +20,7 @@ from harness.plan.one_rank import ENGINES, Setup
 from harness.plan.predict import Prediction, predict
 from harness.plan.published import FOUNDRY, LLAMA_1B, PLAYBOOK, ROWS
 from harness.plan.replay import Times, replay
-from harness.run.model import GPT, GPTConfig
+from harness.run.model import GPT, GPTConfig, preset
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = GPTConfig(3, 64, 4, vocab=128, seq=32, kv_heads=2, ffn=96, gated=True, tied=False, bias=False)
@@ -255,8 +255,8 @@ def test_the_update_and_the_copies_move_what_a_rank_has_and_no_more():
 def test_the_events_send_and_hold_what_the_dry_run_measures(engine):
     name, more, row = ("zero3", ["--replicas", "2"], 2) if engine == "hybrid" else (engine, [], None)
     words = ["--preset", "toy", "--ranks", "4", "--engines", name, "--precision", "bf16", *more]
-    measured = dry_run.measure_all(dry_run.arguments(words))["engines"][name]
-    found = record.record(Setup(dry_run.preset("toy"), engine, 4, row=row))
+    measured = memory.measure_all(memory.arguments(words))["engines"][name]
+    found = record.record(Setup(preset("toy"), engine, 4, row=row))
     across = {(one.kind, one.ranks, one.stride) for one in found.collectives() if one.stride > 1}
     assert across == ({("all-reduce", 2, 2)} if engine == "hybrid" else set())
     sent = Counter()
@@ -379,7 +379,7 @@ def test_memory_and_plan_agree_on_what_fits(monkeypatch):
     cluster = Cluster(replace(GPUS["h100"], memory_gb=24))
     for live, fits in ((20_950_000_000, True), (20_955_000_000, False)):
         monkeypatch.setattr(predict_module, "recording", lambda setup, live=live: Recording((compute(1),), live, 1))
-        assert predict(Setup(SMALL, "zero3", 8), cluster).fits == (24 in dry_run.fits_on(live)) == fits
+        assert predict(Setup(SMALL, "zero3", 8), cluster).fits == (24 in memory.fits_on(live)) == fits
 
 
 def test_the_table_says_what_nothing_holds_to_account():

@@ -173,10 +173,10 @@ def test_every_command_is_one_that_its_program_takes(count, quick, monkeypatch):
 
     import fsdp2_compare
     from harness.engine import accelerator
-    from harness.measure import bench, dry_run, sweeps, walkthrough
+    from harness.measure import bench, memory, sweeps, walkthrough
     from harness.run import process_group
 
-    parsers = {"compare": fsdp2_compare.arguments, "memory": dry_run.arguments, "sweeps": sweeps.arguments,
+    parsers = {"compare": fsdp2_compare.arguments, "memory": memory.arguments, "sweeps": sweeps.arguments,
                "harness.measure.bench": bench.arguments}  # fmt: skip
     parsers |= {name: partial(walkthrough.arguments, stage, "A chapter.") for name, stage in STAGES.items()}
     monkeypatch.setattr(accelerator, "count", lambda: count)

@@ -12,13 +12,15 @@ import sys
 import time
 from pathlib import Path
 
-import cases_simulated as cases
 import parts
 import pytest
 import torch
 
+if "SIMULATED_GPUS" not in os.environ:
+    pytest.skip("./launch.sh test --simulated-gpus N", allow_module_level=True)
+import cases_simulated as cases
+
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="./launch.sh test --simulated-gpus N")
 GPUS = torch.cuda.device_count()
 RANKS = max(2, GPUS)  # on one GPU two ranks share it, over gloo
 several = pytest.mark.skipif(GPUS < 2, reason="NCCL's ranks need a GPU each: two at least")

@@ -10,7 +10,7 @@ def told(prefetch: int) -> dict:
     import torch
     import torch.distributed as dist
 
-    from harness.measure.memory import MemoryLedger
+    from harness.measure.ledger import MemoryLedger
     from harness.measure.story import UnitStory
     from harness.measure.traffic import TrafficLedger
     from harness.run.model import GPT, GPTConfig, next_token_loss

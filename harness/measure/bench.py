@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.engine import accelerator
-from harness.measure import dry_run, tables
+from harness.measure import tables
+from harness.measure.fake_ranks import build, fake_ranks
 from harness.measure.turns import take_turns
 from harness.run import engine_file, engines, process_group
 from harness.run import options as common
@@ -103,12 +104,12 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
     device = torch.device("cpu") if options.device in ("auto", "cpu") else torch.device(options.device, 0)
 
-    def build(name):
-        return dry_run.build("single" if name == "plain" else name, Small().to(device), adamw, device)
+    def build_small(name):
+        return build("single" if name == "plain" else name, Small().to(device), adamw, device)
 
     chosen = [name for name in ENGINES if name in options.engines and "memory" in engines.ENGINES[name].on]
-    with dry_run.fake_ranks(8):  # a group that moves nothing
-        built = {name: build(name) for name in ["plain", *chosen]}
+    with fake_ranks(8):  # a group that moves nothing
+        built = {name: build_small(name) for name in ["plain", *chosen]}
         x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
         times = {name: [] for name in built}
         for turn in range(-3, options.rounds):

@@ -50,6 +50,10 @@ class FakeGPU(backend_registration._DummyBackendModule):
 
     synchronize = nothing
 
+    def is_available(self) -> bool:
+        """No: nothing runs on it. So weights lie as on a CPU, and a row with offload is like one without."""
+        return False
+
     def current_stream(self, device=None) -> Stream:
         return Stream()
 

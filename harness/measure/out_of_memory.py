@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from harness.measure.memory import held_bytes
+from harness.measure.ledger import held_bytes
 from harness.measure.parts import PartsLedger
 from harness.measure.timeline import unit_names, unit_of
 

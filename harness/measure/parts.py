@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from harness.measure.memory import MemoryLedger, held_tensors, optimizer_of, tensors_in
+from harness.measure.ledger import MemoryLedger, held_tensors, optimizer_of, tensors_in
 from harness.measure.where import Where
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"

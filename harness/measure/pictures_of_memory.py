@@ -3,7 +3,7 @@
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from harness.measure.dry_run import GPUS, formula_name
+from harness.measure.memory import GPUS, formula_name
 from harness.measure.parts import HELD, PARTS, STATE
 from harness.measure.style import PART_COLOURS, PART_STYLES, engine_look, headline, key, look, new, ruled
 

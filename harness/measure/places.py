@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from harness.measure.memory import optimizer_of, tensors_in
+from harness.measure.ledger import optimizer_of, tensors_in
 from harness.measure.parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
 from harness.measure.rows import Row, Stretch, rows_of
 from harness.measure.timeline import Span

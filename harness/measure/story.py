@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.ledger import MemoryLedger, held_bytes
 
 BAR = 24  # characters for the most that was alive
 WATCHED = ("_gather", "_free", "before_forward", "before_backward", "gradients_final")  # ZeRO-3's methods

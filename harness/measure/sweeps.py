@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from harness.measure import tables
-from harness.measure.memory import MemoryLedger, warm_up
+from harness.measure.ledger import MemoryLedger, warm_up
 from harness.measure.traffic import TrafficLedger
 from harness.measure.turns import take_turns
 from harness.run import options as common

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.measure.memory import tensors_in
+from harness.measure.ledger import tensors_in
 
 KINDS = {  # as torch dispatches them
     "allreduce_": "all-reduce",

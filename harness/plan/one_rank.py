@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from harness.measure.dry_run import grid
+from harness.measure.fake_ranks import grid
 from harness.run import engines as registry
 from harness.run.counterparts import DDPStandIn
 from harness.run.model import GPT, GPTConfig, next_token_loss

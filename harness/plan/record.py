@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
-from harness.measure.dry_run import fake_ranks
-from harness.measure.memory import MemoryLedger, tensors_in
+from harness.measure.fake_ranks import fake_ranks
+from harness.measure.ledger import MemoryLedger, tensors_in
 from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
 from harness.plan.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
 from harness.plan.one_rank import Setup, build, mesh_for, parameters_of, train

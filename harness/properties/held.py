@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.layout import owned, padded, sizes_by_bucket

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.memory import storage_bytes
+from harness.measure.ledger import storage_bytes
 from harness.properties import parts
 from harness.properties.overlap import late_collectives
 from harness.properties.property import NotApplicable, holds, same

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
-from harness.measure.memory import storage_bytes
+from harness.measure.ledger import storage_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.models import Checkpointed

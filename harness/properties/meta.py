@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from harness.engine import checkpoint
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.properties import parts
 from harness.properties.checkpoints import Zoo, groups_of
 from harness.properties.property import expect, holds, refused, same, subject

@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from harness.measure.memory import storage_bytes
+from harness.measure.ledger import storage_bytes
 from harness.properties import models, parts
 from harness.properties.overlap import late_collectives, replaced
 from harness.properties.property import NotApplicable, expect, holds, same

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from harness.measure.memory import MemoryLedger
+from harness.measure.ledger import MemoryLedger
 from harness.properties import parts
 from harness.properties.property import expect, holds
 

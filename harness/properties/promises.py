@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from harness.measure.memory import held_bytes, optimizer_of
+from harness.measure.ledger import held_bytes, optimizer_of
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.property import NotApplicable, Subject, expect, holds

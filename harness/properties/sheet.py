@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.memory import MemoryLedger, tensors_in
+from harness.measure.ledger import MemoryLedger, tensors_in
 from harness.measure.traffic import sent_bytes
 from harness.properties import parts
 from harness.properties.overlap import replaced

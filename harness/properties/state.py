@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
-from harness.measure.memory import storage_bytes
+from harness.measure.ledger import storage_bytes
 from harness.properties import parts
 from harness.properties.property import holds, refused, same
 from harness.properties.training import EXACT

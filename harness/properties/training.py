@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from harness.measure.memory import storage_bytes
+from harness.measure.ledger import storage_bytes
 from harness.properties import parts
 from harness.properties.property import Subject, same
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.memory import MemoryLedger
+from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.property import expect, holds, refused, same

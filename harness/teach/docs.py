@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from harness.measure import step_report, tables
-from harness.measure.dry_run import fits_on
+from harness.measure.memory import fits_on
 from harness.measure.ratios import ratios
 from harness.measure.report import page
 from harness.properties.conform import OUTCOMES

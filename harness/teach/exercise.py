@@ -77,9 +77,11 @@ _LAYOUT = Blank(
     "and try it by hand for three parameters and N = 2.",
     "Set self.offsets (where each parameter starts), self.numel and self.shard_numel (of the buffer and of one shard) "
     "and self.start (of this rank's shard), all in elements. Every parameter and every shard starts on a multiple of "
-    "16 bytes, in the parameters' dtype and in self.param_dtype, whose elements may be smaller. numel is N shards: N "
-    "rarely divides what there is, so zeros fill the rest. A shard has elements even when the parameters have none.",
-    "about {lines} lines; less than 16 bytes of padding behind a parameter, less than 16 N bytes behind them all",
+    "16 bytes (on a GPU of 256), in the parameters' dtype and in self.param_dtype, whose elements may be smaller. "
+    "numel is N shards: N rarely divides what there is, so zeros fill the rest. A shard has elements even when the "
+    "parameters have none.",
+    "about {lines} lines; `precision.alignment(self.params[0], self.param_dtype)` says on which multiple, in elements, "
+    "parameters and shards start; less than one multiple of padding behind a parameter, less than N behind them all",
     "the picture in Bucket's docstring",
     first=("Assign", "align"),
 )

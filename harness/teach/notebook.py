@@ -15,7 +15,8 @@ from pathlib import Path
 
 from matplotlib.lines import Line2D
 
-from harness.measure import dry_run, style, tables
+from harness.measure import memory as dry_run
+from harness.measure import style, tables
 from harness.measure.style import PART_STYLES, key, look, unit
 from harness.run import ranks
 

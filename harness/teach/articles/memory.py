@@ -1,6 +1,6 @@
 """Claims about the bytes of parameters, gradients, optimizer state and activations.
 
-Most are dry runs of the real engines: one rank's training step on fake tensors (`measure/dry_run.py`). Its 7B is 34
+Most are dry runs of the real engines: one rank's training step on fake tensors (`measure/memory.py`). Its 7B is 34
 blocks of width 4096 with 6.986e9 parameters, so a table for 7e9 is met to 0.5%. Ψ is the number of parameters: float32
 weights are 4Ψ bytes.
 """
@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.measure import dry_run
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure import memory
+from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.run.model import next_token_loss
 from harness.run.recompute import checkpoint_blocks
 from harness.teach.articles import runs
@@ -33,8 +33,8 @@ H100 = 80e9  # bytes
 @functools.cache
 def dry(engine: str, *options: str, preset: str = "7b", ranks: int = 8) -> dict:
     """A dry run of `engine`: its row of `./launch.sh memory`. Run once, whoever asks."""
-    measured = dry_run.measure_apart if "--offload" in options else dry_run.measure_alone
-    return measured(engine, dry_run.arguments(["--preset", preset, "--ranks", str(ranks), *options]))
+    measured = memory.measure_apart if "--offload" in options else memory.measure_alone
+    return measured(engine, memory.arguments(["--preset", preset, "--ranks", str(ranks), *options]))
 
 
 # An article's 7B under ZeRO-3: bfloat16, every block recomputed, 4 x 2,048 tokens.

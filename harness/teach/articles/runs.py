@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import sdpa_kernel
 
-from harness.measure.dry_run import fake_ranks, grid
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.fake_ranks import fake_ranks, grid
+from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.run.engines import ENGINES
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.measure.memory import storage_bytes
+from harness.measure.ledger import storage_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.teach.articles.claim import Claims, about, above, listed
 from harness.teach.articles.runs import (

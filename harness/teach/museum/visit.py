@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from harness.measure import tables
-from harness.measure.memory import MemoryLedger, held_bytes
+from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.timeline import Timeline
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks

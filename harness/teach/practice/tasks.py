@@ -191,7 +191,7 @@ def wrap(solution) -> str:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    from harness.measure.dry_run import fake_ranks
+    from harness.measure.fake_ranks import fake_ranks
     from harness.run.model import GPT, preset
 
     with fake_ranks(4):

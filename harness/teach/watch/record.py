@@ -4,7 +4,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from harness.measure.memory import optimizer_of
+from harness.measure.ledger import optimizer_of
 from harness.measure.places import PlacesLedger
 from harness.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
 from harness.measure.traffic import works_in

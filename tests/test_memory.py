@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure import dry_run
+from harness.measure import memory
+from harness.measure.fake_ranks import fake_ranks
 from harness.measure.parts import HELD, PARTS, PartsLedger
 from harness.run.model import PRESETS, next_token_loss
 from harness.teach.articles.memory import dry as articles_dry
@@ -18,10 +19,10 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def dry(name: str, *argv: str, device: str = "fake") -> dict:
-    options = dry_run.arguments(list(argv))
+    options = memory.arguments(list(argv))
     options.device = device
-    with dry_run.fake_ranks(options.ranks):
-        return dry_run.measure(name, options)
+    with fake_ranks(options.ranks):
+        return memory.measure(name, options)
 
 
 @pytest.mark.parametrize(
@@ -53,18 +54,18 @@ def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
 def test_the_peak_is_what_its_formula_says(stage, own, ranks):
     config = PRESETS["tiny"]
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
-    with dry_run.fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True), PartsLedger() as memory:
-        model = dry_run.make_model(config, torch.device("cpu"))
-        values = dry_run.letters(model, ranks, **own)
+    with fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True), PartsLedger() as ledger:
+        model = memory.make_model(config, torch.device("cpu"))
+        values = memory.letters(model, ranks, **own)
         engine = parts.STAGES[stage](model, adamw, **own)
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         engine.training_step(tokens, tokens, next_token_loss)
-        memory.begin(engine)
+        ledger.begin(engine)
         engine.training_step(tokens, tokens, next_token_loss)
-    state = memory.peak_moment(of=lambda moment: moment.state).state
-    assert state == pytest.approx(dry_run.evaluate(dry_run.PEAK_FORMULAS[stage], **values), rel=0.01)
+    state = ledger.peak_moment(of=lambda moment: moment.state).state
+    assert state == pytest.approx(memory.evaluate(memory.PEAK_FORMULAS[stage], **values), rel=0.01)
     # With two tokens there is hardly anything else, so this is the peak itself.
-    assert memory.peak == pytest.approx(state, rel=0.03)
+    assert ledger.peak == pytest.approx(state, rel=0.03)
 
 
 @pytest.mark.parametrize("stage", parts.STAGES)
@@ -123,9 +124,9 @@ def test_activations_follow_batch_and_sequence():
 def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     file = tmp_path / "memory.json"
     monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "--ranks", "4", "--json", str(file)])
-    dry_run.main()
+    memory.main()
     text, results = capsys.readouterr().out, json.loads(file.read_text())
-    assert results["ranks"] == 4 and tuple(results["engines"]) == dry_run.registry.named("memory")
+    assert results["ranks"] == 4 and tuple(results["engines"]) == memory.registry.named("memory")
     for name, row in results["engines"].items():
         assert set(row["held_bytes"]) == set(HELD) and set(row["peak_parts"]) <= set(PARTS) and name in text
         assert sum(row["peak_parts"].values()) == row["peak_bytes"], "every byte of the peak has a name"
@@ -147,9 +148,9 @@ def test_traffic_in_elements_does_not_depend_on_the_precision(name, sent):
 
 def test_which_gpu_is_enough():
     at_most = (24 - 2) * 10**9 / 1.05  # live bytes; 5% for gaps and 2 GB for CUDA and NCCL are assumed beside them
-    assert dry_run.fits_on(at_most - 1) == [24, 40, 80, 141]
-    assert dry_run.fits_on(at_most + 1) == [40, 80, 141]
-    assert dry_run.fits_on(139 * 10**9) == []
+    assert memory.fits_on(at_most - 1) == [24, 40, 80, 141]
+    assert memory.fits_on(at_most + 1) == [40, 80, 141]
+    assert memory.fits_on(139 * 10**9) == []
 
 
 def test_out_of_memory_is_a_row(monkeypatch):
@@ -158,12 +159,12 @@ def test_out_of_memory_is_a_row(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 500.00 MiB. GPU 0 has 1 GiB.")
         return plain(name, options, device)
 
-    plain = dry_run._measure
-    monkeypatch.setattr(dry_run, "_measure", full)
-    results = dry_run.measure_all(dry_run.arguments(["--preset", "toy", "--engines", "ddp,zero3"]))
+    plain = memory._measure
+    monkeypatch.setattr(memory, "_measure", full)
+    results = memory.measure_all(memory.arguments(["--preset", "toy", "--engines", "ddp,zero3"]))
     assert results["engines"]["ddp"] == {"out_of_memory": "CUDA out of memory"}
-    assert "ddp: OUT OF MEMORY here. CUDA out of memory" in dry_run.report(results)
-    assert "24 GB: zero3 is the first that fits" in dry_run.report(results)
+    assert "ddp: OUT OF MEMORY here. CUDA out of memory" in memory.report(results)
+    assert "24 GB: zero3 is the first that fits" in memory.report(results)
 
 
 @pytest.mark.parametrize(
@@ -186,18 +187,18 @@ def test_out_of_memory_is_a_row(monkeypatch):
 )
 def test_bad_input_is_named(argv, said):
     with pytest.raises(ValueError) as error:
-        dry_run.arguments(argv)
+        memory.arguments(argv)
     assert all(word in str(error.value) for word in said), error.value
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match="torch sees no GPU"):
-        dry_run.arguments(["--device", "cuda"])
+        memory.arguments(["--device", "cuda"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", dry_run.registry.named("memory"))
+@pytest.mark.parametrize("name", memory.registry.named("memory"))
 def test_real_allocations_are_close_to_the_dry_run(name):
     argv = ["--preset", "small", "--ranks", "4"]
     fake, real = dry(name, *argv), dry(name, *argv, device="cuda")

@@ -12,22 +12,23 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure import dry_run
+from harness.measure import memory
+from harness.measure.fake_ranks import fake_ranks
 from harness.measure.parts import GRADIENTS, HELD, IN_FLIGHT, OPTIMIZER, PARAMETERS, PARTS
 from harness.run.model import PRESETS
 
 
 @cache
 def dry(name: str, *argv: str) -> dict:
-    return dry_run.measure_alone(name, dry_run.arguments(list(argv)))
+    return memory.measure_alone(name, memory.arguments(list(argv)))
 
 
 @cache
 def layout(stage: str, preset: str, ranks: int) -> dict:
     """Elements with padding: the largest "unit" or bucket, "root", "whole" and "shard" in all; "pieces" counted."""
     adamw = partial(torch.optim.AdamW, lr=1e-3)
-    with dry_run.fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True):
-        engine = parts.STAGES[stage](dry_run.make_model(PRESETS[preset], torch.device("cpu")), adamw)
+    with fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True):
+        engine = parts.STAGES[stage](memory.make_model(PRESETS[preset], torch.device("cpu")), adamw)
         root = sum(bucket.numel for bucket in engine.root.buckets) if stage == "zero3" else 0
         units = getattr(engine, "units", [])
         return {
@@ -79,7 +80,7 @@ def test_replicas_leave_ddp_as_it_is():
 def test_the_table_by_dimension(capsys, monkeypatch):
     argv = ["--preset", "toy", "--ranks", "6", "--replicas", "2", "--engines", "ddp,zero2,fsdp2"]
     monkeypatch.setattr("sys.argv", ["memory", *argv])
-    dry_run.main()
+    memory.main()
     text = capsys.readouterr().out
     table = text.partition("Elements sent in 2 rows of S = 3 ranks")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in table[2:]] == ["ddp", "zero2", "fsdp2"]
@@ -92,7 +93,7 @@ def test_the_table_by_dimension(capsys, monkeypatch):
 def test_a_torch_without_such_an_accelerator_is_named(monkeypatch):
     monkeypatch.delattr("torch.utils.backend_registration._setup_privateuseone_for_python_backend")
     with pytest.raises(ValueError, match="torch 2.11 to 2.15"):
-        dry_run.arguments(["--offload"])
+        memory.arguments(["--offload"])
 
 
 # Offload. The fake GPU stays registered in its process for good, so it has one of its own.
@@ -100,7 +101,7 @@ def test_a_torch_without_such_an_accelerator_is_named(monkeypatch):
 
 def on_a_fake_gpu(name: str, argv: Sequence[str]) -> dict:
     """The row of `./launch.sh memory --offload ARGV` for one engine."""
-    return dry_run.measure_alone(name, dry_run.arguments(["--offload", *argv]))
+    return memory.measure_alone(name, memory.arguments(["--offload", *argv]))
 
 
 def with_an_allocator(name: str, argv: list[str], peak: int) -> dict:
@@ -108,7 +109,7 @@ def with_an_allocator(name: str, argv: list[str], peak: int) -> dict:
     allocator = SimpleNamespace(
         memory_allocated=lambda: 0, reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: peak
     )
-    with mock.patch.object(dry_run, "allocator_of", lambda device: allocator):
+    with mock.patch.object(memory, "allocator_of", lambda device: allocator):
         return on_a_fake_gpu(name, argv)
 
 
@@ -174,12 +175,12 @@ def test_fsdp2_with_the_same_policy(offload, stage, more):
 
 
 def test_the_tables_of_device_and_host(offload, capsys):
-    options = dry_run.arguments(["--preset", "toy", "--offload"])
+    options = memory.arguments(["--preset", "toy", "--offload"])
     assert "ddp" not in options.engines and {*parts.STAGES, "fsdp2"} < {*options.engines}  # DDP has no offload
     options.engines = ["zero1", "fsdp2"]
     engines = {name: offload(name, "--preset", "toy") for name in options.engines}
     conditions = {"preset": "toy", "precision": "fp32", "offload": True, "ranks": 8, "replicas": 1}
-    text = dry_run.report({"parameters": 34_688, **conditions, "engines": engines})
+    text = memory.report({"parameters": 34_688, **conditions, "engines": engines})
     on_host = text.partition("Held on the host")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[4] for line in on_host[2:4]] == [f"{16 * 34_688 / 8 / 1e6:.3f}"] * 2
     on_device = text.partition("Held on the device")[2].partition("\n\n")[0].splitlines()

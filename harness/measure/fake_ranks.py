@@ -1,0 +1,58 @@
+"""A process group of which one rank exists: the real engines run on it, and what they send goes nowhere."""
+
+import contextlib
+import importlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.run import engines
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int, rank: int = 0):
+    """A process group of which only `rank` exists: its collectives return at once and move nothing."""
+    fake_pg = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def grid(ranks: int, replicas: int, device_type: str) -> DeviceMesh:
+    """The ranks in `replicas` rows, as rank 0 sees them: a mesh of two dimensions, ("replicas", "shards").
+
+    Only rank 0's own groups are made. All of them would take long on many ranks.
+    """
+    rows = torch.arange(ranks).view(replicas, -1)
+    groups = [dist.new_group(rows[:, 0].tolist()), dist.new_group(rows[0].tolist())]
+    return DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=("replicas", "shards"))
+
+
+def build(name: str, model: nn.Module, adamw, device: torch.device, **options):
+    """The registry's engine, on a group that moves nothing; DDP with a reduction that such a group can do."""
+    engine = engines.build(name, model, adamw, device, **options)
+    if isinstance(engine.model, DistributedDataParallel):
+        engine.model.register_comm_hook(None, all_reduce_bucket)
+    return engine
+
+
+def all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own way to reduce a bucket, said once more because the fake group's futures bring no result."""
+    tensor = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(tensor)
+    future = torch.futures.Future(devices=[tensor.device] if tensor.device.type != "cpu" else None)
+    future.set_result(tensor)
+    return future
+
+
+def waiting(device: torch.device):
+    """On a GPU the fake group's `wait` waits, as NCCL's does: offload starts its gathers from another stream."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return mock.patch.object(torch._C._distributed_c10d.FakeWork, "wait", lambda *_: torch.cuda.synchronize() or True)
