@@ -262,7 +262,7 @@ def plan_groups() -> str:
 
 def plan_missed() -> str:
     """The rows that miss by more than is hoped for."""
-    return "\n".join(f"- {one}" for one in result("plan-validation.json")["summary"]["missed"])
+    return "; ".join(result("plan-validation.json")["summary"]["missed"]) or "none"
 
 
 # The machines that a report was sent from.
