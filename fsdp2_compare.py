@@ -219,10 +219,9 @@ class Referee:
     def compare(self, runs: dict[str, dict]) -> tuple[str, bool]:
         """Fill in `difference` (largest, over steps and ranks) and `match`; returns (reference, all match)."""
         reference = "ddp" if "ddp" in runs else next(iter(runs))
-        mine = torch.tensor([runs[name]["losses"] or [0.0] * self.options.steps for name in runs], dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.me.world_size)]
-        _all_gather(everyone, mine, self.me)
-        everyone = torch.stack(everyone)  # (rank, engine, step)
+        everyone = [None] * self.me.world_size
+        dist.all_gather_object(everyone, [run["losses"] or [0.0] * self.options.steps for run in runs.values()])
+        everyone = torch.tensor(everyone, dtype=torch.float64)  # (rank, engine, step)
         index = {name: position for position, name in enumerate(runs)}
         mean = everyone.mean(0)
         for name, run in runs.items():
@@ -240,10 +239,7 @@ class Referee:
             run["tolerance"] = 0.0 if exact else self.tolerance
             run["difference"] = difference
             run["match"] = difference <= run["tolerance"]
-            if name != "single":
-                run["losses"] = mean[index[name]].tolist()
-            else:
-                run["losses"] = everyone[0, index[name]].tolist()
+            run["losses"] = (everyone[0] if name == "single" else mean)[index[name]].tolist()
         return reference, all(run["match"] for run in runs.values())
 
     def time(self, runs: dict[str, dict]) -> None:
@@ -292,13 +288,6 @@ class Referee:
         gpu = torch.get_device_module(self.me.device).get_device_properties(self.me.device)
         fits = (held + most) * ranks_per_gpu < 0.8 * gpu.total_memory
         return bool(self.over_ranks([not fits])[0] == 0)
-
-
-def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, me: Rank) -> None:
-    on_device = [output.to(me.device) for output in outputs]
-    dist.all_gather(on_device, tensor.to(me.device))
-    for output, received in zip(outputs, on_device):
-        output.copy_(received)
 
 
 def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str = "float32") -> str:

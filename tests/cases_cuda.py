@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.measure.ledger import MemoryLedger, held_bytes, let_go, storage_bytes, warm_up
 from harness.properties.layout import padded
+from harness.properties.property import same
 from harness.run.model import GPT, PRESETS, initialize, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -54,7 +55,7 @@ def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
     batches, held = [batch_on(device, step) for step in range(2)], {}
     before = allocated_before_a_case() if device == "cuda" else 0
     adamw = partial(ADAMW, fused=True)
-    engine = parts.engine_class(engine_name or stage)(wide(device), adamw)
+    engine = (parts.DDPInDisguise if engine_name == "impostor" else parts.STAGES[stage])(wide(device), adamw)
     engine.training_step(*batches[0], F.mse_loss)
 
     def look(optimizer, *_):
@@ -166,13 +167,13 @@ def _train(stage: str, options: dict, cycles: int = 0, steps: int = 4) -> dict[s
 
 def collectives_wait_for_compute(stage: str, options: dict) -> None:
     """Slow kernels in forward, backward and before the update: a collective must not read before they have written."""
-    parts.assert_same_state(_train(stage, options, CYCLES), _train(stage, options), atol=0)
+    same("the state", _train(stage, options, CYCLES), _train(stage, options), atol=0)
 
 
 def offload_changes_nothing(stage: str) -> None:
     """Weights as without offload, but for the rounding of AdamW, which the host computes in another order."""
     found = _train(stage, {"offload_policy": CPUOffloadPolicy()})
-    parts.assert_same_state(found, _train(stage, {}), atol=1e-5)
+    same("the state", found, _train(stage, {}), atol=1e-5)
 
 
 def compute_waits_for_collectives(stage: str, options: dict) -> bool:
@@ -225,7 +226,7 @@ def meta_to_the_device(device: str) -> None:
     assert {param.device.type for param in model.parameters()} == {device}
     assert {piece.device.type for bucket in engine.trained_buckets for _, piece in bucket.pieces} == {device}
     assert storage_bytes(model.parameters()) == 0, "gathered parameters outlive the construction"
-    parts.assert_same_state(engine.full_state_dict(), GPT(PRESETS["toy"]).state_dict(), atol=0)
+    same("the state", engine.full_state_dict(), GPT(PRESETS["toy"]).state_dict(), atol=0)
     other = parts.ZeRO3(copy.deepcopy(GPT(PRESETS["toy"])).to(device), ADAMW)
     for step in range(2):
         generator = torch.Generator().manual_seed(1_000 * step + dist.get_rank())

@@ -57,6 +57,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
+    config.option.loadscopereorder = False  # xdist would begin with the group of most tests
+
+
+# They share the runs of 7b, and what is predicted of it; and the ranks with those who ask for ranks.
+TOGETHER = {"test_memory": "dry runs", "test_articles": "dry runs", "test_train": "2 ranks"}
+# What takes longest begins first, so that both workers end together. The others are short.
+LONGEST = ["2 ranks", "dry runs", "test_report", "test_conform", "test_notebooks", "test_plan", "test_exercises"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
@@ -66,11 +73,14 @@ def pytest_collection_modifyitems(config, items):
         marked = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-    # They share the runs of 7b, and what is predicted of it.
-    together = dict.fromkeys(("test_memory", "test_articles"), "dry runs")
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            on_ranks = "ranks" in getattr(item, "fixturenames", ())
-            group = "2 ranks" if on_ranks else together.get(item.path.stem, item.path.stem)
-            if item.get_closest_marker("xdist_group") is None:
-                item.add_marker(pytest.mark.xdist_group(group))
+    place = {}
+    for item in items:
+        fixtures, group = getattr(item, "fixturenames", ()), item.get_closest_marker("xdist_group")
+        name = group.args[0] if group else "2 ranks" if "ranks" in fixtures else None
+        name = name or TOGETHER.get(item.path.stem, item.path.stem)
+        if group is None and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(name))
+        first = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        # tests/test_train.py: its runs begin first of all, and what they have left is looked at in the end.
+        place[item] = first, "stories" in fixtures, "begun" not in fixtures
+    items.sort(key=place.get)

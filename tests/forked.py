@@ -20,8 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -48,70 +47,42 @@ os._exit(status)
 """
 
 
-@dataclass
-class Ended:
-    """One process: its exit status (None: it did not end and was killed; -9: a signal did), and what it has written."""
-
-    status: int | None
-    stdout: str
-    stderr: str
+A_HANG = 900  # seconds: far more than anything here takes, on a busy machine too
 
 
-def alone(program: list[str], **environment: str) -> Ended:
+def alone(program: list[str], **environment) -> subprocess.CompletedProcess:
     """Run `program`, a script or `-m module` and its arguments, in one process outside of any torchrun."""
-    return _run(program, [environment], seconds=600, left_behind=0)[0]
+    return _run([python(), *program], environment)
 
 
-def on_ranks(
-    program: list[str], ranks: int, seconds: float = 600, left_behind: int = 0, **environment: str
-) -> list[Ended]:
-    """Run `program` on ranks, and return what became of each.
-
-    It waits until all but `left_behind` have ended, at most for `seconds`, and kills those that are left.
-    """
+def on_ranks(program: list[str], ranks: int, **environment) -> list[subprocess.CompletedProcess]:
+    """Run `program` on ranks that nobody ends, and return what became of each (returncode -9: a signal ended it)."""
     import torch.distributed as dist
 
     # The place where the ranks meet is in this process, as it is in torchrun: it stays when a rank dies.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     given = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     given |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "ZERO_TIMEOUT": 300, **environment}
-    each = [{**given, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-    return _run(program, each, seconds, left_behind)
+    line = [python(), *program]
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: _run(line, given | {"RANK": rank, "LOCAL_RANK": rank}), range(ranks)))
 
 
-def _run(program: list[str], environments: list[dict], seconds: float, left_behind: int) -> list[Ended]:
-    with contextlib.ExitStack() as files:
-        started = []
-        for environment in environments:
-            out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            env = ranks.environment(**{key: str(value) for key, value in environment.items()})
-            process = subprocess.Popen([python(), *program], cwd=ROOT, env=env, stdout=out, stderr=err)
-            started.append((process, out, err))
-        until = time.monotonic() + seconds
-        while sum(each.poll() is None for each, *_ in started) > left_behind and time.monotonic() < until:
-            time.sleep(0.05)
-        statuses = [process.poll() for process, *_ in started]
-        ended = []
-        for status, (process, *texts) in zip(statuses, started):
-            process.kill()
-            process.wait()
-            for text in texts:
-                text.seek(0)
-            ended.append(Ended(status, *(text.read() for text in texts)))
-    return ended
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run ./launch.sh as a user does, by that executable."""
+    return _run([str(ROOT / "launch.sh"), *arguments], {"PYTHON": python(), "ZERO_TIMEOUT": 300, **environment})
+
+
+def _run(line: list[str], environment: dict) -> subprocess.CompletedProcess:
+    """To its end, with no variable of a torchrun around us."""
+    clean = ranks.environment(**{name: str(value) for name, value in environment.items()})
+    return subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=A_HANG)
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
-
-
-def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run ./launch.sh as a user does, by that executable, and with no variable of a torchrun around us."""
-    clean = ranks.environment(**{"PYTHON": python(), "ZERO_TIMEOUT": "300", **environment})
-    line = [str(ROOT / "launch.sh"), *arguments]
-    return subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=900)
 
 
 @functools.cache

@@ -4,6 +4,7 @@
 that was saved beside them, so that a mix of two steps would show. The ranks are forked before torch has any thread.
 """
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -14,16 +15,14 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
-os.environ["OMP_NUM_THREADS"] = "1"
+import parts
+import torch
+import torch._dynamo  # AdamW would import it in every child
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.nn import functional as F
 
-import parts  # noqa: E402
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  AdamW would import it in every child
-import torch.distributed as dist  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from harness.engine import checkpoint, checkpoint_write  # noqa: E402
+from harness.engine import checkpoint
 
 ACTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
@@ -34,17 +33,22 @@ class Acts:
     def __init__(self, last: int, folder: str):
         self.left, self.folder, self.on = last, folder, False
         sys.addaudithook(self._event)
-        write = checkpoint_write._Hashed.write
+        create = FileSystem.create_stream
 
-        def counted(stream, data) -> int:
-            before = stream.nbytes
-            result = write(stream, data)
-            if before // 8192 != stream.nbytes // 8192:
-                stream.stream.flush()  # a half of a file is on disk
-                self._act()
-            return result
+        @contextlib.contextmanager
+        def create_stream(files, path, mode):
+            with create(files, path, mode) as stream:
+                stream.write = partial(self._write, stream, stream.write)
+                yield stream
 
-        checkpoint_write._Hashed.write = counted
+        FileSystem.create_stream = create_stream
+
+    def _write(self, stream, write, data) -> int:
+        before, result = stream.tell(), write(data)
+        if before // 8192 != stream.tell() // 8192:
+            stream.flush()  # a half of a file is on disk
+            self._act()
+        return result
 
     def _event(self, event: str, args) -> None:
         if self.on and event in ACTS and (event in ("os.remove", "os.rmdir") or str(args[0]).startswith(self.folder)):
@@ -67,7 +71,7 @@ def digest(engine) -> str:
 
 def run(rank: int, store: str, folder: str, last: int) -> None:
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": 2}
-    dist.init_process_group("gloo", **where, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", **where, timeout=timedelta(seconds=600))
     model = parts.seeded(partial(parts.Stack, layers=1, width=8))
     engine = parts.ZeRO2(model, partial(torch.optim.AdamW, lr=0.01), bucket_mb=0)
     step = 0

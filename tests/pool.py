@@ -12,7 +12,8 @@ TIMEOUT = 60  # seconds for a collective
 
 # What every rank imports. torch takes a second and a half of it; the first optimizer imports torch._dynamo, a second
 # more; and the compiler another one.
-IMPORTED_ONCE = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"]
+IMPORTED_ONCE = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
+                 "torch.distributed.optim", "torch.distributed.pipelining"]  # fmt: skip
 
 
 class CaseFailed(AssertionError):

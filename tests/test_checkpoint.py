@@ -5,10 +5,10 @@ import math
 import os
 import pickle
 import re
-import subprocess
 import warnings
 from pathlib import Path, PurePosixPath
 
+import forked
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,10 +32,9 @@ def test_rectangles_are_the_run_in_order(shape):
     assert rectangles(shape, 1, 1) == []
 
 
-def test_killed_at_any_moment(tmp_path, quick_python):
+def test_killed_at_any_moment(tmp_path):
     """kill -9 of each rank at each of its acts on files: the last checkpoint remains whole, or the new one is."""
-    script = Path(__file__).with_name("killed_while_saving.py")
-    result = subprocess.run([quick_python, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    result = forked.alone(["tests/killed_while_saving.py", str(tmp_path)])
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     kills = dict(re.findall(r"rank (\d): (\d+) kills", result.stdout))
     assert int(kills["0"]) >= 15 and int(kills["1"]) >= 3, result.stdout
@@ -121,14 +120,6 @@ def test_a_strangers_list_touches_nothing(tmp_path, stranger, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def altered(change):
-    def write(folder: Path) -> None:
-        change(whole := theirs(folder), folder)
-        (folder / ".metadata").write_bytes(pickle.dumps(whole))
-
-    return write
-
-
 def set_places(**fields):
     return lambda whole, _: [vars(place).update(fields) for place in whole.storage_data.values()]
 
@@ -181,7 +172,8 @@ WRONG = {
 def test_a_list_that_lies_is_refused(tmp_path, what):
     (tmp_path / "outside").write_bytes(b"\0" * 100_000)
     folder = tmp_path / "theirs"
-    altered(WRONG[what])(folder)
+    WRONG[what](whole := theirs(folder), folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
     with pytest.raises((checkpoint.Unsafe, checkpoint.Damaged)):
         Folder(folder)
 

@@ -7,9 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from harness.properties.conform import OUTCOMES, cases_on, size_of, versions
-from harness.properties.property import STAGES, library
+from harness.properties import parts
+from harness.properties.conform import OUTCOMES, cases_on, size_of, together, versions, without_places
+from harness.properties.property import STAGES, Subject, examine, library
 from harness.run.engines import installed
 from tests.test_engine_file import LISTING, ROOT
 
@@ -25,34 +27,57 @@ ENGINES = {
 }
 
 
-def conform(python: str, *words: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHON": python, "ZERO_TIMEOUT": "3"}
-    command = ["./launch.sh", "conform", *words, "--only", "a_step_on_integers"]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-def test_each_outcome_and_the_others_engines_go_on(quick_python, tmp_path):
-    files = []
-    for name, (old, new, *_) in ENGINES.items():
+def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
+    """Engines of files on one property: a start of ranks for each, so a test asks no more than it needs."""
+    files = [str(tmp_path / f"{name}.py") for name in names]
+    for name, file in zip(names, files):
+        old, new, *_ = ENGINES[name]
         assert old in LISTING
-        files.append(tmp_path / f"{name}.py")
-        files[-1].write_text(LISTING.replace(old, new))
-    run = conform(quick_python, *map(str, files), "2", "--json", str(tmp_path / "found.json"))
-    assert run.returncode == 1, run.stdout + run.stderr
+        Path(file).write_text(LISTING.replace(old, new))
+    words = [*files, "2", "--only", "a_step_on_integers", "--json", str(tmp_path / "found.json")]
+    environment = os.environ | {"PYTHON": python, "ZERO_TIMEOUT": "3"}
+    run = subprocess.run(["./launch.sh", "conform", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["versions"] == versions() and found["ranks"] == 2 and list(found["engines"]) == list(ENGINES)
-    for name, (_, _, outcome, words) in ENGINES.items():
+    assert found["versions"] == versions() and found["ranks"] == 2 and list(found["engines"]) == [*names]
+    for name in names:
         (verdict,) = found["engines"][name].values()
         assert set(verdict) == {"outcome", "says", "seconds"}
+        *_, outcome, words = ENGINES[name]
         assert verdict["outcome"] == outcome and words in verdict["says"], (name, verdict)
         assert re.search(rf"in all: {outcome} ", run.stdout)
+    return run
 
 
-def test_without_wrong_crash_or_hang_the_exit_status_is_0(quick_python, tmp_path):
-    file = tmp_path / "refuses.py"
-    file.write_text(LISTING.replace(*ENGINES["refuses"][:2]))
-    run = conform(quick_python, str(file), "ddp", "2")
+def test_wrong_crash_and_hang_are_told_apart_and_the_others_engines_go_on(quick_python, tmp_path):
+    run = conform(quick_python, tmp_path, "sums", "dies", "parts")
+    assert run.returncode == 1, run.stdout + run.stderr
+
+
+def test_right_and_refused_engines_end_it_with_status_0(quick_python, tmp_path):
+    run = conform(quick_python, tmp_path, "fine", "refuses")
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_who_is_silent_until_the_time_is_over_hangs_and_who_is_gone_has_crashed(monkeypatch):
+    monkeypatch.setenv("ZERO_TIMEOUT", "3")
+    right = {"outcome": "right", "says": "", "seconds": 1.0}
+    for error, outcome in (("had not come to its end after 9 s, and was ended", "hang"), ("exit status 3", "crash")):
+        assert together([right, {"status": "died", "error": error}])["outcome"] == outcome
+
+
+@pytest.mark.parametrize(
+    "said, kept",
+    (
+        (f"RuntimeError in {ROOT}/harness/run/model.py, line 3", "RuntimeError in harness/run/model.py, line 3"),
+        ("<Big object at 0x7f31a0c2b790> is none", "<Big object at 0x...> is none"),
+        ('File "/opt/env/lib/site-packages/torch/nn/x.py", line 9', 'File "site-packages/torch/nn/x.py", line 9'),
+        ("[/build/me/gloo/pair.cc:553] closed; /home/me/mine.py", "[pair.cc:553] closed; mine.py"),
+        ("see https://pytorch.org/docs/a.html, 3/4 of 0x10", "see https://pytorch.org/docs/a.html, 3/4 of 0x10"),
+    ),
+)
+def test_what_is_said_names_no_place_of_this_machine(said, kept):
+    assert without_places(said) == kept
+    assert together([{"outcome": "crash", "says": said, "seconds": 0.0}])["says"] == kept
 
 
 def test_every_property_is_asked_of_every_engine():
@@ -69,6 +94,7 @@ def test_the_results_that_the_page_shows_are_of_all_properties():
         for name, verdicts in found.items():
             assert set(verdicts) <= set(library()), name
             assert {each["outcome"] for each in verdicts.values()} <= set(OUTCOMES)
+            assert all(each["says"] == without_places(each["says"]) for each in verdicts.values()), name
 
 
 @pytest.mark.skipif(not installed("deepspeed1"), reason="DeepSpeed is not installed: pip install '.[peers]'")
@@ -80,3 +106,26 @@ def test_deepspeeds_losses_are_ddps(quick_python, tmp_path):
     assert run.returncode == 0 and all(each["match"] for each in seen.values())
     first, *_, last = (seen[f"deepspeed{stage}"]["held_bytes"]["optimizer"] for stage in (1, 2, 3))
     assert first < 0.6 * seen["ddp"]["held_bytes"]["optimizer"] and last < 0.6 * seen["ddp"]["held_bytes"]["optimizer"]
+
+
+class SendsMore(parts.DDPInDisguise):
+    """DDP that sends its weights around after every step, too."""
+
+    def training_step(self, inputs, targets, loss_fn):
+        loss = super().training_step(inputs, targets, loss_fn)
+        for param in self.model.parameters():
+            dist.all_reduce(param.detach().clone())
+        return loss
+
+
+def of_who_breaks_a_promise(name: str, like: str) -> list:
+    return examine(name, Subject("impostor", SendsMore, like=like))
+
+
+@pytest.mark.parametrize(
+    "name, like", (("what_is_shared_out_is_no_more_than_twice_there", "zero1"),
+                   ("a_step_sends_no_more_than_is_promised", "zero2"))
+)  # fmt: skip
+def test_who_breaks_a_promise_is_found_out(ranks, name, like):
+    size = library()[name].sizes[0]
+    assert all(ranks(size).run(of_who_breaks_a_promise, name=name, like=like))

@@ -8,7 +8,6 @@ in tests/cuda_names.txt. To write that anew: a CUDA wheel of torch, which needs 
 import ast
 import functools
 import json
-import re
 import textwrap
 from pathlib import Path
 
@@ -28,10 +27,14 @@ def uses(text: str) -> set[tuple[str, str]]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             called |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", chain := ast.unparse(node)):
-            first, _, rest = chain.partition(".")
-            found.add(f"{called.get(first, first)}.{rest}")
+
+    def full(node) -> str:
+        """ "torch.cuda.Event" for what the program may call gpu.Event."""
+        if isinstance(node, ast.Attribute):
+            return f"{full(node.value)}.{node.attr}"
+        return called.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+    found |= {full(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     pairs = {(".".join(words[:2]), words[2]) for words in (name.split(".") for name in found) if len(words) > 2}
     return {pair for pair in pairs if pair[0] in ("torch.cuda", "torch._C")}
 

@@ -215,7 +215,7 @@ def test_the_readmes_script_trains(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(code("python", "init_process_group"))
     ranks = forked.on_ranks([str(script)], 2)
-    assert [rank.status for rank in ranks] == [0, 0], ranks
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
     printed = ranks[0].stdout + ranks[1].stdout
     losses = dict(re.findall(r"rank (\d): loss ([\d.]+) on its own data, 4 tensors", printed))
     assert set(losses) == {"0", "1"} and losses["0"] != losses["1"], printed  # each rank has data of its own
@@ -227,7 +227,7 @@ def test_three_dimensions_train(tmp_path, number):
     script = tmp_path / "three_dimensions.py"
     script.write_text(code("python", "PipelineStage", ROOT / "docs" / "hybrid.md"))
     ranks = forked.on_ranks([str(script)], number)
-    assert [rank.status for rank in ranks] == [0] * number, ranks
+    assert [rank.returncode for rank in ranks] == [0] * number, ranks
     found = re.findall(r"rank (\d): loss ([\d.]+)", "".join(rank.stdout for rank in ranks))
     losses = {int(rank): float(loss) for rank, loss in found}
     assert sorted(losses) == [rank for rank in range(number) if rank // (number // 4) % 2], found  # of the last part

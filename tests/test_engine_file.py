@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from harness.run.engine_file import enter
+from harness.run.engine_file import NoEngine, _built, enter, one_line
 from harness.run.engines import ENGINES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,13 +66,47 @@ NO_ENGINES = [
     ("model.py", "def build(model, optimizer_cls, device):\n    return model\n", "no `model`"),
     ("loop.py", LISTING.replace("def zero_grad", "def zero_gradients"), "`zero_grad`"),
     ("engine.txt", LISTING, "FILE.py"),
+    ("a,b.py", LISTING, "comma"),
+    ("title.py", LISTING.replace('"my ZeRO-1"', "7"), "TITLE is 7"),
+    ("list.py", LISTING.replace('"zero1"', "[]"), "COUNTERPART is []"),
+    ("exits.py", "raise SystemExit(4)\n", "line 1: SystemExit: 4"),
 ]
 
 
 @pytest.mark.parametrize("name, text, words", NO_ENGINES, ids=[name for name, *_ in NO_ENGINES])
 def test_what_is_no_engine_is_refused_before_ranks_are_started(monkeypatch, engine_file, name, text, words):
-    monkeypatch.setenv("ZERO_PREFLIGHT", "2")  # as `./launch.sh` says, before it starts any
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ValueError, match=re.escape(words)) as refused, patch.dict(ENGINES):
-        enter([str(engine_file(name, text))], "compare")
+        enter([str(engine_file(name, text))], "compare", trial=True)
     assert "--engine-file" in str(refused.value) and "\n" not in str(refused.value)
+
+
+STEP = "    def step(self):\n"
+
+
+@pytest.mark.thorough
+def test_a_hang_of_one_rank_ends_the_run_in_words(quick_python, engine_file, monkeypatch):
+    """Without an end of its own: the other rank would wait for it to say how it has fared."""
+    monkeypatch.setenv("ZERO_TIMEOUT", "2")
+    loops = "        if dist.get_rank() == 1:\n            while True:\n                pass\n"
+    run = compare(quick_python, [engine_file("loops.py", LISTING.replace(STEP, STEP + loops))], "--engines", "ddp")
+    assert run.returncode == 1 and "rank 1 hangs" in run.stderr, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("returned", (None, 1.0, torch.ones(3)))
+def test_a_training_step_must_return_a_loss(returned):
+    model = torch.nn.Linear(2, 2)
+    engine = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    engine.training_step = lambda inputs, targets, loss_fn: returned
+    with pytest.raises(NoEngine, match="must return this rank's loss"):
+        _built(lambda *_: engine, model, None, None).training_step(None, None, None)
+
+
+def test_an_exception_in_a_file_is_one_line_that_names_it(engine_file):
+    """As `bench` and `watch` say it."""
+    with patch.dict(ENGINES):
+        enter(
+            [str(engine_file("fails.py", LISTING.replace("return MyZeRO1", "raise LookupError('luck')  #")))], "bench"
+        )
+        with pytest.raises(RuntimeError, match=r"^fails.py, line 45: LookupError: luck$"), one_line():
+            ENGINES["fails"].build(None, None, None)

@@ -142,10 +142,14 @@ def test_the_step_time_figure_draws_the_whole_step():
     assert {run["step_time"]["slowest_rank"] for name, run in slow["runs"].items() if name != "single"} == {1}
 
 
+def linear(colour: str) -> list[float]:
+    """Red, green and blue, in proportion to the light."""
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgba(colour)[:3]]
+
+
 def luminance(colour: str) -> float:
     """Relative luminance, 0 to 1 (WCAG 2.1)."""
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgba(colour)[:3]]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour)))
 
 
 def contrast(one: str, other: str) -> float:
@@ -155,9 +159,9 @@ def contrast(one: str, other: str) -> float:
 
 def lab(colour: str) -> tuple[float, float, float]:
     """CIE L*a*b* (D65)."""
-    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in to_rgba(colour)[:3])
+    red, green, blue = linear(colour)
     x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
-    y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    y = luminance(colour)
     z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
     x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (x, y, z))
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)

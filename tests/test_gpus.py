@@ -1,11 +1,16 @@
-"""The peak rates of GPUs, and the rates that follow from them; and what a dry run on a GPU keeps when it is ended."""
-
-import json
+"""The peak rates of GPUs, and the rates that follow from them."""
 
 import pytest
 
 from harness.measure import gpus
 from harness.run.model import preset
+
+# Near to a known one by name, and another model: there is no rate for it.
+OTHER_MODELS = (
+    "NVIDIA L40S", "NVIDIA L40", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 SUPER", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA H100 80GB HBM2e", "NVIDIA GH200 480GB", "GRID A100-40C", "", "NVIDIA GeForce GTX 1080",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -23,20 +28,7 @@ from harness.run.model import preset
         ("NVIDIA H200 NVL", 835e12, 60e12),
         ("NVIDIA GeForce RTX 3090", 71e12, 35.6e12),
         ("NVIDIA L4", 121e12, 30.3e12),
-        # Near to a known one by name, and another model: there is no rate for it.
-        ("NVIDIA L40S", None, None),
-        ("NVIDIA L40", None, None),
-        ("NVIDIA T400 4GB", None, None),
-        ("NVIDIA GeForce RTX 3090 Ti", None, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA GeForce RTX 4090 D", None, None),
-        ("NVIDIA GeForce RTX 4090 SUPER", None, None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
-        ("NVIDIA H100 80GB HBM2e", None, None),
-        ("NVIDIA GH200 480GB", None, None),
-        ("GRID A100-40C", None, None),
-        ("", None, None),
-        ("NVIDIA GeForce GTX 1080", None, None),
+        *((name, None, None) for name in OTHER_MODELS),
     ),
 )
 def test_peak_rates(name, bf16, fp32):
@@ -78,13 +70,3 @@ def test_mfu_is_of_the_gpus_in_use(name, ranks, gpus_here, divided_by, monkeypat
     working = 1 if name == "single" else ranks
     assert found["tokens_per_s_per_rank"] == round(1e6 / working, 1)
     assert found["flops_per_s_per_rank"] == pytest.approx(flops * 1e6 / working)
-
-
-def test_a_dry_run_keeps_what_it_has_after_each_engine():
-    from harness.measure import memory
-
-    kept = []
-    options = memory.arguments(["--preset", "toy", "--ranks", "2", "--engines", "zero1,zero3"])
-    last = memory.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
-    assert [list(found["engines"]) for found in kept] == [["zero1"], ["zero1", "zero3"]]
-    assert kept[-1] == json.loads(json.dumps(last))

@@ -1,8 +1,6 @@
 """The listings of docs/in-a-hundred-lines.md, taken from the page: they train as the chapters do, to the bit."""
 
-import io
 import re
-import tokenize
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -10,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from test_rooms import code_lines
 
 from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
@@ -31,9 +30,7 @@ def engines_of_the_page() -> dict:
 def test_how_long_the_listings_are():
     lines = {stage: 0 for stage in parts.STAGES}
     for stage, listing in zip(parts.STAGES, LISTINGS, strict=True):
-        tokens = tokenize.generate_tokens(io.StringIO(listing).readline)
-        layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-        lines[stage] = len({line for t in tokens if t.type not in layout for line in range(t.start[0], t.end[0] + 1)})
+        lines[stage] = code_lines(listing)
         assert all(len(line) <= 120 for line in listing.splitlines())
     assert sum(lines.values()) <= 120, lines
     assert f" {sum(lines.values())} lines of code" in PAGE.read_text(), lines

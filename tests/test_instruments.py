@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +23,8 @@ from harness.measure import walkthrough
 from harness.measure.ledger import MemoryLedger, engine_tensors, held_bytes, storage_bytes
 from harness.measure.parts import PartsLedger
 from harness.measure.timeline import Span, Timeline, chrome_trace
-from harness.measure.traffic import TrafficLedger, sent_bytes
+from harness.measure.traffic import TrafficLedger
+from harness.run.counterparts import PlainStep
 from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS
 from harness.run.process_group import Rank
@@ -52,23 +52,26 @@ def ledgers_agree_on_an_open_engine() -> None:
             assert late.live == early.live
 
 
-def timeline_of_a_step(stage: str) -> list[str]:
-    """Returns the names of the steps seen in construction and one step; checks the spans against the traffic ledger."""
-    with Timeline() as construction:
-        engine = parts.STAGES[stage](stack(), ADAMW)
+STEPS = ["0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters"]
+
+
+def the_timeline_of_a_step() -> None:
+    """It has all six steps and every unit, and the collectives that the traffic ledger has."""
     batch = parts.vector_batch(0, dist.get_rank(), 32)
-    with TrafficLedger() as traffic, Timeline(engine) as timeline:
-        engine.training_step(*batch, F.mse_loss)
-    collectives = [span for span in timeline.spans if span.lane == "collectives"]
-    expected = [(c.kind, c.whole_bytes, c.step.removeprefix("step ")) for c in traffic.collectives]
-    assert [(span.name, span.nbytes, span.step) for span in collectives] == expected and expected
-    units = {span.name for span in timeline.spans if span.lane == "compute"}
-    assert {f"layers.{index}" for index in range(6)} <= units and "optimizer" in units, units
-    last = max(span.end for span in timeline.spans)
-    assert all(0 <= span.start <= span.end <= last for span in timeline.spans)
-    assert all(span.end > span.start for span in collectives)
-    steps = [span.name for span in construction.spans + timeline.spans if span.lane == "steps"]
-    return sorted(set(steps))
+    for stage in parts.STAGES.values():
+        with Timeline() as construction:
+            engine = stage(stack(), ADAMW)
+        with TrafficLedger() as traffic, Timeline(engine) as timeline:
+            engine.training_step(*batch, F.mse_loss)
+        assert {span.name for span in construction.spans + timeline.spans if span.lane == "steps"} == {*STEPS}
+        collectives = [span for span in timeline.spans if span.lane == "collectives"]
+        expected = [(c.kind, c.whole_bytes, c.step.removeprefix("step ")) for c in traffic.collectives]
+        assert [(span.name, span.nbytes, span.step) for span in collectives] == expected and expected
+        units = {span.name for span in timeline.spans if span.lane == "compute"}
+        assert {f"layers.{index}" for index in range(6)} <= units and "optimizer" in units, units
+        last = max(span.end for span in timeline.spans)
+        assert all(0 <= span.start <= span.end <= last for span in timeline.spans)
+        assert all(span.end > span.start for span in collectives)
 
 
 def a_unit_that_stays_gathered() -> None:
@@ -290,25 +293,6 @@ def test_what_autograd_saved_is_alive():
     assert storage_bytes([weight, weight.grad, weight.t(), weight[0]]) == 2 * 4 * 50 * 50
 
 
-def test_freeing_by_assignment_leaks_and_the_ledger_sees_it():
-    """One article's way to free a weight, and the storage's: the reason for zero3.py's longest comment."""
-    for resize in (False, True):
-        weight = torch.nn.Parameter(torch.empty(0))
-        with MemoryLedger() as memory:
-            x = torch.ones(1, 100, requires_grad=True)
-            whole = torch.zeros(100, 100)
-            weight.data = whole
-            y = F.linear(x, weight)  # saves weight.t()
-            before = memory.live
-            if resize:
-                whole.untyped_storage().resize_(0)
-            else:
-                weight.data = torch.empty(0)
-            del whole
-            assert before - memory.live == (4 * 100 * 100 if resize else 0)
-            del y
-
-
 def test_held_bytes_of_plain_adamw():
     model = torch.nn.Linear(10, 10)
     engine = type("Engine", (), {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
@@ -316,13 +300,6 @@ def test_held_bytes_of_plain_adamw():
     model(torch.ones(1, 10)).sum().backward()
     engine.optimizer.step()
     assert held_bytes(engine) == {"parameters": 440, "gradients": 440, "optimizer": 880 + 2 * 4}
-
-
-@pytest.mark.parametrize(
-    "kind, expected", (("all-reduce", 1500), ("all-gather", 750), ("reduce-scatter", 750), ("broadcast", 750))
-)
-def test_sent_bytes_by_hand(kind, expected):
-    assert sent_bytes(kind, 1000, 4) == expected and sent_bytes(kind, 1000, 1) == 0
 
 
 def count_by_hand() -> list:
@@ -357,23 +334,6 @@ def test_the_traffic_ledger_counts_what_was_issued(ranks, world_size):
         ]
 
 
-class Unsharded:
-    """Plain PyTorch as an engine: a model, and an optimizer over it."""
-
-    def __init__(self, model):
-        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-
-    def training_step(self, inputs, targets, loss_fn):
-        with record_function("step 1 forward"):
-            loss = loss_fn(self.model(inputs), targets)
-        with record_function("step 2 backward"):
-            loss.backward()
-        with record_function("step 4 update the shard"):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
 WEIGHT = 4 * 100 * 100  # bytes of one of the two layers below
 
 
@@ -386,7 +346,7 @@ def squares(outputs, targets):
 
 
 def test_the_parts_of_an_unsharded_engine():
-    engine = Unsharded(two_layers())
+    engine = PlainStep(two_layers(), ADAMW)
     x, y = torch.ones(10, 100), torch.ones(10, 100)
     engine.training_step(x, y, squares)
     with PartsLedger(engine) as memory:
@@ -418,7 +378,7 @@ class Recomputed(nn.Module):
 
 
 def test_what_is_run_again_is_an_activation_if_backward_needs_it():
-    engine, x, y = Unsharded(Recomputed()), torch.ones(10, 100), torch.ones(10, 100)
+    engine, x, y = PlainStep(Recomputed(), ADAMW), torch.ones(10, 100), torch.ones(10, 100)
     with PartsLedger(engine) as memory:
         engine.training_step(x, y, squares)
     before = [moment for moment in memory.moments() if moment.step == "1 forward"][-1].parts["activations"]
@@ -430,15 +390,9 @@ def test_what_is_run_again_is_an_activation_if_backward_needs_it():
     assert second[-1] <= 4_000 + 8 and 8_000 <= max(second) <= 8_000 + 8, second
 
 
-@pytest.mark.parametrize("stage", parts.STAGES)
-def test_the_timeline_has_all_six_steps_and_every_collective(ranks, stage):
-    for found in ranks(2).run(timeline_of_a_step, stage=stage):
-        assert found == ["0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard",
-                         "5 gather parameters"]  # fmt: skip
-
-
 ON_TWO_RANKS = (
     ledgers_agree_on_an_open_engine,
+    the_timeline_of_a_step,
     a_unit_that_stays_gathered,
     a_collectives_span,
     gloo_on_the_second_gpu,
@@ -462,7 +416,7 @@ def test_a_gpu_that_waits_for_a_slow_host_does_not_compute():
 
 
 def test_the_timeline_of_an_unsharded_engine():
-    engine = Unsharded(two_layers())
+    engine = PlainStep(two_layers(), ADAMW)
     plain = dist.Work.wait
     with Timeline(engine) as timeline:
         engine.training_step(torch.ones(10, 100), torch.ones(10, 100), squares)
@@ -486,11 +440,12 @@ def test_the_trace_is_what_chrome_reads():
     spans = [
         Span("steps", "1 forward", 0.0, 0.5),
         Span("compute", "blocks.0", 0.1, 0.2, "1 forward"),
-        Span("collectives", "all-gather", 0.05, 0.15, "5 gather parameters", 4000),
+        Span("collectives", "all-gather", 0.05, 0.15, "5 gather parameters", 4000, unit="blocks.3"),
         Span("collectives", "all-gather", 0.12, 0.2, "5 gather parameters", 4000),  # while the other is under way
         Span("collectives", "all-gather", 0.2, 0.3, "5 gather parameters", 4000),
     ]
-    trace = chrome_trace([spans, spans[:1]], [[(0.1, {"gradients": 2_000_000})], []], title="a title")
+    alive = {"parameters": 1_000_000, "gradients": 500_000}
+    trace = chrome_trace([spans, spans[:1]], [[(0.1, alive)], []], title="a title")
     events = trace["traceEvents"]
     named = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
     lanes = ("steps", "compute", "all-gather", "all-gather 2")
@@ -501,11 +456,6 @@ def test_the_trace_is_what_chrome_reads():
     assert gathers[0] == gathers[2] != gathers[1]
     gather = next(e for e in events if e["name"] == "all-gather")
     assert (gather["ts"], gather["dur"]) == (50_000.0, 100_000.0)  # microseconds
-    assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000}
-    assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 2.0}, {"gradients": 2.0}]
+    assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000, "unit": "blocks.3"}
+    assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 1.5}, {"parameters": 1.0, "gradients": 0.5}]
     assert trace["otherData"] == {"title": "a title"}
-    alive = {"parameters": 1_000_000, "gradients": 500_000}
-    events = chrome_trace([[replace(spans[2], unit="blocks.3")]], [[(0.1, alive)]])["traceEvents"]
-    counters = {e["name"]: e["args"] for e in events if e["ph"] == "C"}
-    assert list(counters.values()) == [{"MB": 1.5}, {"parameters": 1.0, "gradients": 0.5}]
-    assert next(e["args"]["unit"] for e in events if e["ph"] == "X") == "blocks.3"

@@ -60,14 +60,16 @@ def test_whoever_counts_the_bugs_counts_right():
 
 
 @pytest.mark.parametrize("number", EXHIBITS)
-def test_the_answer_tells_all(capsys, number):
-    exhibit = EXHIBITS[number]
-    assert bug.main([str(number), "--answer"]) == 0
-    shown = capsys.readouterr().out
-    words = " ".join(shown.split())  # without the line breaks
-    for text in (exhibit.title, exhibit.symptom, exhibit.diagnosis, exhibit.read, f"class {exhibit.wrong.__name__}("):
-        assert text in words
-    assert all(name in shown for name in exhibit.caught_by)
+def test_the_hint_says_where_to_look_and_the_answer_tells_all(capsys, number):
+    exhibit, shown = EXHIBITS[number], {}
+    for asked in ("--hint", "--answer"):
+        assert bug.main([str(number), asked]) == 0
+        shown[asked] = " ".join(capsys.readouterr().out.split())  # without the line breaks
+        assert exhibit.symptom in shown[asked]
+    for text in (exhibit.diagnosis, f"class {exhibit.wrong.__name__}("):
+        assert text in shown["--answer"] and text not in shown["--hint"]
+    assert exhibit.read.split(",")[0] in shown["--hint"] and f"bug {number} --answer" in shown["--hint"]
+    assert all(text in shown["--answer"] for text in (exhibit.title, exhibit.read, *exhibit.caught_by))
 
 
 @pytest.mark.parametrize("number", EXHIBITS)
@@ -87,16 +89,6 @@ def test_what_is_to_be_read_is_there(number):
         inside = "\n".join(ast.get_source_segment(text, node) for node in found)
         for each in re.findall(quoted, code):
             assert each in inside, f"{each} is not in {places} any more"
-
-
-@pytest.mark.parametrize("number", EXHIBITS)
-def test_the_hint_says_where_to_look_and_no_more(capsys, number):
-    exhibit = EXHIBITS[number]
-    assert bug.main([str(number), "--hint"]) == 0
-    shown = capsys.readouterr().out
-    words = " ".join(shown.split())
-    assert exhibit.symptom in words and exhibit.read.split(",")[0] in words and f"bug {number} --answer" in words
-    assert exhibit.diagnosis not in words and exhibit.wrong.__name__ not in shown
 
 
 NUMBERS = f"1 to {len(EXHIBITS)}"

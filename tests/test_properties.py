@@ -53,7 +53,8 @@ def test_who_shards_nothing_is_found_out(ranks, name, stage):
 def test_a_property_says_what_must_be_true():
     for name, each in library().items():
         assert each.group in GROUPS and each.says.endswith("."), name
-        assert list(each.asked()), f"{name} is asked of nobody"
+        stages = {engine for _, engine, _ in each.asked(thorough=True)}
+        assert stages == {engine for _, engine, _ in each.asked()} != set(), f"{name} is left to --thorough for a stage"
 
 
 def test_a_finding_names_rank_step_and_both_values(ranks):

@@ -75,6 +75,15 @@ def table_of_rooms() -> dict[str, tuple[set[str], int]]:
 TABLE = table_of_rooms()
 
 
+def files_of(place: str) -> list[Path]:
+    """The Python files of a line of the table, which names files or a folder."""
+    found = []
+    for path in map(ROOT.joinpath, place.split()):
+        found += path.rglob("*.py") if path.is_dir() else [path]
+    assert found, place
+    return found
+
+
 def test_every_room_has_its_line_in_the_table():
     assert {place.removeprefix("harness/") for place in TABLE if place.startswith("harness/")} == set(ROOMS)
     assert {"zero1.py zero2.py zero3.py", "fsdp2_compare.py", "tests"} < set(TABLE)
@@ -83,21 +92,15 @@ def test_every_room_has_its_line_in_the_table():
 @pytest.mark.parametrize("place", TABLE)
 def test_no_room_has_more_lines_than_it_may_have(place):
     """A room that must grow says so in the commit that raises its number in docs/design.md."""
-    files = []
-    for name in place.split():
-        files += [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")
-    lines = sum(len(file.read_text().splitlines()) for file in files)
-    assert files and lines <= TABLE[place][1], f"{place}: {lines} lines of Python, allowed {TABLE[place][1]}"
+    lines = sum(len(file.read_text().splitlines()) for file in files_of(place))
+    assert lines <= TABLE[place][1], f"{place}: {lines} lines of Python, allowed {TABLE[place][1]}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_it_may(room):
-    files = sorted((ROOT / "harness" / room).rglob("*.py"))
-    assert len(files) > 2
-    for file in files:
-        found = {place_of(imported) for imported, _ in imports_of(file.read_text(), name_of(file))}
-        may = TABLE[f"harness/{room}"][0]
-        assert own(found) <= may, f"{file.relative_to(ROOT)} imports {sorted(own(found) - may)}"
+@pytest.mark.parametrize("place", [*(f"harness/{room}" for room in ROOMS), "fsdp2_compare.py"])
+def test_a_room_imports_only_what_it_may(place):
+    for file in files_of(place):
+        found = own(place_of(imported) for imported, _ in imports_of(file.read_text(), name_of(file)))
+        assert found <= TABLE[place][0], f"{file.relative_to(ROOT)} imports {sorted(found - TABLE[place][0])}"
 
 
 def test_the_engine_needs_torch_and_nothing_else_that_is_installed():
@@ -117,12 +120,6 @@ def test_a_chapter_imports_the_engine_and_earlier_chapters(chapter):
             assert function == "main", f"{imported} is imported in {function}"
         else:
             assert own({place_of(imported)}) <= {"engine", *earlier}, imported
-
-
-def test_the_referee_imports_only_what_it_may():
-    text = (ROOT / "fsdp2_compare.py").read_text()
-    found = own(place_of(imported) for imported, _ in imports_of(text, "fsdp2_compare"))
-    assert found <= TABLE["fsdp2_compare.py"][0], found
 
 
 # What lies where.

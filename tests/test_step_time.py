@@ -64,10 +64,6 @@ def offsets(ahead: float) -> tuple[float, float]:
     return step_time.clock_offset(f"machine {rank}", lambda: time.perf_counter() + ahead * rank)
 
 
-def offsets_of_one_machine() -> tuple[float, float]:
-    return step_time.clock_offset()
-
-
 def shifted_clocks(ahead: float, delay: float) -> dict:
     """As if the ranks were on machines whose clocks differ by `ahead` seconds."""
     shift, plain = ahead * dist.get_rank(), timeline.time
@@ -249,7 +245,7 @@ def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
 def test_clocks_of_two_machines_are_compared_over_barriers(ranks):
     first, (offset, unsure) = ranks(2).run(offsets, ahead=5.0)
     assert first == (0.0, 0.0) and 0 < unsure < 1 and abs(offset - 5.0) <= unsure
-    assert ranks(2).run(offsets_of_one_machine) == [(0.0, 0.0)] * 2
+    assert ranks(2).run(step_time.clock_offset) == [(0.0, 0.0)] * 2
 
 
 def test_waiting_is_right_when_the_clocks_differ(ranks):

@@ -7,52 +7,21 @@ leaves a folder that nobody takes for a checkpoint.
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import shutil
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 
-from harness.engine.safe_reader import METADATA, SUMS, Folder, complete
+from harness.engine.safe_reader import METADATA, SUMS, Folder, complete, sha256
 from harness.engine.together import on_all, together
-
-
-class _Files(FileSystem):
-    """torch's access to files, which also takes the SHA-256 of what it writes: `written` {name: (digest, bytes)}."""
-
-    def __init__(self):
-        self.written = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path, mode):
-        with super().create_stream(path, mode) as stream:
-            yield (stream := _Hashed(stream))
-        self.written[Path(path).name.removesuffix(".tmp")] = stream.digest.hexdigest(), stream.nbytes
-
-
-class _Hashed:
-    """A file that is written from its beginning to its end."""
-
-    def __init__(self, stream):
-        self.stream, self.digest, self.nbytes = stream, hashlib.sha256(), 0
-
-    def write(self, data) -> int:
-        self.digest.update(data)
-        self.nbytes += memoryview(data).nbytes
-        return self.stream.write(data)
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
 
 
 class _Writer(dcp.FileSystemWriter):
     def __init__(self, path):
         # Copied ahead: nothing. Else torch asks for a stream of GPU 0, also in a run on the CPU.
         super().__init__(path, per_thread_copy_ahead=0)
-        self.fs = _Files()
 
     def storage_meta(self):
         return dataclasses.replace(super().storage_meta(), modules=[SUMS])  # so that a reader misses the file
@@ -96,19 +65,21 @@ def write(state: dict[tuple, object], path: Path, keep, rank: int, group) -> int
         except CheckpointException as error:  # the same one on all ranks, with what each has met
             met = "; ".join(f"rank {other}: {found[0]!r}" for other, found in error.failures.items())
             raise RuntimeError(f"no checkpoint {path.stem} ({met}); the earlier ones are as they were") from None
-        everyone = together(lambda: writer.fs.written, group)
+        own = [*path.glob(f"__{rank}_*"), *[path / METADATA] * (rank == 0)]  # the files that this rank has written
+        nbytes = sum(file.stat().st_size for file in own)
+        everyone = together(lambda: {file.name: sha256(file) for file in own}, group)
         on_all(lambda: _finish(path, everyone, keep) if rank == 0 else None, group)
     except Exception:
         if rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         raise
-    return sum(nbytes for _, nbytes in writer.fs.written.values())
+    return nbytes
 
 
 def _finish(path: Path, everyone: list[dict], keep) -> None:
     """Rank 0 alone, when all files are on disk: the checkpoint gets its name, and old ones go."""
     with open(path / SUMS, "w") as stream:
-        for name, (digest, _) in sorted(pair for written in everyone for pair in written.items()):
+        for name, digest in sorted(pair for written in everyone for pair in written.items()):
             stream.write(f"{digest}  {name}\n")
         stream.flush()
         os.fsync(stream.fileno())

@@ -14,7 +14,7 @@ import torch
 
 from harness.engine import gradients, guard
 from harness.engine.hooks import GradientHook, WeakHook, when_backward_ends
-from harness.engine.unchanged import watch_forward
+from harness.engine.unchanged import Look, watch_forward
 
 
 class Hooks:
@@ -25,7 +25,8 @@ class Hooks:
         self.reduced = False  # whether step 3 was made since the last gradient came
         for bucket in engine.buckets:
             guard.adopt(bucket, engine)
-        self._handles = watch_forward(engine)
+        self._look = Look(engine)
+        self._handles = watch_forward(engine, self._look)
 
     def calling(self, on_gradient, *where) -> GradientHook:
         """A parameter's hook: `on_gradient(*where)`, `where` ending with (bucket, number of the parameter in it)."""
@@ -100,7 +101,7 @@ class BucketHooks(Hooks):
 
     def came(self, *where) -> bool:
         *_, bucket, index = where
-        self._see_gradient()
+        self._begin_backward()
         param = bucket.params[index]
         if index not in bucket.missing or guard.gradient_of(param).layout is not torch.strided:
             gradients.refuse(bucket, index, param)
@@ -112,10 +113,6 @@ class BucketHooks(Hooks):
             gradients.keep(bucket, index)
             bucket.missing.discard(index)
         return self._sync
-
-    def _see_gradient(self) -> None:
-        if self._backward is None:
-            self._begin_backward()
 
     def _deliver(self, part) -> None:
         """Tell the chapter that the gradients of `part` are final, although some did not come in this backward."""

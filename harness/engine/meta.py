@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.engine import accelerator, refusals, safe_reader
+from harness.engine import accelerator, guard, refusals, safe_reader
 
 
 def device_for(group) -> torch.device:
@@ -93,8 +93,6 @@ class Source:
         try:
             refusals.agree(self._problem, "", self._group, self._model)
         except Exception:
-            from harness.engine import guard
-
             for module, key, buffer in made:
                 module._buffers[key] = buffer
             params = [param for _, param in self._began]

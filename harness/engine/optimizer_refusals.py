@@ -8,40 +8,33 @@ _LOOK_AT_WHOLE = {"Adafactor", "Muon", "Shampoo", "LBFGS", "LARS", "LAMB", "Lamb
 _CALLABLE = "pass a callable that takes a list of tensors, for example functools.partial(torch.optim.AdamW, lr=3e-4)"
 
 
-def optimizer_problem(model, optimizer_cls, param_groups, on_host: bool = False) -> Exception | None:
-    """What is wrong with `optimizer_cls` or `param_groups`, found out on a few numbers before anything is changed."""
+def check_optimizer(model, optimizer_cls, param_groups, on_host: bool = False) -> None:
+    """Raises for an `optimizer_cls` or `param_groups` that cannot work, found out on a few numbers."""
     if not callable(optimizer_cls):
-        return TypeError(
-            f"optimizer_cls is of type {type(optimizer_cls).__name__}, which cannot be called: {_CALLABLE}"
-        )
+        raise TypeError(f"optimizer_cls is of type {type(optimizer_cls).__name__}, which cannot be called: {_CALLABLE}")
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    try:
-        _check_groups(named, param_groups)
-        devices = [torch.device("cpu") if on_host or param.is_meta else param.device for _, param in named]
-        pieces = {
-            id(param): torch.zeros(1, dtype=param.dtype, device=device, requires_grad=True)
-            for (_, param), device in zip(named, devices)
-        }
-        optimizer = optimizer_cls(handed_out(torch.zeros(1), pieces, param_groups))
-    except Exception as error:  # whatever the user's code raises: the other ranks must hear of it
-        return error
+    _check_groups(named, param_groups)
+    pieces = {}
+    for _, param in named:
+        device = torch.device("cpu") if on_host or param.is_meta else param.device
+        pieces[id(param)] = torch.zeros(1, dtype=param.dtype, device=device, requires_grad=True)
+    optimizer = optimizer_cls(handed_out(torch.zeros(1), pieces, param_groups))
     if not isinstance(optimizer, torch.optim.Optimizer):
         returned = type(optimizer).__name__
-        return TypeError(f"optimizer_cls returned {returned}, not a torch.optim.Optimizer: {_CALLABLE}")
+        raise TypeError(f"optimizer_cls returned {returned}, not a torch.optim.Optimizer: {_CALLABLE}")
     whole = {cls.__name__ for cls in type(optimizer).__mro__} & _LOOK_AT_WHOLE
     if whole:
-        return ValueError(
+        raise ValueError(
             f"{whole.pop()} looks at a whole matrix or model, and a rank has flat pieces: it would run, and be wrong. "
             "Take one that treats each element by itself: SGD, Adam, AdamW, RMSprop, Adagrad"
         )
     known = {id(piece) for piece in pieces.values()}
     foreign = sum(id(param) not in known for group in optimizer.param_groups for param in group["params"])
     if foreign:
-        return ValueError(
+        raise ValueError(
             f"the optimizer holds {foreign} tensor(s) that are not this rank's pieces: optimizer_cls must build it "
             "over the list that it is called with, not over model.parameters()"
         )
-    return None
 
 
 def handed_out(like: torch.Tensor, pieces: dict, param_groups) -> list:

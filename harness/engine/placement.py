@@ -169,21 +169,12 @@ def _everyone(mesh: DeviceMesh):
     """A group of all ranks of `mesh`. None, the default group, if these are all there are."""
     if mesh.size() == dist.get_world_size():
         return None
-    row = mesh.get_group(1)
-    with _unbound(dist.group.WORLD):
-        return groups.beside(row, dist.get_backend(row), sorted(mesh.mesh.flatten().tolist()))
-
-
-@contextlib.contextmanager
-def _unbound(world):
-    """A new NCCL group has connections of its own in here, and waits for none but its own ranks.
-
-    After `init_process_group(device_id=...)` torch would split them off those of `world`. That takes all ranks of
-    `world`, and those outside the mesh build no engine: the others would wait for them for ever.
-    """
-    bound = world.bound_device_id
-    world.bound_device_id = None
+    row, world = mesh.get_group(1), dist.group.WORLD
+    # After `init_process_group(device_id=...)` torch would split a new NCCL group's connections off those of `world`.
+    # That takes all ranks of `world`, and those outside the mesh build no engine: the others would wait for them for
+    # ever. Without a bound device the group has connections of its own, and waits for none but its own ranks.
+    bound, world.bound_device_id = world.bound_device_id, None
     try:
-        yield
+        return groups.beside(row, dist.get_backend(row), sorted(mesh.mesh.flatten().tolist()))
     finally:
         world.bound_device_id = bound

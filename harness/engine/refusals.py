@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.engine import accelerator, guard, safe_reader, tensor_parallel
-from harness.engine.optimizer_refusals import optimizer_problem
+from harness.engine.optimizer_refusals import check_optimizer
 from harness.engine.waiting import name_some, not_alike
 
 
@@ -26,19 +26,24 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
     group = place.everyone
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
-    problem = _problem(model, options, dist.get_backend(group))
-    problem = problem or tensor_parallel.problem(model, group, dtypes)
-    problem = problem or _dtypes_problem(model, dtypes, find_unused) or _source_problem(model, source, group)
-    problem = problem or optimizer_problem(model, optimizer_cls, param_groups, on_host=place.offload is not None)
+    problem = None
+    try:
+        _check_model(model, options, dist.get_backend(group))
+        tensor_parallel.check(model, group, dtypes)
+        _check_dtypes(model, dtypes, find_unused)
+        _check_source(model, source, group)
+        check_optimizer(model, optimizer_cls, param_groups, on_host=place.offload is not None)
+    except Exception as error:  # a damaged file, or the user's own code, may cause any: the other ranks must hear of it
+        problem = error
     options |= {"dtypes": dtypes, "find_unused": find_unused, "offload": place.offload, "replicas": place.copies}
     agree(problem, "" if problem else _fingerprint(model, options), group, model)
 
 
-def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
+def _check_model(model: nn.Module, options: dict, backend: str) -> None:
     if not isinstance(model, nn.Module):
-        return TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {model!r}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {model!r}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return ValueError(
+        raise ValueError(
             "the model is wrapped in DistributedDataParallel, which reduces gradients itself: pass its .module"
         )
     named = list(model.named_parameters())
@@ -46,61 +51,61 @@ def _problem(model: nn.Module, options: dict, backend: str) -> Exception | None:
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         if module.sparse and module.weight.requires_grad:
-            return ValueError(f"the gradient of {name!r} would be sparse; build the embedding with sparse=False")
+            raise ValueError(f"the gradient of {name!r} would be sparse; build the embedding with sparse=False")
         if module.max_norm is not None:
-            return ValueError(
+            raise ValueError(
                 f"{name!r} has max_norm: its forward writes into its weights, on every rank into the rows of its own "
                 "batch, and the ranks' weights would part. Build the embedding without it"
             )
     for name, param in named:
         if isinstance(param, nn.parameter.UninitializedParameter):
-            return ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
+            raise ValueError(f"parameter {name!r} has no shape yet: run one forward on every rank before sharding")
         engine = getattr(param, "zero_engine", lambda: None)()
         if engine is not None:
-            return ValueError(
+            raise ValueError(
                 f"parameter {name!r} is sharded by another engine already: call that engine's close(), which makes the "
                 "model plain again, or build a new model"
             )
         if isinstance(param, guard.Freed):
-            return ValueError(
+            raise ValueError(
                 f"parameter {name!r} was freed by an engine that is gone, and its values with it: call engine.close() "
                 "while the engine is there, or build a new model"
             )
     for name, tensor in (*named, *model.named_buffers()):
         if tensor.layout is not torch.strided:
-            return ValueError(
+            raise ValueError(
                 f"{name!r} has the layout {tensor.layout}, and collectives send dense tensors: make it dense with "
                 ".to_dense(), or keep it as a plain attribute of its module, which the engine leaves alone"
             )
     if not any(param.requires_grad for _, param in named):
-        return ValueError(
+        raise ValueError(
             f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "
             "Set requires_grad on what is to be trained"
         )
     devices = {param.device: name for name, param in reversed(named) if not param.is_meta}
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        return ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
+        raise ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
     buffers = {name: buffer.device for name, buffer in model.named_buffers() if not buffer.is_meta}
     on_cpu = [name for name, device in buffers.items() if device.type == "cpu"]
     if backend not in ("gloo", "fake") and (on_cpu or any(device.type == "cpu" for device in devices)):
-        return ValueError(
+        raise ValueError(
             f"{'buffers ' + name_some(on_cpu) if on_cpu else 'the parameters'} are on the CPU, but the group's backend "
             f"is {backend}: move the model to the GPU first"
         )
     bucket_mb = options.get("bucket_mb")
     if bucket_mb is not None and (not isinstance(bucket_mb, (int, float)) or not bucket_mb >= 0):
-        return ValueError(f"bucket_mb must be a number of MiB, 0 or more, or None, got {bucket_mb!r}")
+        raise ValueError(f"bucket_mb must be a number of MiB, 0 or more, or None, got {bucket_mb!r}")
     prefetch = options.get("prefetch", 0)
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        return ValueError(f"prefetch must be a whole number of units, 0 or more, got {prefetch!r}")
-    return _units_problem(model, options.get("units"))
+        raise ValueError(f"prefetch must be a whole number of units, 0 or more, got {prefetch!r}")
+    _check_units(model, options.get("units"))
 
 
-def _dtypes_problem(model, dtypes, find_unused) -> Exception | None:
+def _check_dtypes(model, dtypes, find_unused) -> None:
     for name, dtype in zip(("param_dtype", "reduce_dtype"), dtypes):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            return ValueError(f"{name} must be a floating point dtype such as torch.bfloat16, or None, got {dtype!r}")
+            raise ValueError(f"{name} must be a floating point dtype such as torch.bfloat16, or None, got {dtype!r}")
     param_dtype = dtypes[0]
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if norms and param_dtype is not None and next(model.parameters()).device.type == "cpu":
@@ -108,50 +113,46 @@ def _dtypes_problem(model, dtypes, find_unused) -> Exception | None:
         try:
             nn.functional.batch_norm(ones[None].to(param_dtype), ones, ones, ones.to(param_dtype), ones.to(param_dtype))
         except RuntimeError as error:
-            return ValueError(
+            raise ValueError(
                 f"{name_some(norms)} cannot compute in {param_dtype} on a CPU: torch wants weights in the dtype of the "
                 f"running statistics there ({error}). Leave param_dtype out, or run on a GPU"
-            )
+            ) from error
     if not isinstance(find_unused, bool):
-        return ValueError(f"find_unused must be True or False, got {find_unused!r}")
-    return None
+        raise ValueError(f"find_unused must be True or False, got {find_unused!r}")
 
 
-def _source_problem(model: nn.Module, source, group) -> Exception | None:
+def _check_source(model: nn.Module, source, group) -> None:
     """What is wrong with a model on `meta`, or with where its values are to come from."""
     named = [*model.named_parameters(), *model.named_buffers()]
     meta = {name: tensor for name, tensor in named if tensor.is_meta}
     if not meta:
         if source and source != (None, None):
-            return ValueError(
+            raise ValueError(
                 "init_fn and state_dict are for a model on the meta device, and nothing of this one is: leave them out "
                 "(engine.load_full_state_dict(state) loads weights into any engine)"
             )
         return None
     if source is None:
-        return ValueError(
+        raise ValueError(
             f"{name_some(list(meta))} on the meta device, without values: this stage holds all parameters whole, so "
             "materialise the model first (model.to_empty(device=...), then initialise it), or shard it by "
             "ZeRO3(model, ..., init_fn=...)"
         )
     init_fn, state = source
     if init_fn is None and state is None:
-        return ValueError(
+        raise ValueError(
             f"{name_some(list(meta))} on the meta device, without values: pass init_fn=, called as"
             " init_fn(name, tensor), to fill each parameter and buffer in place, or state_dict=, which has their values"
         )
     if init_fn is not None and not callable(init_fn):
-        return TypeError(f"init_fn must be callable as init_fn(name, tensor), got {type(init_fn).__name__}")
+        raise TypeError(f"init_fn must be callable as init_fn(name, tensor), got {type(init_fn).__name__}")
     if state is None:
         return None
     if safe_reader.is_folder(state):
-        try:
-            path = safe_reader.newest(state)
-            state = safe_reader.Folder(path, dist.get_rank(group), dist.get_world_size(group)).model_on_meta()
-        except Exception as error:  # a damaged file may cause any
-            return error
+        path = safe_reader.newest(state)
+        state = safe_reader.Folder(path, dist.get_rank(group), dist.get_world_size(group)).model_on_meta()
     if not isinstance(state, Mapping):
-        return TypeError(
+        raise TypeError(
             "state_dict must be a dictionary of names and tensors, or a checkpoint's folder, "
             f"got {type(state).__name__}"
         )
@@ -160,34 +161,31 @@ def _source_problem(model: nn.Module, source, group) -> Exception | None:
     unexpected = [name for name in state if name not in own]
     if missing or unexpected:
         way = " (buffers that a state_dict leaves out, too; init_fn= may fill them)" * bool(missing)
-        return KeyError(f"the state_dict does not fit the model: {not_alike(missing, unexpected)}{way}")
+        raise KeyError(f"the state_dict does not fit the model: {not_alike(missing, unexpected)}{way}")
     for name, tensor in meta.items():
         if name in state and state[name].shape != tensor.shape:
-            return ValueError(
-                f"{name!r} has shape {tuple(state[name].shape)} in state_dict, {tuple(tensor.shape)} here"
-            )
-    return None
+            raise ValueError(f"{name!r} has shape {tuple(state[name].shape)} in state_dict, {tuple(tensor.shape)} here")
 
 
-def _units_problem(model: nn.Module, units) -> Exception | None:
+def _check_units(model: nn.Module, units) -> None:
     """What is wrong with ZeRO-3's `units`: entries that are no modules, not in the model, or overlapping."""
     if units is None:
         return None
     try:
         units = list(units)
     except TypeError:
-        return TypeError(f"units must be a list of modules of the model, got {type(units).__name__}")
+        raise TypeError(f"units must be a list of modules of the model, got {type(units).__name__}") from None
     names = {id(module): name or type(model).__name__ for name, module in model.named_modules(remove_duplicate=True)}
     for index, unit in enumerate(units):
         if not isinstance(unit, nn.Module):
-            return TypeError(f"units[{index}] must be a module of the model, got {type(unit).__name__}: {unit!r}")
+            raise TypeError(f"units[{index}] must be a module of the model, got {type(unit).__name__}: {unit!r}")
         if id(unit) not in names:
-            return ValueError(
+            raise ValueError(
                 f"units[{index}] ({type(unit).__name__}) is not a module of the model; "
                 "take the entries from model.modules(), for example list(model.blocks)"
             )
         if isinstance(unit, (nn.ModuleList, nn.ModuleDict)):
-            return ValueError(
+            raise ValueError(
                 f"units[{index}] is {names[id(unit)]!r}, a {type(unit).__name__}: it is never called itself, "
                 "so nothing could gather it in time; pass its entries instead"
             )
@@ -196,11 +194,10 @@ def _units_problem(model: nn.Module, units) -> Exception | None:
         for other in range(len(units)):
             if other != index and id(units[other]) in inside:
                 a, b = sorted((index, other))
-                return ValueError(
+                raise ValueError(
                     f"units[{a}] ({names[id(units[a])]!r}) and units[{b}] ({names[id(units[b])]!r}) overlap: "
                     "a parameter can be gathered with one unit only; drop one of the two"
                 )
-    return None
 
 
 def _fingerprint(model: nn.Module, options: dict) -> str:

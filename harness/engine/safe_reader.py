@@ -40,6 +40,11 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
+def sha256(file: Path) -> str:
+    with file.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def complete(folder) -> list[Path]:
     """The checkpoints in `folder`, the oldest first. One that was not finished has another name."""
     found = [path for path in Path(folder).glob("[0-9]*") if path.name.isdigit() and (path / METADATA).is_file()]
@@ -136,11 +141,10 @@ class Folder:
                 raise Damaged(f"{str(file)!r} was cut off: it has {found:,} bytes of {end:,} or more")
             if expected is None:
                 return
-            with file.open("rb", buffering=0) as stream:
-                digest = hashlib.file_digest(stream, "sha256")
+            digest = sha256(file)
         except OSError as error:
             raise Damaged(f"{str(file)!r} cannot be read: {error}") from error
-        if digest.hexdigest() != expected:
+        if digest != expected:
             raise Damaged(f"{str(file)!r} is not what was written: its SHA-256 is not the one in {SUMS}")
 
     def under(self, *start) -> dict[tuple, str]:

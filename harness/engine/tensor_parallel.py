@@ -65,23 +65,22 @@ def over_dimension(value: torch.Tensor, mesh) -> torch.Tensor:
     return everyone
 
 
-def problem(model, group, dtypes) -> Exception | None:
-    """What is wrong with a model of which parameters are DTensors."""
+def check(model, group, dtypes) -> None:
+    """Raises ValueError for DTensors among the parameters that cannot be sharded once more."""
     for name, param in model.named_parameters():
         if not isinstance(param, DTensor):
             continue
         ranks = set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
         if param.device_mesh.ndim > 1 or len(ranks.intersection(param.device_mesh.mesh.flatten().tolist())) > 1:
-            return ValueError(
+            raise ValueError(
                 f"parameter {name!r} is a DTensor, sharded by something else over the same ranks. A stage may shard "
                 "over *another* dimension of the mesh what tensor parallelism has cut: pass group=mesh['its name']. "
                 "Else build a new model"
             )
         if any(placement.is_partial() for placement in param.placements):
-            return ValueError(f"parameter {name!r} is a part of a sum ({param.placements}): redistribute it first")
+            raise ValueError(f"parameter {name!r} is a part of a sum ({param.placements}): redistribute it first")
         if any(dtype not in (None, param.dtype) for dtype in dtypes[:1]):
-            return ValueError(
+            raise ValueError(
                 f"parameter {name!r} is a DTensor, and param_dtype={dtypes[0]} would need another one: leave "
                 "param_dtype out with tensor parallelism, or cast the whole model before parallelize_module"
             )
-    return None

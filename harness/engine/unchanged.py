@@ -1,24 +1,22 @@
 """What was changed behind the engine's back is refused at the next forward, with the way out."""
 
-import weakref
-
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.engine import pipelines, precision
-from harness.engine.hooks import GradientHook, backward_now, no_hook, not_compiled
+from harness.engine.hooks import GradientHook, WeakHook, backward_now
 from harness.engine.tensor_parallel import local
 from harness.engine.units import default_units
 from harness.engine.waiting import name_some
 
 
-def watch_forward(engine) -> list:
+def watch_forward(engine, look: "Look") -> list:
     """Look at the model before every forward, and cast its inputs in mixed precision. Returns the hooks' handles.
 
-    The first handle is that of the look.
+    The first handle is that of the look, which lives as long as the engine.
     """
-    handles = [engine.model.register_forward_pre_hook(Look(engine))]
+    handles = [engine.model.register_forward_pre_hook(WeakHook(look.compare))]
     if engine.dtypes[0] is not None:
         for module in engine.model.modules():
             handles.append(module.register_load_state_dict_pre_hook(refuse_loading))
@@ -36,7 +34,6 @@ class Look:
     """
 
     def __init__(self, engine):
-        self._engine = weakref.ref(engine)
         # Lists and not a walk through the model: this runs before every forward.
         self._counts = [
             (m._parameters, len(m._parameters), m._modules, len(m._modules)) for m in engine.model.modules()
@@ -54,12 +51,8 @@ class Look:
                 address = local(param).data_ptr() if whole else None
                 self._known.append((name, param, homes[id(param)], param.requires_grad, address, rounded))
 
-    def __reduce__(self):  # in a copy of the model nobody looks
-        return no_hook, ()
-
-    @not_compiled
-    def __call__(self, model: nn.Module, args) -> None:
-        if self._engine() is None or backward_now() is not None:  # gone; or activation checkpointing runs it again
+    def compare(self, model: nn.Module, args) -> None:
+        if backward_now() is not None:  # activation checkpointing runs it again
             return
         pipelines.heed()
         came, replaced, flags, moved, lost = [], [], [], [], []

@@ -262,6 +262,8 @@ class UnitHooks(BucketHooks):
         if unit is not self._engine.root and (not known or self._engine.find_unused):  # there: it was not over, then
             self._finish_work(unit)
             self._at_work = unit
+            if unit not in self._waiting:  # with `find_unused`: delivered already, and backward comes to it once more
+                self._waiting.append(unit)
         self._engine.unpack((None, visit))
         if known and (not unit.gathered or unit.works):  # freed before its time, or gathered anew for another visit
             self._gather_now(unit)
@@ -280,10 +282,8 @@ class UnitHooks(BucketHooks):
             self._free(unit)
         if self._engine.find_unused:
             self._deliver(unit)
-
-    def _see_gradient(self) -> None:
-        if self._backward is None or self._backward != torch._C._current_graph_task_id():
-            self._begin_backward()
+            for bucket in unit.trained_buckets:  # a unit that has run twice brings gradients when backward is back
+                bucket.missing = set(range(len(bucket.params)))
 
     def came(self, unit, bucket, index: int) -> bool:
         tells = super().came(unit, bucket, index) and not self._engine.find_unused and unit not in self._kept

@@ -60,11 +60,14 @@ def arguments(argv=None) -> argparse.Namespace:
         engines.chosen(options.profile, "bench", (*ENGINES, "plain"))
     if options.host and options.profile and options.profile not in ("plain", *options.engines):
         raise ValueError(f"--profile {options.profile}, but --engines has {', '.join(options.engines)}")
+    if options.host and options.engine_file:
+        raise ValueError("--host is of our engines and torch's, without other ranks: leave out --engine-file")
     if options.host and options.device not in ("auto", "cpu") and not accelerator.count():
         raise ValueError(f"--device {options.device}, but torch sees no GPU here: use --device cpu")
     return options
 
 
+@engine_file.one_line()
 def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str, list[float]]:
     """{engine: milliseconds of each timed step, of the slowest rank}. A collective."""
     config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq, tied=False)

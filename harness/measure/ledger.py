@@ -134,10 +134,10 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
 
     Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
     frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
-    An engine that keeps them elsewhere has a `held_tensors` of its own.
+    An engine that keeps them elsewhere has a `held_tensors` of its own, whose values may be nested.
     """
     if hasattr(engine, "held_tensors"):
-        return engine.held_tensors()
+        return {kind: tensors_in(tree) for kind, tree in engine.held_tensors().items()}
     inner = optimizer_of(engine)
     params = list(engine.model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
     params += [bucket.shard for bucket in getattr(engine, "buckets", ())]

@@ -371,25 +371,24 @@ def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
 
 def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda results: None) -> dict:
     """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`. `keep` gets it after each."""
-    parameters = number_of_parameters(preset(options.preset))
+    of = ("ranks", "replicas", "preset", "precision", "offload", "batch", "accumulate", "seq", "checkpoint_activations",
+          "device")  # fmt: skip
+    results = {"parameters": number_of_parameters(preset(options.preset))} | {name: vars(options)[name] for name in of}
+    hardware = process_group.hardware(torch.device("cpu" if options.device == "fake" else options.device))
     engines = {}
-    ranks = {"ranks": options.ranks, "replicas": options.replicas}
-    results = {"parameters": parameters, **ranks, **_conditions(options), "engines": engines}
+    about = {"hardware": hardware, "torch": torch.__version__, "command": common.command("memory"), "engines": engines}
+    results |= about
     with fake_ranks(options.ranks):
         for name in options.engines:
             started = time.perf_counter()
             engines[name] = measure(name, options)
-            if options.device != "fake":
-                engines[name]["dry_run_peak_bytes"] = dry_run_of(name, options)["peak_bytes"]
+            if options.device != "fake":  # beside the GPU's row, what fake tensors say
+                fake = argparse.Namespace(**vars(options) | {"device": "fake"})
+                row = measure_apart(name, fake) if options.offload else measure(name, fake)
+                engines[name]["dry_run_peak_bytes"] = row["peak_bytes"]
             say(f"  {name}: {time.perf_counter() - started:.1f} s")
             keep(results)
     return results
-
-
-def dry_run_of(name: str, options: argparse.Namespace) -> dict:
-    """The row that `measure` gives on fake tensors, of a run on a GPU."""
-    options = argparse.Namespace(**{**vars(options), "device": "fake"})
-    return measure_apart(name, options) if options.offload else measure(name, options)
 
 
 def measure_apart(name: str, options: argparse.Namespace) -> dict:
@@ -404,28 +403,21 @@ def measure_alone(name: str, options: argparse.Namespace) -> dict:
         return measure(name, options)
 
 
-def _conditions(options: argparse.Namespace) -> dict:
-    of = ("preset", "precision", "offload", "batch", "accumulate", "seq", "checkpoint_activations", "device")
-    hardware = process_group.hardware(torch.device("cpu" if options.device == "fake" else options.device))
-    about = {"hardware": hardware, "torch": torch.__version__, "command": common.command("memory")}
-    return {name: getattr(options, name) for name in of} | about
-
-
 def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
     """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
-    parameters = number_of_parameters(preset(options.preset))
-    unit, size = tables.unit_for(parameters)
+    unit, size = tables.unit_for(number_of_parameters(preset(options.preset)))
     numbers = [2**power for power in range(options.up_to.bit_length())]
     engines = {name: [] for name in options.engines}
     for options.ranks in numbers:
         peaks = []
-        for name, row in measure_all(options)["engines"].items():
+        results = measure_all(options)
+        for name, row in results["engines"].items():
             row.pop("curve", None)
             engines[name].append(row)
             no_memory = "out_of_memory" in row
             peaks.append(f"{name} {'OUT OF MEMORY' if no_memory else format(row['peak_bytes'] / size, '.2f')}")
         say(f"  {options.ranks:>5} rank{'s' if options.ranks > 1 else ' '}, peak in {unit}: " + ", ".join(peaks))
-    return {"parameters": parameters, "ranks": numbers, **_conditions(options), "engines": engines}
+    return {**results, "ranks": numbers, "engines": engines}
 
 
 def fits_on(peak: float) -> list[int]:

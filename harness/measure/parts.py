@@ -168,7 +168,7 @@ class PartsLedger(MemoryLedger):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.replace("::", ".")
-        self._where.see(name, args)
+        self._where.see(func, args)
         if self._growing and torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
             # Backward goes on after a forward, or after a piece of one that it ran again.
             for key in self._growing:

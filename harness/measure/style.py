@@ -79,9 +79,9 @@ def look(style: tuple[str, str], theme: dict) -> dict:
 def engine_look(name: str, **own) -> dict:
     """An engine is no part and no activity: it has a line of its own, a mark and a tone of grey, its name beside it."""
     engine = ENGINES.get(name)
-    return (
-        {"color": engine.shade, "marker": engine.mark, "linestyle": engine.line} if engine else {"marker": "o"}
-    ) | own
+    if engine is None:
+        return {"marker": "o"} | own
+    return {"color": engine.shade, "marker": engine.mark, "linestyle": engine.line} | own
 
 
 def key(styles: dict[str, tuple[str, str]], theme: dict) -> list[Patch]:

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.engine.units import default_units
 from harness.measure.traffic import group_of, kind_of, was_async, whole_bytes, works_in
 from harness.measure.where import Where
-from harness.run.options import write_json
 
 STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")  # the work that a collective can hide behind
@@ -71,7 +70,7 @@ class Timeline(TorchDispatchMode):
         self._where, self._model = Where(), model
         self._device = device
         self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
-        self._open_steps: list[tuple] = []
+        self._begun: list = []  # when each of the labels was entered that are open
         self._raw: list[list] = []  # [lane, name, start, end, step, nbytes], times not yet in seconds
         self._computing: list | None = None  # the entry that goes on, until the rank waits or works for another unit
         self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its entry in `_raw`)
@@ -106,20 +105,19 @@ class Timeline(TorchDispatchMode):
         return unit_of(self._where.module(), self._units) or "root"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace, name = func.namespace, func._schema.name.split("::")[1]
-        self._where.see(f"{namespace}.{name}", args)
-        if namespace == "profiler":
-            if name == "_record_function_enter_new":
-                self._open_steps.append((args[0], self.now()))
-            elif name == "_record_function_exit" and self._open_steps:
-                label, start = self._open_steps.pop()
-                if label.startswith("step "):
-                    self._raw.append([STEPS, label.removeprefix("step "), start, self.now(), "", 0])
+        said = self._where.see(func, args)
+        if said.startswith("enter"):
+            self._begun.append(self.now())
+        elif said:
+            start = self._begun.pop()
+            if said.startswith("leave step "):
+                self._raw.append([STEPS, said.removeprefix("leave step "), start, self.now(), "", 0])
+        if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
         start = self.now()
         self._look_for_ends(start)
         result = func(*args, **(kwargs or {}))
-        if namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional"):
             if (kind := kind_of(func)) is not None:
                 self._collective(kind, args, result, start, was_async(func, args))
             return result
@@ -317,7 +315,3 @@ def _free_thread(span: Span, threads: dict[str, float]) -> str:
     """ "all-gather", or "all-gather 2" while another one is under way, and so on."""
     names = [span.name, *(f"{span.name} {number}" for number in range(2, len(threads) + 3))]
     return next(name for name in names if threads.get(name, 0.0) <= span.start)
-
-
-def save_trace(path: str, trace: dict) -> None:
-    write_json(path, trace, indent=None)

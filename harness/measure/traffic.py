@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.measure.ledger import tensors_in
+from harness.measure.where import Where
 
 KINDS = {  # as torch dispatches them
     "allreduce_": "all-reduce",
@@ -75,7 +76,7 @@ class TrafficLedger(TorchDispatchMode):
         """`on_event(what, depth, collective)` is called for every label entered or left, and every collective."""
         super().__init__()
         self.collectives: list[Collective] = []
-        self._steps: list[str] = []
+        self._where = Where()
         self._on_event = on_event or (lambda what, depth, collective: None)
 
     @property
@@ -89,25 +90,21 @@ class TrafficLedger(TorchDispatchMode):
         return round(sum(collective.sent_elements for collective in self.collectives))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace, name = func.namespace, func._schema.name.split("::")[1]
-        if namespace == "profiler":
-            if name == "_record_function_enter_new":
-                self._steps.append(args[0])
-                self._on_event(f"enter {args[0]}", len(self._steps), None)
-            elif name == "_record_function_exit" and self._steps:
-                self._on_event(f"leave {self._steps.pop()}", len(self._steps) + 1, None)
+        if said := self._where.see(func, args):
+            self._on_event(said, len(self._where.labels) + said.startswith("leave"), None)
         elif (kind := kind_of(func)) is not None:
             self._note(kind, args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, kind: str, args) -> None:
         whole = whole_bytes(kind, args)
-        step = next((label for label in reversed(self._steps) if label.startswith("step ")), "")
         element = next((tensor.element_size() for tensor in tensors_in(args[:2])), 4)
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
+        step = self._where.step
+        step = f"step {step}" if step else ""
         collective = Collective(kind, whole, sent_bytes(kind, whole, len(ranks)), step, element, ranks)
         self.collectives.append(collective)
-        self._on_event(kind, len(self._steps), collective)
+        self._on_event(kind, len(self._where.labels), collective)
 
 
 def whole_bytes(kind: str, args) -> int:

@@ -17,7 +17,7 @@ from harness.measure.out_of_memory import explained
 from harness.measure.parts import PARTS, PartsLedger
 from harness.measure.places import PlacesLedger, in_rows
 from harness.measure.story import BucketStory, UnitStory, held
-from harness.measure.timeline import Timeline, chrome_trace, save_trace
+from harness.measure.timeline import Timeline, chrome_trace
 from harness.measure.traffic import TrafficLedger
 from harness.run import micro_batches, process_group
 from harness.run import options as common
@@ -135,7 +135,7 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
         for built, step, moments in everyone:
             ranks.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
             live.append([(begins + seconds, parts) for seconds, parts in moments])
-        save_trace(options.trace, chrome_trace(ranks, live, **about))
+        common.write_json(options.trace, chrome_trace(ranks, live, **about), indent=None)
         print(f"written: {options.trace} (open it in chrome://tracing or ui.perfetto.dev)")
 
 

@@ -27,12 +27,14 @@ class Where:
         self._entered: list[tuple[int, str]] = []  # (autograd's number of the next node, module from there on)
         self._last = ""
 
-    def see(self, name: str, args) -> None:
-        """Take notice of an operation that is about to run."""
-        if name == "profiler._record_function_enter_new":
+    def see(self, func, args) -> str:
+        """Take notice of an operation that is about to run: "enter LABEL" or "leave LABEL", or "" for any other one."""
+        if func._schema.name == "profiler::_record_function_enter_new":
             self.labels.append(args[0])
-        elif name == "profiler._record_function_exit" and self.labels:
-            self.labels.pop()
+            return f"enter {args[0]}"
+        if func._schema.name == "profiler::_record_function_exit" and self.labels:
+            return f"leave {self.labels.pop()}"
+        return ""
 
     @property
     def steps(self) -> list[str]:

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import sys
 import time
 import traceback
@@ -26,15 +27,14 @@ import torch
 from harness.measure import tables
 from harness.properties.property import GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
 from harness.run import engine_file, engines, process_group, ranks
+from harness.run.ranks import ROOT
 
-SECONDS = 60  # that one property may take on an engine, all its cases together
-COLLECTIVE = 20  # seconds after which a collective in which ranks wait for each other in vain is a hang
+COLLECTIVE = 20  # seconds after which a collective in which ranks wait in vain is a hang; ZERO_TIMEOUT changes it
+STARTING = 60  # seconds that ranks may take until they begin
 OUTCOMES = ("right", "refused", "wrong", "crash", "hang", "not applicable")
 SIGNS = dict(zip(OUTCOMES, ("ok", "refused", "WRONG", "CRASH", "HANG", "-")))
 WORST = ("crash", "hang", "wrong", "refused", "right", "not applicable")  # of several cases or ranks
 IN_WORDS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
-DEFAULT = ("zero1", "zero2", "zero3", "ddp", "zero_redundancy_optimizer", "fsdp2_no_reshard", "fsdp2",
-           "deepspeed1", "deepspeed2", "deepspeed3")  # fmt: skip
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,25 +52,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
     options.engine_file += [given for given in options.engines if given.endswith(".py")]
     options.engines = [given for given in options.engines if not given.endswith(".py")]
-    with trial():
-        own = engine_file.enter(options.engine_file, "conform")
+    os.environ.setdefault("ZERO_TIMEOUT", str(COLLECTIVE))
+    process_group.timeout()  # raises, too
+    own = engine_file.enter(options.engine_file, "conform", trial=True)
     if not options.engines and not own:
-        options.engines = [name for name in DEFAULT if engines.installed(name)]
-    options.names = list(dict.fromkeys([*engines.chosen(",".join([*options.engines, *own]), "conform")]))
+        options.engines = [name for name in engines.named("conform") if engines.installed(name)]
+    options.names = engines.chosen(",".join([*options.engines, *own]), "conform")
     options.properties = [name for name, each in library().items() if wanted(each, options.only)]
     if not options.properties:
         raise ValueError(f"--only {options.only!r}: no property has that in its name, group or sentence")
     process_group.check_writable("--json", options.json)
     return options
-
-
-@contextlib.contextmanager
-def trial():
-    """A file's `build` is tried once, as before any start of ranks."""
-    before = os.environ.get("ZERO_PREFLIGHT")
-    os.environ["ZERO_PREFLIGHT"] = "1"
-    yield
-    os.environ.pop("ZERO_PREFLIGHT") if before is None else None
 
 
 def wanted(each, text: str | None) -> bool:
@@ -125,16 +117,25 @@ def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
     return ("wrong", f"{findings[0]}\n  asked     {case}") if findings else ("right", "")
 
 
-def on_ranks(options: argparse.Namespace, engine: str, names: list[str], folder: str) -> None:
-    """One property after the other, each verdict said as it comes. After a hang or a crash nothing can be said."""
+def on_ranks(engine: str, file: str, names: str, folder: str) -> None:
+    """One property after the other, each verdict said as it comes. After a hang or a crash nothing can be said.
+
+    `file` is the engine's, or empty; `names` are those of the properties, with commas between them.
+    """
     rank = ranks.begin(folder)
+    engine_file.enter([file] if file else [], "conform")
+    ranks.say(folder, "here", rank, {})
+    ranks.everyone(folder, "here", int(os.environ["WORLD_SIZE"]), STARTING)  # so that none waits for another's imports
     me = process_group.start("gloo", "cpu")
     torch.set_num_threads(1)
-    for name in names:
+    for name in names.split(","):
         torch.manual_seed(1000 + rank)
         verdict = outcome(name, engine, me.world_size)
         ranks.say(folder, name, rank, verdict)
-        everyone = ranks.everyone(folder, name, me.world_size, SECONDS)
+        everyone = ranks.everyone(folder, name, me.world_size, longest())
+        for other, silent in enumerate(each is None for each in everyone):
+            if silent:  # and not dead: torchrun would have ended this rank, too
+                ranks.say(folder, name, other, {"outcome": "hang", "says": "it did not end", "seconds": longest()})
         if any(each is None or each["outcome"] in ("crash", "hang") for each in everyone):
             os._exit(1)  # these ranks may be in any state: others go on
     process_group.stop()
@@ -143,24 +144,29 @@ def on_ranks(options: argparse.Namespace, engine: str, names: list[str], folder:
 # What starts them.
 
 
+def longest() -> float:
+    """Seconds that one property may take on an engine, all its cases together."""
+    return 3 * process_group.timeout()
+
+
 def ask(engine: str, file: str | None, names: list[str], size: int, tell) -> dict[str, dict]:
     """{property: outcome of all ranks together}: in ranks of their own, and in new ones after a crash or a hang."""
     found, left = {}, list(names)
     while left:
-        command = ["-m", "harness.properties.conform", "--on-ranks", engine, *(["--engine-file", file] if file else []),
-                   "--properties", ",".join(left)]  # fmt: skip
-        seconds = SECONDS * len(left)
-        with ranks.Ranks(
-            command, size, seconds, quiet=True, ZERO_TIMEOUT=os.environ.get("ZERO_TIMEOUT", str(COLLECTIVE))
-        ) as running:
-            before = len(found)
+        command = ["-m", "harness.properties.conform", "--on-ranks", engine, file or "", ",".join(left)]
+        began = len(found)
+        with ranks.Ranks(command, size, STARTING + 2 * longest(), quiet=True) as running:
             for name, verdicts in running.verdicts(left):
                 found[name] = together(verdicts)
                 tell(engine, name, found[name])
                 if found[name]["outcome"] in ("crash", "hang"):
                     break
-        if len(found) == before:  # they have not even begun
-            raise RuntimeError(f"the ranks of {engine} have not started: {running.text.strip()[-500:]}")
+                running.until = time.monotonic() + 2 * longest()
+        if len(found) == began:
+            says = without_places(f"its ranks have not begun: {running.last_words()}")
+            dead = {"outcome": "crash", "says": says, "seconds": 0.0}
+            tell(engine, "all", dead)
+            return found | dict.fromkeys(left, dead)
         left = [name for name in names if name not in found]
     return found
 
@@ -170,9 +176,23 @@ def together(verdicts: list[dict]) -> dict:
     for verdict in verdicts:
         if verdict.get("status") == "died":
             late = "had not come to its end" in verdict["error"]
-            verdict.update(outcome="hang" if late else "crash", says=verdict["error"], seconds=float(SECONDS) * late)
+            verdict.update(outcome="hang" if late else "crash", says=verdict["error"], seconds=longest() * late)
     worst = min(verdicts, key=lambda verdict: WORST.index(verdict["outcome"]))
-    return {**{key: worst[key] for key in ("outcome", "says")}, "seconds": max(v["seconds"] for v in verdicts)}
+    seconds = max(verdict["seconds"] for verdict in verdicts)
+    return {"outcome": worst["outcome"], "says": without_places(worst["says"]), "seconds": seconds}
+
+
+def without_places(said: str) -> str:
+    """`said`, without what is of this machine alone: where files lie, and addresses in memory."""
+    said = re.sub(r"\b0x[0-9a-f]{6,}", "0x...", said.replace(f"{ROOT}/", ""))
+    return re.sub(r"(?<![\w:/.])/[^\s\"',:;()]+", lambda path: _shortened(Path(path[0])), said)
+
+
+def _shortened(path: Path) -> str:
+    """From site-packages on, or the file's name alone."""
+    parts = path.parts
+    start = parts.index("site-packages") if "site-packages" in parts else -1
+    return "/".join(parts[start:])
 
 
 def versions() -> dict[str, str]:
@@ -228,18 +248,5 @@ def main() -> None:
     sys.exit(1 if bad else 0)
 
 
-def main_on_a_rank(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--on-ranks")
-    parser.add_argument("--properties")
-    engine_file.add_option(parser)
-    parser.add_argument("folder")
-    options = parser.parse_args(argv)
-    engine_file.enter(options.engine_file, "conform")
-    on_ranks(options, options.on_ranks, options.properties.split(","), options.folder)
-
-
 if __name__ == "__main__":
-    if "--on-ranks" in sys.argv:
-        process_group.run(lambda: main_on_a_rank(sys.argv[1:]))
-    process_group.run(main)
+    process_group.run(lambda: on_ranks(*sys.argv[2:]) if sys.argv[1:2] == ["--on-ranks"] else main())

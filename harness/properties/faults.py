@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
-from harness.properties.property import holds, refused, same
+from harness.properties.property import STAGES, holds, refused, same
 from harness.properties.training import Pair
 from harness.properties.unused import forked
 
@@ -49,7 +49,7 @@ def trip(pair: Pair, where: str) -> None:
         handle.remove()
 
 
-@holds("life", sizes=(2,), further_sizes=(1, 3),
+@holds("life", engines=STAGES, further_sizes=(1, 3),
        cases=({"options": {}}, {"options": {"bucket_mb": 0}, "on": ("zero2",)}, {"options": {}, "build": forked}),
        further_cases=({"options": {"find_unused": True}},))  # fmt: skip
 def faults_reach_the_caller_and_training_goes_on(engine, options, build=None):
@@ -57,7 +57,6 @@ def faults_reach_the_caller_and_training_goes_on(engine, options, build=None):
 
     Also where buckets wait for gradients of unused parameters, which do not come.
     """
-    engine.needs("zero1", "zero2", "zero3")
     pair = build(engine, ADAMW) if build else Pair(engine, parts.OddModel, ADAMW, **options)
     for step, where in enumerate((None, "forward", "loss", "backward", "no_sync", "forward")):
         if where:
@@ -77,10 +76,9 @@ def faults_reach_the_caller_and_training_goes_on(engine, options, build=None):
     pair.same_weights()
 
 
-@holds("misuse", engines=("zero3",), sizes=(2,), further_sizes=(1,))
+@holds("misuse", engines=("zero3",), further_sizes=(1,))
 def looking_at_freed_weights_is_an_error_and_no_crash(engine):
     """Every way to look at or use a freed weight says so and names the way out; what needs no values still answers."""
-    engine.needs("zero3")
     trained = engine(parts.seeded(parts.OddModel), ADAMW)
     model, x = trained.model, torch.ones(2, 5, dtype=torch.float64)
     weight, whole = model.blocks[0].up.weight, parts.seeded(parts.OddModel).blocks[0].up.weight

@@ -39,8 +39,8 @@ def groups_keep_to_themselves(engine):
         return x, y[:, :3], torch.inf if step == 1 and who == 1 and side == 0 else 1.0
 
     # Rank 0 of each group has the right one.
-    given = iter((parts.seeded(lambda: Branches(side), side), parts.seeded(lambda: Branches(rank), rank)))
-    pair = Pair(engine, lambda: next(given), parts.DECAY, batch=batch, group=groups[side], find_unused=True,
+    built = parts.seeded(lambda: Branches(side), side), parts.seeded(lambda: Branches(rank), rank)
+    pair = Pair(engine, built, parts.DECAY, batch=batch, group=groups[side], find_unused=True,
                 loss=lambda model, x, y, factor: F.mse_loss(model(x, side), y) * factor)  # fmt: skip
     scaler = GradScaler("cpu", init_scale=4.0)
     for step in range(3):

@@ -1,24 +1,18 @@
 """What an engine holds and sends, to the byte, against arithmetic done here; and what steps leave behind."""
 
-import time
-
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.layout import owned, padded, sizes_by_bucket
-from harness.properties.property import holds, same
-from harness.properties.training import Pair, vectors
+from harness.properties.models import Lanes
+from harness.properties.property import STAGES, holds, same
+from harness.properties.training import Pair, of_vectors, vectors
 
 ADAMW = parts.ADAMW
-
-
-def of_outputs(outputs, targets) -> torch.Tensor:
-    return F.cross_entropy(outputs.float(), targets)
 
 
 def mixed(param_dtype) -> dict:
@@ -26,21 +20,12 @@ def mixed(param_dtype) -> dict:
     return {"param_dtype": param_dtype, "reduce_dtype": torch.float32} if param_dtype else {}
 
 
-def settle(memory: MemoryLedger, expected: int) -> None:
-    """Give gloo's thread a moment: it lets go of a collective's buffers shortly after `wait()` returns, not before."""
-    for _ in range(100):
-        if memory.live <= expected:
-            return
-        time.sleep(0.01)
-
-
-@holds("bytes", cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3, 4))
+@holds("bytes", engines=STAGES, cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3, 4))
 def held_bytes_equal_the_theory(engine, param_dtype=None):
     """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive.
 
     In mixed precision no float32 weights stay besides the shards.
     """
-    engine.needs("zero1", "zero1_2psi", "zero2", "zero3")
     stage, low = engine.like, param_dtype is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = parts.seeded(parts.OddModel, dtype=torch.float32)
@@ -55,13 +40,12 @@ def held_bytes_equal_the_theory(engine, param_dtype=None):
         outside = memory.live
         for param in model.parameters():
             memory.track(param)
-        trained = engine(model, ADAMW, **mixed(param_dtype))
-        trained.training_step(*batches[0], of_outputs)
-        loss = of_outputs(trained(batches[1][0]), batches[1][1])
+        trained = engine(model, ADAMW, group=parts.silent_group(), **mixed(param_dtype))
+        trained.training_step(*batches[0], parts.in_float32)
+        loss = parts.in_float32(trained(batches[1][0]), batches[1][1])
         loss.backward()
 
         def look(optimizer, *_):
-            settle(memory, outside + sum(held_bytes(trained).values()) + 4)
             held.update(held_bytes(trained), live=memory.live - outside)
 
         trained.optimizer.register_step_pre_hook(look)
@@ -90,19 +74,15 @@ def held_bytes_equal_the_theory(engine, param_dtype=None):
     same("bytes that are alive besides", live - sum(expected.values()), 4, step=4)
 
 
-@holds("life", sizes=(2,))
+@holds("life")
 def steps_leave_no_hooks_behind(engine):
     """The engine's hooks are set once: steps of every kind leave as many as they found."""
     model = parts.seeded(parts.OddModel)
     trained = engine(model, ADAMW, find_unused=True)
     tokens, targets = parts.token_batch(0, dist.get_rank())
 
-    def hooks() -> int:
-        owners = (*model.modules(), trained.optimizer)
-        return sum(len(value or ()) for owner in owners for key, value in vars(owner).items() if "hooks" in key)
-
     trained.training_step(tokens, targets, F.cross_entropy)  # some set theirs in the first one
-    before = hooks()
+    before = parts.hooks_on(model, trained.optimizer)
     for _ in range(2):
         trained.training_step(tokens, targets, F.cross_entropy)
         with torch.no_grad():
@@ -115,17 +95,17 @@ def steps_leave_no_hooks_behind(engine):
         trained.zero_grad()
         if not engine.foreign:
             trained.load_full_state_dict(trained.full_state_dict())
-        same("hooks on modules and optimizer after a step", hooks(), before)
+        same("hooks after a step", parts.hooks_on(model, trained.optimizer), before)
 
 
-@holds("traffic", sizes=(1, 2, 3, 4), cases=({"at": (1, 2, 3)}, {"hybrid": True, "at": (4,)}), further_cases=(
-    {"param_dtype": torch.bfloat16, "at": (1, 2, 3)},))  # fmt: skip
+@holds("traffic", engines=STAGES, sizes=(2, 3, 4), further_sizes=(1,),
+       cases=({"at": (1, 2, 3)}, {"hybrid": True, "at": (4,)}),
+       further_cases=({"param_dtype": torch.bfloat16, "at": (1, 2, 3)},))  # fmt: skip
 def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
     """Kind, bytes, order, step and ranks of every collective of a training step, and what they send in all.
 
     On a grid of 2 x 2 it is the same within a row, and across replicas only the shards' gradients go.
     """
-    engine.needs("zero1", "zero2", "zero3")
     rank, layers, width = dist.get_rank(), 4, 12
     group = parts.grid() if hybrid else None
     row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
@@ -166,32 +146,18 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
         same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent, step=3)
 
 
-class Lanes(nn.Module):
-    """Layers of different sizes, so that a collective's bytes name the layer, run in the order of `way`."""
-
-    def __init__(self, way=(0, 1, 2, 3)):
-        super().__init__()
-        self.layers, self.way = nn.ModuleList(nn.Linear(8, out) for out in (8, 16, 24, 32)), way
-
-    def forward(self, x):
-        *first, last = self.way
-        for index in first:
-            x = x + self.layers[index](x).sum(-1, keepdim=True)
-        return self.layers[last](x)
-
-
 @holds("order", engines=("zero2",), sizes=(2, 3), cases=({"reverse": False}, {"reverse": True}))
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
-    engine.needs("zero2")
-    way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
-    pair = Pair(engine, lambda: Lanes(way), ADAMW, bucket_mb=0, batch=vectors(8),
-                loss=lambda model, x, y: model(x).square().mean())  # fmt: skip
-    layers = [8 * padded([numel], pair.size, 2)[0] for out in (32, 24, 16, 8) for numel in (out, 8 * out)]
+    pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, batch=vectors(8), loss=of_vectors)
+    for model, _ in pair.both:
+        model.way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
+    params = reversed(list(pair.plain.parameters()))
+    expected = [8 * padded([param.numel()], pair.size, 2)[0] for param in params]
     for step in range(4):
         with TrafficLedger() as traffic:
             pair.backward(step)
             pair.step()
         sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
-        same("bytes of the reduce-scatters, each once, in the order of self.trained_buckets", sizes, layers, step=3)
+        same("bytes of the reduce-scatters, each once, in the order of self.trained_buckets", sizes, expected, step=3)
     pair.same_weights()

@@ -10,14 +10,13 @@ from torch.nn import functional as F
 from harness.measure.ledger import storage_bytes
 from harness.properties import parts
 from harness.properties.overlap import late_collectives
-from harness.properties.property import NotApplicable, holds, same
+from harness.properties.property import STAGES, NotApplicable, holds, same
 from harness.properties.training import EXACT, Pair
 
 
-@holds("life", sizes=(2,), further_sizes=(3,), cases=({"late": True},), further_cases=({"late": False},))
+@holds("life", engines=STAGES, further_sizes=(3,), cases=({"late": True},), further_cases=({"late": False},))
 def hooks_find_the_units_weights(engine, late):
     """Hooks around a unit's and the model's forward find the weights gathered, whenever they were registered."""
-    engine.needs("zero1", "zero2", "zero3")
     model, found = parts.seeded(parts.OddModel), []
 
     def looks(kind, name):
@@ -45,14 +44,13 @@ def hooks_find_the_units_weights(engine, late):
             same("bytes that a hook keeps gathered", storage_bytes(model.parameters()), 0, step=2)
 
 
-@holds("life", sizes=(2,), further_sizes=(3,), cases=({"before": True}, {"before": False}),
+@holds("life", engines=STAGES, further_sizes=(3,), cases=({"before": True}, {"before": False}),
        further_cases=tuple({"before": b, "bucket_mb": 0, "on": ("zero2",)} for b in (True, False)))  # fmt: skip
 def hooks_find_this_ranks_gradients(engine, before, **options):
     """A post-accumulate-grad hook finds this rank's gradient of every parameter, whenever it was registered.
 
     C++ goes through the hooks in the order of insertion, which `OrderedDict.move_to_end` does not change.
     """
-    engine.needs("zero1", "zero2", "zero3")
     plain, model, found = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel), {}
 
     def register():
@@ -78,7 +76,7 @@ def hooks_find_this_ranks_gradients(engine, before, **options):
         same("gradients that hooks find", {name: found.get(name) for name in expected}, expected, EXACT, step=3)
 
 
-@holds("values", sizes=(2,), further_sizes=(3,))
+@holds("values", further_sizes=(3,))
 def hooks_that_change_gradients_count(engine):
     """A tensor's hook that scales or masks a gradient counts, whenever it was registered."""
 
@@ -113,7 +111,7 @@ class PassesOn(nn.Module):
         return self.head(torch.tanh(first + second + leaf).mean(1) + shift), leaf, self.shift
 
 
-@holds("life", sizes=(2,), further_sizes=(3,))
+@holds("life", further_sizes=(3,))
 def hooks_do_not_pile_up_on_what_passes_through(engine):
     """A leaf and a parameter that go through units have no more hooks after some steps, and the leaf its gradient."""
     # The engine's, and one for each rank of the plain side.

@@ -33,26 +33,19 @@ def owned(sizes, rank: int, world_size: int, align: int = 4) -> list[int]:
     return found
 
 
-def sizes_by_bucket(model: nn.Module, stage: str, bucket_mb: float = 25) -> list[list[int]]:
-    """The layout, worked out anew: buckets in reverse order for ZeRO-1 and -2, units and root for ZeRO-3."""
+def sizes_by_bucket(model: nn.Module, stage: str) -> list[list[int]]:
+    """The layout, worked out anew: one bucket in reverse order for ZeRO-1 and -2, units and root for ZeRO-3."""
     named = [(n, p.numel()) for n, p in model.named_parameters() if p.requires_grad]
-    if stage == "zero3":
-        frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
-        children = [name for name, module in model.named_children() if isinstance(module, nn.ModuleList)]
-        units = {}
-        for name, size in named:
-            inside = name.split(".")[0] in children
-            units.setdefault(".".join(name.split(".")[:2]) if inside else "root", []).append(size)
-        root = units.pop("root", None)
-        return [*units.values(), *([root] if root else []), *([frozen] if frozen else [])]
-    buckets, nbytes = [], 0
-    for _, size in reversed(named):
-        if not buckets or nbytes + 4 * size > bucket_mb * 2**20:
-            buckets.append([])
-            nbytes = 0
-        buckets[-1].append(size)
-        nbytes += 4 * size
-    return buckets
+    if stage != "zero3":
+        return [[size for _, size in reversed(named)]]
+    frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
+    children = [name for name, module in model.named_children() if isinstance(module, nn.ModuleList)]
+    units = {}
+    for name, size in named:
+        inside = name.split(".")[0] in children
+        units.setdefault(".".join(name.split(".")[:2]) if inside else "root", []).append(size)
+    root = units.pop("root", None)
+    return [*units.values(), *([root] if root else []), *([frozen] if frozen else [])]
 
 
 @holds("bytes", sizes=(3,), cases=({"param_dtype": None}, {"param_dtype": torch.bfloat16}))
@@ -68,7 +61,7 @@ def parameters_start_on_16_byte_boundaries(engine, param_dtype):
     seen = []
     model.blocks[1].register_forward_pre_hook(lambda m, i: seen.extend(p.data_ptr() % 16 for p in m.parameters()))
     tokens, targets = parts.token_batch(0, dist.get_rank())
-    F.cross_entropy(trained(tokens).float(), targets).backward()
+    parts.in_float32(trained(tokens), targets).backward()
     same("addresses of a block's parameters beyond a multiple of 16", seen, [0] * 5, step=1)
 
 
@@ -81,6 +74,6 @@ def a_rank_may_own_only_padding(engine):
     pair.same_weights()
     if engine.foreign:
         return  # where its pieces lie is its own affair
-    own = sum(piece.numel() for group in pair.trained.optimizer.param_groups for piece in group["params"])
+    own = sum(piece.numel() for piece in parts.pieces_of(pair.trained))
     # Two elements of float64 make 16 bytes, which are not cut.
     same("elements that this rank's optimizer updates", own, 2 if pair.rank == 0 else 0, step=4)

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from harness.engine.gradients import GradScaler
 from harness.engine.guard import EngineParameter
 from harness.properties import parts
-from harness.properties.property import NotApplicable, expect, holds, refused, same, subject
+from harness.properties.property import STAGES, NotApplicable, expect, holds, in_turn, refused, same
 from harness.properties.training import Pair
 from harness.properties.values import PLAIN
 
 HOW = ("trained", "mixed precision", "between forward and backward", "after an error", "closed")
 
 
-@holds("life", cases=tuple({"how": how} for how in HOW))
+@holds("life", cases=in_turn(how=HOW))
 def an_engine_that_goes_leaves_nothing_alive(engine, how):
     """After `del` and a collection nothing of an engine is alive: itself, its model, parameters, shards, optimizer."""
     gone, rank = [], dist.get_rank()
@@ -33,7 +33,7 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
         tokens, targets = parts.token_batch(0, rank)
         if how == "mixed precision":
             scaler = GradScaler("cpu")
-            scaler.scale(F.cross_entropy(trained(tokens).float(), targets)).backward()
+            scaler.scale(parts.in_float32(trained(tokens), targets)).backward()
             scaler.step(trained)
             del scaler
         else:
@@ -73,18 +73,10 @@ def own_class() -> nn.Module:
     return model
 
 
-def hooks_of(model: nn.Module) -> int:
-    """How many hooks there are on modules and parameters."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_load_state_dict_pre_hooks")
-    count = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-    return count + sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
-
-
-@holds("life", sizes=(2,), further_sizes=(3,),
+@holds("life", engines=STAGES, further_sizes=(3,),
        cases=(PLAIN, {"options": {"reshard_after_forward": False}, "on": ("zero3",)}))  # fmt: skip
 def closing_gives_a_plain_model(engine, options):
     """`close()` gives a plain model with the trained values, its objects and ties; another engine may follow."""
-    engine.needs("zero1", "zero2", "zero3")
     pair, fresh = Pair(engine, own_class, **options), parts.seeded(own_class)
     model, trained = pair.trained.model, pair.trained
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
@@ -104,13 +96,11 @@ def closing_gives_a_plain_model(engine, options):
         # Memory of its own, and no bucket's: moves and `param.data` are as ever.
         same(f"bytes of the storage under {name}", param.untyped_storage().nbytes(), param.nbytes)
     expect(model.head.weight is model.embedding.weight, "the tied weight", "one object", "two")
-    same("hooks that are left", hooks_of(model), hooks_of(fresh) + 1)
+    same("hooks that are left", parts.hooks_on(model), parts.hooks_on(fresh) + 1)
     for asked in (lambda: trained.step(), lambda: trained(1), lambda: trained.full_state_dict(), trained.close):
         refused(asked, "closed", error=AttributeError)
     twin = copy.deepcopy(model)
-    other = subject({"zero1": "zero3", "zero2": "zero1", "zero3": "zero2"}.get(engine.like, "zero1"))
-    given = iter((twin, model))  # the plain side's, and the other engine's
-    Pair(other, lambda: next(given)).alike()
+    Pair(engine.another(), (twin, model)).alike()
 
 
 @holds("life", cases=({"mixed": False}, {"mixed": True}), further_sizes=(3,))
@@ -120,14 +110,11 @@ def closing_drops_gradients_and_takes_the_shards_values(engine, mixed):
     trained = engine(model, parts.ADAMW, param_dtype=torch.bfloat16 if mixed else None)
     tokens, targets = parts.token_batch(0, dist.get_rank())
 
-    def loss_fn(out, target):
-        return F.cross_entropy(out.float(), target)
-
-    trained.training_step(tokens, targets, loss_fn)
+    trained.training_step(tokens, targets, parts.in_float32)
     before = trained.full_state_dict()
     with trained.no_sync():
-        loss_fn(trained(tokens), targets).backward()
-    loss_fn(trained(tokens), targets).backward()
+        parts.in_float32(trained(tokens), targets).backward()
+    parts.in_float32(trained(tokens), targets).backward()
     trained.close()
     same("the plain model's state", model.state_dict(), before, step=5)
     same("parameters with a gradient", [n for n, p in model.named_parameters() if p.grad is not None], [])
@@ -145,13 +132,9 @@ def through_a_file(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@holds("life", cases=tuple({"copied": c, "mixed": m} for c in (copy.deepcopy, through_a_file) for m in (False, True)))
+@holds("life", engines=STAGES, cases=in_turn(copied=(copy.deepcopy, through_a_file), mixed=(False, True)))
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
-    engine.needs("zero1", "zero2", "zero3")
-
-    def loss_fn(out, targets):
-        return F.cross_entropy(out.float(), targets)
 
     def build():
         model = parts.seeded(parts.OddModel, dtype=torch.float32)
@@ -159,7 +142,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
 
     def step_both(step):
         for each in (trained, untouched):
-            each.training_step(*parts.token_batch(step, dist.get_rank()), loss_fn)
+            each.training_step(*parts.token_batch(step, dist.get_rank()), parts.in_float32)
 
     trained, untouched = build(), build()
     model = trained.model
@@ -177,7 +160,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
         # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
         optimizer = torch.optim.SGD([param for param in twin.parameters() if param.requires_grad], lr=0.1)
         tokens, targets = parts.token_batch(3, dist.get_rank())
-        loss_fn(twin(tokens), targets).backward()
+        parts.in_float32(twin(tokens), targets).backward()
         assert nn.utils.clip_grad_norm_(twin.parameters(), 1e9) > 0
         optimizer.step()
         optimizer.zero_grad()
@@ -186,7 +169,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
         if mixed:  # a copy is plain: moved to float32 it computes in float32
             same("the dtype that the moved copy computes in", twin.float()(tokens).dtype, torch.float32)
         else:  # it may have an engine of its own
-            engine(twin, parts.MOMENTUM).training_step(tokens, targets, loss_fn)
+            engine(twin, parts.MOMENTUM).training_step(tokens, targets, parts.in_float32)
     step_both(1)
     # The same engine on the same data: the same operations.
     same("the weights, beside an engine's whose model was never copied", trained.full_state_dict(),
@@ -214,7 +197,7 @@ class Branching(nn.Module):
 WAYS = ("forward alone", "a branch that the loss leaves out", "a graph that is retained")
 
 
-@holds("life", cases=tuple({"way": way} for way in WAYS))
+@holds("life", cases=in_turn(way=WAYS))
 def what_autograd_has_saved_goes_with_the_graph(engine, way):
     """After a forward alone, or with a branch that the loss leaves out, no result outlives its graph.
 

@@ -16,7 +16,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.properties import models, parts
 from harness.properties.parts import grid
 from harness.properties.precision import scaler_of
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import STAGES, expect, holds, refused, same
 from harness.properties.training import EXACT, Pair
 from harness.run.model import next_token_loss
 
@@ -30,8 +30,7 @@ def a_grid_trains_as_one_process(engine):
     for shape in ((2, 2),) if dist.get_world_size() == 4 else ((1, 2), (2, 1)):
         plain, model = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel, seed=dist.get_rank())
         model.shift.add_(dist.get_rank())  # a buffer, which comes from rank 0 as well, and not from a row's first rank
-        given = iter((plain, model))
-        pair = Pair(engine, lambda: next(given), parts.DECAY, group=grid(*shape))  # noqa: B023  called at once
+        pair = Pair(engine, (plain, model), parts.DECAY, group=grid(*shape))
         same("rank and size of the row", (pair.trained.rank, pair.trained.world_size), (pair.rank % shape[1], shape[1]))
         pair.train(2)
         for step in range(2, 4):
@@ -40,7 +39,6 @@ def a_grid_trains_as_one_process(engine):
                 pair.clip(0.1)
             pair.step()
         pair.same_weights()
-    dist.barrier()
 
 
 @holds("life", engines=("zero2",), sizes=(3,))
@@ -115,10 +113,10 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     Products are cut, and their sums have another order: in float64, to 1e-11.
     """
     mesh = parts.mesh(2, 2, names=("data", "tensor"))
-    given = iter((parts.seeded(small), model := cut_by(mesh["tensor"], sequence)))
-    pair = Pair(engine, lambda: next(given), parts.ADAMW, loss=models.of_bytes, batch=models.byte_batch, atol=1e-11,
+    built = parts.seeded(small), cut_by(mesh["tensor"], sequence)
+    pair = Pair(engine, built, parts.ADAMW, loss=models.of_bytes, batch=models.byte_batch, atol=1e-11,
                 group=mesh["data"])  # fmt: skip
-    trained = pair.trained
+    trained, model = pair.trained, built[1]
     assert isinstance(model[1].up.weight, DTensor), "nothing is parallel"
 
     def spoil(trained):
@@ -157,7 +155,6 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
         refused(lambda act=act: act(trained, "/nowhere"), "full_state_dict", error=ValueError)
     trained.close()
     expect(isinstance(model[1].up.weight, DTensor), "the closed model's weights", "DTensors", "other tensors")
-    dist.barrier()
 
 
 # Pipelines.
@@ -165,6 +162,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
 
 @holds(
     "values",
+    engines=STAGES,  # who wraps the model, as DDP does, is handed over in another way
     sizes=(4,),
     cases=({"kind": "GPipe", "optimizer": parts.SGD}, {"kind": "1F1B", "optimizer": parts.ADAMW, "scaled": False}),
     further_sizes=(8,),
@@ -180,14 +178,13 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
     By default the schedule divides the gradients by the number of micro-batches itself, once all have come back.
     Without `scaled` the loss is divided. With `sequence` all parameters of the last part are DTensors.
     """
-    engine.needs("zero1", "zero2", "zero3")  # who wraps the model, as DDP does, is handed over in another way
     mesh = parts.mesh(2, 2, dist.get_world_size() // 4, names=("stages", "data", "tensor"))
     cut = mesh["tensor"].size() > 1
     model = cut_by(mesh["tensor"], sequence) if cut else parts.seeded(small)
     index, count = mesh.get_local_rank("stages"), 4
     batch = functools.partial(models.byte_batch, rows=2 * count)
-    given = iter((parts.seeded(small), (model[:2], model[2:])[index]))
-    pair = Pair(engine, lambda: next(given), optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=mesh["data"])
+    built = parts.seeded(small), (model[:2], model[2:])[index]
+    pair = Pair(engine, built, optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=mesh["data"])
     stage = pipelining.PipelineStage(
         pair.trained.model, index, 2, torch.device("cpu"), group=mesh.get_group("stages")
     )  # what the pipeline calls is the model, with the engine's hooks
@@ -208,7 +205,6 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
     found = pair.trained.full_state_dict()
     assert found, "this part has no weights"
     same("the weights", found, {name: pair.plain.state_dict()[name] for name in found}, pair.atol, step=5)
-    dist.barrier()
 
 
 @holds("misuse", sizes=(4,))
@@ -230,4 +226,3 @@ def meshes_that_do_not_fit_are_refused(engine):
         model = cut_by(mesh["tensor"], sequence=False) if tensor else parts.seeded(small)
         refused(lambda m=model, o=options: engine(m, parts.ADAMW, **o), word, error=ValueError)
     engine(parts.seeded(small), parts.ADAMW, group=cube["replicas", "shards"])  # two of three will do
-    dist.barrier()

@@ -11,7 +11,7 @@ from harness.engine import checkpoint
 from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.properties import parts
 from harness.properties.checkpoints import Zoo, groups_of
-from harness.properties.property import expect, holds, refused, same, subject
+from harness.properties.property import STAGES, expect, holds, refused, same, subject
 from harness.properties.training import Pair
 from harness.run.model import GPT, PRESETS, GPTConfig, initialize
 from harness.run.shared_folder import shared_folder
@@ -30,7 +30,6 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None):
 
     Parameters stay the same objects.
     """
-    engine.needs("zero3")
     config = PRESETS["toy"]
     expected, model = GPT(config, seed=7).state_dict(), on_meta(lambda: GPT(config))
     weight = model.blocks[0].up.weight
@@ -55,7 +54,6 @@ SOURCES = ("init_fn", "state_dict", "folder", "init_fn in bfloat16")
 @holds("bytes", engines=("zero3",), cases=tuple({"source": source} for source in SOURCES), further_sizes=(3,))
 def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     """The peak while a model on `meta` is built is the shards and one unit; with a folder, three units."""
-    engine.needs("zero3")
     config = GPTConfig(layers=8, width=64, heads=2, vocab=64, seq=16)
     weights, model = GPT(config, seed=3).state_dict(), on_meta(lambda: GPT(config))
     options = {"init_fn": initialize, "param_dtype": torch.bfloat16 if "bfloat16" in source else None}
@@ -81,7 +79,6 @@ def weights_on_file_are_read_into_meta(engine, source):
 
     init_fn fills what no state_dict has.
     """
-    engine.needs("zero3")
     build, asked = partial(Zoo, norm=nn.LayerNorm), []
     whole = parts.seeded(build, seed=5)
 
@@ -95,8 +92,7 @@ def weights_on_file_are_read_into_meta(engine, source):
             state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
         else:
             state = checkpoint.save(subject("zero1")(parts.seeded(build, seed=5), ADAMW), folder).path
-        given = iter((whole, on_meta(build)))  # the plain one, and the engine's
-        pair = Pair(engine, lambda: next(given), ADAMW, groups=groups_of, find_unused=True, state_dict=state,
+        pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=groups_of, find_unused=True, state_dict=state,
                     init_fn=init_fn)  # fmt: skip
     same("names that init_fn is asked for", asked, ["table"], step=0)
     same("the weights from the file", pair.trained.full_state_dict(), whole.state_dict(), step=0)
@@ -114,7 +110,6 @@ def weights_on_file_are_read_into_meta(engine, source):
 @holds("life", engines=("zero3",), further_sizes=(3,))
 def init_fn_fills_what_is_on_meta(engine):
     """init_fn is asked for what is on `meta` alone, in the dtype of the shards, and rank 0's values count on all."""
-    engine.needs("zero3")
     rank = dist.get_rank()
     model = on_meta(parts.OddModel)  # init_fn may draw from a generator that differs between the ranks
     trained = engine(model, ADAMW, init_fn=lambda name, tensor: tensor.fill_(rank + len(name)), prefetch=0)
@@ -135,10 +130,9 @@ def init_fn_fills_what_is_on_meta(engine):
     same("float32 shards", state, {name: torch.full(value.shape, fine) for name, value in state.items()}, step=0)
 
 
-@holds("misuse", sizes=(3,))
+@holds("misuse", engines=STAGES, sizes=(3,))
 def what_cannot_be_materialised_is_refused(engine):
     """A model on `meta` without a source of its values, or with one that does not fit, is refused by name."""
-    engine.needs("zero1", "zero2", "zero3")
     if engine.like != "zero3":
         words = "materialise", "ZeRO3(model, ..., init_fn=...)"
         refused(lambda: engine(on_meta(parts.OddModel), ADAMW), *words, error=ValueError)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from harness.properties import parts
-from harness.properties.property import holds, refused, same, subject
+from harness.properties.property import STAGES, holds, in_turn, refused, same
 from harness.properties.training import Pair
 
 ADAMW, MOMENTUM, SGD = parts.ADAMW, parts.MOMENTUM, parts.SGD
@@ -23,17 +23,13 @@ ADAMW, MOMENTUM, SGD = parts.ADAMW, parts.MOMENTUM, parts.SGD
 # The standard loop.
 
 
-def pieces(engine) -> list[torch.Tensor]:
-    return [piece for group in engine.optimizer.param_groups for piece in group["params"]]
-
-
 # (who takes gradients from the model, or steps past the engine; words of the error)
 TAKERS = (
     (lambda e: e.optimizer.step(), ("engine.step()",)),
     (lambda e: clip_grad_norm_(e.parameters(), 1.0), ("engine.clip_grad_norm_(", "'embedding.weight'")),
     (lambda e: clip_grad_value_(e.model.parameters(), 1.0), ("'embedding.weight'",)),
-    (lambda e: clip_grad_norm_(pieces(e), 1.0), ("engine.clip_grad_norm_(",)),
-    (lambda e: clip_grad_value_(pieces(e), 1.0), ("engine.clip_grad_value_(",)),
+    (lambda e: clip_grad_norm_(parts.pieces_of(e), 1.0), ("engine.clip_grad_norm_(",)),
+    (lambda e: clip_grad_value_(parts.pieces_of(e), 1.0), ("engine.clip_grad_value_(",)),
     (lambda e: clip_grad_norm_(e.model.head.weight, 1.0), ("engine.clip_grad_norm_(", "'head.weight'")),
     (lambda e: e.model.zero_grad(), ("engine.zero_grad()",)),
     (lambda e: e.model.head.zero_grad(), ("engine.zero_grad()", "'head.weight'")),
@@ -44,7 +40,7 @@ TAKERS = (
 )
 
 
-@holds("misuse", sizes=(2,), further_sizes=(3,))
+@holds("misuse", further_sizes=(3,))
 def who_takes_gradients_past_the_engine_is_refused(engine):
     """Torch's clipping, `zero_grad` and `step` past the engine, between backward and step, name the engine's own."""
     pair = Pair(engine, parts.OddModel)
@@ -123,10 +119,9 @@ ENDS = {  # the model itself is of no use then
 }
 
 
-@holds("misuse", sizes=(2,), further_sizes=(3,), cases=tuple({"what": what} for what in LOOPS | ENDS))
+@holds("misuse", engines=STAGES, further_sizes=(3,), cases=in_turn(what=LOOPS | ENDS))
 def loops_that_would_train_wrong_are_refused(engine, what):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
-    engine.needs("zero1", "zero2", "zero3")
     build, act, words = {**LOOPS, **ENDS}[what]
     pair = Pair(engine, build)
     refused(lambda: act(pair), *words, error=RuntimeError, step=None)
@@ -176,10 +171,9 @@ CHANGES = {
 }
 
 
-@holds("misuse", cases=tuple({"change": change} for change in (*MOVES, *CHANGES)))
+@holds("misuse", engines=STAGES, cases=in_turn(change=MOVES | CHANGES))
 def a_model_that_changes_after_the_build_is_refused(engine, change):
     """A model that is moved, or whose parameters are others, is refused at once or in forward; the shards stay."""
-    engine.needs("zero1", "zero2", "zero3")
     pair = Pair(engine, Pictures)
     pair.alike()
     act, words = {**MOVES, **CHANGES}[change]
@@ -208,7 +202,7 @@ MOVES_OF_FORWARD = {
 }
 
 
-@holds("misuse", cases=tuple({"how": how} for how in MOVES_OF_FORWARD),
+@holds("misuse", cases=in_turn(how=MOVES_OF_FORWARD),
        further_cases=tuple({"how": how, "reshard_after_forward": False, "on": ("zero3",)} for how in MOVES_OF_FORWARD)
        )  # fmt: skip
 def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
@@ -235,13 +229,12 @@ def clamp(model):
         model.head.weight.clamp_(-0.1, 0.1)
 
 
-@holds("misuse")
+@holds("misuse", engines=STAGES)
 def weights_may_be_written_only_where_it_counts(engine):
     """Weights may be clamped by hand between two steps in ZeRO-1 and -2; where it would be lost it is refused.
 
     So is what would be loaded past the shards.
     """
-    engine.needs("zero1", "zero2", "zero3")
     pair = Pair(engine, parts.OddModel)
     words = "'head.weight'", "full_state_dict()"
     if engine.like == "zero3":  # there is nothing to write to
@@ -262,7 +255,7 @@ def weights_may_be_written_only_where_it_counts(engine):
         clamp(low)
         refused(lambda: mixed.training_step(*batch, lambda *_: 0), *words, error=RuntimeError)
     # Said once; from here on the shards count again.
-    mixed.training_step(*batch, lambda out, targets: F.cross_entropy(out.float(), targets))
+    mixed.training_step(*batch, parts.in_float32)
 
 
 @holds("misuse", cases=({},), further_cases=({"reshard_after_forward": False, "on": ("zero3",)},))
@@ -288,13 +281,12 @@ def what_changes_nothing_is_no_misuse(engine, **options):
 # Optimizer state.
 
 
-@holds("misuse", sizes=(2,), further_sizes=(3,))
+@holds("misuse", engines=STAGES, further_sizes=(3,))
 def optimizer_state_that_does_not_fit_is_refused(engine):
     """State of other ranks, stage, layout or model, or of no engine: both sides are named; what fits goes on."""
-    engine.needs("zero1", "zero2", "zero3")
     rank, size = dist.get_rank(), dist.get_world_size()
     here = f"{engine.like.replace('zero', 'ZeRO')}, rank {rank} of {size}"
-    other = {"zero1": "zero2", "zero2": "zero3", "zero3": "zero1"}[engine.like]
+    other = engine.another()
     alone = [dist.new_group([each]) for each in range(size)][rank]
 
     def state_of(engine, build=parts.OddModel, **options):
@@ -317,7 +309,7 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
     layout = {"units": []} if engine.like == "zero3" else {"bucket_mb": 0}
     for state, words in (
         (state_of(engine, group=alone), f"{here.split(',')[0]}, rank 0 of 1"),
-        (state_of(subject(other)), f"{other.replace('zero', 'ZeRO')}, rank {rank} of {size}"),
+        (state_of(other), f"{other.like.replace('zero', 'ZeRO')}, rank {rank} of {size}"),
         (state_of(engine, **layout), "other pieces"),
         (state_of(engine, lambda: parts.OddModel(blocks=2)), "other pieces"),
         (plain_state(parts.seeded(parts.OddModel), parts.token_batch(0, 0)[0]), "no engine"),

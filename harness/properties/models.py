@@ -118,16 +118,16 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-class Skipping(nn.Module):
-    """Units of different sizes or of the same, of which one may be skipped."""
+class Lanes(nn.Module):
+    """Units of different sizes, which their bytes tell, or of the same: run in the order of `way`, without `skip`."""
 
     def __init__(self, sizes=(8, 9, 8, 9)):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes])
-        self.skip = None
+        self.way, self.skip = range(len(sizes)), None
 
     def forward(self, x):
-        return through(x, [block for index, block in enumerate(self.blocks) if index != self.skip])
+        return through(x, [self.blocks[index] for index in self.way if index != self.skip])
 
 
 def through(x, blocks):

@@ -20,6 +20,7 @@ from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import label
 from harness.properties import held, loops, parts, peaks, precision, unused, values
 from harness.properties.layout import padded
+from harness.properties.models import Lanes
 from harness.properties.sheet import EXACT, LAYER, LAYERS, MIXED_AT, ROUNDED, SMALL, Recorder, Sheet, move
 
 # Step 0, with no rank needed.
@@ -355,7 +356,7 @@ def zero2_clip(sheet: Sheet) -> None:
     for norm_type in (2.0, math.inf, 1.0):
         sheet.ask(loops.one_ranks_nan_is_in_every_ranks_norm, value=math.nan, norm_type=norm_type)
         sheet.ask(loops.clipping_takes_the_norm_of_the_whole_model, norm_type=norm_type)
-        sheet.ask(loops.a_rank_that_owns_only_padding_agrees_on_the_norm, low=None, high=torch.float32,
+        sheet.ask(loops.a_rank_that_owns_only_padding_agrees_on_the_norm, dtypes=(None, torch.float32),
                   norm_type=norm_type)  # fmt: skip
     sheet.ask(unused.what_nobody_used_is_left_out_of_the_step, **unused.EACH)
     sheet.ask(precision.mixed_precision_is_a_rounded_copy_that_computes, model="Twice")
@@ -571,7 +572,7 @@ def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool 
     # As declared, again, another way, that again, and a longer way.
     ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
     for prefetch in (1, 0, 2):
-        model, events = parts.seeded(held.Lanes, dtype=torch.float32, device=sheet.device), []
+        model, events = parts.seeded(Lanes, dtype=torch.float32, device=sheet.device), []
         engine = sheet.build(model, _noting(cls or sheet.engine_cls, events), prefetch=prefetch)
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
             model.way = way

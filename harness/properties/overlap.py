@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from harness.measure.timeline import Timeline
 from harness.properties import parts
-from harness.properties.models import PartlyFrozen, Skipping
+from harness.properties.models import Lanes, PartlyFrozen
 from harness.properties.parts import grid
-from harness.properties.property import holds, same
+from harness.properties.property import STAGES, holds, same
 from harness.properties.training import Pair, of_vectors, vectors
 
 
@@ -39,7 +39,6 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
 
     So it does between the replicas' all-reduce of a shard, and the wait for it.
     """
-    engine.needs("zero2", "zero3")
     rank, layers = dist.get_rank(), 6
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
     kind, group = Rooted if root else parts.Stack, grid() if hybrid else None
@@ -62,7 +61,6 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
         expected = [False] + [True] * layers + [True] * layers if root else expected
         same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected, step=2)
-    dist.barrier()
 
 
 class _Late:
@@ -102,16 +100,15 @@ def late_collectives():
         yield pending
 
 
-@holds("order", sizes=(3, 4), further_sizes=(2,), cases=(
-    {"build": PartlyFrozen, "at": (2, 3)}, {"build": Skipping, "at": (2, 3)},
-    {"build": Skipping, "hybrid": True, "at": (4,)}))  # fmt: skip
+@holds("order", engines=STAGES, sizes=(3, 4), further_sizes=(2,), cases=(
+    {"build": PartlyFrozen, "at": (2, 3), "first": ("zero1",)}, {"build": Lanes, "at": (2, 3), "first": ("zero3",)},
+    {"build": Lanes, "hybrid": True, "at": (4,), "first": ("zero2",)}))  # fmt: skip
 def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
     """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing.
 
     A unit that all ranks skip, with `find_unused`, is no mistake.
     """
-    engine.needs("zero1", "zero2", "zero3")
-    options = {"find_unused": True, "loss": of_vectors, "batch": vectors(8)} if build is Skipping else {}
+    options = {"find_unused": True, "loss": of_vectors, "batch": vectors(8)} if build is Lanes else {}
     pair = Pair(engine, build, parts.ADAMW, group=grid() if hybrid else None, **options)
     with late_collectives() as pending:
         for step in range(4):
@@ -124,4 +121,3 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
             pair.nothing_gathered("an evaluation", 1)
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()
-    dist.barrier()

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
-from harness.properties.models import Skipping
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.models import Lanes
+from harness.properties.property import STAGES, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.data import while_all_have
 
@@ -27,9 +27,8 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
 
     In an evaluation it leaves out the last unit: its next forward must not meet the others' gather.
     """
-    engine.needs("zero3")
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = parts.seeded(lambda: Skipping((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
+    model = parts.seeded(lambda: Lanes((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
     trained = engine(model, parts.DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
     x, y = parts.vector_batch(0, rank, 8)
 
@@ -56,7 +55,6 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
 @holds("traffic", engines=("zero3",))
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
-    engine.needs("zero3")
     x, y = parts.vector_batch(0, dist.get_rank(), 8, torch.float64)
     groups = []
     for _ in range(2):
@@ -75,10 +73,9 @@ def only_the_first_step_of_a_kind_is_compared(engine):
     same("process groups with a second engine", groups[1], groups[0], step=0)
 
 
-@holds("misuse", sizes=(2,), further_sizes=(3,))
+@holds("misuse", engines=STAGES, further_sizes=(3,))
 def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
     """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
-    engine.needs("zero1", "zero2", "zero3")
     rank, late = dist.get_rank(), dist.get_world_size() - 1
     trained = engine(parts.seeded(parts.OddModel), parts.DECAY, group=short_group())
     trained.training_step(*parts.token_batch(0, rank), F.cross_entropy)

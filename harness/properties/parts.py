@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.run.small_models import (  # noqa: F401  the cases use them as parts.Stack and so on
@@ -42,11 +43,16 @@ MOMENTUM, ADAMW, SGD = OPTIMIZERS["momentum"], OPTIMIZERS["adamw"], OPTIMIZERS["
 DECAY = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)  # a step too many, or too few, shows
 
 
-def assert_same_state(state: dict, expected: dict, atol: float) -> None:
-    assert list(state) == list(expected), (list(state), list(expected))
-    for name in expected:
-        assert state[name].device.type == "cpu" and state[name].shape == expected[name].shape, name
-        torch.testing.assert_close(state[name], expected[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+def in_float32(outputs, targets) -> torch.Tensor:
+    """The loss of outputs that may be of low precision."""
+    return F.cross_entropy(outputs.float(), targets)
+
+
+def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Every rank's `value`. A collective of all ranks."""
+    everyone = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, value)
+    return torch.stack(everyone)
 
 
 class DDPInDisguise:
@@ -77,10 +83,6 @@ class DDPInDisguise:
         return copy.deepcopy(self.model.state_dict())
 
 
-def engine_class(name: str):
-    return DDPInDisguise if name == "impostor" else STAGES[name]
-
-
 def failure(module: str, of: str, **arguments) -> str:
     """The message with which a case fails, on every rank and between collectives, so that the ranks go on."""
     try:
@@ -90,6 +92,19 @@ def failure(module: str, of: str, **arguments) -> str:
     raise RuntimeError(f"{of} passes with {arguments}")
 
 
+def pieces_of(engine) -> list[torch.Tensor]:
+    """What the engine's optimizer updates on this rank."""
+    return [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+
+
+def hooks_on(model, *others) -> int:
+    """How many hooks there are on a model's modules and parameters, and on `others`."""
+    owners = [*model.modules(), *others]
+    count = sum(len(value or ()) for owner in owners for key, value in vars(owner).items() if "hooks" in key)
+    return count + sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
+
+
+@functools.cache
 def silent_group():
     """A process group whose collectives move nothing and take no memory.
 
@@ -97,7 +112,7 @@ def silent_group():
     after `wait()`: for the exact bytes of what an engine itself keeps alive, it is left out.
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    return dist.new_group(backend="fake")
+    return dist.new_group(backend="fake", group_desc="silent")
 
 
 @functools.cache
@@ -109,9 +124,3 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = "cpu")
 def grid(replicas: int = 2, shards: int = 2):
     """The mesh of hybrid sharding."""
     return mesh(replicas, shards, names=("replicas", "shards"))
-
-
-def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    value = value.clone()
-    dist.all_reduce(value)
-    return value / dist.get_world_size()

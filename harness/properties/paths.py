@@ -6,14 +6,15 @@ by what the module's parent does with its weights, and so on.
 
 import collections
 import contextlib
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -21,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.measure.ledger import storage_bytes
 from harness.properties import models, parts
-from harness.properties.overlap import late_collectives, replaced
+from harness.properties.overlap import late_collectives
 from harness.properties.property import NotApplicable, expect, holds, same
+from harness.properties.sheet import Recorder
 from harness.properties.training import EXACT, Pair, inside, of_output
 
 
@@ -259,15 +261,16 @@ def partly_without_gradients() -> nn.Module:
 
 
 LOW_RANK = models.PartlyFrozen.Adapter  # LoRA: a frozen weight and two small trained ones in each unit
+TWICE = {  # (the model's forward, the loss): a graph of backward's own
+    "a gradient penalty": (plain, gradient_penalty),
+    "two gradient penalties": (plain, twice(gradient_penalty)),
+    "a gradient taken in forward": (forces, of_output),
+}
 GRADIENTS = {
     "frozen weights and a leaf": Path(body(plain, LOW_RANK)),
-    "a gradient penalty": Path(body(), gradient_penalty, again=False, keeps=True),
-    "two gradient penalties": Path(body(), twice(gradient_penalty), again=False, keeps=True),
-    "a gradient penalty of frozen weights": Path(body(plain, LOW_RANK), gradient_penalty, again=False, keeps=True),
-    "two gradient penalties of frozen weights": Path(body(plain, LOW_RANK), twice(gradient_penalty), again=False,
-                                                     keeps=True),
-    "a gradient taken in forward": Path(body(forces), again=False, keeps=True),
-    "a gradient of frozen weights taken in forward": Path(body(forces, LOW_RANK), again=False, keeps=True),
+    **{name: Path(body(run), loss, again=False, keeps=True) for name, (run, loss) in TWICE.items()},
+    **{f"{name}, frozen weights": Path(body(run, LOW_RANK), loss, again=False, keeps=True)
+       for name, (run, loss) in TWICE.items()},
     "two forwards": Path(body(), twice(of_output), again=False),
     "two forwards of frozen weights": Path(body(plain, LOW_RANK), twice(of_output), again=False),
     "two forwards of kept losses": Path(body(plain, router, "abc"), twice(with_kept_losses), again=False),
@@ -399,10 +402,10 @@ def compiled_later(model, x, y):
 
 
 COMPILED = {
+    "compiled in place, later": Path(body(), compiled_later),
     "compiled in place, aot_eager": Path(partial(compiled_blocks, "aot_eager")),
     "compiled in place, inductor": Path(partial(compiled_blocks, "inductor")),
     "compiled, aot_eager": Path(partial(compiled_blocks, "aot_eager", False)),
-    "compiled in place, later": Path(body(), compiled_later),
     # Hooks cut the graph of the whole model, which uses its units' weights itself.
     "a model compiled in place": Path(partial(compiled, penalty), warns=True, again=False),
     "a gradient taken in a compiled forward": Path(partial(compiled, forces), again=False, keeps=True),
@@ -423,20 +426,6 @@ AWKWARD = {
 PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED | AWKWARD
 
 
-@contextlib.contextmanager
-def counted_gathers():
-    """Yields the shapes of all-gathers of parameters; the ranks' notes on the order of collectives are integers."""
-    shapes, issue = [], dist.all_gather_single
-
-    def counted(output, *args, **options):
-        if output.is_floating_point():
-            shapes.append(output.shape)
-        return issue(output, *args, **options)
-
-    with replaced(all_gather_single=counted):
-        yield shapes
-
-
 def follow(engine, path: str, late: bool = False, **options) -> None:
     """Three steps with an evaluation in between equal those of plain PyTorch, late collectives or not.
 
@@ -455,7 +444,8 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     pair = Pair(engine, path.build, loss=loss, batch=path.batch, dtype=path.dtype, atol=path.atol, **options)
     with late_collectives() if late else contextlib.nullcontext([]) as pending:
         for step in range(3):
-            with warnings.catch_warnings(record=True) as caught, counted_gathers() as gathers:
+            issued = mock.patch.object(Recorder, "issued", [])
+            with warnings.catch_warnings(record=True) as caught, issued as issued, Recorder():
                 warnings.simplefilter("always")
                 pair.keeps = path.keeps  # a graph that backward built may be gone through once more
                 pair.backward(step)
@@ -464,7 +454,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
             if frees and path.again:
                 expected = 2 * sum(len(unit.buckets) for unit in pair.trained.units)
                 expected += len(pair.trained.root.buckets) * (2 if path.root_again else 1)
-                same("all-gathers of a step", len(gathers), expected, step=2)
+                same("all-gathers of a step", sum(each.kind == "all-gather" for each in issued), expected, step=2)
             pair.step()
             if path.loss is of_output:
                 x, _ = pair.batch(9, pair.rank)
@@ -479,16 +469,18 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
 
 
-def cases_of(paths: dict[str, Path], size: int = 3, everywhere: int = 1) -> dict:
-    """Every path once, in ZeRO-3 on a slow network; the first ones `everywhere`. Further ones: more options."""
-    others = [{"find_unused": True}, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
-    others = [{"on": ("zero3",), **options} for options in others] + [{"on": ("zero1", "zero2")}]
-    return {
-        "sizes": (size,),
-        "cases": (*({"path": path, "on": ("zero1", "zero2")} for path in list(paths)[:everywhere]),
-                  *({"path": path, "late": True, "on": ("zero3",)} for path in paths)),
-        "further_cases": tuple({"path": path, **other} for path in paths for other in others),
-    }  # fmt: skip
+def cases_of(paths: dict[str, Path], usual: int | None = None) -> dict:
+    """The `usual` first paths (None: all) in ZeRO-3, on a slow network or with `find_unused`, one path each; the first
+    in all stages; further options.
+    """
+    elsewhere, late, unused = {"on": ("zero1", "zero2")}, {"late": True}, {"find_unused": True}
+    others = [late, unused, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
+    late, unused, *others = [{"on": ("zero3",), **options} for options in others]
+    every = [{"path": path, **other} for path in paths for other in (elsewhere, late, unused, *others)]
+    turns = zip(list(paths)[:usual], itertools.cycle((late, unused)))
+    cases = [{"path": path, **options} for path, options in turns] + every[:1]
+    further = tuple({**case, "at": (3,)} for case in every if case not in cases)
+    return {"sizes": (2,), "further_sizes": (3,), "cases": tuple(cases), "further_cases": further}
 
 
 @holds("values", **cases_of(LOSSES))
@@ -521,14 +513,14 @@ def weights_may_be_used_from_outside_their_unit(engine, **case):
     follow(engine, **case)
 
 
-@holds("values", **cases_of(COMPILED, size=2))
+@holds("values", **cases_of(COMPILED, usual=2))
 def compiled_models_train_alike(engine, **case):
     """Blocks and models that are compiled, in place, before the build or after it, train as they do uncompiled."""
     torch.compiler.reset()  # how often a forward may be compiled is counted over all models of a process
     follow(engine, **case)
 
 
-@holds("values", **cases_of(AWKWARD, everywhere=len(AWKWARD)))
+@holds("values", **cases_of(AWKWARD))
 def awkward_models_train_alike(engine, **case):
     """Models that reuse, tie, freeze, nest, or mix dtypes train as they do alone."""
     follow(engine, **case)

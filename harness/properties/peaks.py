@@ -10,6 +10,23 @@ from harness.measure.ledger import MemoryLedger
 from harness.properties import parts
 from harness.properties.property import expect, holds
 
+
+class Alive(MemoryLedger):
+    """Bytes that are alive; after `mark()` also how many `more` there are than then, and the `most` meanwhile."""
+
+    def mark(self) -> None:
+        self.before = self.live
+        self.reset_peak()
+
+    @property
+    def more(self) -> int:
+        return self.live - self.before
+
+    @property
+    def most(self) -> int:
+        return self.peak - self.before
+
+
 LAYERS, WIDTH = 12, 64
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of a `Stack`
 
@@ -30,16 +47,15 @@ def at_most(what: str, nbytes: float, allowed: float, step: int, means: str = ""
 @holds("bytes", engines=("zero2",), sizes=(2, 3), further_sizes=(4,), cases=({"reverse": False}, {"reverse": True}))
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
-    engine.needs("zero2")
-    with MemoryLedger() as memory:
+    with Alive() as memory:
         trained = engine(stack(reverse), parts.ADAMW, bucket_mb=LAYER / 2**20, group=parts.silent_group())
         for step in range(2):
             trained.training_step(*batch(step), F.mse_loss)
-        between = memory.live
+        memory.mark()
         loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
         memory.reset_peak()
         loss.backward()
-        most = memory.peak - between
+        most = memory.most
     activations = (4 + LAYERS) * 4 * WIDTH  # all of the layers' inputs, and the gradients between them
     allowed = LAYERS * LAYER / dist.get_world_size() + 2 * LAYER + activations
     what = "gradients in backward at the worst moment"
@@ -60,23 +76,21 @@ KEPT = {"options": {"reshard_after_forward": False}}
        further_cases=({"options": {"prefetch": 0}}, {"options": {"prefetch": 3}}))  # fmt: skip
 def zero3_has_only_the_units_in_use_gathered(engine, options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
-    engine.needs("zero3")
     own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
     noise = (16 + 2 * LAYERS) * 4 * WIDTH
-    with MemoryLedger() as memory:
+    with Alive() as memory:
         trained = engine(stack(), parts.ADAMW, group=parts.silent_group(), **options)
         at_most("what is alive after the construction", memory.live, own + noise, step=0)
         for step in range(2):
             trained.training_step(*batch(step), F.mse_loss)
-        between = memory.live
         # Parameters, and AdamW's two moments with a counter for each piece.
-        at_most("what is alive between steps", between, 3 * own + 4 * 2 * LAYERS + noise, step=5)
-        memory.reset_peak()
+        at_most("what is alive between steps", memory.live, 3 * own + 4 * 2 * LAYERS + noise, step=5)
+        memory.mark()
         loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
-        in_forward, after_forward = memory.peak - between, memory.live - between
+        in_forward, after_forward = memory.most, memory.more
         memory.reset_peak()
         loss.backward()
-        in_backward, after_backward = memory.peak - between, memory.live - between
+        in_backward, after_backward = memory.most, memory.more
     if "reshard_after_forward" not in options:
         units = 1 + min(options.get("prefetch", 1), LAYERS - 1)
         # In bfloat16 they are half as large, and two rounded shards may be on their way.
@@ -107,19 +121,17 @@ def zero3_frees_units_in_backward(engine, kind=parts.Stack, frozen=0, no_sync=Fa
 
     Under `no_sync()` gradients stay whole, as documented; parameters are freed.
     """
-    engine.needs("zero3")
     model = parts.seeded(lambda: kind(LAYERS, WIDTH), dtype=torch.float32)
     for layer in model.layers[LAYERS - frozen :]:
         layer.requires_grad_(False)
     trained = engine(model, parts.ADAMW, group=parts.silent_group())
     inputs, targets = batch(2)
-    with MemoryLedger() as memory, trained.no_sync() if no_sync else contextlib.nullcontext():
+    with Alive() as memory, trained.no_sync() if no_sync else contextlib.nullcontext():
         loss = F.mse_loss(trained(inputs), targets)
-        before = memory.live
-        memory.reset_peak()
+        memory.mark()
         loss.backward()
     allowed = LAYERS * LAYER + 2.5 * LAYER if no_sync else 4 * LAYER
-    at_most("units gathered in backward, and gradients", memory.peak - before, allowed, step=2)
+    at_most("units gathered in backward, and gradients", memory.most, allowed, step=2)
 
 
 @holds("bytes", engines=("zero3",), cases=({"evaluation": True}, {"evaluation": False}))
@@ -128,7 +140,6 @@ def zero3_gathers_little_where_it_cannot_know(engine, evaluation):
 
     Nor are many where a forward takes another order than the last, by which they are gathered ahead.
     """
-    engine.needs("zero3")
     trained = engine(stack(), parts.ADAMW, group=parts.silent_group(), reshard_after_forward=not evaluation)
     if not evaluation:
         trained.training_step(*batch(), F.mse_loss)

@@ -156,15 +156,14 @@ class Subject:
                 raise NotApplicable(f"{self.name} has no option {unknown[0]}")
         return self.build(model, optimizer_cls, **options)
 
+    def another(self) -> "Subject":
+        """A stage that it is not like."""
+        return subject(STAGES[STAGES.index(self.like) - 1] if self.like in STAGES else "zero1")
+
     @property
     def foreign(self) -> bool:
         """Whether it is none of ours: it has what it documents, under `Foreign`, and errors in words of its own."""
         return self.takes is not None
-
-    def needs(self, *stages: str) -> None:
-        """For properties of one stage: of another engine there is nothing to say."""
-        if self.like not in stages:
-            raise NotApplicable(f"{self.name} does not promise to be {' or '.join(stages)}")
 
 
 def subject(name: str) -> Subject:
@@ -184,13 +183,15 @@ def subject(name: str) -> Subject:
 class Property:
     """`check(engine, **case)`, and for which engines, numbers of ranks and cases the tests ask it.
 
+    If it `needs` them, it is for those alone that promise to be like one of `engines`; else for everybody.
     A case may say with "on" which of the engines it is for, and with "at" which of the sizes. `further` are sizes and
-    cases of `--thorough`.
+    cases of `--thorough`, and so are other engines than those that a case names with "first".
     """
 
     check: Callable
     group: str
     engines: tuple[str, ...]
+    needs: bool
     sizes: tuple[int, ...]
     cases: tuple[dict, ...]
     further_sizes: tuple[int, ...]
@@ -207,26 +208,33 @@ class Property:
 
     def asked(self, thorough: bool = False) -> Iterable[tuple[int, str, dict]]:
         """(ranks, engine, case) of all that the tests ask."""
-        usual = list(itertools.product(self.sizes, self.engines, self.cases))
-        further = itertools.product(self.sizes + self.further_sizes, self.engines, self.cases + self.further_cases)
-        for size, engine, case in [*usual, *(each for each in further if each not in usual)] if thorough else usual:
-            if engine in case.get("on", self.engines) and size in case.get("at", (size,)):
-                yield size, engine, {key: value for key, value in case.items() if key not in ("on", "at")}
+        sizes, cases = self.sizes, self.cases
+        if thorough:
+            sizes, cases = (*sizes, *self.further_sizes), (*cases, *self.further_cases)
+        for size, engine, case in itertools.product(sizes, self.engines, cases):
+            on = case.get("on", STAGES)
+            if engine in (on if thorough else case.get("first", on)) and size in case.get("at", (size,)):
+                yield size, engine, {key: value for key, value in case.items() if key not in ("on", "at", "first")}
+
+
+def in_turn(**values: Iterable) -> tuple[dict, ...]:
+    """A case for each combination. By default a stage is asked one, the next stage the next; in `--thorough` all."""
+    combinations = zip(itertools.product(*values.values()), itertools.cycle(STAGES))
+    return tuple({**dict(zip(values, each)), "first": (stage,)} for each, stage in combinations)
 
 
 PROPERTIES: dict[str, Property] = {}
 
 
-def holds(group: str, *, engines=STAGES, sizes=(2,), cases=({},), further_sizes=(), further_cases=()):
+def holds(group: str, *, engines=None, sizes=(2,), cases=({},), further_sizes=(), further_cases=()):
     """Enter a property into the library. See `Property` for the arguments."""
     assert group in GROUPS, f"{group!r} is none of {', '.join(GROUPS)}"
 
     def enter(check):
         assert check.__name__ not in PROPERTIES, f"two properties are called {check.__name__}"
         assert check.__doc__, f"{check.__name__} does not say what must be true"
-        PROPERTIES[check.__name__] = Property(
-            check, group, tuple(engines), tuple(sizes), tuple(cases), tuple(further_sizes), tuple(further_cases)
-        )
+        more = sizes, cases, further_sizes, further_cases
+        PROPERTIES[check.__name__] = Property(check, group, engines or STAGES, engines is not None, *more)
         return check
 
     return enter
@@ -247,8 +255,11 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
     global _asked
     engine = subject(engine) if isinstance(engine, str) else engine
     before, _asked = _asked, engine
+    each = library()[name]
+    if each.needs and engine.like not in each.engines:
+        raise NotApplicable(f"{engine.name} does not promise to be {' or '.join(each.engines)}")
     try:
-        library()[name].check(engine, **(case or {}))
+        each.check(engine, **(case or {}))
     except AssertionError as error:
         frames = traceback.extract_tb(error.__traceback__)
         if engine.foreign and Path(frames[-1].filename).parent != HERE:

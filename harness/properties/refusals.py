@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.properties import parts
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import STAGES, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.properties.values import groups_of
 
@@ -84,21 +84,17 @@ GROUPS = (
 
 
 def all_of(model: nn.Module):
-    """The objects, their hooks and their values."""
+    """The objects, how many hooks they have, and their values."""
     params = {
         name: (id(p), type(p), len(vars(p)), bool(p._post_accumulate_grad_hooks))
         for name, p in model.named_parameters()
     }
-    hooks = [
-        (len(m._forward_pre_hooks), len(m._forward_hooks), len(m._load_state_dict_pre_hooks)) for m in model.modules()
-    ]
-    return params, hooks, {name: value.tolist() for name, value in model.state_dict().items()}
+    return params, parts.hooks_on(model), {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-@holds("misuse", sizes=(3,), further_sizes=(1,))
+@holds("misuse", engines=STAGES, sizes=(3,), further_sizes=(1,))
 def constructions_that_cannot_work_are_refused(engine):
     """Models, optimizers, groups and options that cannot work are refused by name, and the model stays as it was."""
-    engine.needs("zero1", "zero2", "zero3")
     refusals = [*CONSTRUCTIONS, *(UNITS if engine.like == "zero3" else BUCKETS)]
     refusals += [(lambda e, m, of=of: e(m, ADAMW, param_groups=of(m)), words) for of, words in GROUPS]
     for build, words in refusals:
@@ -112,8 +108,7 @@ def constructions_that_cannot_work_are_refused(engine):
         F.cross_entropy(module(parts.token_batch(0, 0)[0]), parts.token_batch(0, 0)[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    given = iter((plain, model))
-    pair = Pair(engine, lambda: next(given))
+    pair = Pair(engine, (plain, model))
     pair.alike()
     refused(lambda: pair.trained and engine(model, ADAMW), "sharded by another engine")
 
@@ -138,10 +133,9 @@ IN_UNITS = [
 ]
 
 
-@holds("misuse", sizes=(3,))
+@holds("misuse", engines=STAGES, sizes=(3,))
 def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     """A model or an optimizer that is bad on one rank, or other options there: every rank says where."""
-    engine.needs("zero1", "zero2", "zero3")
     last = dist.get_rank() == dist.get_world_size() - 1
     here = f"[{dist.get_world_size() - 1}]"
     refused(lambda: engine(odd().requires_grad_(not last), ADAMW), "trainable" if last else here)
@@ -163,10 +157,9 @@ class OneBuffer(parts.OddModel):
         self.head.register_buffer("count", self.count)
 
 
-@holds("misuse", engines=("zero3",), sizes=(2,), further_sizes=(3,))
+@holds("misuse", engines=("zero3",), further_sizes=(3,))
 def an_init_fn_that_raises_on_one_rank_is_an_error_on_all(engine):
     """The others hear of it, and the model is on `meta` as before: another try works, and fills each buffer once."""
-    engine.needs("zero3")
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     with torch.device("meta"):
         model = OneBuffer()

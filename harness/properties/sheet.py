@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.ledger import MemoryLedger, tensors_in
+from harness.measure.ledger import tensors_in
 from harness.measure.traffic import sent_bytes
 from harness.properties import parts
 from harness.properties.overlap import replaced
+from harness.properties.peaks import Alive
 from harness.properties.property import Differs, Finding, NotApplicable, Subject, finding_of, first_difference, holds
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
@@ -52,22 +53,6 @@ PROMISES = {
 
 
 # Instruments.
-
-
-class Alive(MemoryLedger):
-    """Bytes that are alive; after `mark()` also how many `more` there are than then, and the `most` meanwhile."""
-
-    def mark(self) -> None:
-        self.before = self.live
-        self.reset_peak()
-
-    @property
-    def more(self) -> int:
-        return self.live - self.before
-
-    @property
-    def most(self) -> int:
-        return self.peak - self.before
 
 
 @dataclass
@@ -163,13 +148,11 @@ class Recorder:
 def _groups(world) -> types.SimpleNamespace:
     """Groups to build engines with; none is the default one, so that a collective that was given none shows.
 
-    `all` of the ranks; this rank `alone`; and `silent`, whose collectives move nothing and take no memory, for the
-    bytes that an engine itself keeps.
+    `all` of the ranks; this rank `alone`; and the `silent` one.
     """
-    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     new = partial(dist.new_group, group_desc="for all checks")
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return types.SimpleNamespace(all=new(), alone=alone, silent=new(backend="fake"))
+    return types.SimpleNamespace(all=new(), alone=alone, silent=parts.silent_group())
 
 
 @dataclass
@@ -208,9 +191,7 @@ class Sheet:
 
     def of_all_ranks(self, number: float) -> list[float]:
         """Every rank's `number`. A collective of all ranks."""
-        everyone = torch.empty(self.world_size, dtype=torch.float64, device=self.device)
-        dist.all_gather_single(everyone, torch.tensor([number], dtype=torch.float64, device=self.device))
-        return everyone.tolist()
+        return parts.of_all_ranks(torch.tensor(number, dtype=torch.float64, device=self.device)).tolist()
 
     def ask(self, check: Callable, cls=None, **case) -> None:
         """Write down what a property finds of the whole class, if no rank has found anything else so far."""
@@ -396,28 +377,23 @@ class Sheet:
 # The library.
 
 
-def of_subject(engine: Subject, device: str) -> Sheet:
-    """A sheet about the class under test, with the other parts of the chapter that it promises to be."""
-    if not isinstance(engine.build, type):
-        raise NotApplicable(f"{engine.name} has no methods of a stage")
-    chapter = import_module(engine.like)
-    return Sheet(engine.like, chapter, engine.build, torch.device(device), f"{engine.like}.py")
-
-
 def move(group: str, *stages: str, step: int | None = None):
     """Enter a check of one step, a function of a `Sheet`, into the library: what must be true of a move of `stages`."""
 
     def enter(check):
         def examined(engine: Subject, device: str = "cpu") -> None:
-            engine.needs(*stages)
+            if not isinstance(engine.build, type):
+                raise NotApplicable(f"{engine.name} has no methods of a stage")
+            chapter = import_module(engine.like)  # its other parts are those of the class under test
+            sheet = Sheet(engine.like, chapter, engine.build, torch.device(device), f"{engine.like}.py")
             with Recorder():
-                for first in of_subject(engine, device).look(check)[:1]:
+                for first in sheet.look(check)[:1]:
                     raise Differs(first.what, first.expected, first.found, first.step)
 
         check.step = step
         # `holds` takes name and docstring from the check; what it asks is `examined`.
         examined.__name__, examined.__doc__ = check.__name__, check.__doc__
-        holds(group, engines=stages, sizes=(2,), further_sizes=(3,))(examined)
+        holds(group, engines=stages, further_sizes=(3,))(examined)
         return check
 
     return enter

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from harness.engine import checkpoint
 from harness.measure.ledger import storage_bytes
 from harness.properties import parts
-from harness.properties.property import holds, refused, same
+from harness.properties.property import STAGES, holds, refused, same
 from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
@@ -107,14 +107,13 @@ def bytes_of(named) -> dict:
     return {name: (tuple(tensor.shape), str(tensor.dtype), values[name].tolist()) for name, tensor in named}
 
 
-@holds("life", cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(3,))
+@holds("life", engines=STAGES, cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(3,))
 def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None):
     """All ranks get rank 0's buffers, however they lie in memory; the whole state has them, and loading gives them.
 
     So it is with quantized frozen weights, in every forward, while a layer beside them trains. ZeRO-3 shards and frees
     them as all others.
     """
-    engine.needs("zero1", "zero2", "zero3")
     model, first, seen = Buffered(dist.get_rank()), Buffered(0), []
     block, expected, own = model.blocks[0], buffers_of(first), buffers_of(model)
     quantized = quantized_of(first.blocks[0])
@@ -125,7 +124,7 @@ def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None)
     same("buffers of the model", buffers_of(model), expected, step=0)
     for step in range(2):
         inputs, _ = parts.vector_batch(step, dist.get_rank(), 5, batch=2)
-        trained.training_step(inputs, torch.tensor([0, 1]), lambda out, y: F.cross_entropy(out.float(), y))
+        trained.training_step(inputs, torch.tensor([0, 1]), parts.in_float32)
     same("quantized weights in forward", seen, [quantized] * 2, step=1)
     if engine.like == "zero3":
         held = storage_bytes([getattr(block, name) for name in QUANTIZED])
@@ -183,13 +182,12 @@ def kept(model) -> str:
     return str([module.kept for module in model.modules() if isinstance(module, Keeps)])
 
 
-@holds("life")
+@holds("life", engines=STAGES)
 def what_modules_keep_besides_tensors_is_rank_0s(engine):
     """What `get_extra_state` gives goes through the whole state and checkpoints, and all ranks get rank 0's.
 
     Checkpoints are torch's: it loads them, and writes what is loaded.
     """
-    engine.needs("zero1", "zero2", "zero3")
     rank, expected = dist.get_rank(), kept(keeping(0))
     trained, other = engine(keeping(rank), parts.DECAY), engine(keeping(rank + 5), parts.DECAY)
     state, own = trained.full_state_dict(), kept(trained.model)
@@ -224,10 +222,9 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
     same("extra states that torch has loaded", kept(again), kept(plain))
 
 
-@holds("life")
+@holds("life", engines=STAGES)
 def a_module_that_does_not_take_its_state_changes_nothing(engine):
     """If `set_extra_state` raises on one rank, all ranks raise, and weights, modules and optimizer are as they were."""
-    engine.needs("zero1", "zero2", "zero3")
     rank, model = dist.get_rank(), parts.seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
     trained = engine(model, parts.ADAMW)
     state, refuses = trained.full_state_dict(), {"now": False}

@@ -47,12 +47,13 @@ class Pair:
 
     Plain PyTorch adds up the gradients of the ranks' losses, each divided by N, so a loss may be any function
     `loss(model, *batch)` of the model (on the other side: of the engine). `batch(step, rank)` is another for every step
-    and rank. `groups(model)` gives the optimizer's groups. The model is in float64, unless `dtype` says otherwise
-    (None: as it was built), and values agree to `atol`. With a `param_dtype` a rounded copy of `plain` computes.
+    and rank. `build` makes the model of either side, or is (the plain one, the engine's). `groups(model)` gives the
+    optimizer's groups. The model is in float64, unless `dtype` says otherwise (None: as it was built), and values agree
+    to `atol`. With a `param_dtype` a rounded copy of `plain` computes.
     """
 
     def __init__(
-        self, engine: Subject, build: Callable[[], nn.Module], optimizer=parts.MOMENTUM, *, loss=of_output,
+        self, engine: Subject, build: Callable[[], nn.Module] | tuple, optimizer=parts.MOMENTUM, *, loss=of_output,
         batch=parts.token_batch, groups=None, dtype=torch.float64, atol: float = EXACT, seed: int = 0, device=None,
         **options,
     ):  # fmt: skip
@@ -64,7 +65,8 @@ class Pair:
         if isinstance(group, DeviceMesh):  # on a grid of two dimensions all ranks train together
             group = group.get_group() if group.ndim == 1 else None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.plain, model = (parts.seeded(build, seed, dtype, device) for _ in range(2))
+        built = build if isinstance(build, tuple) else [parts.seeded(build, seed, dtype, device) for _ in range(2)]
+        self.plain, model = (each.to(dtype) for each in built)
         params = [param for param in self.plain.parameters() if param.requires_grad]
         self.optimizer = optimizer(groups(self.plain) if groups else params)
         low = options.get("param_dtype")

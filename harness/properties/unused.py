@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import STAGES, expect, holds, refused, same
 from harness.properties.training import Pair
 
 
@@ -73,7 +73,8 @@ LAYOUTS = ({"on": ("zero2",), "bucket_mb": 0}, {"on": ("zero3",), "prefetch": 0}
            {"on": ("zero3",), "reshard_after_forward": False})  # fmt: skip
 
 
-@holds("values", sizes=(2,), further_sizes=(1, 3), cases=(EACH, SEVERAL, {**EACH, "alike": True}),
+@holds("values", further_sizes=(1, 3),
+       cases=(EACH, {**SEVERAL, "first": ("zero2",)}, {**EACH, "alike": True, "first": ("zero3",)}),
        further_cases=({**SEVERAL, "alike": True}, {**SEVERAL, "no_sync": False},
                       *({**each, **layout} for layout in LAYOUTS for each in (EACH, SEVERAL))))  # fmt: skip
 def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sync, **options):
@@ -101,10 +102,9 @@ def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sy
     pair.same_weights()
 
 
-@holds("traffic", sizes=(2,), further_sizes=(3,))
+@holds("traffic", engines=STAGES, further_sizes=(3,))
 def finding_the_unused_costs_one_small_all_reduce(engine):
     """A step with `find_unused` sends what one without it sends, and one byte for each trained parameter."""
-    engine.needs("zero1", "zero2", "zero3")
     batch, found = parts.token_batch(0, dist.get_rank()), []
     for option in (False, True):
         trained = engine(parts.seeded(parts.OddModel), parts.DECAY, find_unused=option)
@@ -122,7 +122,6 @@ def finding_the_unused_costs_one_small_all_reduce(engine):
 @holds("bytes", engines=("zero3",))
 def zero3_finds_the_unused_within_its_bound(engine):
     """ZeRO-3's peak in backward grows by a unit at most with `find_unused`, even if no unit is ever complete."""
-    engine.needs("zero3")
     layers, width, peaks = 8, 64, []
 
     def idle():
@@ -144,10 +143,9 @@ def zero3_finds_the_unused_within_its_bound(engine):
     expect(peaks[1] <= most, "bytes at the peak in backward", f"{most} at most", peaks[1], step=2)
 
 
-@holds("misuse", sizes=(2,), further_sizes=(1, 3))
+@holds("misuse", engines=STAGES, further_sizes=(1, 3))
 def unused_parameters_are_named_by_default(engine):
     """Without `find_unused` the step names parameters that this rank's backward did not reach, no others, and it."""
-    engine.needs("zero1", "zero2", "zero3")
     trained = engine(parts.seeded(Forked), parts.DECAY)
     tokens, targets = parts.token_batch(0, dist.get_rank())
     refused(trained.step, "no backward() was called", error=RuntimeError, step=3)
@@ -159,7 +157,7 @@ def unused_parameters_are_named_by_default(engine):
     same("parameters that are named and were used", others, [], step=3)
 
 
-@holds("misuse", engines=("zero2", "zero3"), sizes=(2,), further_sizes=(3,))
+@holds("misuse", engines=("zero2", "zero3"), further_sizes=(3,))
 def gradients_that_wait_are_not_left_out(engine):
     """A step after a backward under `no_sync` alone is an error: the gradients that wait are not taken for unused."""
     trained, rank = engine(parts.seeded(Forked), parts.DECAY, find_unused=True), dist.get_rank()

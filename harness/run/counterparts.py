@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from harness.engine import gradients, precision
 from harness.engine.units import default_units
 from harness.engine.waiting import wait
+from harness.run.micro_batches import Looped
 from zero1 import ZeRO1
 
 
@@ -39,7 +40,7 @@ def mixed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model if dtype is None else MixedModule(model, dtype)
 
 
-class PlainStep:
+class PlainStep(Looped):
     """A model and an optimizer over it, used as one is used without an engine: the counterparts' training step."""
 
     def __init__(self, model: nn.Module, optimizer_cls):
@@ -47,15 +48,6 @@ class PlainStep:
 
     def __call__(self, *inputs, **named):
         return self.model(*inputs, **named)
-
-    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
-        with record_function("step 1 forward"):
-            loss = loss_fn(self.model(inputs), targets)
-        with record_function("step 2 backward"):
-            loss.backward()
-        self.step()
-        self.zero_grad()
-        return loss.detach()
 
     def step(self) -> None:
         with record_function("step 4 update the shard"):

@@ -13,9 +13,9 @@ import warnings
 import torch
 from torch import nn
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
 
 from harness.engine.units import default_bucket_mb
+from harness.run.micro_batches import Looped
 
 
 def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
@@ -25,9 +25,8 @@ def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
     small model. A bucket has 5e8 elements (2 GB), and stage 3 keeps parameters of up to 1e5 elements whole for good,
     and up to 1e9 elements after their use. So buckets get the size that ours have, and stage 3 keeps nothing.
     """
-    bucket = (
-        int(default_bucket_mb(list(model.named_parameters()))) * 2**18
-    )  # elements, whole MiB: it wants even numbers
+    mib = int(default_bucket_mb(list(model.named_parameters())))  # whole ones: it wants an even number of elements
+    bucket = mib * 2**18  # elements of 4 bytes
     return {
         "train_micro_batch_size_per_gpu": 1,  # of its own reports alone: we hand it batches of any size
         "gradient_clipping": 0.0,  # its default is 1.0, and would change the losses
@@ -45,7 +44,7 @@ def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
             "stage3_max_live_parameters": bucket,
             "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": 0,
-        },  # fmt: skip
+        },
     }
 
 
@@ -65,7 +64,7 @@ def build(stage: int, model: nn.Module, optimizer_cls, device: torch.device, dty
     return DeepSpeedStep(engine)
 
 
-class DeepSpeedStep:
+class DeepSpeedStep(Looped):
     """DeepSpeed's engine with the names that a referee calls. `optimizer` is torch's, over DeepSpeed's partitions."""
 
     def __init__(self, engine):
@@ -73,14 +72,6 @@ class DeepSpeedStep:
 
     def __call__(self, *inputs, **named):
         return self.engine(*inputs, **named)
-
-    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
-        with record_function("step 1 forward"):
-            loss = loss_fn(self.engine(inputs), targets)
-        with record_function("step 2 backward"):
-            loss.backward()
-        self.step()
-        return loss.detach()
 
     def step(self) -> None:
         with record_function("step 4 update the shard"):
@@ -96,8 +87,8 @@ class DeepSpeedStep:
         with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
             return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
 
-    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """{"parameters", "gradients", "optimizer"}: what lies where, by the names that DeepSpeed 0.19 gives it.
+    def held_tensors(self) -> dict[str, list]:
+        """{"parameters", "gradients", "optimizer"}: what lies where, nested, by the names that DeepSpeed 0.19 gives it.
 
         Its stages keep the partition that the optimizer updates beside the model's weights, in float32 too: a copy.
         """
@@ -107,18 +98,11 @@ class DeepSpeedStep:
         shards = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
         sums = ("averaged_gradients", "grad_partitions_flat_buffer")
         kept = [getattr(zero, name, None) for name in (*whole, *shards)]
+        gradients = [param.grad for param in (*params, *partitions)]
+        gradients += [getattr(zero, name, None) for name in sums]
+        gradients += [vars(bucket).get("buffer") for bucket in zero.ipg_buckets.values()]
         return {
-            "parameters": tensors_in([params, partitions, kept, [getattr(p, "ds_tensor", None) for p in params]]),
-            "gradients": tensors_in(
-                [
-                    [p.grad for p in (*params, *partitions)],
-                    [getattr(zero, name, None) for name in sums],
-                    [vars(bucket).get("buffer") for bucket in zero.ipg_buckets.values()],
-                ]
-            ),
-            "optimizer": tensors_in([*self.optimizer.state.values()]),
+            "parameters": [params, partitions, kept, [getattr(param, "ds_tensor", None) for param in params]],
+            "gradients": gradients,
+            "optimizer": [*self.optimizer.state.values()],
         }
-
-
-def tensors_in(tree) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -6,6 +6,7 @@ optimizer class with its options bound. It returns anything with `model`, `optim
 it is compared with, and `TITLE` is what figures call it.
 """
 
+import contextlib
 import gc
 import importlib.util
 import inspect
@@ -17,69 +18,74 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from harness.run import engines, process_group
 from harness.run.engines import ENGINES, Engine
+from harness.run.micro_batches import Looped
 from harness.run.model import GPT, preset
 
 LOOP = ("__call__", "step", "zero_grad")
 
 
 def add_option(parser) -> None:
-    parser.add_argument(
-        "--engine-file", metavar="FILE.py", action="append", default=[],
-        help="an engine of yours, see docs/your-engine.md; may be given several times",
-    )  # fmt: skip
+    help = "an engine of yours, see docs/your-engine.md; may be given several times"
+    parser.add_argument("--engine-file", metavar="FILE.py", action="append", default=[], help=help)
 
 
 def chosen(options, command: str, known: tuple[str, ...]) -> list[str]:
     """The engines of `--engines`, and of every `--engine-file`, as names of the registry. Raises ValueError."""
-    own = enter(options.engine_file, command)
+    own = enter(options.engine_file, command, trial="ZERO_PREFLIGHT" in os.environ)  # before ranks are started
     names = engines.chosen(options.engines, command, (*known, *own))
     return list(dict.fromkeys([*names, *own]))
 
 
-def enter(paths: list[str], on: str) -> list[str]:
+def enter(paths: list[str], on: str, trial: bool = False) -> list[str]:
     """The names of the engines in the files `paths`, which are in the registry from here on, run by the command `on`.
 
-    Raises ValueError for what is no such file, and for a name that is taken. Before ranks are started, each `build` is
-    tried on a small model in a group of one process: ValueError, too, if it returns no engine.
+    Raises ValueError for what is no such file, and for a name that is taken. In a `trial`, each `build` is called once
+    on a small model in a group of one process: ValueError, too, if it returns no engine.
     """
-    names = []
     for given in paths:
-        path = Path(given)
-        if path.suffix != ".py" or not path.is_file():
-            raise ValueError(f"--engine-file must be a Python file, FILE.py, got {given!r}")
-        if path.stem in ENGINES:
-            raise ValueError(f"--engine-file {given}: the name {path.stem!r} is taken, so rename the file")
-        module = _load(path)
-        build, counterpart = getattr(module, "build", None), getattr(module, "COUNTERPART", None)
-        if not callable(build) or not _takes_three(build):
-            raise ValueError(f"--engine-file {given} must have a function build(model, optimizer_cls, device)")
-        if counterpart is not None and counterpart not in ENGINES:
-            raise ValueError(f"--engine-file {given}: no engine {counterpart!r} for COUNTERPART; there are: "
-                             f"{', '.join(ENGINES)}")  # fmt: skip
-        ENGINES[path.stem] = Engine(
-            path.stem, getattr(module, "TITLE", path.stem), partial(_built, build, str(path)), frozenset([on]),
-            frozenset(), counterpart, line="--", mark="*", file=str(path),
-        )  # fmt: skip
-        names.append(path.stem)
-        if "ZERO_PREFLIGHT" in os.environ:
-            _try(path.stem)
-    return names
+        try:
+            _enter(Path(given), on)
+            if trial:
+                _try(Path(given).stem)
+        except (ValueError, NoEngine) as error:
+            raise ValueError(f"--engine-file {given}: {error}") from error
+    return [Path(given).stem for given in paths]
+
+
+def _enter(path: Path, on: str) -> None:
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError("it must be a Python file, FILE.py")
+    if path.stem in ENGINES:
+        raise ValueError(f"the name {path.stem!r} is taken, so rename the file")
+    if "," in path.stem:
+        raise ValueError("a name with a comma looks like two names, so rename the file")
+    module = _load(path)
+    build, counterpart = getattr(module, "build", None), getattr(module, "COUNTERPART", None)
+    title = getattr(module, "TITLE", path.stem)
+    if not callable(build) or not _takes_three(build):
+        raise ValueError("it must have a function build(model, optimizer_cls, device)")
+    if counterpart is not None and counterpart not in [*ENGINES]:
+        raise ValueError(f"COUNTERPART is {counterpart!r}, and must be one of {', '.join(ENGINES)}")
+    if not isinstance(title, str) or not title:
+        raise ValueError(f"TITLE is {title!r}, and must be a string that is not empty")
+    ENGINES[path.stem] = Engine(
+        path.stem, title, partial(_built, build), frozenset([on]), frozenset(), counterpart,
+        line="--", mark="*", file=str(path),
+    )  # fmt: skip
 
 
 def _load(path: Path):
     """The file as a module. Raises ValueError if it cannot be imported."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # for what lies beside it
+    spec = importlib.util.spec_from_file_location(f"engine_file_{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.parent.resolve()))  # for what lies beside it
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"--engine-file {path} cannot be imported: {where(error, str(path))}") from error
-    sys.modules[path.stem] = module
+        raise ValueError(f"it cannot be imported: {where(error, str(path))}") from error
     return module
 
 
@@ -95,41 +101,37 @@ def _try(name: str) -> None:
     """Build it once. An exception in it is no reason to refuse it here: the referee will tell of it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        adamw = partial(torch.optim.AdamW, lr=1e-3)
-        ENGINES[name].build(GPT(preset("toy")), adamw, torch.device("cpu"))
-    except NoEngine as error:
-        raise ValueError(f"--engine-file {ENGINES[name].file}: {error}") from error
-    except Exception:
+        ENGINES[name].build(GPT(preset("toy")), partial(torch.optim.AdamW, lr=1e-3), torch.device("cpu"))
+    except NoEngine:
+        raise
+    except (Exception, SystemExit):
         pass
     finally:
-        dist.destroy_process_group()
+        process_group.leave()
 
 
 class NoEngine(TypeError):
     """What `build` has returned is no engine."""
 
 
-def _built(build, path: str, model, optimizer_cls, device):
+def _built(build, model, optimizer_cls, device) -> "_OfAFile":
     engine = build(model, optimizer_cls, device)
-    lacks = [name for name in ("model", "optimizer") if not hasattr(engine, name)]
-    if lacks:
-        raise NoEngine(f"build returned a {type(engine).__name__}, which has no `{lacks[0]}`")
-    if not isinstance(engine.model, torch.nn.Module):
-        raise NoEngine(f"`model` of what build returned is a {type(engine.model).__name__} and no torch.nn.Module")
-    if not hasattr(engine.optimizer, "register_step_pre_hook"):
-        kind = type(engine.optimizer).__name__
-        raise NoEngine(f"`optimizer` of what build returned is a {kind} and no torch.optim.Optimizer")
-    if callable(getattr(engine, "training_step", None)):
-        return engine
+    kind = type(engine).__name__
+    for name, wanted in (("model", torch.nn.Module), ("optimizer", torch.optim.Optimizer)):
+        if not hasattr(engine, name):
+            raise NoEngine(f"build returned a {kind}, which has no `{name}`")
+        found = getattr(engine, name)
+        if not isinstance(found, wanted):
+            raise NoEngine(f"`{name}` of what build returned is a {type(found).__name__} and no {wanted.__name__}")
     lacks = [name for name in LOOP if not callable(getattr(engine, name, None))]
-    if lacks:
-        raise NoEngine(f"build returned a {type(engine).__name__} without `training_step`, so it must have "
-                       f"{', '.join(LOOP)}, but has no `{lacks[0]}`")  # fmt: skip
-    return _Looped(engine)
+    if lacks and not callable(getattr(engine, "training_step", None)):
+        raise NoEngine(f"build returned a {kind} without `training_step`, so it must have {', '.join(LOOP)}, but has "
+                       f"no `{lacks[0]}`")  # fmt: skip
+    return _OfAFile(engine)
 
 
-class _Looped:
-    """An engine that is used in a loop, with a `training_step`; everything else is the engine's own."""
+class _OfAFile(Looped):
+    """An engine as `build` has returned it, with a `training_step` if it has none."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -141,12 +143,11 @@ class _Looped:
         return self._engine(*inputs, **named)
 
     def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
-        with record_function("step 1 forward"):
-            loss = loss_fn(self._engine(inputs), targets)
-        with record_function("step 2 backward"):
-            loss.backward()
-        self._engine.step()
-        self._engine.zero_grad()
+        own = getattr(self._engine, "training_step", super().training_step)
+        loss = own(inputs, targets, loss_fn)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"a tensor of the shape {[*loss.shape]}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise NoEngine(f"training_step must return this rank's loss, a tensor of one element, and returned {found}")
         return loss.detach()
 
 
@@ -154,11 +155,28 @@ def where(error: BaseException, path: str) -> str:
     """One line: the last line of the file that the error came through, and what it says."""
     said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if isinstance(error, SyntaxError):
-        return f"{Path(path).name}, line {error.lineno}: {said}"
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == Path(path).resolve()
-    ]
-    return f"{Path(path).name}, line {frames[-1].lineno}: {said}" if frames else f"{Path(path).name}: {said}"
+        lines = [error.lineno] if error.lineno else []
+    else:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if _same(frame.filename, path)]
+    at = f", line {lines[-1]}" if lines else ""
+    return f"{Path(path).name}{at}: {said}"
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
+
+
+@contextlib.contextmanager
+def one_line():
+    """Inside, an exception out of an engine's file becomes a RuntimeError that names the line there."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        for file in (engine.file for engine in ENGINES.values() if engine.file):
+            if any(_same(frame.filename, file) for frame in frames):
+                raise RuntimeError(where(error, file)) from error
+        raise
 
 
 def attempt(name: str, work, me: process_group.Rank, failed: dict[str, str]):
@@ -166,22 +184,23 @@ def attempt(name: str, work, me: process_group.Rank, failed: dict[str, str]):
 
     Then None is returned on every rank, and `failed[name]` says on which rank and at which line. The rank that fails
     leaves the process group, which ends the collectives in which others wait for it (over gloo at once, over NCCL the
-    run ends). Afterwards all ranks meet in a new group.
+    run ends). Afterwards all ranks meet in a new group. Raises RuntimeError, which ends the run, if a rank hangs.
     """
     if ENGINES[name].file is None:
         return work()
-    result, said = None, ""
+    store, result, said = process_group.store(), None, ""
     try:
         result = work()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = f"rank {me.rank}: {where(error, ENGINES[name].file)}"
     if said:
         gc.collect()  # what is left of the engine keeps the group alive
-        store = process_group.leave()
-    everyone = process_group.tell(f"{name} has run", said, me, store if said else None)
+        process_group.leave()
+    everyone = process_group.tell(f"{name} has ended", said, me, store)
     if not any(everyone):
         return result
-    process_group.start_again(me, store if said else process_group.leave())
+    process_group.leave()
+    process_group.start_again(me, store)
     # Who has waited for the rank that failed says so; the first to fail says why.
     failed[name] = next((each for each in everyone if each and not process_group.lost(each)), max(everyone))
     return None

@@ -61,7 +61,7 @@ def _entry(name: str, title: str, build, on: str, takes: str, **more) -> tuple[s
     return name, Engine(name, title, build, frozenset(on.split()), frozenset(takes.split()), **more)
 
 
-ALL = "compare memory bench plan watch report"
+ALL = "compare memory bench plan watch report conform"
 BUCKETS, UNITS = "dtype mesh offload_policy bucket_mb", "dtype mesh offload_policy prefetch"
 DARK, MIDDLE, LIGHT = "#60656c", "#717680", "#888c92"
 
@@ -73,11 +73,11 @@ ENGINES: dict[str, Engine] = dict([
            shade=LIGHT, mark="s"),
     _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", partial(_stage, ZeRO1By2Psi), "plan", BUCKETS,
            line="-.", mark="v"),
-    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", zero_redundancy_optimizer, "compare bench report",
-           "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
+    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", zero_redundancy_optimizer,
+           "compare bench report conform", "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
     _entry("zero2", "ZeRO-2", partial(_stage, ZeRO2), ALL, BUCKETS, counterpart="fsdp2_no_reshard", mark="^"),
     _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(fsdp2, reshard_after_forward=False),
-           "compare memory bench plan report", "dtype mesh offload_policy", line="--", mark="^"),
+           "compare memory bench plan report conform", "dtype mesh offload_policy", line="--", mark="^"),
     _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), "plan", UNITS,
            line="-.", mark="P"),
     _entry("zero3", "ZeRO-3", partial(_stage, ZeRO3), ALL, UNITS, counterpart="fsdp2", shade=DARK, mark="D"),
@@ -87,12 +87,8 @@ ENGINES: dict[str, Engine] = dict([
     _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({type(model.blocks[0])})), "", "dtype",
            line=":", mark="<"),
     _entry("fsdp1_article", "FSDP1, wrapped by size", partial(fsdp1, by_size), "", "dtype", line=":", mark=">"),
-    _entry("deepspeed1", "DeepSpeed, stage 1", partial(deepspeed_engine.build, 1), "", "dtype", line="-.", mark="s",
-           needs="deepspeed", exact=False),
-    _entry("deepspeed2", "DeepSpeed, stage 2", partial(deepspeed_engine.build, 2), "", "dtype", line="-.", mark="^",
-           needs="deepspeed", exact=False),
-    _entry("deepspeed3", "DeepSpeed, stage 3", partial(deepspeed_engine.build, 3), "", "dtype", line="-.", mark="D",
-           needs="deepspeed", exact=False),
+    *(_entry(f"deepspeed{stage}", f"DeepSpeed, stage {stage}", partial(deepspeed_engine.build, stage), "conform",
+             "dtype", line="-.", mark=mark, needs="deepspeed", exact=False) for stage, mark in zip((1, 2, 3), "s^D")),
 ])  # fmt: skip
 
 PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)

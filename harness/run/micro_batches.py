@@ -48,13 +48,28 @@ def training_step(engine, inputs, targets, loss_fn, accumulate: int = 1) -> torc
     """
     if accumulate == 1:
         return engine.training_step(inputs, targets, loss_fn)
-    losses = []
-    for part, wanted in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
-        with record_function("step 1 forward"):
-            loss = loss_fn(engine(part), wanted) / accumulate  # so that the parts' sum is the batch's mean
-        with record_function("step 2 backward"):
-            loss.backward()
-        losses.append(loss.detach())
+    parts = zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True)
+    losses = [_backward(engine, part, wanted, loss_fn, accumulate) for part, wanted in parts]
     engine.step()
     engine.zero_grad()
     return torch.stack(losses).sum()
+
+
+def _backward(engine, inputs, targets, loss_fn, parts: int = 1) -> torch.Tensor:
+    """Forward and backward. The loss is divided by `parts`, so that the parts' sum is the batch's mean."""
+    with record_function("step 1 forward"):
+        loss = loss_fn(engine(inputs), targets)
+        loss = loss if parts == 1 else loss / parts
+    with record_function("step 2 backward"):
+        loss.backward()
+    return loss.detach()
+
+
+class Looped:
+    """Whatever is called like its model and has `step` and `zero_grad`, with a `training_step`."""
+
+    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+        loss = _backward(self, inputs, targets, loss_fn)
+        self.step()
+        self.zero_grad()
+        return loss

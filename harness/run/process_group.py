@@ -1,11 +1,11 @@
 """Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
 
-import contextlib
 import itertools
 import os
 import platform
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +18,7 @@ from harness.engine import accelerator
 from harness.run.ending import NOT_AGAIN, NotAgain
 
 TIMEOUT_SECONDS = 120
+SLACK = 5  # seconds more: who waits in a collective may be the first to miss a rank
 
 
 @dataclass(frozen=True)
@@ -179,33 +180,41 @@ def wait_for_rank_0(me: Rank) -> None:
     For work that rank 0 does alone. A collective would not do: after ZERO_TIMEOUT seconds it ends the ranks that wait.
     Here they ask the store, again and again. If rank 0 dies, torchrun ends them, or the store does not answer.
     """
-    store, key = dist.distributed_c10d._get_default_store(), f"rank 0 worked alone/{next(_works_alone)}"
+    meeting, key = store(), f"rank 0 worked alone/{next(_works_alone)}"
     if me.rank == 0:
-        store.set(key, "done")
-    while me.rank != 0:
-        try:
-            return store.wait([key], timedelta(seconds=1))  # not longer: others in this process may need the store
-        except dist.DistStoreError:  # it is not there yet
-            continue
+        meeting.set(key, "done")
+    while me.rank != 0 and not meeting.check([key]):  # no `wait`: others in this process may need the store
+        time.sleep(0.05)
 
 
-def tell(what: str, said: str, me: Rank, store=None) -> list[str]:
-    """What every rank says; through the store, so that also those can speak that have left the group. All call it."""
-    store = store or dist.distributed_c10d._get_default_store()
+def store() -> dist.Store:
+    """What the ranks have met by. They can speak through it also without a process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def tell(what: str, said: str, me: Rank, store: dist.Store) -> list[str]:
+    """What every rank says, also those that have left the group. All call it.
+
+    Raises RuntimeError if a rank is silent for longer than a collective would wait for it.
+    """
     store.set(f"{what}/{me.rank}", said)
-    keys, answers = [f"{what}/{rank}" for rank in range(me.world_size)], []
-    while len(answers) < len(keys):
-        with contextlib.suppress(dist.DistStoreError):  # it has not been said yet
-            store.wait([keys[len(answers)]], timedelta(seconds=1))
-            answers.append(store.get(keys[len(answers)]).decode())
+    answers, until = [], time.monotonic() + timeout() + SLACK
+    while len(answers) < me.world_size:
+        key = f"{what}/{len(answers)}"
+        if store.check([key]):
+            answers.append(store.get(key).decode())
+        elif time.monotonic() > until:
+            late = f"rank {len(answers)} hangs: it has not said so after {timeout() + SLACK:g} s"
+            raise RuntimeError(f"{what} on rank {me.rank}, but {late}")
+        else:
+            time.sleep(0.05)
     return answers
 
 
-def leave():
-    """Leave the process group, without the others; returns its store, by which one can meet again."""
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    return store
+def leave() -> None:
+    """Leave the process group, without the others. Nothing happens where there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 _starts = itertools.count(1)  # of `start_again`; the same number on all ranks

@@ -172,6 +172,11 @@ class Ranks:
                 time.sleep(0.05)
             yield item, verdicts
 
+    def last_words(self) -> str:
+        """When all have ended: the ranks' lines of errors ("[rank 1] error: ..."), or the end of what there is."""
+        said = re.findall(r"^\[rank \d+\] error: .*$", self.text, re.MULTILINE)
+        return "\n".join(said) if said else self.text[-3000:]
+
     def deaths(self) -> dict[int, str]:
         """{rank: how it has ended, in words} of all that had begun, when all have ended."""
         report = re.findall(r"rank\s*: (\d+) \(.*?exitcode\s*: (-?\d+)", self.text, re.DOTALL)  # torchrun's

@@ -84,7 +84,7 @@ def of_referee(report: dict, *titles: str, digits: int = 2) -> str:
         "difference from DDP": difference,
         "held MB": lambda name, run: f"{sum(run['held_bytes'].values()) / 1e6:.{digits}f}",
         "peak MB": lambda name, run: f"{run['peak_bytes'] / 1e6:,.1f}",
-        "step ms": lambda name, run: f"{run['step_ms']:.0f}",
+        "step ms": lambda name, run: f"{run['step_ms']:.0f}" if run["step_ms"] else "-",
         "tokens/s": lambda name, run: f"{run['tokens_per_s']:,.0f}",
     }
     chosen = {title: columns[title] for title in ("engine", *titles)}
@@ -118,7 +118,7 @@ def referee_bf16() -> str:
 
 def referee_deepspeed() -> str:
     report = result(REFEREE_DEEPSPEED)
-    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step"
+    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms", "x ddp"
     return f"{conditions(report, REFEREE_DEEPSPEED)}\n\n{of_referee(report, *titles)}"
 
 
@@ -281,10 +281,7 @@ def machines() -> str:
         passed, failed, _ = page.tests_in_all(report)
         rest = [f"{report['machine'].get('torch')}", ways, equal, f"{passed}" + f", {failed} failed" * bool(failed)]
         where = f"{file.parent.relative_to(ROOT)}/report.md"
-        name = page.hardware(report["machine"])
-        # A line of the README has 120 columns at most.
-        room = max(12, 120 - 8 - 3 * len(rest) - len(where) - sum(map(len, rest)))
-        rows.append([f"[{name if len(name) <= room else name[: room - 1] + '…'}]({where})", *rest])
+        rows.append([f"[{page.hardware(report['machine'])}]({where})", *rest])
     return tables.markdown(rows) if rows[1:] else "None yet."
 
 

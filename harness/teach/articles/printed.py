@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from harness.run.counterparts import DDPStandIn
 from harness.run.engines import ENGINES
 from harness.teach.articles.claim import Claims, listed
-from harness.teach.articles.runs import STAGES, batch_for, chain, fake_ranks, forward, gpt, running
+from harness.teach.articles.runs import STAGES, batch_for, chain, fake_ranks, forward, running, step
 
 claims = Claims()
 TORCH = f"torch {torch.__version__.split('+')[0]}"
@@ -42,27 +42,29 @@ def shards_of(numel: int, ranks: int = 4) -> list[int]:
     return [torch.zeros(numel)[rank * size : (rank + 1) * size].numel() for rank in range(ranks)]
 
 
-@claims.multiple_gpus("the printed ZeRO-1 trains", "its padded shards and unpadded gradient slices on 4 ranks",
-                      "N divides the size of every parameter", tolerance=None)  # fmt: skip
-def printed_zero1():
-    """It pads the parameters before it cuts them, and not the gradients: the last rank's update."""
-
-    def update(numel: int) -> None:
-        shard = torch.zeros(-(-numel // 4), requires_grad=True)
-        shard.grad = torch.ones(shards_of(numel)[-1])
-        torch.optim.Adam([shard]).step()
-
-    divides, does_not = (attempt(partial(update, numel)) for numel in (12, 10))
-    measured = f"4 ranks, 12 elements: {divides or 'trains'}; 10 elements: shards of 3, gradient slices {shards_of(10)}"
-    return f"{measured}, last rank: {does_not or 'trains'}", not divides, not does_not
+def last_update(numel: int) -> None:
+    """The last rank's, as printed: the parameters are padded before they are cut, and the gradients are not."""
+    shard = torch.zeros(-(-numel // 4), requires_grad=True)
+    shard.grad = torch.ones(shards_of(numel)[-1])
+    torch.optim.Adam([shard]).step()
 
 
-@claims.wordpress("shards rounded up and cut off at the end, without padding, fit a collective",
-                  "shard sizes on 4 ranks", "N divides every size")  # fmt: skip
-def shard_without_padding():
-    even, odd, tiny = (len(set(shards_of(numel))) == 1 for numel in (16, 10, 5))
-    measured = listed({f"{numel} elements": str(shards_of(numel)) for numel in (16, 10, 5)})
-    return f"4 ranks: {measured}; a collective needs equal shards", even, odd or tiny
+def fits(numel: int) -> bool:
+    """Whether all ranks have as much: a collective needs equal shards."""
+    return len(set(shards_of(numel))) == 1
+
+
+# fmt: off
+claims.multiple_gpus("the printed ZeRO-1 trains", "its padded shards and unpadded gradient slices on 4 ranks",
+                     "N divides the size of every parameter", lambda: (
+    f"4 ranks, 12 elements: {attempt(partial(last_update, 12)) or 'trains'}; 10 elements: gradient slices "
+    f"{shards_of(10)}, last rank: {attempt(partial(last_update, 10)) or 'trains'}",
+    not attempt(partial(last_update, 12)), not attempt(partial(last_update, 10))), tolerance=None)
+claims.wordpress("shards rounded up and cut off at the end, without padding, fit a collective",
+                 "shard sizes on 4 ranks", "N divides every size", lambda: (
+    "4 ranks: " + listed({f"{numel} elements": str(shards_of(numel)) for numel in (16, 10, 5)})
+    + "; a collective needs equal shards", fits(16), fits(10) or fits(5)))
+# fmt: on
 
 
 def last_of(layers: int) -> float:
@@ -107,37 +109,21 @@ class FreedByAssignment:
             param.data = self.shards[param]
 
 
-def alive_if_assigned(model_of) -> tuple[int, int]:
-    """(bytes alive after forward, bytes gathered in it) of parameters that were freed by assigning `.data`."""
-    with fake_ranks(8):
-        engine = FreedByAssignment(model_of())
-        inputs, _ = batch_for(engine.model)
-        output = engine.model(inputs)  # keeps what autograd has saved
-        alive = sum(nbytes for storage, nbytes in engine.gathered if not storage.expired())
-        del output
-    return alive, sum(nbytes for _, nbytes in engine.gathered)
-
-
-def alive_if_resized(model_of) -> tuple[int, int]:
-    """The same of our ZeRO-3, whose root stays gathered into backward."""
-    with running("zero3", model_of) as engine:
-        loss = forward(engine)
-        alive = sum(bucket.flat.untyped_storage().nbytes() for bucket in engine.buckets)
-        del loss
-    return alive, sum(4 * bucket.numel for bucket in engine.buckets)
-
-
 @claims.multiple_gpus("the printed ZeRO-3 frees what it has gathered",
                       "freeing by assigning .data, gathered bytes alive after forward")  # fmt: skip
 def printed_zero3_frees():
     """Gathered parameters that are alive after a forward which has freed them all; activations are not counted."""
-    models = {"a GPT of 2 blocks": partial(gpt, width=64, vocab=1024, seq=128), "8 linear layers": chain}
-    found = {name: (*alive_if_assigned(model), *alive_if_resized(model)) for name, model in models.items()}
-    shares = " and ".join(f"{alive / whole:.0%}" for alive, whole, *_ in found.values())
-    measured = listed(
-        found, "of {} {} of {} gathered bytes, by resizing storages as zero3.py and FSDP do {} of {}", "; "
-    )
-    return f"alive after forward: {measured}: {shares}", not any(alive for alive, *_ in found.values())
+    with fake_ranks(8):
+        engine = FreedByAssignment(chain())
+        output = engine.model(batch_for(engine.model)[0])  # keeps what autograd has saved
+        assigned = sum(nbytes for storage, nbytes in engine.gathered if not storage.expired())
+        del output
+    with running("zero3") as engine:
+        loss = forward(engine)
+        resized = sum(bucket.flat.untyped_storage().nbytes() for bucket in engine.buckets)
+        del loss
+    measured = f"alive after forward of 8 linear layers: {assigned:,} of {step('zero3').parameter_bytes:,} gathered "
+    return f"{measured}bytes, by resizing storages as zero3.py and FSDP do {resized:,}", not assigned
 
 
 @claims.multiple_gpus("the printed ZeRO-3 gets through forward and backward",
@@ -206,14 +192,14 @@ def both_wrappers():
             fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         return model
 
-    def train(name: str, ranks: int = 8, model_of=chain) -> None:
+    def train(name: str, ranks: int, model_of=chain) -> None:
         with running(name, model_of, ranks) as engine:
             forward(engine).backward()
 
-    errors = {f"together on {n} rank(s)": attempt(partial(train, "fsdp1", n, layers_sharded)) for n in (1, 8)}
-    alone = [attempt(partial(train, name)) for name in ("fsdp1", "fsdp2")]
-    measured = listed({what: error or "runs" for what, error in errors.items()}, "{}: {}", "; ")
-    return f"{measured}; each alone {'runs' if not any(alone) else alone}", not any(errors.values())
+    together = [attempt(partial(train, "fsdp1", ranks, layers_sharded)) for ranks in (1, 8)]
+    alone = [attempt(partial(train, name, 8)) for name in ("fsdp1", "fsdp2")]
+    found = dict(zip(("together on 1 rank", "on 8", "FSDP alone", "fully_shard alone"), together + alone))
+    return listed({what: error or "runs" for what, error in found.items()}, "{}: {}", "; "), not any(together)
 
 
 @claims.scaling("implementation complexity: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high",

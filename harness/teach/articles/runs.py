@@ -104,14 +104,6 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
         yield ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
 
 
-def collectives(name: str, model_of=chain, **options) -> list:
-    """The collectives of one forward and backward."""
-    with running(name, model_of, **options) as engine, TrafficLedger() as ledger:
-        forward(engine).backward()
-        del engine
-    return ledger.collectives
-
-
 class Step:
     """What one training step of an engine did, the third one: `collectives`, bytes `held` and at the `peak`."""
 
@@ -168,11 +160,11 @@ def new_dtype(dtype: torch.dtype):
 
 
 @functools.cache
-def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute=False, run=None, kernel=None, **shape):
+def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute=False, kernel=None, **shape):
     """Bytes that a GPT keeps for backward when its forward is over: all that is alive but the model and its input.
 
-    On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them. `run` is another
-    forward than the model's own, `kernel` another attention.
+    On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them. `kernel` is
+    another attention than the fused one.
     """
     attention = sdpa_kernel(kernel) if kernel else contextlib.nullcontext()
     with FakeTensorMode(), new_dtype(dtype), attention, MemoryLedger() as memory:
@@ -181,7 +173,7 @@ def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute
             checkpoint_blocks(model, casts=False)
         tokens = torch.zeros(batch, seq, dtype=torch.int64)
         before = memory.live
-        logits = run(model, tokens) if run else model(tokens)
+        logits = model(tokens)
         saved = memory.live - before
         del logits
     return saved

@@ -28,7 +28,6 @@ from harness.teach.articles.runs import (
     STAGES,
     batch_for,
     chain,
-    collectives,
     fake_ranks,
     forward,
     running,
@@ -61,14 +60,11 @@ def sent(*names: str) -> str:
 def never_zero1():
     """ZeRO-2 under no_sync() is a ZeRO-1 that reduce-scatters: whole gradients, sent once."""
     found = {n: (psi("zero1", micro_batches=n), psi("zero2", micro_batches=n)) for n in (1, 2, 3, 4)}
-    ours, quiet = step("zero1", micro_batches=4), step("zero2", micro_batches=4, no_sync=True)
-    measured = "Ψ sent by ZeRO-1 and ZeRO-2 for K micro-batches: "
-    measured += listed(found, "K={}: {} and {}")
-    measured += f"; whole gradients reduce-scattered once (ZeRO-2 under no_sync()) {quiet.sent():g} for any K, at a "
-    measured += f"peak of {quiet.peak / quiet.parameters:.3g}Ψ bytes against ZeRO-1's "
-    measured += f"{ours.peak / ours.parameters:.3g}Ψ: beside such a ZeRO-1, ZeRO-2 costs the same for K=1 alone"
+    quiet = psi("zero2", micro_batches=4, no_sync=True)
+    measured = "Ψ sent by ZeRO-1 and ZeRO-2 for K micro-batches: " + listed(found, "K={}: {} and {}")
+    measured += f"; whole gradients reduce-scattered once (ZeRO-2 under no_sync()) {quiet:g} for any K"
     as_cheap = {n: zero2 <= zero1 for n, (zero1, zero2) in found.items()}
-    return measured, as_cheap[1] and as_cheap[2] and quiet.sent() <= ours.sent(), as_cheap[3]
+    return measured, as_cheap[1] and as_cheap[2] and quiet <= found[4][0], as_cheap[3]
 
 
 def ring(ranks: int = 8, chunk: int = 3) -> tuple[float, bool]:
@@ -145,23 +141,6 @@ claims.frameworks("accumulating K micro-batches means K times fewer all-reduces"
 # fmt: on
 
 
-@claims.frameworks("ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
-                   STEP.format("ZeRO-3 and FSDP2"))  # fmt: skip
-def per_unit_and_pass():
-    counts = {}
-    for name in ("zero3", "fsdp2"):
-        with running(name) as engine:
-            with TrafficLedger() as in_forward:
-                loss = forward(engine)
-            with TrafficLedger() as in_backward:
-                loss.backward()
-            del engine, loss
-        kinds = [[c.kind for c in ledger.collectives] for ledger in (in_forward, in_backward)]
-        counts[name] = tuple(kind.count(what) / len(chain()) for kind in kinds for what in (GATHER, REDUCE))
-    form = "{}: forward {} all-gather, {} reduce-scatter; backward {} and {}"
-    return listed(counts, form, "; "), (3, 1, 3, 1) in counts.values()
-
-
 @claims.scaling("an all-gather is every rank broadcasting its shard", "8 broadcasts and an all-gather, bytes counted")
 def broadcasts():
     with fake_ranks(8), TrafficLedger() as ledger:
@@ -170,8 +149,8 @@ def broadcasts():
             dist.broadcast(whole[owner] if owner else shard, owner)
         in_turns = ledger.sent_bytes
         dist.all_gather_single(whole.view(-1), shard)
-    at_once, issued = ledger.sent_bytes - in_turns, step("zero3").count["broadcast"]
-    return f"8 broadcasts {in_turns} bytes, 1 all-gather {at_once}; a step has {issued} broadcasts", in_turns == at_once
+    at_once = ledger.sent_bytes - in_turns
+    return f"8 broadcasts {in_turns} bytes, 1 all-gather {at_once}", in_turns == at_once
 
 
 def adapted_gpt():
@@ -186,27 +165,15 @@ def adapted_gpt():
                       "one step of each, a fake group of 8, bytes counted; no time was measured",
                       "a unit has frozen parameters: FSDP1 reduces gradients for its whole flat parameter")  # fmt: skip
 def fsdp1_beside_fsdp2():
-    found, better = {}, {}
-    for what, model in (("all trained", small_gpt), ("two thirds frozen", adapted_gpt)):
+    found = {}
+    for what, model in (("two thirds frozen", adapted_gpt), ("all trained", small_gpt)):
         old, new = step("fsdp1", model), step("fsdp2", model)
-        found[what] = old.peak / 1e6, new.peak / 1e6, old.sent(), new.sent()
-        better[what] = new.peak < 0.95 * old.peak or new.sent() < 0.95 * old.sent()
-    measured = listed(found, "{}: peak {} and {} MB, sent {}Ψ and {}Ψ", "; ")
-    return f"FSDP1 and FSDP2, {measured}", better["two thirds frozen"], better["all trained"]
+        found[what] = new.peak / old.peak, new.sent() / old.sent()
+    measured = "FSDP2's peak and traffic over FSDP1's, " + listed(found, "{}: {} and {}", "; ")
+    return measured, *(min(ratios) < 0.95 for ratios in found.values())
 
 
 # Accumulation, buckets and units.
-
-
-@claims.sharding_state("too-small buckets increase overhead", "ZeRO-2 on a GPT, collectives by bucket size")
-def small_buckets():
-    runs = {size: step("zero2", toy, bucket_mb=size) for size in (0, 0.02, 0.1, 25)}
-    counts = [len(run.collectives) for run in runs.values()]
-    volumes = [run.sent() for run in runs.values()]
-    same = about(max(volumes), min(volumes), 0.01)
-    measured = "collectives per step by bucket size: " + listed(dict(zip(runs, counts)), "{} MiB: {}")
-    falling = counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
-    return f"{measured}; bytes the same: {same}", same and falling
 
 
 long_chain = partial(chain, 16)
@@ -218,8 +185,17 @@ def peaks(*sizes: float) -> dict[float, float]:
     return {size: run.peak / run.parameters for size, run in runs.items()}
 
 
+def counts(*sizes: float) -> dict[float, int]:
+    """How many collectives ZeRO-2's step has, by the size of its buckets (MiB)."""
+    return {size: len(step("zero2", toy, bucket_mb=size).collectives) for size in sizes}
+
+
 # fmt: off
 BUCKET_SIZES = (0, 0.0625, 0.25, 25)
+claims.sharding_state("too-small buckets increase overhead", "ZeRO-2 on a GPT, collectives by bucket size", "",
+                      lambda: (
+    "collectives per step by bucket size: " + listed(found := counts(0, 0.02, 0.1, 25), "{} MiB: {}"),
+    list(found.values()) == sorted(found.values(), reverse=True) and found[0] > found[25]))
 claims.sharding_state("too-large buckets spike memory", "ZeRO-2, peak by bucket size", "", lambda: (
     "peak of ZeRO-2 by bucket size: " + listed(found := peaks(*BUCKET_SIZES), "{} MiB {}Ψ") + " bytes",
     list(found.values()) == sorted(found.values()) and found[25] > found[0] + 2))
@@ -238,10 +214,8 @@ def matrices(model) -> list[nn.Module]:
 @claims.sharding_state("bad wrapping causes excessive all-gathers", "ZeRO-3 on a GPT, three choices of units")
 def bad_wrapping():
     choices = {"a unit per layer": matrices, "one per block": None, "the model as one": lambda model: [model]}
-    found = {}
-    for what, units in choices.items():
-        sizes = [c.whole_bytes for c in collectives("zero3", toy, units=units) if c.kind == GATHER]
-        found[what] = len(sizes), sum(sizes) / step("zero3", toy).parameter_bytes
+    runs = {what: step("zero3", toy, units=units) for what, units in choices.items()}
+    found = {what: (run.count[GATHER], run.sent(GATHER)) for what, run in runs.items()}
     (layers, volume), (blocks, least), _ = found.values()
     measured = "all-gathers per step of a 2-block GPT: " + listed(found, "{1} with {0} ({2}Ψ)")
     return measured, layers > 3 * blocks and about(volume, least, 0.05)
@@ -279,9 +253,8 @@ def per_parameter_dtensor():
         params = list(engine.model.parameters())
         share = storage_bytes(params) / whole
         kept = {str(tuple(param.shape)): str(tuple(param.to_local().shape)) for param in params}
-        kinds = {type(param).__name__ for param in params}
-    measured = f"{'/'.join(kinds)} parameters, {listed(kept, '{0} kept as {1}')}; {share:g} of the bytes"
-    return measured, kinds == {"DTensor"} and about(share, 1 / 8)
+    measured = f"{type(params[0]).__name__} parameters, {listed(kept, '{0} kept as {1}')}; {share:g} of the bytes"
+    return measured, all(isinstance(param, DTensor) for param in params) and about(share, 1 / 8)
 
 
 @claims.scaling("the parameters are cut into N chunks (N is blank in our copy), equal ones",
@@ -365,37 +338,57 @@ claims.multiple_gpus("under ZeRO every rank runs the same forward and backward",
 
 
 class Events(TrafficLedger):
-    """The order of all-gathers (G), matrix products (C) and reduce-scatters (R)."""
+    """The order of all-gathers (G), matrix products (C) and reductions (R)."""
+
+    LETTERS = {GATHER: "G", REDUCE: "R", ALL_REDUCE: "R", "aten::mm": "C", "aten::addmm": "C"}
 
     def __init__(self):
-        super().__init__(on_event=lambda what, *_: self.note({GATHER: "G", REDUCE: "R"}.get(what, "")))
+        super().__init__(on_event=lambda what, *_: self.note(self.LETTERS.get(what, "")))
         self.letters = ""
 
     def note(self, letter: str) -> None:
         self.letters += letter
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.note({"aten::mm": "C", "aten::addmm": "C"}.get(func._schema.name, ""))
+        self.note(self.LETTERS.get(func._schema.name, ""))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def order(name: str, layers: int = 4, **options) -> str:
-    """The events of one forward | backward of an engine over `layers` layers, after two steps to learn the order."""
+@functools.cache
+def order(name: str, layers: int = 4, **options) -> list[str]:
+    """The events of an engine over `layers` layers in [forward, backward, before the update, after its beginning].
+
+    Of the third step: after two it knows the order of its units.
+    """
     with running(name, partial(chain, layers), **options) as engine:
+        engine.optimizer.register_step_pre_hook(lambda *_: events.note("|"))
         for _ in range(3):
             with Events() as events:
                 loss = forward(engine)
                 events.note("|")
                 loss.backward()
-            update(engine)
+                events.note("|")
+                update(engine)
         del engine, loss
-    return events.letters
+    return events.letters.split("|")
 
 
-claims.sharding_state("FSDP: gather, compute, free; in backward gather, compute, reduce-scatter",
-                      "order of events of one unit", "",
-                      lambda: {name: order(name, layers=1) for name in ("zero3", "fsdp2")},
-                      says=lambda letters: letters == "GC|GCR")  # fmt: skip
+def after_update(letter: str) -> dict[str, int]:
+    """How many events of this kind come after the beginning of the update, of every engine."""
+    return {name: order(name)[3].count(letter) for name in ("fsdp2", *STAGES)}
+
+
+def before_the_last_gradient(**options) -> float:
+    """The share of its all-reduces that DDP has issued before the last gradient is computed."""
+    backward = order("ddp", **options)[1]
+    return backward[: backward.rindex("C")].count("R") / backward.count("R")
+
+
+def per_unit_and_pass() -> tuple:
+    counts = {name: tuple(events.count(letter) / 4 for events in order(name)[:2] for letter in "GR")
+              for name in ("zero3", "fsdp2")}  # fmt: skip
+    form = "{}: forward {} all-gather, {} reduce-scatter; backward {} and {}"
+    return listed(counts, form, "; "), (3, 1, 3, 1) in counts.values()
 
 
 def is_ahead(letters: str) -> bool:
@@ -406,68 +399,41 @@ def is_ahead(letters: str) -> bool:
     return all(issued >= min(number // per_unit + 2, gathers) for number, issued in enumerate(before))
 
 
-PREFETCHED = "a unit or more is prefetched; without, each gather waits for the computation in front of it"
+def prefetch() -> tuple:
+    ahead, serial = order("zero3")[:2], order("zero3", prefetch=0)[:2]
+    measured = f"with prefetch {'|'.join(ahead)}, without {'|'.join(serial)} (G gather, C compute, R reduce)"
+    return measured, all(map(is_ahead, ahead)), any(map(is_ahead, serial))
 
 
-@claims.multiple_gpus("the gather of layer N+1 can hide behind the forward of layer N",
-                      "order of events in our ZeRO-3", PREFETCHED)  # fmt: skip
-@claims.sharding_state("the next layer's gather goes on beside the computation",
-                       "order of events in our ZeRO-3", PREFETCHED)  # fmt: skip
-def prefetch():
-    ahead, serial = order("zero3"), order("zero3", prefetch=0)
-    measured = f"with prefetch {ahead}, without {serial} (G gather, C compute, R reduce)"
-    return measured, all(map(is_ahead, ahead.split("|"))), any(map(is_ahead, serial.split("|")))
-
-
-@claims.scaling("BackwardPrefetch overlaps the next gather with the present gradients", "order of events in FSDP1",
-                "it is BACKWARD_PRE, the default")  # fmt: skip
-def backward_prefetch():
+def backward_prefetch() -> tuple:
     """The article names the option (its snippet only imports it): is the next unit gathered early enough?"""
     options = {"BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE, "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
                "None": None}  # fmt: skip
-    orders = {name: order("fsdp1", backward_prefetch=one).split("|")[1] for name, one in options.items()}
-    pre, post, none = (letters[: letters.index("C")].count("G") > 1 for letters in orders.values())
+    orders = {name: order("fsdp1", backward_prefetch=one)[1] for name, one in options.items()}
+    pre, post, none = (letters.partition("C")[0].count("G") > 1 for letters in orders.values())
     return listed(orders, "{}: {}", "; "), pre, post or none
 
 
-def around_the_update(name: str) -> list[str]:
-    """The collectives of a step from the beginning of the optimizer's update on."""
-    with running(name) as engine, TrafficLedger() as ledger:
-        engine.optimizer.register_step_pre_hook(lambda *_: ledger.collectives.clear())
-        forward(engine).backward()
-        update(engine)
-    return [collective.kind for collective in ledger.collectives]
-
-
-def after_update(*kinds: str) -> dict[str, int]:
-    """How many collectives of these kinds come after the update, of every engine."""
-    return {name: sum(kind in kinds for kind in around_the_update(name)) for name in ("fsdp2", *STAGES)}
-
-
 # fmt: off
+claims.frameworks("ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
+                  STEP.format("ZeRO-3 and FSDP2"), "", per_unit_and_pass)
+claims.sharding_state("FSDP: gather, compute, free; in backward gather, compute, reduce-scatter",
+                      "order of events of one unit", "",
+                      lambda: {name: "|".join(order(name, layers=1)[:2]) for name in ("zero3", "fsdp2")},
+                      says=lambda letters: letters == "GC|GCR")
+for article, words in ((claims.multiple_gpus, "the gather of layer N+1 can hide behind the forward of layer N"),
+                       (claims.sharding_state, "the next layer's gather goes on beside the computation")):
+    article(words, "order of events in our ZeRO-3",
+            "a unit or more is prefetched; without, each gather waits for the computation in front of it", prefetch)
+claims.scaling("BackwardPrefetch overlaps the next gather with the present gradients", "order of events in FSDP1",
+               "it is BACKWARD_PRE, the default", backward_prefetch)
 claims.multiple_gpus("ZeRO-3 needs no all-gather at the end of the step",
                      "one step of every engine, collectives after the update counted", "", lambda: (
-    "all-gathers after the update: " + listed(after := after_update(GATHER)),
+    "all-gathers after the update: " + listed(after := after_update("G")),
     after["zero3"] == after["fsdp2"] == 0 < after["zero2"]))
 claims.frameworks("the gradient sync overlaps with the optimizer's step", "order of collectives and update", "",
                   lambda: {f"reductions are still to come when the optimizer starts, {name}": number
-                           for name, number in after_update(REDUCE, ALL_REDUCE).items()}, says=above(0))
-# fmt: on
-
-
-def before_the_last_gradient(**options) -> float:
-    """The share of its all-reduces that DDP has issued before the last gradient, in its third step."""
-    with running("ddp", **options) as engine:
-        issued = []
-        engine.model.module[0].weight.register_hook(lambda _: issued.append(len(ledger.collectives)))
-        for _ in range(3):
-            with TrafficLedger() as ledger:
-                forward(engine).backward()
-        del engine
-    return issued[-1] / len(ledger.collectives)
-
-
-# fmt: off
+                           for name, number in after_update("R").items()}, says=above(0))
 claims.frameworks("DDP overlaps the all-reduce with backward by itself", "real DDP, when its all-reduces are issued",
                   "the gradients fill more than one bucket (25 MiB each)", lambda: {
     "of the all-reduces issued before the last gradient": before_the_last_gradient(bucket_mb=0.02),

@@ -100,6 +100,7 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
     return [of_engine(name, options) for name in options.names] if options.bug is None else of_exhibit(options.bug)
 
 
+@engine_file.one_line()
 def on_ranks(options: argparse.Namespace, folder: Path) -> None:
     """What every rank does: one recording after the other, each said as it comes."""
     ranks.begin(folder)
@@ -123,25 +124,14 @@ def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
         for name, seen in started.verdicts(runs):
             for rank, each in enumerate(seen):
                 if each.get("status") == "died":
-                    raise RuntimeError(f"{runs[name].title}: rank {rank} {each['error']}\n{started.text[-3000:]}")
-            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *without_files(argv)])}
+                    raise RuntimeError(f"{runs[name].title}: rank {rank} {each['error']}\n{started.last_words()}")
+            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *argv])}
             found.append(merge(seen, name, runs[name].title, about))
             print(f"recorded: {runs[name].title}", flush=True)
             if seen[0]["error"] is not None:
                 break
     if len(found) < len(runs) and not (found and options.bug is not None):
-        raise RuntimeError(f"the ranks ended before they had recorded all:\n{started.text[-3000:]}")
-    return found
-
-
-def without_files(argv: list[str]) -> list[str]:
-    """`argv` without the options that name a file: those say nothing of what was recorded."""
-    found, skip = [], False
-    for word in argv:
-        names_a_file = word.partition("=")[0] in ("--out", "--json", "--gif")
-        if not skip and not names_a_file:
-            found.append(word)
-        skip = names_a_file and "=" not in word
+        raise RuntimeError(f"the ranks ended before they had recorded all:\n{started.last_words()}")
     return found
 
 

@@ -107,9 +107,7 @@ def _events(seen: dict, at) -> list[list]:
             events.append([at(moment), rank, "free", row, [column, nbytes]])
     if seen["updated"] is not None:
         events.append([at(seen["updated"]), rank, "updated"])
-    events.append(
-        [at(seen["ends"]), rank, "error", seen["error"]] if seen["error"] else [at(seen["ends"]), rank, "over"]
-    )
+    events.append([at(seen["ends"]), rank, *(("error", seen["error"]) if seen["error"] else ("over",))])
     return events
 
 
@@ -123,8 +121,12 @@ def _changes(seen: dict, at, times: list[int]) -> list[list]:
     for (_, *key), (moment, cells) in sorted(last.items(), key=lambda item: item[0][0]):
         if now.get((*key,), [0] * len(cells)) != cells:
             now[(*key,)] = cells
-            found.append([moment, seen["rank"], *key, cells[0] if len({*cells}) == 1 else cells])
+            found.append([moment, seen["rank"], *key, _short(cells)])
     return found
+
+
+def _short(cells: list[int]) -> int | list[int]:
+    return cells[0] if len({*cells}) == 1 else cells
 
 
 def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
@@ -182,7 +184,7 @@ def _versions(looks: list[list[tuple]]) -> list[list]:
         for moment, row, layer, cells in mine:
             if now.get((row, layer)) != cells:
                 now[row, layer] = cells
-                found.append([moment, rank, row, layer, cells[0] if len({*cells}) == 1 else cells])
+                found.append([moment, rank, row, layer, _short(cells)])
     return sorted(found, key=lambda look: look[0])
 
 
