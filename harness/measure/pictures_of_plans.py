@@ -106,9 +106,6 @@ def validation(results: dict, theme: dict):
         axes.plot(line, line, color=theme["ink"], linewidth=0.8)
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
-            if row["size"].startswith("sequences") and axes is left:  # another attention kernel: said in words
-                axes.plot(row[published], row[predicted], "x", color=theme["ink"], markersize=5)
-                continue
             own = {"markerfacecolor": theme["paper"]} if row["fitted"] and axes is left else {}
             style = _look(row["engine"], **own)
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
@@ -122,6 +119,5 @@ def validation(results: dict, theme: dict):
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
         left.plot([], [], label=engine, **_look(engine, linestyle="none"))
     left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in a fit")
-    left.plot([], [], "x", color=theme["ink"], label="beyond 4,096 tokens")
     figure.legend(loc="outside lower center", ncols=5)
     return figure
