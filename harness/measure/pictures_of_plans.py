@@ -56,7 +56,7 @@ def scale(results: dict, theme: dict):
             column[0].plot(list(dots), list(dots.values()), mark, color=colour, markersize=6)
         column[0].plot([], [], "o", color=theme["ink"], label="published")
         column[0].set_yscale("log")
-        column[0].set_yticks([2e3, 5e3, 1e4, 2e4, 5e4], ["2,000", "5,000", "10,000", "20,000", "50,000"])
+        column[0].set_yticks([5e2, 2e3, 1e4, 5e4], ["500", "2,000", "10,000", "50,000"])
         column[0].legend(loc="lower left")
         for axes, preset in zip(column[1:], ("7b", "70b")):
             for engine in dict.fromkeys(point["engine"] for point in results["points"]):
@@ -77,10 +77,12 @@ def scale(results: dict, theme: dict):
         column[2].set_xticks(ranks, [f"{tick:,}" if tick != ranks[-2] else "" for tick in ranks])  # the last two touch
         column[2].minorticks_off()
         column[2].set_xlabel("ranks, one on each GPU")
-    for axes, label in zip(grid[:, 0], ("tokens/s per rank", "7b: exposed, fraction", "70b: exposed, fraction")):
+    for axes, label in zip(
+        grid[:, 0], ("tokens/s per rank", "7b: exposed share of a step", "70b: exposed share of a step")
+    ):
         axes.set_ylabel(label)
     how = f"{results['gpu']}, {results['precision']}; 7b and 70b: micro-batch {results['micro_batch']}, recomputed"
-    figure.suptitle(f"Predicted (lines): {how}\nempty: does not fit; shaded: beyond any measurement", fontsize=11)
+    figure.suptitle(f"Predicted (lines): {how}\nempty: does not fit; shaded: beyond any published row", fontsize=11)
     figure.legend(*grid[1][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 

@@ -237,7 +237,9 @@ def plan_summary() -> str:
     networks = []
     for name, network in kept["networks"].items():
         ring, tree = network["crowding"]
-        crowds = f"; each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
+        crowds = (
+            f"; there each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
+        )
         networks.append(f"`{name}` {network['alpha'] * 1e6:.0f} us per hop{crowds}")
     errors = {of: "median error {median:.1%}, largest {largest:.1%}".format_map(found[of])
               for of in ("unfitted", "all", "memory")}  # fmt: skip
