@@ -118,7 +118,7 @@ def referee_bf16() -> str:
 
 def referee_deepspeed() -> str:
     report = result(REFEREE_DEEPSPEED)
-    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms", "x ddp"
+    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms"
     return f"{conditions(report, REFEREE_DEEPSPEED)}\n\n{of_referee(report, *titles)}"
 
 
