@@ -18,7 +18,7 @@ from harness.plan.events import Await, Collective, Mark, Memory, Operation, Reco
 from harness.plan.hardware import FLASH, GPUS, NETWORKS, TOKENS, Cluster, Network, flash
 from harness.plan.one_rank import ENGINES, Setup
 from harness.plan.predict import Prediction, predict
-from harness.plan.published import LLAMA_1B, ROWS
+from harness.plan.published import FOUNDRY, LLAMA_1B, PLAYBOOK, ROWS
 from harness.plan.replay import Times, replay
 from harness.run.model import GPT, GPTConfig, preset
 
@@ -357,8 +357,7 @@ def test_the_recommendation_follows_from_the_numbers():
     cluster = Cluster(GPUS["h100"])
     ddp, zero2, zero3 = made("ddp", 1.0, 90e9, False), made("zero2", 1.04, 60e9), made("zero3", 1.1544, 30e9)
     said = words.recommendation([ddp, zero2, zero3], cluster)
-    assert said.startswith("ZeRO-2: the first that fits, and 4% slower than DDP, which does not fit")
-    assert "ZeRO-3 would pay 11% more time for 30 GB" in said
+    assert said == "ZeRO-2: the fastest that fits, and 4% slower than DDP, which does not fit."
     same, slower, fastest = made("zero2", 1.01, 1), made("zero2", 1.1, 1), made("zero3", 1.0, 1)
     assert words.choose([same, fastest]) is same and words.choose([slower, fastest]) is fastest  # the same, to 2%
     assert "within 2% of the fastest, ZeRO-3" in words.recommendation([same, fastest], cluster)
@@ -398,11 +397,23 @@ def test_break_evens_are_named():
     def at(exposed, step=1.0):
         return replace(made("zero3", step, 1), times=Times(step=step, exposed=exposed * step))
 
-    assert "hidden from 100 on" in sweep.break_even("bandwidth", [(50, at(0.2)), (100, at(0.04)), (200, at(0.01))])
-    assert "not hidden even at 100" in sweep.break_even("bandwidth", [(50, at(0.2)), (100, at(0.1))])
     ranks = sweep.break_even("ranks", [(8, at(0.01)), (16, at(0.02)), (32, at(0.3))])
-    assert "up to 16" in ranks and "from 32" in ranks
-    assert "from 25 MiB on" in sweep.break_even("bucket", [(1, at(0, 2.0)), (25, at(0, 1.0)), (100, at(0, 1.001))])
+    assert ranks == "communication is hidden at 8, 16"
+    assert "never" in sweep.break_even("micro-batch", [(1, at(0.2)), (2, at(0.1))])
+    assert "from 25 on" in sweep.break_even("bucket", [(1, at(0, 2.0)), (25, at(0, 1.0)), (100, at(0, 1.001))])
+
+
+@pytest.mark.parametrize("ranks, name", [(8, "intra_gbps"), (16, "inter_gbps")])
+def test_the_bandwidth_that_is_enough_is_found(ranks, name, monkeypatch):
+    def hidden_from_100(setup, cluster):
+        step = Times(step=1.0, exposed=0.01 if getattr(cluster, name) >= 100 else 0.2)
+        return replace(made("zero3", 1.0, 1), times=step)
+
+    monkeypatch.setattr(sweep, "predict", hidden_from_100)
+    assert sweep.enough(planned(f"--ranks {ranks} --sweep bandwidth"), "zero3") in (
+        "hidden from 100 GB/s on", "hidden from 101 GB/s on")  # fmt: skip
+    monkeypatch.setattr(sweep, "predict", lambda setup, cluster: hidden_from_100(setup, Cluster(GPUS["h100"], 8, 1, 1)))
+    assert sweep.enough(planned(f"--ranks {ranks} --sweep bandwidth"), "zero3").startswith("not hidden even at 3,2")
 
 
 NUMBERS = [name.replace("_", "-") for name in (*options.WHOLE, *options.ABOVE_0)]
@@ -421,6 +432,8 @@ CHOICES = ("gpu", "network", "precision", "engine", "checkpoint-activations", "s
         ("--preset 7b --width 64", "--width"),
         ("--preset 8x", "8x"),
         ("--inter-GBps nan", "nan"),
+        ("--alpha-us -3", "--alpha-us must be more than 0, got -3"),
+        ("--network efa --alpha-us 20", "leave out --network efa"),
         ("--efficiency 1.5", "1.5"),
         ("--prefetch -1", "-1"),
         ("--engine ,", "--engine"),
@@ -486,11 +499,17 @@ def test_a_networks_latency_is_found_in_what_equal_runs_lose_and_no_row_above_12
     assert max(row.setup.ranks for name in NETWORKS for row in validate.on_network(ROWS, name)) <= 128
 
 
-def test_gradients_that_another_framework_keeps_take_two_bytes_each():
-    setup = Setup(SMALL, "zero1_2psi", 4)
-    plain, keeps = (predict(replace(setup, keeps_low=kept), Cluster(GPUS["h100"])) for kept in (False, True))
-    assert keeps.peak_bytes - plain.peak_bytes == keeps.reserved_bytes - plain.reserved_bytes == 2 * plain.parameters
-    assert keeps.times == plain.times
+def test_gradients_that_another_framework_keeps_take_two_bytes_each(monkeypatch):
+    monkeypatch.setattr(predict_module, "recording", lambda setup: Recording((compute(10**15),), 100, 10**9))
+    row = replace(ROWS[0], keeps_low=False)
+    plain, keeps = (validate.check(one, 0.6) for one in (row, replace(row, keeps_low=True)))
+    assert keeps["predicted_peak_bytes"] - plain["predicted_peak_bytes"] == 2 * 10**9
+
+
+def test_an_older_kernel_of_attention_is_slower_in_the_rows_that_ran_it():
+    """And the published ratio of the two versions is what it takes longer: nothing of it is fitted."""
+    best = {row.source: row.cluster.gpu.attention for row in ROWS if row.gpu == "h100"}
+    assert best[PLAYBOOK] == GPUS["h100"].attention and 1.3 < best[PLAYBOOK] / best[FOUNDRY] < 2.5
 
 
 def test_the_results_are_those_of_the_table_that_is_in_use():
@@ -503,12 +522,11 @@ def test_the_results_are_those_of_the_table_that_is_in_use():
     for gpu, share in kept["efficiency"].items():
         assert GPUS[gpu].efficiency == pytest.approx(share, abs=0.005), gpu
     found = kept["summary"]
-    assert found["median"] <= 0.03 and found["largest_of_all"] <= 0.11 and found["memory_median"] <= 0.03
-    assert len(found["missed"]) == sum(row["size"].startswith("sequences") for row in kept["rows"]) + 3
+    assert found["unfitted"]["median"] <= 0.03 and found["all"]["largest"] <= 0.1 and found["memory"]["median"] <= 0.03
+    assert len(found["missed"]) == 1 == found["memory"]["rows"] - found["memory_within"]  # named in the page
     assert found["pairs_right"] == found["pairs"] and found["out_of_memory_right"] == found["out_of_memory"]
     number = next(i for i, row in enumerate(ROWS) if row.setup.config is LLAMA_1B and row.setup.ranks == 128
                   and row.setup.engine == "zero1_2psi" and row.setup.accumulate == 1)  # fmt: skip
     row = ROWS[number]
-    found = predict(row.setup, replace(row.cluster, efficiency=kept["efficiency"]["h100"]))
-    assert found.tokens_per_s == pytest.approx(kept["rows"][number]["predicted_tokens_per_s"], rel=1e-4)
-    assert found.peak_bytes == pytest.approx(kept["rows"][number]["predicted_peak_bytes"], rel=1e-3)
+    found = validate.check(row, kept["efficiency"]["h100"])
+    assert found == pytest.approx(kept["rows"][number], rel=1e-3)

@@ -50,11 +50,10 @@ def launcher(python: str, *options: str) -> list[str]:
 
 def undisturbed(options: list[str], folder: str) -> None:
     """On ranks of the pool: all steps without a break. A GPU is there, but to touch it would take memory on it."""
-    train_disturbed.put_in()
     options = train_options.arguments([*options, "--folder", folder])
     me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
     touched = mock.patch.object(torch.cuda, "_lazy_init", side_effect=AssertionError("a context on GPU 0"))
-    with mock.patch.object(torch.cuda, "is_available", lambda: True), touched:
+    with train_disturbed.put_in(), mock.patch.object(torch.cuda, "is_available", lambda: True), touched:
         training = train.Training(options, me, *hold_out(load_text(None, 32), 32))
         try:
             training.run(types.SimpleNamespace(asked=lambda: False), joined=0.0)
@@ -287,7 +286,7 @@ def test_a_machine_goes_and_comes_back(stories):
         assert all(abs(run.seen[1, step] - loss) > 1e-9 for loss in others)
     assert run.lines()[-1]["why"] == "left because it was asked to"
     restarts = run.events("restart")
-    assert len(restarts) >= 2 and "noticed" in restarts[0]["seconds"]
+    assert len(restarts) >= 2 and any("noticed" in each["seconds"] for each in restarts)
     assert all(math.isfinite(line["loss"]) and line["tokens_per_s"] > 0 for line in run.steps())
     assert run.lines()[0]["event"] == "start"
 

@@ -5,9 +5,11 @@ So it does in its last save if there is a file $HANG.save.
 Run it by `python -m harness.run.restarts ... train_disturbed.py zero3 ...`.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 from torch.nn import functional as F
 
@@ -39,11 +41,12 @@ def hang(suffix: str) -> None:
         time.sleep(10**6)
 
 
-def put_in() -> None:
-    train.GPT = Dropping
-    checkpoint_write.write = write
+@contextlib.contextmanager
+def put_in():
+    with mock.patch.object(train, "GPT", Dropping), mock.patch.object(checkpoint_write, "write", write):
+        yield
 
 
 if __name__ == "__main__":
-    put_in()
-    process_group.run(train.main)
+    with put_in():
+        process_group.run(train.main)

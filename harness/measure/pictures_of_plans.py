@@ -56,7 +56,7 @@ def scale(results: dict, theme: dict):
             column[0].plot(list(dots), list(dots.values()), mark, color=colour, markersize=6)
         column[0].plot([], [], "o", color=theme["ink"], label="published")
         column[0].set_yscale("log")
-        column[0].set_yticks([2e3, 5e3, 1e4, 2e4, 5e4], ["2,000", "5,000", "10,000", "20,000", "50,000"])
+        column[0].set_yticks([5e2, 2e3, 1e4, 5e4], ["500", "2,000", "10,000", "50,000"])
         column[0].legend(loc="lower left")
         for axes, preset in zip(column[1:], ("7b", "70b")):
             for engine in dict.fromkeys(point["engine"] for point in results["points"]):
@@ -77,10 +77,12 @@ def scale(results: dict, theme: dict):
         column[2].set_xticks(ranks, [f"{tick:,}" if tick != ranks[-2] else "" for tick in ranks])  # the last two touch
         column[2].minorticks_off()
         column[2].set_xlabel("ranks, one on each GPU")
-    for axes, label in zip(grid[:, 0], ("tokens/s per rank", "7b: exposed, fraction", "70b: exposed, fraction")):
+    for axes, label in zip(
+        grid[:, 0], ("tokens/s per rank", "7b: exposed share of a step", "70b: exposed share of a step")
+    ):
         axes.set_ylabel(label)
     how = f"{results['gpu']}, {results['precision']}; 7b and 70b: micro-batch {results['micro_batch']}, recomputed"
-    figure.suptitle(f"Predicted (lines): {how}\nempty: does not fit; shaded: beyond any measurement", fontsize=11)
+    figure.suptitle(f"Predicted (lines): {how}\nempty: does not fit; shaded: beyond any published row", fontsize=11)
     figure.legend(*grid[1][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
@@ -106,9 +108,6 @@ def validation(results: dict, theme: dict):
         axes.plot(line, line, color=theme["ink"], linewidth=0.8)
         axes.fill_between(line, [y * 0.9 for y in line], [y * 1.1 for y in line], color=theme["shade"], zorder=0)
         for row in rows:
-            if row["size"].startswith("sequences") and axes is left:  # another attention kernel: said in words
-                axes.plot(row[published], row[predicted], "x", color=theme["ink"], markersize=5)
-                continue
             own = {"markerfacecolor": theme["paper"]} if row["fitted"] and axes is left else {}
             style = _look(row["engine"], **own)
             axes.plot(row[published] * factor, row[predicted] * factor, markersize=6, **style)
@@ -122,6 +121,5 @@ def validation(results: dict, theme: dict):
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
         left.plot([], [], label=engine, **_look(engine, linestyle="none"))
     left.plot([], [], "o", color=theme["ink"], markerfacecolor=theme["paper"], label="used in a fit")
-    left.plot([], [], "x", color=theme["ink"], label="beyond 4,096 tokens")
     figure.legend(loc="outside lower center", ncols=5)
     return figure

@@ -1,13 +1,13 @@
 """`./launch.sh plan`: the command. It predicts; nothing that it prints was measured."""
 
-import contextlib
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from harness.plan import scale, sweep, validate, words
-from harness.plan.options import arguments, check_ranks, cluster_of, different, setup_of
+from harness.plan.hardware import Cluster
+from harness.plan.options import arguments, cluster_of, different, setup_of
 from harness.plan.predict import Prediction, predict
 from harness.run import process_group
 
@@ -32,51 +32,47 @@ def as_json(found: Prediction) -> dict:
 
 def plan(options) -> dict:
     """Predict every engine, print the table and the recommendation; returns what --json writes."""
-    cluster, found = cluster_of(options), []
-    config = options.config
+    cluster, found, config = cluster_of(options), [], options.config
     shape = f"{config.layers} blocks of width {config.width}, {config.seq} tokens per sequence"
-    print(
-        f"{shape}; {words.gpus(options.ranks, cluster)}, {options.precision}. Recording the engines' events:",
-        flush=True,
-    )
-    if options.left_out:
-        print(f"  {options.left_out}", flush=True)
+    where = f"{words.gpus(options.ranks, cluster)}, {options.precision}"
+    print(f"{shape}; {where}. Recording the engines' events:", flush=True)
     for number, engine in enumerate(options.engines, 1):
         print(f"  {number} of {len(options.engines)}: {engine} ... ", end="", flush=True)
         started = time.perf_counter()
         found.append(predict(setup_of(options, engine), cluster))
         print(f"{time.perf_counter() - started:.1f} s", flush=True)
     print(f"\nPredicted for {found[0].parameters / 1e9:.2f}e9 parameters:\n{words.table(found)}")
-    lines = [words.recommendation(found, cluster)]
-    if options.ranks > 1:
-        chosen, alone = words.choose(found), len(found) == 1
-        what, twice = _twice(options)
-        doubled = [predict(setup_of(options, engine), twice) for engine in options.engines]
-        lines.append(words.changed(chosen, words.choose(doubled), f"twice the bandwidth of the {what}", alone))
-        half = options.ranks // 2
-        # One engine alone has nobody to lose against, and is not recorded twice.
-        with contextlib.suppress(ValueError):  # half of them may be no whole nodes
-            check_ranks(half, options.ranks_per_node)
-            engines = [] if alone else different(options.engines, half, options.ranks_per_node)
-            fewer = [predict(setup_of(options, engine, ranks=half), cluster) for engine in engines]
-            if fewer:
-                lines.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})"))
+    lines = [words.recommendation(found, cluster), *_otherwise(options, cluster, words.choose(found))]
     print("\n" + "\n".join(lines) + "\n\n" + words.assumptions(cluster))
     return {"predicted": True, "recommendation": lines, "assumptions": asdict(cluster),
             "shape": asdict(config), "engines": [as_json(one) for one in found]}  # fmt: skip
 
 
-def _twice(options):
-    """(which bandwidth, the cluster with twice as much): the network's, or in one node the links'."""
-    own = cluster_of(options)
+def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str]:
+    """What would be chosen with twice the bandwidth, and with half the ranks, in words."""
+    if options.ranks == 1:
+        return []
     if options.ranks > options.ranks_per_node:
-        return "network", cluster_of(options, inter_gbps=2 * own.between.bus)
-    return "links", cluster_of(options, intra_gbps=2 * (own.intra_gbps or own.gpu.link_gbps))
+        what, twice = "network", replace(cluster, inter_gbps=2 * cluster.between.bus)
+    else:
+        what, twice = "links", replace(cluster, intra_gbps=2 * (cluster.intra_gbps or cluster.gpu.link_gbps))
+    alone = len(options.engines) == 1
+    doubled = words.choose([predict(setup_of(options, engine), twice) for engine in options.engines])
+    said = [words.changed(chosen, doubled, f"twice the bandwidth of the {what}", alone)]
+    half, per_node = options.ranks // 2, options.ranks_per_node
+    # One engine alone has nobody to lose against, and is not recorded twice; and half of them may be no whole nodes.
+    if not alone and (half <= per_node or half % per_node == 0):
+        fewer = [predict(setup_of(options, engine, ranks=half), cluster)
+                 for engine in different(options.engines, half, per_node)]  # fmt: skip
+        said.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})"))
+    return said
 
 
 def main() -> None:
     try:
         options = arguments()
+        if options.left_out:
+            print(options.left_out, flush=True)
         if options.validate:
             results = validate.run()
         elif options.scale:

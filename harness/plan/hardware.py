@@ -26,7 +26,7 @@ class GPU:
     memory_gb: float
     memory_gbps: float
     link_gbps: float
-    efficiency: float = 0.75
+    efficiency: float = 0.804
     attention: float = 0.6
     nvlink: bool = True
 
@@ -69,11 +69,11 @@ def _between(x: float, xs, ys) -> float:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("b200", 2250, 80, 180, 8000, 900, 0.604, 0.34),
-        GPU("h200", 989, 67, 141, 4800, 450, 0.604, 0.34),
-        GPU("h100", 989, 67, 80, 3350, 450, 0.604, 0.34),
+        GPU("b200", 2250, 80, 180, 8000, 900, 0.653, 0.34),
+        GPU("h200", 989, 67, 141, 4800, 450, 0.653, 0.34),
+        GPU("h100", 989, 67, 80, 3350, 450, 0.653, 0.34),
         GPU("h100-96gb", 989, 67, 96, 2400, 450, 0.453, 0.34),  # with less memory bandwidth, and capped at 500 W
-        GPU("a100", 312, 19.5, 80, 2000, 300, 0.753, 0.6),
+        GPU("a100", 312, 19.5, 80, 2000, 300, 0.804, 0.6),
         GPU("rtx4090", 165.2, 82.6, 24, 1008, 31, nvlink=False),
         GPU("rtx3090", 71, 35.6, 24, 936, 31, nvlink=False),
         GPU("l4", 121, 30.3, 24, 300, 31, nvlink=False),
@@ -100,7 +100,7 @@ class Network:
 NETWORKS = {
     "infiniband": Network(12e-6, 350),
     "roce": Network(18e-6, 350),
-    "efa": Network(12e-6, 350, (0.32, 0.2)),
+    "efa": Network(12e-6, 350, (0.36, 0.28)),
 }
 TREE = 0.92  # of a ring's bandwidth: NCCL's own estimate for its trees
 

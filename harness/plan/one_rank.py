@@ -21,17 +21,17 @@ ENGINES = registry.named("plan")
 BY_UNIT = tuple(name for name in ENGINES if "prefetch" in registry.ENGINES[name].takes)
 BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in registry.ENGINES[name].takes)
 RECOMPUTED = ("none", "blocks", "selective")
+DDP_BUCKET_MB = 25  # MiB, as torch has it
 
 
 @dataclass(frozen=True)
 class Setup:
     """What is run: an engine on one of `ranks` ranks, and its options. Two that are equal have the same events.
 
-    `micro_batch` sequences of `seq` tokens, `accumulate` times per step. `bucket_mb` (MiB) is for buckets, `prefetch`
+    `micro_batch` sequences, `accumulate` times per step. `bucket_mb` (MiB) is for buckets, `prefetch`
     for ZeRO-3's units; `recompute` is one of `RECOMPUTED`: nothing, whole blocks, or torch's selective checkpointing
     with every second matrix product and all attention kept. `row` is for `hybrid`, which is ZeRO-3 in rows of so many
-    ranks that are replicas of each other. `keeps_low`: a framework that leaves the gradients in the low precision
-    beside their float32 sums, which the engines here do not; that is two bytes more for each parameter.
+    ranks that are replicas of each other.
     """
 
     config: GPTConfig
@@ -40,40 +40,60 @@ class Setup:
     precision: str = "bf16"
     micro_batch: int = 1
     accumulate: int = 1
-    seq: int | None = None
     recompute: str = "none"
     prefetch: int = 1
     bucket_mb: float | None = None
     row: int | None = None
-    keeps_low: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """What a rank computes in a step."""
+        return self.micro_batch * self.accumulate * self.config.seq
 
 
-class CastByBlock(nn.Module):
-    """Float32 weights, cast to a low precision block by block, as torch.autocast casts them: right before their use.
+class LowWeightsDDP(DDPStandIn):
+    """DDP around weights in a low precision, as Megatron's and nanotron's: float32 copies of them for the optimizer.
 
-    `MixedModule` casts all of them first. Then their gradients arrive last, when backward is over, and DDP overlaps
-    nothing.
+    Buckets are float32 sums, to which each gradient is added when it has come. The referee's DDP casts float32 weights
+    at the start of each forward instead. Then all gradients arrive last, and DDP overlaps nothing.
     """
 
-    def __init__(self, model: GPT, dtype: torch.dtype):
-        super().__init__()
-        self.model, self.dtype = model, dtype
-        inside = {param for block in model.blocks for param in block.parameters()}
-        self._root = [name for name, param in model.named_parameters() if param not in inside]
-        for block in model.blocks:
-            block.forward = partial(self._lend, block, block.forward)
+    def __init__(self, model: GPT, optimizer_cls, dtype: torch.dtype, bucket_mb: float):
+        self._sums = {}
+        super().__init__(model, optimizer_cls, bucket_mb)
+        self._copies = [(nn.Parameter(param.detach().clone()), param) for param in model.parameters()]
+        self.optimizer = optimizer_cls([copy for copy, _ in self._copies])
+        for param in model.parameters():
+            param.data = param.data.to(dtype)
 
-    def _lend(self, block, plain, x):
-        low = {name: param.to(self.dtype) for name, param in block.named_parameters()}
-        block.forward, lending = plain, block.forward
-        try:
-            return torch.func.functional_call(block, low, x)
-        finally:
-            block.forward = lending
+    def _add_bucket(self, params: list[nn.Parameter]) -> None:
+        flat = torch.zeros(sum(param.numel() for param in params))
+        missing = set(params)
+        for param, view in zip(params, flat.split([param.numel() for param in params])):
+            self._sums[param] = view = view.view(param.shape)
 
-    def forward(self, tokens):
-        low = {name: self.model.get_parameter(name).to(self.dtype) for name in self._root}
-        return torch.func.functional_call(self.model, low, tokens, tie_weights=True)
+            def on_gradient(param, view=view):
+                view.add_(param.grad)
+                param.grad = None
+                missing.discard(param)
+                if not missing:
+                    missing.update(params)
+                    if self.sends:
+                        self._send(flat)
+
+            param.register_post_accumulate_grad_hook(on_gradient)
+        self._flats.append(flat)
+
+    def step(self) -> None:
+        for copy, param in self._copies:
+            copy.grad = self._sums[param]
+        with record_function("step 4 update the shard"), torch.no_grad():
+            self.optimizer.step()
+            torch._foreach_copy_([param for _, param in self._copies], [copy for copy, _ in self._copies])
+            torch._foreach_zero_(self._flats)
+
+    def zero_grad(self) -> None:
+        """The step has."""
 
 
 def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
@@ -97,10 +117,10 @@ def build(setup: Setup, mesh):
     model = GPT(setup.config)
     if setup.recompute != "none":
         more = {"context_fn": _every_second_product} if setup.recompute == "selective" else {}
-        checkpoint_blocks(model, casts=registry.ENGINES[name].casts and dtype is not None, **more)
-    options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
+        checkpoint_blocks(model, casts=False, **more)
     if name == "ddp" and dtype is not None:
-        model = CastByBlock(model, options.pop("dtype"))
+        return LowWeightsDDP(model, adamw, dtype, setup.bucket_mb or DDP_BUCKET_MB)
+    options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
     takes = {key: value for key, value in options.items() if key in registry.ENGINES[name].takes}
     return registry.build(name, model, adamw, torch.device("cpu"), **takes)
 
@@ -127,8 +147,7 @@ def train(engine, setup: Setup, begins=lambda: None) -> None:
     DDP and ZeRO-1 add up and send once; ZeRO-2, ZeRO-3 and FSDP2 send in every backward, as they keep no whole
     gradients.
     """
-    seq = setup.seq or setup.config.seq
-    tokens = torch.zeros(setup.micro_batch, seq + 1, dtype=torch.int64)
+    tokens = torch.zeros(setup.micro_batch, setup.config.seq + 1, dtype=torch.int64)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     call = engine if callable(engine) else engine.model
     for number in range(setup.accumulate):
@@ -140,10 +159,5 @@ def train(engine, setup: Setup, begins=lambda: None) -> None:
         with record_function("step 2 backward"):
             loss.backward()
         del loss
-    if hasattr(engine, "step"):
-        engine.step()
-        engine.zero_grad()
-        return
-    with record_function("step 4 update the shard"):
-        engine.optimizer.step()
-    engine.optimizer.zero_grad()
+    engine.step()
+    engine.zero_grad()

@@ -11,8 +11,10 @@ from harness.run.model import PRESETS, GPTConfig, preset
 
 SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
 SHAPE = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
-WHOLE = (*SHAPE, "ranks", "ranks_per_node", "micro_batch", "accumulate")
+WHOLE = (*SHAPE, "ranks", "ranks_per_node", "micro_batch", "accumulate")  # from 1 on
 ABOVE_0 = ("intra_GBps", "inter_GBps", "alpha_us", "bucket_mb", "efficiency")
+CHOICES = {"gpu": GPUS, "network": NETWORKS, "precision": ("fp32", "bf16"), "checkpoint_activations": RECOMPUTED,
+           "sweep": SWEEPS}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,9 +44,9 @@ def parser() -> argparse.ArgumentParser:
     add("--prefetch", type=int, default=1, help="units that zero3 and hybrid gather ahead (default 1)")
     add("--bucket-mb", type=float, help="MiB of a bucket of ddp, zero1 and zero2 (default: their own)")
     add("--intra-GBps", type=float, help="a GPU's links inside a node, GB/s per direction (default: the GPU's)")
-    add("--network", default="infiniband", help=f"between the nodes: {', '.join(NETWORKS)} (default infiniband)")
-    add("--inter-GBps", type=float, help="what a ring across nodes reaches, GB/s (default: the network's)")
-    add("--alpha-us", type=float, help="microseconds of a hop in a collective across nodes (default: the network's)")
+    add("--network", help=f"between the nodes: {', '.join(NETWORKS)} (default infiniband)")
+    add("--inter-GBps", type=float, help="instead of --network: what a ring across nodes reaches, GB/s")
+    add("--alpha-us", type=float, help="instead of --network: microseconds of a hop in a collective across nodes")
     add("--efficiency", type=float, help="share of the peak of matrix products (default: the GPU's, see --validate)")
     add("--sweep", help=f"a figure along one of {', '.join(SWEEPS)}, and its break-even")
     add("--out", default="plans", help="folder for the figures of --sweep (default plans)")
@@ -57,32 +59,31 @@ def parser() -> argparse.ArgumentParser:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options, with `config` (the shape), `engines` and `left_out`. Raises ValueError for what cannot be."""
     options = parser().parse_args(argv)
-    for name in WHOLE:
-        value = getattr(options, name)
-        if value is not None and not 1 <= value <= 10**6:
-            raise ValueError(f"--{name.replace('_', '-')} must be from 1 to 1,000,000, got {value}")
-    for name in ABOVE_0:
-        value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {value:g}")
-    if options.efficiency is not None and options.efficiency > 1:
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for name in given.keys() & {*WHOLE}:
+        if not 1 <= given[name] <= 10**6:
+            raise ValueError(f"{_flag(name)} must be from 1 to 1,000,000, got {given[name]}")
+    for name in given.keys() & {*ABOVE_0}:
+        if not (math.isfinite(given[name]) and given[name] > 0):
+            raise ValueError(f"{_flag(name)} must be more than 0, got {given[name]:g}")
+    for name in given.keys() & CHOICES.keys():
+        _one_of(name, given[name], CHOICES[name])
+    if given.get("efficiency", 1) > 1:
         raise ValueError(f"--efficiency is a share of the GPU's peak, at most 1, got {options.efficiency:g}")
     if options.prefetch < 0:
         raise ValueError(f"--prefetch must be 0 or more, got {options.prefetch}")
-    _one_of("--gpu", options.gpu, GPUS)
-    _one_of("--network", options.network, NETWORKS)
-    _one_of("--precision", options.precision, ("fp32", "bf16"))
-    _one_of("--checkpoint-activations", options.checkpoint_activations, RECOMPUTED)
-    if options.sweep is not None:
-        _one_of("--sweep", options.sweep, SWEEPS)
+    if own := [name for name in ("alpha_us", "inter_GBps") if options.network and name in given]:
+        raise ValueError(f"{_flag(own[0])} {given[own[0]]:g} is for a network of your own: leave out --network "
+                         f"{options.network}, or give it alone")  # fmt: skip
+    options.network = options.network or "infiniband"
     options.engines = list(dict.fromkeys(name.strip() for name in options.engine.split(",") if name.strip()))
     for name in options.engines or [""]:
-        _one_of("--engine", name, ENGINES)
+        _one_of("engine", name, ENGINES)
     check_ranks(options.ranks, options.ranks_per_node)
     options.left_out = None  # what is not planned, in words
     if options.sweep != "ranks" and not (options.validate or options.scale):
-        given, options.engines = options.engines, different(options.engines, options.ranks, options.ranks_per_node)
-        if options.engines != given:
+        asked, options.engines = options.engines, different(options.engines, options.ranks, options.ranks_per_node)
+        if options.engines != asked:
             options.left_out = "hybrid: left out, one node: it would be zero3"
         if not options.engines:
             raise ValueError(
@@ -109,9 +110,13 @@ def check_ranks(ranks: int, per_node: int) -> None:
         )
 
 
-def _one_of(option: str, value: str, known) -> None:
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _one_of(name: str, value: str, known) -> None:
     if value not in known:
-        raise ValueError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+        raise ValueError(f"{_flag(name)} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _config(options: argparse.Namespace) -> GPTConfig:
@@ -120,10 +125,10 @@ def _config(options: argparse.Namespace) -> GPTConfig:
     if options.preset is not None or not own:
         name = options.preset or "7b"
         if own or options.gated or options.tied:
-            shown = own[0].replace("_", "-") if own else "gated" if options.gated else "tied"
+            shown = own[0] if own else "gated" if options.gated else "tied"
             raise ValueError(
-                f"--{shown} belongs to a shape of your own: leave out --preset, and give --layers, --width, --heads, "
-                "--vocab and --seq"
+                f"{_flag(shown)} belongs to a shape of your own: leave out --preset, and give --layers, --width, "
+                "--heads, --vocab and --seq"
             )
         return replace(preset(name), **given)
     if missing := [f"--{name}" for name in ("layers", "width", "heads", "vocab", "seq") if name not in given]:

@@ -44,11 +44,10 @@ def predict(setup: Setup, cluster: Cluster) -> Prediction:
     cluster.gpu.flops(setup.precision)
     events = recording(setup)
     times = replay(events.events, cluster)
-    kept = 2 * events.parameters if setup.keeps_low and setup.precision == "bf16" else 0
-    peak, reserved = (nbytes + kept for nbytes in (events.peak_bytes(), reserved_bytes(events)))
+    peak = events.peak_bytes()
     needed = needed_bytes(peak)
-    seq = setup.seq or setup.config.seq
-    tokens = setup.micro_batch * setup.accumulate * seq / times.step
-    mfu = tokens * flops_per_token(setup.config, events.parameters, seq) / cluster.gpu.flops(setup.precision)
+    tokens = setup.tokens / times.step
+    each = flops_per_token(setup.config, events.parameters, setup.config.seq)
+    mfu = tokens * each / cluster.gpu.flops(setup.precision)
     fits = needed <= cluster.gpu.memory_gb * GB
-    return Prediction(setup, events.parameters, peak, reserved, needed, fits, times, tokens, mfu)
+    return Prediction(setup, events.parameters, peak, reserved_bytes(events), needed, fits, times, tokens, mfu)

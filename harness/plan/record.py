@@ -1,7 +1,9 @@
 """The recorder: the events of a real engine's step, on fake tensors and a group that moves nothing."""
 
 import gc
+from contextlib import ExitStack
 from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -159,25 +161,25 @@ class Recorder(MemoryLedger):
     # Waits. The fake group's works have a `wait` of their own.
 
     def __enter__(self):
-        self._plain = {}
-        for kind in (dist.Work, getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)):
-            if "wait" in vars(kind) and kind not in self._plain:
-                self._plain[kind] = plain = kind.wait
-
-                def wait(work, *timeout, plain=plain):
-                    if self._on:
-                        self._waited(work)
-                    return plain(work, *timeout)
-
-                kind.wait = wait
-        self._streams.__enter__()
+        with ExitStack() as stack:
+            for kind in {dist.Work, getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)}:
+                if "wait" in vars(kind):
+                    stack.enter_context(mock.patch.object(kind, "wait", self._noting(kind.wait)))
+            stack.enter_context(self._streams.replaced)
+            self._replaced = stack.pop_all()
         return super().__enter__()
+
+    def _noting(self, plain):
+        def wait(work, *timeout):
+            if self._on:
+                self._waited(work)
+            return plain(work, *timeout)
+
+        return wait
 
     def __exit__(self, *exception):
         result = super().__exit__(*exception)
-        self._streams.__exit__(*exception)
-        for kind, plain in self._plain.items():
-            kind.wait = plain
+        self._replaced.close()
         return result
 
 

@@ -12,8 +12,7 @@ from functools import lru_cache
 from harness.engine import units
 from harness.plan import record
 from harness.plan.events import Collective, Event, Memory, MicroBatch, Operation, Recording
-from harness.plan.one_rank import BUCKETED, BY_UNIT, Setup, parameters_of
-from harness.run.counterparts import ddp_runs
+from harness.plan.one_rank import BUCKETED, BY_UNIT, DDP_BUCKET_MB, Setup, parameters_of
 
 WINDOW = 24  # events after a loop that must be the same again
 MICRO_BATCHES = 4  # the first, two in the middle that must be equal, the last
@@ -23,22 +22,14 @@ class NotRepeating(ValueError):
     """The longer recording is not the shorter one with another round of its loops."""
 
 
-def extend(shorter: Recording, longer: Recording, rounds: int) -> Recording:
-    """The recording with `rounds` more rounds than `longer`, which has one more than `shorter`. Raises NotRepeating."""
-    try:
-        return _extend(shorter, longer, rounds, _strictly)
-    except NotRepeating:
-        return _extend(shorter, longer, rounds, _but_for_size)
-
-
-def _strictly(event: Event):
+def strictly(event: Event):
     """What must be equal for two events to be the same. The optimizer's kernels grow with the model."""
     if type(event) is Operation and event.step.startswith("4"):
         return event.stream, event.name, event.step
     return event
 
 
-def _but_for_size(event: Event):
+def but_for_size(event: Event):
     """Where a bucket holds the whole model, what is done with buckets grows with the model too."""
     if type(event) is Operation and not event.step.startswith(("1", "2")):
         return event.stream, event.name, event.step
@@ -47,7 +38,11 @@ def _but_for_size(event: Event):
     return event.nbytes > 0 if type(event) is Memory else event
 
 
-def _extend(shorter: Recording, longer: Recording, rounds: int, key) -> Recording:
+def extend(shorter: Recording, longer: Recording, rounds: int, key=strictly) -> Recording:
+    """The recording with `rounds` more rounds than `longer`, which has one more than `shorter`. Raises NotRepeating.
+
+    `key`: what must be equal for two events to be the same.
+    """
     a, b = [list(map(key, recording.events)) for recording in (shorter, longer)]
     events, i, j = [], 0, 0
     while i < len(a) or j < len(b):
@@ -93,8 +88,6 @@ def with_micro_batches(recorded: Recording, number: int) -> Recording:
 @lru_cache(maxsize=256)
 def recording(setup: Setup) -> Recording:
     """The events of a step of `setup`, with as few blocks and micro-batches recorded as are needed."""
-    if setup.keeps_low:  # it changes no event
-        return recording(replace(setup, keeps_low=False))
     if setup.accumulate > MICRO_BATCHES:
         with suppress(NotRepeating):
             return with_micro_batches(recording(replace(setup, accumulate=MICRO_BATCHES)), setup.accumulate)
@@ -105,43 +98,15 @@ def _blocks(setup: Setup) -> Recording:
     blocks = 4 + (setup.prefetch if setup.engine in BY_UNIT else 1)
     if setup.config.layers <= blocks + 2:
         return record.record(setup)
-    numbers = blocks, blocks + 1
+    key = strictly
+    if setup.engine in BUCKETED:  # of one size for any number of blocks
+        named = parameters_of(setup.config)
+        bucket_mb = setup.bucket_mb or (DDP_BUCKET_MB if setup.engine == "ddp" else units.default_bucket_mb(named))
+        setup = replace(setup, bucket_mb=bucket_mb)
+        if 4 * sum(param.numel() for _, param in named) <= bucket_mb * 2**20:
+            key = but_for_size
+    few, more = (record.record(replace(setup, config=replace(setup.config, layers=n))) for n in (blocks, blocks + 1))
     try:
-        setup = _with_equal_buckets(setup, numbers)
-        few, more = (record.record(replace(setup, config=replace(setup.config, layers=number))) for number in numbers)
-        return extend(few, more, setup.config.layers - blocks - 1)
-    except NotRepeating:
+        return extend(few, more, setup.config.layers - blocks - 1, key)
+    except NotRepeating:  # for example as buckets end elsewhere in every block
         return record.record(setup)
-
-
-def _with_equal_buckets(setup: Setup, numbers: tuple[int, int]) -> Setup:
-    """`setup` with buckets of one size for any number of blocks. Raises NotRepeating if they end elsewhere then."""
-    if setup.engine not in BUCKETED:
-        return setup
-    if setup.bucket_mb is None and setup.engine != "ddp":
-        setup = replace(setup, bucket_mb=units.default_bucket_mb(parameters_of(setup.config)))
-    whole, few, more = (_buckets(setup, number) for number in (setup.config.layers, *numbers))
-    if not len(whole) == len(few) == len(more) == 1:  # one bucket of everything grows, and that is all
-        recordings = (Recording(tuple(runs), 0, 0) for runs in (few, more))
-        if list(_extend(*recordings, setup.config.layers - numbers[1], key=lambda run: run).events) != whole:
-            raise NotRepeating("the buckets do not end at the same places in every block")
-    return setup
-
-
-def _buckets(setup: Setup, layers: int) -> list[tuple]:
-    """What is in each bucket: names, with a block's number counted from the bucket's last block."""
-    named = parameters_of(replace(setup.config, layers=layers))
-    if setup.engine == "ddp":
-        names = {param: name for name, param in named}
-        runs = [
-            [names[param] for param in run] for run in ddp_runs([param for _, param in named], setup.bucket_mb or 25)
-        ]
-    else:
-        runs = [[name for name, _ in run] for run in units.by_size(named, setup.bucket_mb)]
-    found = []
-    for run in runs:
-        parts = [name.split(".") for name in run]
-        numbers = [int(part[1]) for part in parts if part[0] == "blocks"]
-        last = max(numbers, default=0)
-        found.append(tuple((last - int(part[1]), *part[2:]) if part[0] == "blocks" else tuple(part) for part in parts))
-    return found

@@ -1,7 +1,6 @@
 """`./launch.sh plan --scale`: 8 to 4,096 GPUs on two networks, on paper, beside what others measured there."""
 
 import argparse
-import time
 from dataclasses import replace
 
 from harness.plan.one_rank import Setup
@@ -45,7 +44,6 @@ def run(options: argparse.Namespace) -> dict:
     for name in PRESETS:
         for engine in ENGINES:
             for ranks in RANKS:
-                started = time.perf_counter()
                 setup = Setup(preset(name), engine, ranks, options.precision, options.micro_batch, recompute="blocks")
                 for network in COVERED:
                     found = predict(setup, replace(cluster, network=network))
@@ -57,7 +55,6 @@ def run(options: argparse.Namespace) -> dict:
                     fits = f"{found.peak_bytes / 1e9:.1f} GB live{'' if found.fits else ', does not fit'}"
                     print(f"{name} {engine} {ranks:>5} GPUs, {network}: step {found.step * 1e3:,.0f} ms, exposed "
                           f"{found.exposed:.0%}, {fits}", flush=True)  # fmt: skip
-                print(f"  (predicted in {time.perf_counter() - started:.1f} s)", flush=True)
     curves = []
     for model, engine, sequences in CURVES:
         rows = [row for row in ROWS if row.model == model and row.gpu == "h100" and row.setup.engine == engine]

@@ -4,16 +4,15 @@ torch has `torch.cpu.Stream` and its like so that one code runs on every device;
 """
 
 import contextlib
+from unittest import mock
 
 import torch
 
 from harness.plan.events import COMPUTE
 
-NAMES = ("Stream", "Event", "current_stream", "stream")
-
 
 class Streams:
-    """`with Streams(mark, wait): ...`: `mark(stream)` numbers an event, `wait(stream, number)` waits.
+    """`with Streams(mark, wait).replaced: ...`: `mark(stream)` numbers an event, `wait(stream, number)` waits.
 
     `current` is the name of the stream in which work is put now.
     """
@@ -68,17 +67,5 @@ class Streams:
         def current_stream(device=None):
             return Stream(name=streams.current)
 
-        self._ours = dict(zip(NAMES, (Stream, Event, current_stream, stream)))
-
-    def __enter__(self):
-        self._plain = {name: getattr(torch.cpu, name) for name in NAMES if hasattr(torch.cpu, name)}
-        for name, ours in self._ours.items():
-            setattr(torch.cpu, name, ours)
-        return self
-
-    def __exit__(self, *exception):
-        for name in NAMES:
-            if name in self._plain:
-                setattr(torch.cpu, name, self._plain[name])
-            else:
-                delattr(torch.cpu, name)
+        ours = {"Stream": Stream, "Event": Event, "current_stream": current_stream, "stream": stream}
+        self.replaced = mock.patch.multiple(torch.cpu, create=True, **ours)

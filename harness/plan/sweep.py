@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from bisect import bisect_left
 
 from harness.plan.one_rank import BUCKETED, BY_UNIT
 from harness.plan.options import cluster_of, setup_of
@@ -10,44 +11,39 @@ from harness.plan.words import gpus
 
 HIDDEN = 0.05  # communication is called hidden when less of the step than this is exposed
 NODES = (1, 2, 4, 8, 16, 32, 64)
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-BUCKETS = (1, 5, 25, 100, 400, 1600)  # MiB
-PREFETCH = (0, 1, 2, 3, 4)
 BANDWIDTHS = tuple(25 * 2**power for power in range(8))  # GB/s
+FINE = tuple(25 * 1.01**power for power in range(489))  # the same range in steps of 1%
+# option: its values, the field of `Setup`, and what they are.
+ALONG = {
+    "micro-batch": ((1, 2, 4, 8, 16), "micro_batch", "sequences per rank and backward"),
+    "bucket": ((1, 5, 25, 100, 400, 1600), "bucket_mb", "a bucket, MiB"),
+    "prefetch": ((0, 1, 2, 3, 4), "prefetch", "units that are gathered ahead"),
+}
 
 Points = list[tuple[float, Prediction]]
 
 
+def bandwidth(options: argparse.Namespace, engine: str, gbps: float) -> Prediction:
+    """With `gbps` GB/s in the network of every node, or in one node in the links."""
+    name = "inter_gbps" if options.ranks > options.ranks_per_node else "intra_gbps"
+    return predict(setup_of(options, engine), cluster_of(options, **{name: gbps}))
+
+
 def points(options: argparse.Namespace, engine: str) -> Points:
     """(value of the option, prediction) of one engine."""
-    kind, cluster = options.sweep, cluster_of(options)
-    if kind == "bandwidth":
-        return [(gbps, predict(setup_of(options, engine), _with_bandwidth(options, gbps))) for gbps in BANDWIDTHS]
-    values, field = {
-        "ranks": ([nodes * options.ranks_per_node for nodes in NODES], "ranks"),
-        "micro-batch": (MICRO_BATCHES, "micro_batch"),
-        "bucket": (BUCKETS, "bucket_mb"),
-        "prefetch": (PREFETCH, "prefetch"),
-    }[kind]
-    return [(value, predict(setup_of(options, engine, **{field: value}), cluster)) for value in values]
+    if options.sweep == "bandwidth":
+        return [(gbps, bandwidth(options, engine, gbps)) for gbps in BANDWIDTHS]
+    values, field = [nodes * options.ranks_per_node for nodes in NODES], "ranks"
+    if options.sweep != "ranks":
+        values, field, _ = ALONG[options.sweep]
+    return [(value, predict(setup_of(options, engine, **{field: value}), cluster_of(options))) for value in values]
 
 
-def _with_bandwidth(options: argparse.Namespace, gbps: float):
-    """The network of every node, or in one node the links, with `gbps` GB/s."""
-    name = "inter_gbps" if options.ranks > options.ranks_per_node else "intra_gbps"
-    return cluster_of(options, **{name: gbps})
-
-
-def _along(options: argparse.Namespace) -> str:
+def along(options: argparse.Namespace) -> str:
     """What the first column of the printed points is, with its unit."""
     network = "the network of a node" if options.ranks > options.ranks_per_node else "a GPU's links inside the node"
-    return {
-        "bandwidth": f"bandwidth of {network}, GB/s per direction",
-        "ranks": "GPUs in all",
-        "micro-batch": "sequences per rank and backward",
-        "bucket": "a bucket, MiB",
-        "prefetch": "units that are gathered ahead",
-    }[options.sweep]
+    others = {"bandwidth": f"bandwidth of {network}, GB/s per direction", "ranks": "GPUs in all"}
+    return others.get(options.sweep) or ALONG[options.sweep][2]
 
 
 def swept(options: argparse.Namespace) -> list[str]:
@@ -64,35 +60,16 @@ def break_even(kind: str, found: Points) -> str:
     if kind in ("bucket", "prefetch"):
         least = min(one.step for _, one in found)
         value = next(value for value, one in found if one.step <= least * 1.01)
-        unit = " MiB" if kind == "bucket" else ""
         slowest = max(found, key=lambda point: point[1].step)
-        gain = slowest[1].step / least - 1
-        return f"shortest step from {value:g}{unit} on; {slowest[0]:g}{unit} takes {gain:.0%} more"
-    hidden = [value for value, one in found if one.exposed < HIDDEN]
-    if kind == "ranks":
-        late = [value for value, one in found if one.exposed >= HIDDEN]
-        return f"hidden up to {max(hidden):g} ranks" + (
-            f", exposed from {min(late):g} on" if late else "") if hidden else "never hidden"  # fmt: skip
-    if not hidden:
-        value, last = found[-1]
-        return f"not hidden even at {value:g}: {last.exposed:.0%} of the step is exposed"
-    return f"hidden from {min(hidden):g} on"
+        return f"shortest step from {value:g} on; {slowest[0]:g} takes {slowest[1].step / least - 1:.0%} more"
+    hidden = [f"{value:g}" for value, one in found if one.exposed < HIDDEN]
+    return f"communication is hidden at {', '.join(hidden)}" if hidden else "communication is never hidden"
 
 
-def exact_bandwidth(options: argparse.Namespace, engine: str) -> float | None:
-    """GB/s at which less than `HIDDEN` of the step is exposed, to 1%; None if no bandwidth of the sweep is enough."""
-    setup = setup_of(options, engine)
-
-    def hides(gbps: float) -> bool:
-        return predict(setup, _with_bandwidth(options, gbps)).exposed < HIDDEN
-
-    low, high = BANDWIDTHS[0], BANDWIDTHS[-1]
-    if not hides(high):
-        return None
-    while high > low * 1.01 and not hides(low):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if hides(middle) else (middle, high)
-    return low if hides(low) else high
+def enough(options: argparse.Namespace, engine: str) -> str:
+    """The bandwidth at which less than `HIDDEN` of the step is exposed, to 1%, in words."""
+    place = bisect_left(FINE, True, key=lambda gbps: bandwidth(options, engine, gbps).exposed < HIDDEN)
+    return f"hidden from {FINE[place]:.0f} GB/s on" if place < len(FINE) else f"not hidden even at {FINE[-1]:,.0f} GB/s"
 
 
 def run(options: argparse.Namespace) -> dict:
@@ -100,15 +77,11 @@ def run(options: argparse.Namespace) -> dict:
     from harness.measure import pictures_of_plans, style  # matplotlib is needed here alone
 
     engines, rows, words = swept(options), {}, {}
-    if options.left_out:
-        print(options.left_out, flush=True)
     where = gpus("N" if options.sweep == "ranks" else options.ranks, cluster_of(options))
-    print(f"{_along(options)}; {where}:", flush=True)
+    print(f"{along(options)}; {where}:", flush=True)
     for engine in engines:
         found = points(options, engine)
-        words[engine] = break_even(options.sweep, found)
-        if options.sweep == "bandwidth" and (gbps := exact_bandwidth(options, engine)) is not None:
-            words[engine] = f"hidden from {gbps:.0f} GB/s on"
+        words[engine] = enough(options, engine) if options.sweep == "bandwidth" else break_even(options.sweep, found)
         rows[engine] = [
             {"at": value, "step_s": one.step, "exposed": one.exposed, "tokens_per_s": one.tokens_per_s,
              "peak_bytes": one.peak_bytes, "fits": one.fits} for value, one in found

@@ -3,44 +3,25 @@
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from itertools import permutations
 
 from harness.measure import tables
 from harness.plan.events import COMPUTE, Collective
 from harness.plan.hardware import BUS, BUS_BYTES, GB, GPUS, NETWORKS, NODES, Cluster, Network
-from harness.plan.predict import Prediction, predict
+from harness.plan.predict import predict
 from harness.plan.published import OUT_OF_MEMORY, ROWS, TORCHTITAN, Row
 from harness.plan.repeat import recording
 from harness.plan.replay import replay
 
 FITTED_UP_TO = 128  # GPUs
 ALPHAS = tuple(microseconds * 1e-6 for microseconds in (4, 8, 12, 16, 20))
-CROWDINGS = tuple(percent / 100 for percent in range(16, 38, 2))
+CROWDINGS = tuple(percent / 100 for percent in range(16, 48, 4))
 OFF, MEMORY_OFF = 0.10, 0.08  # errors beyond these are named
-TABLE_WEIGHT = 1 / 4  # the table's runs spread widely
+NOISE = 0.03  # published throughputs that differ by less are not said to differ
+TABLE_WEIGHT = 1 / 8  # of a point of NCCL's table, whose runs spread widely, beside a published row
 
-
-@dataclass(frozen=True)
-class Check:
-    """A published row, what is predicted for it, and whether its throughput was used in the fit."""
-
-    row: Row
-    prediction: Prediction
-    fitted: bool
-
-    @property
-    def error(self) -> float:
-        """Of tokens per second: +0.1 is a prediction of 10% too many."""
-        return self.prediction.tokens_per_s / self.row.tokens_per_s - 1
-
-    @property
-    def memory_error(self) -> float | None:
-        return self.row.peak_bytes and self.peak_bytes / self.row.peak_bytes - 1
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the kind that the source prints."""
-        return self.prediction.reserved_bytes if self.row.reserved else self.prediction.peak_bytes
+# What was fitted, and on which rows.
 
 
 def subset(rows: Iterable[Row], gpu: str) -> list[Row]:
@@ -65,43 +46,30 @@ def _alike(row: Row):
     return replace(row.setup, ranks=1)
 
 
-def wanted(row: Row) -> float:
-    """Seconds of a step with the published tokens per second."""
-    setup = row.setup
-    return setup.micro_batch * setup.accumulate * (setup.seq or setup.config.seq) / row.tokens_per_s
+def _late(row: Row, **assumed) -> float:
+    """The logarithm of the replayed step over the published one."""
+    step = replay(recording(row.setup).events, replace(row.cluster, **assumed)).step
+    return math.log(step * row.tokens_per_s / row.setup.tokens)
+
+
+def _mean(errors: Iterable[float]) -> float:
+    """Root of the mean of the squares: one large error weighs more than two of half its size."""
+    return statistics.mean(error**2 for error in errors) ** 0.5
 
 
 def share_of_peak(row: Row) -> float:
-    """The efficiency with which the replay takes as long as published.
-
-    A step is nearly a constant and a part that grows as 1 / efficiency: from two guesses the line tells the third.
-    """
-    events, cluster = recording(row.setup).events, row.cluster
-    guesses = [0.6, 0.5]
-    steps = [replay(events, replace(cluster, efficiency=guess)).step for guess in guesses]
-    for _ in range(3):
-        (one, other), (late, later) = (1 / guesses[-2], 1 / guesses[-1]), steps[-2:]
-        if abs(later - late) < 1e-6 * later:
-            break
-        guesses.append(1 / max(1.0, other + (wanted(row) - later) * (other - one) / (later - late)))
-        steps.append(replay(events, replace(cluster, efficiency=guesses[-1])).step)
-    return guesses[-1]
+    """The efficiency with which the replay takes as long as published, to a thousandth: found by halving."""
+    low, high = 0.2, 1.0
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _late(row, efficiency=middle) > 0 else (low, middle)
+    return (low + high) / 2
 
 
 def fit(rows: Iterable[Row], gpu: str) -> float | None:
     """The share of its peak that `gpu` reaches in matrix products: the median over its one-node rows; or None."""
     found = [share_of_peak(row) for row in subset(rows, gpu)]
     return statistics.median(found) if found else None
-
-
-def _error(row: Row, **assumed) -> float:
-    """The logarithm of the replayed step over the published one."""
-    return math.log(replay(recording(row.setup).events, replace(row.cluster, **assumed)).step / wanted(row))
-
-
-def _mean(errors) -> float:
-    """Root of the mean of the squares: one large error weighs more than two of half its size."""
-    return statistics.mean(error**2 for error in errors) ** 0.5
 
 
 def fit_latency(rows: Iterable[Row], name: str, efficiency: float) -> Network:
@@ -112,35 +80,30 @@ def fit_latency(rows: Iterable[Row], name: str, efficiency: float) -> Network:
     rows = on_network(rows, name)
 
     def missed(alpha: float) -> float:
-        errors = {row: _error(row, alpha=alpha, efficiency=efficiency) for row in rows}
-        middles = {_alike(row): statistics.mean(errors[one] for one in rows if _alike(one) == _alike(row))
-                   for row in rows}  # fmt: skip
-        return _mean([errors[row] - middles[_alike(row)] for row in rows])
+        late = {row: _late(row, alpha=alpha, efficiency=efficiency) for row in rows}
+        levels = {_alike(row): statistics.mean(late[one] for one in rows if _alike(one) == _alike(row)) for row in rows}
+        return _mean(late[row] - levels[_alike(row)] for row in rows)
 
     return replace(NETWORKS[name], alpha=min(ALPHAS, key=missed))
 
 
 def fit_crowding(rows: Iterable[Row], name: str, efficiency: float) -> Network:
-    """The network with the latency and the crowding under which its rows and NCCL's table are met best.
+    """The network with the crowding under which its rows and NCCL's table are met best. The latency is held.
 
     Rings and trees crowd apart, as all-gathers and all-reduces differ in the table; DDP's rows tell of trees.
     """
-    rows = on_network(rows, name)
+    rows, own = on_network(rows, name), NETWORKS[name]
 
-    def missed(network: Network, reduces: bool) -> float:
-        errors = [_error(row, network=network, efficiency=efficiency) for row in rows
-                  if (row.setup.engine == "ddp") == reduces]  # fmt: skip
-        return _mean(errors + [TABLE_WEIGHT * error for error in table_errors(network, reduces)])
+    def best(reduces: bool) -> float:
+        def missed(crowding: float) -> float:
+            network = replace(own, crowding=(crowding, crowding))
+            late = [_late(row, network=network, efficiency=efficiency) for row in rows
+                    if (row.setup.engine == "ddp") == reduces]  # fmt: skip
+            return _mean(late + [TABLE_WEIGHT * error for error in table_errors(network, reduces)])
 
-    found = []
-    for alpha in ALPHAS:
-        crowding, total = [], 0.0
-        for reduces in (False, True):
-            tried = [(missed(Network(alpha, NETWORKS[name].bus, (one, one)), reduces), one) for one in CROWDINGS]
-            total += min(tried)[0]
-            crowding.append(min(tried)[1])
-        found.append((total, Network(alpha, NETWORKS[name].bus, tuple(crowding))))
-    return min(found, key=lambda pair: pair[0])[1]
+        return min(CROWDINGS, key=missed)
+
+    return replace(own, crowding=(best(False), best(True)))
 
 
 def table_errors(network: Network, reduces: bool) -> list[float]:
@@ -154,30 +117,7 @@ def table_errors(network: Network, reduces: bool) -> list[float]:
     return errors
 
 
-def check_all(rows: Iterable[Row] = ROWS, efficiencies: dict[str, float] | None = None) -> list[Check]:
-    """Every row, predicted with the efficiencies given (default: those that are in the table of GPUs)."""
-    checks, rows = [], list(rows)
-    for row in rows:
-        share = (efficiencies or {}).get(row.gpu, GPUS[row.gpu].efficiency)
-        fitted = row in subset(rows, row.gpu) or row in on_network(rows, row.network)
-        checks.append(Check(row, predict(row.setup, replace(row.cluster, efficiency=share)), fitted))
-    return checks
-
-
-NOISE = 0.03  # published throughputs that differ by less are not said to differ
-
-
-def order(checks: list[Check]) -> list[tuple[Check, Check]]:
-    """The pairs of engines, with all else equal, of which one is published as faster by more than the noise."""
-    pairs = []
-    for one in checks:
-        for other in checks:
-            a, b = one.row.setup, other.row.setup
-            same = one.row.model == other.row.model and one.row.gpu == other.row.gpu and a.ranks == b.ranks
-            same = same and (a.micro_batch, a.accumulate) == (b.micro_batch, b.accumulate) and a.engine != b.engine
-            if same and one.row.tokens_per_s > other.row.tokens_per_s * (1 + NOISE):
-                pairs.append((one, other))
-    return pairs
+# Rows beside their predictions.
 
 
 def size_of(row: Row) -> str:
@@ -189,33 +129,11 @@ def size_of(row: Row) -> str:
     return "16 to 128 GPUs" if row.setup.ranks <= FITTED_UP_TO else "256 and 512 GPUs"
 
 
-def groups(checks: list[Check]) -> list[dict]:
-    """The errors of tokens per second by source and size, without signs."""
-    found: dict[tuple, list[Check]] = {}
-    for check in checks:
-        found.setdefault((check.row.source.split(",")[0], size_of(check.row)), []).append(check)
-    return [
-        {"source": source, "size": size, "rows": len(some), "fitted": sum(check.fitted for check in some),
-         "median": statistics.median(abs(check.error) for check in some),
-         "largest": max(abs(check.error) for check in some)} for (source, size), some in found.items()
-    ]  # fmt: skip
-
-
-def missed(checks: list[Check]) -> list[str]:
-    """The rows that are off by more than is hoped for, named: the model is wrong there, or the run was odd."""
-    said = []
-    for check in checks:
-        row, setup = check.row, check.row.setup
-        where = f"{row.model}, {setup.ranks} GPUs, {setup.engine}, {setup.micro_batch} x {setup.accumulate}"
-        if abs(check.error) > OFF:
-            said.append(f"{where}, {setup.config.seq:,} tokens: throughput {check.error:+.1%}")
-        if row.peak_bytes and abs(check.memory_error) > MEMORY_OFF:
-            said.append(f"{where}: memory {check.memory_error:+.1%}")
-    return said
-
-
-def as_json(check: Check) -> dict:
-    setup, row = check.row.setup, check.row
+def check(row: Row, efficiency: float) -> dict:
+    """A published row and what is predicted for it. An error of +0.1 is a prediction of 10% too many."""
+    setup, found = row.setup, predict(row.setup, replace(row.cluster, efficiency=efficiency))
+    peak = found.reserved_bytes if row.reserved else found.peak_bytes  # of the kind that the source prints
+    peak += 2 * found.parameters * row.keeps_low
     return {
         "model": row.model,
         "gpu": row.gpu,
@@ -228,45 +146,73 @@ def as_json(check: Check) -> dict:
         "recompute": setup.recompute,
         "source": row.source,
         "size": size_of(row),
-        "fitted": check.fitted,
+        "fitted": row in subset(ROWS, row.gpu) or row in on_network(ROWS, row.network),
         "published_tokens_per_s": row.tokens_per_s,
-        "predicted_tokens_per_s": round(check.prediction.tokens_per_s, 1),
-        "error": round(check.error, 8),
+        "predicted_tokens_per_s": round(found.tokens_per_s, 1),
+        "error": round(found.tokens_per_s / row.tokens_per_s - 1, 8),
         "published_peak_bytes": row.peak_bytes,
-        "reserved": row.reserved,
-        "predicted_peak_bytes": check.peak_bytes,
-        "memory_error": None if check.memory_error is None else round(check.memory_error, 8),
-        "predicted_exposed": round(check.prediction.exposed, 4),
+        "predicted_peak_bytes": peak,
+        "memory_error": row.peak_bytes and round(peak / row.peak_bytes - 1, 8),
     }
 
 
-def summary(checks: list[Check]) -> dict:
-    """Medians and largest of the errors, without signs. Long sequences, with another attention kernel, stand apart."""
-    ours = [check for check in checks if not check.row.long]
-    outside = [abs(check.error) for check in ours if not check.fitted]
-    everywhere = [abs(check.error) for check in ours]
-    memory = [abs(check.memory_error) for check in checks if check.memory_error is not None]
-    pairs = order(checks)
-    right = [pair for pair in pairs if pair[0].prediction.tokens_per_s > pair[1].prediction.tokens_per_s]
-    unfit = [predict(row.setup, row.cluster) for row in OUT_OF_MEMORY]
+def order(checks: list[dict]) -> list[tuple[dict, dict]]:
+    """The pairs of engines, with all else equal, of which the first is published as faster by more than the noise."""
+
+    def place(one: dict) -> tuple:
+        return tuple(one[key] for key in ("model", "gpu", "gpus", "micro_batch", "accumulate", "seq"))
+
+    return [
+        (one, other) for one, other in permutations(checks, 2) if place(one) == place(other)
+        and one["published_tokens_per_s"] > other["published_tokens_per_s"] * (1 + NOISE)
+    ]  # fmt: skip
+
+
+def errors_of(checks: list[dict], which: str = "error") -> dict:
+    """How many have an error, its median and the largest, without signs."""
+    errors = [abs(one[which]) for one in checks if one[which] is not None]
+    return {"rows": len(errors), "median": statistics.median(errors), "largest": max(errors)}
+
+
+def groups(checks: list[dict]) -> list[dict]:
+    """The errors of tokens per second by source and size."""
+    found: dict[tuple, list[dict]] = {}
+    for one in checks:
+        found.setdefault((one["source"].split(",")[0], one["size"]), []).append(one)
+    return [{"source": source, "size": size, "fitted": sum(one["fitted"] for one in some), **errors_of(some)}
+            for (source, size), some in found.items()]  # fmt: skip
+
+
+def missed(checks: list[dict]) -> list[str]:
+    """The rows that are off by more than is hoped for, named: the model is wrong there, or the run was odd."""
+    said = []
+    for one in checks:
+        where = "{model}, {gpus} GPUs, {engine}, {micro_batch} x {accumulate}, {seq:,} tokens".format_map(one)
+        if abs(one["error"]) > OFF:
+            said.append(f"{where}: throughput {one['error']:+.1%}")
+        if abs(one["memory_error"] or 0) > MEMORY_OFF:
+            said.append(f"{where}: memory {one['memory_error']:+.1%}")
+    return said
+
+
+def summary(checks: list[dict]) -> dict:
+    pairs, unfit = order(checks), [predict(row.setup, row.cluster) for row in OUT_OF_MEMORY]
     return {
-        "predicted_rows": len(outside),
-        "median": statistics.median(outside),
-        "largest": max(outside),
-        "rows": len(everywhere),
-        "median_of_all": statistics.median(everywhere),
-        "largest_of_all": max(everywhere),
-        "memory_rows": len(memory),
-        "memory_median": statistics.median(memory),
-        "memory_largest": max(memory),
-        "memory_within_8": sum(error <= MEMORY_OFF for error in memory),
+        "unfitted": errors_of([one for one in checks if not one["fitted"]]),
+        "all": errors_of(checks),
+        "memory": errors_of(checks, "memory_error"),
+        "memory_within": sum(abs(one["memory_error"] or 1) <= MEMORY_OFF for one in checks),
         "pairs": len(pairs),
-        "pairs_right": len(right),
+        "pairs_right": sum(one["predicted_tokens_per_s"] > other["predicted_tokens_per_s"] for one, other in pairs),
         "out_of_memory": len(unfit),
         "out_of_memory_right": sum(not found.fits for found in unfit),
         "groups": groups(checks),
         "missed": missed(checks),
     }
+
+
+CELLS = "{model} | {gpus} | {engine} | {micro_batch}x{accumulate} | {seq:,} | {published_tokens_per_s:,.0f} | "
+CELLS += "{predicted_tokens_per_s:,.0f} | {error:+.1%}"
 
 
 def run() -> dict:
@@ -278,24 +224,20 @@ def run() -> dict:
     shares = {gpu: fit(ROWS, gpu) for gpu in dict.fromkeys(row.gpu for row in ROWS)}
     networks = {"infiniband": fit_latency(ROWS, "infiniband", shares["h100"]),
                 "efa": fit_crowding(ROWS, "efa", shares["h100"])}  # fmt: skip
-    checks = check_all(ROWS, shares)
-    lines = [("model", "GPUs", "engine", "batch", "seq", "published", "predicted", "error", "GB", "predicted", "error")]
-    for check in checks:
-        setup, row = check.row.setup, check.row
-        memory = ("", "", "")
-        if row.peak_bytes:
-            memory = f"{row.peak_bytes / GB:.1f}", f"{check.peak_bytes / GB:.1f}", f"{check.memory_error:+.1%}"
-        lines.append((
-            row.model, f"{setup.ranks}", setup.engine, f"{setup.micro_batch}x{setup.accumulate}", f"{setup.config.seq}",
-            f"{row.tokens_per_s:,.0f}", f"{check.prediction.tokens_per_s:,.0f}",
-            f"{check.error:+.1%}{' *' * check.fitted}", *memory,
-        ))  # fmt: skip
+    checks = [check(row, shares[row.gpu]) for row in ROWS]
+    lines = [["model", "GPUs", "engine", "batch", "seq", "published", "predicted", "error", "GB", "predicted", "error"]]
+    for one in checks:
+        memory = [""] * 3
+        if one["published_peak_bytes"]:
+            memory = [f"{one[f'{whose}_peak_bytes'] / GB:.1f}" for whose in ("published", "predicted")]
+            memory.append(f"{one['memory_error']:+.1%}")
+        lines.append([*(CELLS.format_map(one) + " *" * one["fitted"]).split(" | "), *memory])
     found = summary(checks)
     print("\nTokens per second and GPU; peak in GB of 10^9 bytes. *: used in a fit")
     print("\n".join(tables.text(lines)) + "\n")
     for group in found["groups"]:
-        print(f"{group['source']}, {group['size']}: {group['rows']} rows, {group['fitted']} of them fitted; median "
-              f"error {group['median']:.1%}, largest {group['largest']:.1%}")  # fmt: skip
+        print("{source}, {size}: {rows} rows, {fitted} of them fitted; median error {median:.1%}, largest {largest:.1%}"
+              .format_map(group))  # fmt: skip
     print(f"Named, as they miss throughput by more than {OFF:.0%} or memory by more than {MEMORY_OFF:.0%}:")
     print("\n".join(f"  {one}" for one in found["missed"]) or "  none")
     for gpu, share in shares.items():
@@ -303,24 +245,16 @@ def run() -> dict:
               f"the table of GPUs has {GPUS[gpu].efficiency:.1%}")  # fmt: skip
     for name, network in networks.items():
         table = " and NCCL's table" if name == "efa" else ""
-        print(f"fitted: {name} {_numbers(network)}, on {len(on_network(ROWS, name))} rows of at most {FITTED_UP_TO} "
-              f"GPUs{table}; in use {_numbers(NETWORKS[name])}")  # fmt: skip
-    print(
-        f"Throughput of the {found['predicted_rows']} rows that were not fitted (long sequences apart): median error "
-        f"{found['median']:.1%}, largest {found['largest']:.1%}. Memory of {found['memory_rows']} rows: median "
-        f"{found['memory_median']:.1%}, largest {found['memory_largest']:.1%}, {found['memory_within_8']} within "
-        f"{MEMORY_OFF:.0%}. Which engine is faster: {found['pairs_right']} of {found['pairs']} pairs. What does not "
-        f"fit: {found['out_of_memory_right']} of {found['out_of_memory']}."
-    )
+        print(f"fitted: {name}, {network}, on {len(on_network(ROWS, name))} rows of at most {FITTED_UP_TO} GPUs"
+              f"{table}; in use {NETWORKS[name]}")  # fmt: skip
+    print("Throughput of the {unfitted[rows]} rows that were not fitted: median of what was not fitted "
+          "{unfitted[median]:.1%}, largest {unfitted[largest]:.1%}. Of all {all[rows]}: median {all[median]:.1%}, "
+          "largest {all[largest]:.1%}. Memory of {memory[rows]} rows: median {memory[median]:.1%}, largest "
+          "{memory[largest]:.1%}, {memory_within} within 8%. Which engine is faster: {pairs_right} of {pairs} pairs. "
+          "What does not fit: {out_of_memory_right} of {out_of_memory}.".format_map(found))  # fmt: skip
     return {
         "efficiency": shares,
         "networks": {name: asdict(network) for name, network in networks.items()},
         "summary": found,
-        "rows": [as_json(check) for check in checks],
+        "rows": checks,
     }
-
-
-def _numbers(network: Network) -> str:
-    ring, tree = network.crowding
-    crowds = f", crowding {ring:.0%} per node in a ring and {tree:.0%} in a tree" if ring else ""
-    return f"{network.alpha * 1e6:.0f} us per hop, {network.bus:.0f} GB/s held{crowds}"

@@ -60,31 +60,19 @@ def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
         if least.setup.recompute == "none":
             ways.insert(0, "--checkpoint-activations blocks")
         return f"Nothing fits: {TITLES[least.setup.engine]} needs least, {more}. Try {' or '.join(ways)}."
-    name, others = TITLES[chosen.setup.engine], [found for found in predictions if found is not chosen]
-    rank = ENGINES.index
-    simpler = [found for found in others if rank(found.setup.engine) < rank(chosen.setup.engine)]
-    fastest = min((found for found in predictions if found.fits), key=lambda found: found.step)
-    if fastest is not chosen:
-        why = [f"within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}: that counts as equal, and of equals "
-               f"the first in the order {', '.join(ENGINES)} is taken"]  # fmt: skip
-    else:
-        why = ["the first that fits" if not any(found.fits for found in simpler) else "the fastest that fits"]
-    quicker = [found for found in others if not found.fits and found.step < chosen.step * (1 - SAME)]
+    name = TITLES[chosen.setup.engine]
     if len(predictions) == 1:
         return f"{name} fits."
-    if quicker:
-        one = min(quicker, key=lambda found: found.step)
-        why.append(f"{chosen.step / one.step - 1:.0%} slower than {TITLES[one.setup.engine]}, which does not fit")
-    said = f"{name}: {', and '.join(why)}."
-    slower = [found for found in others if found.fits and found.needed_bytes < chosen.needed_bytes]
-    slower = [found for found in slower if found.step > chosen.step * (1 + SAME)]
-    if slower:
-        one = min(slower, key=lambda found: found.step)
-        said += (
-            f" {TITLES[one.setup.engine]} would pay {one.step / chosen.step - 1:.0%} more time "
-            f"for {(chosen.needed_bytes - one.needed_bytes) / GB:.0f} GB that you do not need."
-        )
-    return said
+    fastest = min((found for found in predictions if found.fits), key=lambda found: found.step)
+    said = f"{name}: the fastest that fits"
+    if fastest is not chosen:
+        said = (f"{name}: within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}: that counts as equal, and "
+                f"of equals the first in the order {', '.join(ENGINES)} is taken")  # fmt: skip
+    best = min(predictions, key=lambda found: found.step)
+    if not best.fits and best.step < chosen.step * (1 - SAME):
+        slower = chosen.step / best.step - 1
+        said += f", and {slower:.0%} slower than {TITLES[best.setup.engine]}, which does not fit"
+    return said + "."
 
 
 def changed(before: Prediction | None, after: Prediction | None, condition: str, alone: bool = False) -> str:

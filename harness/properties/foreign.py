@@ -45,8 +45,11 @@ def subject(entry: engines.Engine) -> Subject:
                                     **optimizer_cls.keywords)  # fmt: skip
             make = counterparts.ddp
         scalars = _without_scalars(model) if family in ("fsdp2", "deepspeed") else []
-        if family == "deepspeed" and next(model.parameters()).dtype is torch.float64:
-            model.float()  # it knows no other but lower ones
+        if family == "deepspeed":
+            if len({param.dtype for param in model.parameters()}) > 1:
+                raise NotApplicable("DeepSpeed documents one dtype for a whole model")
+            if next(model.parameters()).dtype is torch.float64:
+                model.float()  # it knows no other but lower ones
         if param_groups is not None:
             optimizer_cls = _grouped(model, param_groups, optimizer_cls, family != "zero_redundancy_optimizer")
         return Foreign(entry.name, make(model, optimizer_cls, device, **options), scalars)

@@ -265,10 +265,10 @@ def what_changes_nothing_is_no_misuse(engine, **options):
     pair.alike()
     model = pair.trained.model
     for move in (
-        lambda: model.double(),
+        lambda: model.type(engine.dtype),
         lambda: model.cpu(),
-        lambda: model.to("cpu", torch.float64),
-        lambda: model.to(torch.zeros(1, dtype=torch.float64)),
+        lambda: model.to("cpu", engine.dtype),
+        lambda: model.to(torch.zeros(1, dtype=engine.dtype)),
         lambda: model.train().eval().train(),
         lambda: model.requires_grad_(True).frozen.requires_grad_(False),
         lambda: model.apply(lambda module: None),

@@ -51,7 +51,10 @@ def what_is_shared_out_is_no_more_than_twice_there(engine):
         copy = whole * (1 + (kind == "optimizer"))  # AdamW has two moments
         total = torch.tensor(float(held[kind]))
         dist.all_reduce(total)
-        expect(total <= 2.1 * copy, f"bytes of {kind} on all ranks", f"{2.1 * copy:.0f} at most", total.item(), step=4)
+        most = 2.1 * copy
+        if kind == "gradients":  # an engine may document a buffer that gradients go through, of a size of its own
+            most += dist.get_world_size() * getattr(inner, "bucket_bytes", 0)
+        expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item(), step=4)
 
 
 @holds("traffic", further_sizes=(4,))

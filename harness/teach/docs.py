@@ -118,7 +118,7 @@ def referee_bf16() -> str:
 
 def referee_deepspeed() -> str:
     report = result(REFEREE_DEEPSPEED)
-    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms", "x ddp"
+    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms"
     return f"{conditions(report, REFEREE_DEEPSPEED)}\n\n{of_referee(report, *titles)}"
 
 
@@ -237,14 +237,16 @@ def plan_summary() -> str:
     networks = []
     for name, network in kept["networks"].items():
         ring, tree = network["crowding"]
-        crowds = f"; each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
+        crowds = (
+            f"; there each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
+        )
         networks.append(f"`{name}` {network['alpha'] * 1e6:.0f} us per hop{crowds}")
+    errors = {of: "median error {median:.1%}, largest {largest:.1%}".format_map(found[of])
+              for of in ("unfitted", "all", "memory")}  # fmt: skip
     said = (
-        f"Tokens per second of the {found['predicted_rows']} rows that were not fitted, sequences beyond 4,096 apart: "
-        f"median error {found['median']:.1%}, largest {found['largest']:.1%}. Of all {found['rows']} such rows: median "
-        f"{found['median_of_all']:.1%}, largest {found['largest_of_all']:.1%}.",
-        f"Memory of {found['memory_rows']} rows: median error {found['memory_median']:.1%}, largest "
-        f"{found['memory_largest']:.1%}, {found['memory_within_8']} within 8%.",
+        f"Tokens per second of the {found['unfitted']['rows']} rows that were not fitted: {errors['unfitted']}. Of all "
+        f"{found['all']['rows']} rows: {errors['all']}.",
+        f"Memory of {found['memory']['rows']} rows: {errors['memory']}, {found['memory_within']} within 8%.",
         "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
         f"{found['pairs_right']} of {found['pairs']} right.",
         f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
@@ -262,7 +264,7 @@ def plan_groups() -> str:
 
 def plan_missed() -> str:
     """The rows that miss by more than is hoped for."""
-    return "\n".join(f"- {one}" for one in result("plan-validation.json")["summary"]["missed"])
+    return "; ".join(result("plan-validation.json")["summary"]["missed"]) or "none"
 
 
 # The machines that a report was sent from.
