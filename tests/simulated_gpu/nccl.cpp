@@ -96,8 +96,7 @@ template <class Read>
 static ncclResult_t collective(ncclComm* comm, const char* name, int more, const void* in, size_t in_count, void* out,
                                size_t out_count, ncclDataType_t type, cudaStream_t stream, Read read) {
     Shared* all = comm->shared;
-    const std::string wants = format("%s from %zu to %zu %s (%d)", name, in_count, out_count, TYPES[type].name, more);
-    comm->doing = wants;
+    const std::string wants = comm->doing = format("%s from %zu to %zu %s (%d)", name, in_count, out_count, TYPES[type].name, more);
     std::string me = "rank " + std::to_string(comm->rank);
     std::vector<Access> accesses = {{in, in ? in_count * TYPES[type].bytes : 0, false}, {out, out ? out_count * TYPES[type].bytes : 0, true}};
     void* memory[2] = {};

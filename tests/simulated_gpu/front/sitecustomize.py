@@ -20,6 +20,7 @@ def exec_module(self, module, execute=SourceFileLoader.exec_module):
         library = ctypes.CDLL(os.path.join(FOLDER, "libkernels.so"))
         library.simulated_kernels()
         module.cuda._lazy_call(library.simulated_allocator)
+        library.simulated_sleep.restype = None
         module.cuda._sleep = lambda cycles: library.simulated_sleep()
 
 
