@@ -86,8 +86,8 @@ def test_report(tmp_path):
 def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path, preset, offload):
     """To 0.25%, in bytes that were asked for: the allocator rounds them up to blocks, which is no engine's doing.
 
-    In toy to 16 KiB, which are some 4% of its half a megabyte. More padding on a GPU explains some 4 of the 10 to 12 KB by
-    which the two differ there; the rest was not looked into.
+    In toy to 16 KiB, some 4% of its half a megabyte. More padding on a GPU explains some 4 of the 10 to 12 KB by which
+    the two differ there; the rest was not looked into.
     """
     options = ["--preset", preset, "--ranks", "4", *offload]
     launch("memory", *options, "--json", tmp_path / "fake")
