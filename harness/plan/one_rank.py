@@ -66,23 +66,9 @@ class LowWeightsDDP(DDPStandIn):
         for param in model.parameters():
             param.data = param.data.to(dtype)
 
-    def _add_bucket(self, params: list[nn.Parameter]) -> None:
-        flat = torch.zeros(sum(param.numel() for param in params))
-        missing = set(params)
-        for param, view in zip(params, flat.split([param.numel() for param in params])):
-            self._sums[param] = view = view.view(param.shape)
-
-            def on_gradient(param, view=view):
-                view.add_(param.grad)
-                param.grad = None
-                missing.discard(param)
-                if not missing:
-                    missing.update(params)
-                    if self.sends:
-                        self._send(flat)
-
-            param.register_post_accumulate_grad_hook(on_gradient)
-        self._flats.append(flat)
+    def _take(self, param: nn.Parameter, view: torch.Tensor) -> None:
+        view.add_(param.grad)
+        param.grad, self._sums[param] = None, view
 
     def step(self) -> None:
         for copy, param in self._copies:

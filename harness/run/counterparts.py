@@ -107,15 +107,12 @@ class DDPStandIn(PlainStep):
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
         flat = params[0].new_zeros(sum(param.numel() for param in params))
-        missing, start = set(params), 0
-        for param in params:
-            view = flat[start : start + param.numel()].view(param.shape)
-            start += param.numel()
+        missing = set(params)
+        for param, part in zip(params, flat.split([param.numel() for param in params])):
+            view = part.view(param.shape)
 
             def on_gradient(param, view=view):
-                if param.grad is not view:
-                    view.copy_(param.grad)
-                    param.grad = view
+                self._take(param, view)
                 missing.discard(param)
                 if not missing:
                     missing.update(params)
@@ -124,6 +121,12 @@ class DDPStandIn(PlainStep):
 
             param.register_post_accumulate_grad_hook(on_gradient)
         self._flats.append(flat)
+
+    def _take(self, param: nn.Parameter, view: torch.Tensor) -> None:
+        """The gradient of `param` has come, and goes to its place in the bucket."""
+        if param.grad is not view:
+            view.copy_(param.grad)
+            param.grad = view
 
     def _send(self, flat: torch.Tensor) -> None:
         if not self._works:
