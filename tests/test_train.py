@@ -31,6 +31,7 @@ import train_disturbed
 from harness.run import folder as folders
 from harness.run import train, train_options
 from harness.run.data import Sequences, hold_out, load_text
+from harness.run.ending import NotAgain
 from harness.run.journal import Journal, note_lost, read
 from harness.run.process_group import Rank
 from harness.run.ranks import environment as environment_of
@@ -479,34 +480,21 @@ def test_mistakes_in_the_options(monkeypatch, tmp_path, quiet):
     assert train_options.arguments(["zero1", "--preset", "toy", "--folder", str(quiet)]).steps == 200
 
 
-@pytest.mark.parametrize("meeting", ((), ("localhost:29400 train",)), ids=("one machine", "several"))
-def test_a_folder_in_use_is_refused_until_its_launcher_is_gone(tmp_path, meeting):
-    with folders.lock(tmp_path, *meeting):  # the kernel takes it from a process that ends, too
-        for other in (None, "localhost:29401 train", "localhost:29400 train"):
-            if (other,) == meeting:  # another machine of the same run
-                folders.lock(tmp_path, other).close()
-                continue
-            with pytest.raises(ValueError, match=f"in use by a run on .*process {os.getpid()}: stop it first"):
-                folders.lock(tmp_path, other)
-    folders.lock(tmp_path).close()
-
-
-def test_the_launcher_refuses_a_folder_in_use_before_it_starts_ranks(tmp_path, quick_python):
-    script = tmp_path / "rank.py"
-    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
-    with folders.lock(tmp_path / "two"):
-        run = Run([*launcher(quick_python), str(script), "zero3"], tmp_path / "two")
-        assert run.end() == 2 and len(run.printed().splitlines()) == 1, run.printed()
-    assert "in use" in run.printed() and not (tmp_path / "started").exists()
-
-
-def test_the_launcher_and_the_ranks_mean_the_same_folder():
-    lines = {"zero3 --folder a": "a", "zero3 --steps 3 --folder=a/b": "a/b", "zero3 --preset toy": "runs/zero3-toy",
-             "--steps 3 zero1": "runs/zero1-tiny"}  # fmt: skip
-    for line, expected in lines.items():
-        found = folders.folder_of(line.split())
-        assert found == train_options.arguments(line.split()).folder == Path(expected)
-    assert folders.folder_of(["--steps", "3"]) is None
+def test_a_folder_in_use_is_refused_until_its_rank_0_is_gone(tmp_path, quick_python, monkeypatch):
+    monkeypatch.setenv("ZERO_PREFLIGHT", "2")
+    monkeypatch.setattr(train_options, "LEAVING", 0.0)
+    line = ["zero3", "--preset", "toy", "--steps", "1", "--folder", str(tmp_path / "one")]
+    said = rf"one' is in use by a run: stop it first \(kill -INT {os.getppid()} on .*\), or take another --folder"
+    with folders.lock(tmp_path / "one", seconds=0):  # the kernel takes it from a process that ends, too
+        with pytest.raises(NotAgain, match=said):
+            train_options.arguments(line)
+        # Without that check of the options: both ranks hear of it, and are not started again.
+        run = Run([*launcher(quick_python, "--standalone", "--nproc-per-node", "2"), "-m", "harness.run.train", *line],
+                  tmp_path / "one", ZERO_TIMEOUT="10")  # fmt: skip
+        assert run.end() == 3 and re.search(f"restarts do not mend this: .*{said}", run.printed()), run.printed()
+        assert "Another rank" not in run.printed() and "Starting all ranks again" not in run.printed(), run.printed()
+        assert not (tmp_path / "one" / "losses.jsonl").read_text()
+    train_options.arguments(line)
 
 
 def test_a_folder_that_holds_other_things_is_refused(tmp_path):
