@@ -128,14 +128,6 @@ def test_the_command_writes_its_rows(tmp_path, capsys):
     assert printed.err.startswith("[1/1] an all-reduce of 14 GB")  # progress, apart from the table
 
 
-@pytest.mark.parametrize("argv, words", ((["--only", "none"], "matches none"), (["--json", "/"], "cannot write")))
-def test_bad_options_are_refused_in_one_line(argv, words, capsys):
-    assert main(argv) == 2
-    printed = capsys.readouterr()
-    assert not printed.out and printed.err.startswith("error: ") and printed.err.count("\n") == 1
-    assert words in printed.err
-
-
 def test_a_claim_that_raises_is_a_row_and_the_rest_still_run(monkeypatch, capsys):
     def fail():
         raise RuntimeError("no\nsuch thing")

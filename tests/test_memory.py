@@ -165,30 +165,6 @@ def test_a_dry_run_keeps_what_it_has_after_each_engine():
     assert kept[-1] == json.loads(json.dumps(last))
 
 
-@pytest.mark.parametrize(
-    "argv, said",
-    (
-        (["--preset", "8b"], ["'8b'", "70b"]),
-        (["--precision", "fp8"], ["'fp8'", "fp32 or bf16"]),
-        (["--ranks", "0"], ["--ranks", "0"]),
-        (["--up-to", "0"], ["--up-to", "0"]),
-        (["--seq", "4096"], ["4096", "2048"]),
-        (["--engines", "zero4"], ["'zero4'", "zero3"]),
-        (["--device", "tpu"], ["'tpu'", "fake or cuda"]),
-        (["--replicas", "0"], ["--replicas", "0"]),
-        (["--replicas", "3"], ["--replicas", "3", "8"]),
-        (["--replicas", "2", "--up-to", "8"], ["--replicas", "--up-to"]),
-        (["--offload", "--engines", "ddp"], ["'ddp'", "--offload", "zero1"]),
-        (["--json", "/nowhere/x.json"], ["/nowhere/x.json"]),
-        (["--json", "/"], ["'/'"]),
-    ),
-)
-def test_bad_input_is_named(argv, said):
-    with pytest.raises(ValueError) as error:
-        memory.arguments(argv)
-    assert all(word in str(error.value) for word in said), error.value
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match="torch sees no GPU"):

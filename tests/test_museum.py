@@ -91,23 +91,6 @@ def test_what_is_to_be_read_is_there(number):
             assert each in inside, f"{each} is not in {places} any more"
 
 
-NUMBERS = f"1 to {len(EXHIBITS)}"
-
-
-@pytest.mark.parametrize(
-    "asked, named, allowed",
-    [
-        *((asked, repr(asked), NUMBERS) for asked in ("0", "99", "seven", "-1")),
-        ("--answer", "number of a bug", NUMBERS),
-        *((f"3 --ranks {number}", f"got {number}", "--ranks must be 2 to 16") for number in (1, 17)),
-    ],
-)
-def test_wrong_numbers(capsys, asked, named, allowed):
-    assert bug.main(asked.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert named in line and allowed in line
-
-
 def test_a_visit_to_one_that_hangs(capsys, monkeypatch, quick_python):
     """On ranks of its own, as `./launch.sh bug 9` runs it."""
     monkeypatch.setattr(sys, "executable", quick_python)

@@ -135,20 +135,6 @@ def test_from_the_command_line(tmp_path):
     assert [job["status"] for job in known["parts"]["host"]["jobs"]] == ["done"] and "beside torch's own" in text
 
 
-def test_mistakes_in_the_options(tmp_path, capsys):
-    mistakes = {("--minutes", "0"): "--minutes", ("--minutes", "nan"): "nan", ("--only", "weather"): "'weather'",
-                ("--only", ","): "--only is empty", ("--fast",): "--fast"}  # fmt: skip
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("mine")
-    for folder in ("mine", "mine/file", "mine/file/below"):
-        mistakes[str(tmp_path / folder),] = folder
-    for given, words in mistakes.items():
-        with pytest.raises(SystemExit) as left:
-            report.arguments([*([] if words.startswith("mine") else [str(tmp_path / "new")]), *given])
-        assert left.value.code == 2 and words in capsys.readouterr().err, given
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]
-
-
 def test_a_command_for_which_no_time_is_left_is_not_started(tmp_path):
     made = report.Report(report.arguments([str(tmp_path / "new")]))
     made.ends = time.monotonic() + 20
