@@ -92,6 +92,10 @@ REFUSED = {
     "report {files}/new --only ,": "--only is empty",
     "report {files}/new --fast": "--fast",
     **{f"report {{files}}{folder}": f"{{files}}{folder}" for folder in ("", "/wrong.json", "/wrong.json/below")},
+    "conform zero9": "zero9",
+    "conform zero1 9": "N must be 1 to 8 ranks, got 9",
+    "conform --only weather": "'weather': no property has that",
+    "ratios README.md": "README.md is no report",
     # The planner.
     **{f"plan --{name} 0": f"--{name} must be" for name in NUMBERS},
     **{f"plan --{name} other": f"--{name} must be one of" for name in CHOICES},
