@@ -6,7 +6,6 @@ have imported torch already: through the door (`forked.launch`), or without it (
 
 import importlib.util
 import json
-import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -105,26 +104,6 @@ def wrapped_by_size() -> dict:
         wrapped = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
         found[name] = len(wrapped), model.module.head.weight is model.module.tokens.weight
     return found
-
-
-@pytest.mark.parametrize("broken, value", (("zero2", math.nan), ("single", 3.0), ("", 0.0)))
-def test_the_referee_fails_when_losses_differ(ranks, broken, value):
-    """Its judgement alone, on made-up losses. A wrong engine at work is in tests/test_engine_file.py."""
-    for match, text in ranks(2).run(judge, broken=broken, value=value):
-        assert match == (not broken) and (f"DOES NOT MATCH: {broken}" in text) == bool(broken)
-        assert ("MATCH: all" in text) == match
-
-
-def judge(broken: str, value: float):
-    me = Rank(dist.get_rank(), 2, torch.device("cpu"), "gloo", "")
-    own = {name: [5.0 + 0.125 * me.rank, 4.0, 3.5] for name in ("ddp", "zero2")}
-    own["single"] = [] if me.rank else [5.0 + 0.125 / 2, 4.0, 3.5]  # the mean over the ranks
-    if own.get(broken):
-        own[broken][1] = value
-    runs = {name: {"losses": losses} for name, losses in own.items()}
-    options = referee.arguments(["--preset", "toy", "--steps", "3"])
-    reference, match = referee.Referee(options, torch.zeros(100, dtype=torch.uint8), me).compare(runs)
-    return match, referee.verdict(runs, reference, me.world_size)
 
 
 # ZeRO-2's is in its notebook, which tests/test_notebooks.py runs.
