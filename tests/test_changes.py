@@ -4,12 +4,12 @@ import inspect
 import re
 from itertools import combinations, pairwise
 
-import parts
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from harness.properties import parts
 from harness.teach import changes
 
 OLD = '''

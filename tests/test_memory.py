@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import parts
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.measure import memory
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.parts import GRADIENTS, HELD, IN_FLIGHT, OPTIMIZER, PARAMETERS, PARTS, PartsLedger
+from harness.properties import parts
 from harness.run.model import PRESETS, next_token_loss
 from harness.teach.articles.memory import dry as articles_dry
 

@@ -155,11 +155,10 @@ def a_machine(count: int) -> dict:
 @pytest.mark.parametrize("count", (0, 1, 2, 8))
 def test_every_command_is_one_that_its_program_takes(count, quick, monkeypatch):
     """The options of each command, as the program that they are for reads them; and ranks that there are GPUs for."""
-    from parts import STAGES
-
     import fsdp2_compare
     from harness.engine import accelerator
     from harness.measure import bench, memory, sweeps, walkthrough
+    from harness.properties.parts import STAGES
     from harness.run import process_group
 
     parsers = {"compare": fsdp2_compare.arguments, "memory": memory.arguments, "sweeps": sweeps.arguments,
