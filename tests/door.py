@@ -58,25 +58,23 @@ def typed(line: str) -> tuple[int, str, str]:
 
 def _run(program: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
     """`python PROGRAM`, a script or `-m module` and its arguments, in this process."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    module = program[0] == "-m"
-    with contextlib.ExitStack() as changed:
-        for change in (
-            mock.patch.dict(os.environ, environment),
-            mock.patch.object(sys, "argv", program[module:]),
-            mock.patch.object(os, "_exit", sys.exit),
-            mock.patch.object(process_group, "record", lambda main: main),  # it sends what pytest catches elsewhere
-            contextlib.chdir(ROOT),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-            warnings.catch_warnings(action="ignore"),  # that the module is imported already
-        ):
-            changed.enter_context(change)
+    out, err, module = io.StringIO(), io.StringIO(), program[0] == "-m"
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "argv", program[module:]),
+        mock.patch.object(os, "_exit", sys.exit),
+        mock.patch.object(process_group, "record", lambda main: main),  # torch's: it would have crashes told to `err`
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(action="ignore"),  # that the module is imported already
+    ):
         try:
             if module:
                 runpy.run_module(program[1], run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(program[0], run_name="__main__")
+            status = 0
         except SystemExit as leaving:
             status = leaving.code or 0
     return status, out.getvalue(), err.getvalue()

@@ -186,13 +186,6 @@ def test_a_mistake_in_the_options_ends_it_before_torchrun():
     assert result.stderr.count("\n") == 1 and "--prefetch must be 0 or more, got -1" in result.stderr
 
 
-def test_help():
-    assert "./launch.sh compare [N]" in forked.launch("help").stdout
-    said = forked.alone(["fsdp2_compare.py", "--help"])
-    assert said.returncode == 0
-    assert all(option in said.stdout for option in ("--preset", "--engines", "--data", "--json"))
-
-
 def test_without_ranks_a_chapter_says_how_it_is_started():
     alone = forked.alone(["zero2.py"])
     assert alone.returncode == 1 and "./launch.sh zero2 2" in alone.stderr
