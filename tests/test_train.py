@@ -462,7 +462,8 @@ def test_a_folder_in_use_is_refused_until_its_rank_0_is_gone(tmp_path, quick_pyt
     monkeypatch.setenv("ZERO_PREFLIGHT", "2")
     monkeypatch.setattr(train_options, "LEAVING", 0.0)
     line = ["zero3", "--preset", "toy", "--steps", "1", "--folder", str(tmp_path / "one")]
-    said = rf"--folder .*one' is in use by a run: stop it first \(kill -INT {os.getppid()} on .*\), or take another --folder"
+    stop = rf"stop it first \(kill -INT {os.getppid()} on .*\)"
+    said = f"--folder .*one' is in use by a run: {stop}, or take another --folder"
     with folders.lock(tmp_path / "one", seconds=0):  # the kernel takes it from a process that ends, too
         with pytest.raises(NotAgain, match=said):
             train_options.arguments(line)
