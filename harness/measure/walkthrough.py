@@ -6,6 +6,7 @@ Everything printed is observed from outside, by the memory and traffic ledgers; 
 import argparse
 import contextlib
 import inspect
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -118,8 +119,10 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     with PlacesLedger(engine) as memory, Timeline(engine, me.device) as timeline:
         memory.clock = timeline.now
         micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
-        memory.clock = None
-    live = [(seconds, {part: parts[part] for part in PARTS}) for seconds, parts in memory.on_timeline(timeline)]
+        memory.clock = time.perf_counter
+    # What is there already when the timeline is opened is there from its beginning.
+    live = [(max(0.0, timeline.seconds(moment.when)), {part: moment.parts[part] for part in PARTS})
+            for moment in memory.moments()]  # fmt: skip
     everyone = [None] * me.world_size
     spans = in_rows(timeline.spans, timeline.collectives, memory)
     dist.all_gather_object(everyone, (partition, spans, live))
