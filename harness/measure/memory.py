@@ -405,7 +405,7 @@ def measure_alone(name: str, options: argparse.Namespace) -> dict:
 
 def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
     """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
-    unit, size = tables.unit_for(number_of_parameters(preset(options.preset)))
+    unit, size = tables.unit(4 * number_of_parameters(preset(options.preset)))
     numbers = [2**power for power in range(options.up_to.bit_length())]
     engines = {name: [] for name in options.engines}
     for options.ranks in numbers:
@@ -438,7 +438,7 @@ def formula_name(results: dict) -> str:
 def report(results: dict) -> str:
     """The tables as text. GB are 10^9 bytes, MB 10^6."""
     engines, ranks, parameters = results["engines"], results["ranks"], results["parameters"]
-    unit, size = tables.unit_for(parameters)
+    unit, size = tables.unit(4 * parameters)
     lines = [f"GPT {results['preset']}: Ψ = {parameters:,} parameters, {4 * parameters / size:.3f} {unit} in float32"]
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     name_of = {name: name + (" (stand-in)" if row.get("stand_in") else "") for name, row in engines.items()}
