@@ -28,11 +28,6 @@ def columns(runs: dict[str, dict], reference: str) -> dict:
     } | (on_gpu if "reserved_bytes" in runs[reference] else {})
 
 
-def table(runs: dict[str, dict], reference: str) -> str:
-    """The results of the referee's passes, a row per engine."""
-    return "\n".join(tables.text(tables.rows_of(columns(runs, reference), runs)))
-
-
 NO_RESHARD = (
     "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
     "and 1/N of them otherwise: it is not quite ZeRO-2.\n"
@@ -50,7 +45,7 @@ def results(result: dict, reference: str) -> str:
     peak = "the GPU allocator's" if result["device"] != "cpu" else "all live storages of one step"
     words = f"{held}Peak: {peak}. Sent: logical bytes of the collectives issued, per rank.\n"
     words += MFU * (result["device"] != "cpu")
-    lines = [table(result["runs"], reference), words]
+    lines = [*tables.text(tables.rows_of(columns(result["runs"], reference), result["runs"])), words]
     return "\n".join([*lines, report(result) + "\n"] if result["timed_steps"] else lines)
 
 
