@@ -28,11 +28,6 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _both(results: dict) -> bool:
-    """Whether there are rows of DDP and of ZeRO-3, which the titles compare."""
-    return all("out_of_memory" not in results["engines"].get(name, {"out_of_memory": 1}) for name in ("ddp", "zero3"))
-
-
 def stages(results: dict, theme: dict):
     """What each rank keeps between steps under DDP and the stages: filled what it keeps, empty what the others keep."""
     shown = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
@@ -89,7 +84,7 @@ def memory(results: dict, theme: dict):
     gpus = tuple(gigabytes * 1e9 for gigabytes in GPUS)
     figure = bars(theme, rows, formula=formula, means=formula_name(results), words=words, lines=gpus)
     finding = "What a rank holds between steps, and the most that is alive at once"
-    if _both(results):
+    if {"ddp", "zero3"} <= {*ran}:
         unit, size = tables.unit(max(row["peak_bytes"] for row in ran.values()))
         ours, theirs = (sum(ran[name]["held_bytes"].values()) / size for name in ("zero3", "ddp"))
         finding = f"ZeRO-3 holds {ours:.0f} {unit} where DDP holds {theirs:.0f}, but needs "
