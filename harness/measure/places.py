@@ -1,7 +1,7 @@
 """The ledger that also says where bytes belong: to which unit or bucket, and to which ranks' cells of it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -205,12 +205,11 @@ class PlacesLedger(PartsLedger):
         return label.partition("(")[2].partition(")")[0] or "root"
 
 
-def in_rows(spans: list[Span], collectives: list[Span], ledger: PlacesLedger) -> list[Span]:
-    """A timeline's `spans`, its `collectives` among them with the rows that `ledger` has found for them."""
-    named = {}
+def name_rows(collectives: list[Span], ledger: PlacesLedger) -> None:
+    """Give a timeline's `collectives` the names of the rows that `ledger` has found for them."""
     for span, row in zip(collectives, ledger.collective_rows):
-        named[id(span)] = span if row is None else replace(span, unit=ledger.rows[row].name)
-    return [named.get(id(span), span) for span in spans]
+        if row is not None:
+            span.unit = ledger.rows[row].name
 
 
 def _share(nbytes: int, weights: list[int]) -> list[int]:

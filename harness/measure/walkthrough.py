@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness.measure import step_report, step_time
 from harness.measure.out_of_memory import explained
 from harness.measure.parts import PARTS, PartsLedger
-from harness.measure.places import PlacesLedger, in_rows
+from harness.measure.places import PlacesLedger, name_rows
 from harness.measure.story import BucketStory, UnitStory, held
 from harness.measure.timeline import Timeline, chrome_trace
 from harness.measure.traffic import TrafficLedger
@@ -124,8 +124,8 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     live = [(max(0.0, timeline.seconds(moment.when)), {part: moment.parts[part] for part in PARTS})
             for moment in memory.moments()]  # fmt: skip
     everyone = [None] * me.world_size
-    spans = in_rows(timeline.spans, timeline.collectives, memory)
-    dist.all_gather_object(everyone, (partition, spans, live))
+    name_rows(timeline.collectives, memory)
+    dist.all_gather_object(everyone, (partition, timeline.spans, live))
     if me.rank == 0:
         own = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own.items())
         name, ranks = type(engine).__name__, f"{me.world_size} ranks over {me.backend}"
