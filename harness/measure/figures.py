@@ -12,7 +12,8 @@ from harness.measure import pictures_of_plans
 from harness.measure.pictures_of_memory import live, memory, scaling, stages
 from harness.measure.pictures_of_steps import lanes, losses, sweeps
 from harness.measure.style import TIME_STYLES, headline, key, look, new, ruled, save
-from harness.run import journal, process_group
+from harness.run import journal
+from harness.run.ending import one_line
 
 
 def run(lines: list[dict], theme: dict):
@@ -138,6 +139,7 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
         raise ValueError(f"{words}: {FIGURES[name][2]} writes that") from error
 
 
+@one_line(ValueError, OSError)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="figures", description=__doc__.splitlines()[0])
     parser.add_argument("figures", nargs="*", help=f"any of {', '.join(FIGURES)} (default: all)")
@@ -156,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    process_group.run(main)
+    main()

@@ -38,6 +38,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.run import engines as registry
 from harness.run import micro_batches, process_group
 from harness.run import options as common
+from harness.run.ending import one_line
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.recompute import checkpoint_blocks
 
@@ -542,7 +543,8 @@ def _sent(engines: dict[str, dict], results: dict, size: float) -> list[str]:
 
 
 def main() -> None:
-    options = arguments()
+    with one_line(ValueError):
+        options = arguments()
     print(__doc__.splitlines()[0])
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"

@@ -4,7 +4,7 @@ import argparse
 import json
 import statistics
 
-from harness.run import process_group
+from harness.run.ending import one_line
 from harness.run.engines import PAIRS
 
 
@@ -19,6 +19,7 @@ def ratios(reports: list[dict]) -> dict[str, list[float]]:
     return found
 
 
+@one_line(ValueError)
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="ratios", description="Step-time ratios over launches of the referee.")
     parser.add_argument("files", nargs="+", help="reports, as ./launch.sh compare --json FILE writes them")
@@ -37,4 +38,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    process_group.run(main)
+    main()
