@@ -209,8 +209,8 @@ def test_who_is_the_slowest_and_where():
 
 @pytest.mark.parametrize("gpu", (True, False))
 def test_the_first_table_says_mfu_and_what_is_reserved_on_a_gpu(gpu):
-    run = {"losses": [2.0], "difference": 0, "held_bytes": dict.fromkeys(("parameters", "gradients", "optimizer"), 1),
-           "peak_bytes": 1, "sent_bytes": 1, "step_ms": None}  # fmt: skip
+    held = {"parameters": 1, "gradients": 1, "optimizer": 1}
+    run = {"losses": [2.0], "difference": 0, "held_bytes": held, "peak_bytes": 1, "sent_bytes": 1, "step_ms": None}
     runs = {"ddp": run | {"reserved_bytes": 3e6, "mfu": 0.4567} if gpu else run}
     runs["zero1"] = run | {"reserved_bytes": 4e6, "mfu": None}  # a GPU that is not in the list
     text = step_report.results({"runs": runs, "device": "cuda" if gpu else "cpu", "timed_steps": 0}, "ddp")

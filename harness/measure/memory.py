@@ -488,7 +488,7 @@ def report(results: dict) -> str:
     elif results["precision"] != "fp32" and any(name.startswith("zero") for name in ran):
         lines += ["", "The stages' formulas for the peak are for fp32."]
 
-    times = f"Ψ times (N-1)/N = {ranks - 1}/{ranks}" if results["replicas"] == 1 else "as a multiple"
+    times = f"Ψ times (N-1)/N = {ranks - 1}/{ranks}" if results["replicas"] == 1 else "in shares of Ψ"
     lines += ["", f"Sent by one rank in the step, {unit} (elements: {times}), and in how many collectives:"]
     lines += _sent({name_of[name]: row for name, row in ran.items()}, results, size)
 

@@ -120,8 +120,7 @@ def beside(axes, theme: dict, text: str, at: float, position: float) -> None:
     axes.annotate(text, (at, position), (5, 0), textcoords="offset points", va="center", bbox=paper)
 
 
-def bars(theme: dict, rows: dict[str, dict[str, float]], title: str = "", formula: dict[str, float] | None = None,
-         means: str = "formula", words: dict[str, str] | None = None, lines=()):  # fmt: skip
+def bars(theme: dict, rows: dict[str, dict], title="", formula=None, means="formula", words=None, lines=()):
     """Horizontal bars, stacked by part: {label: {part: bytes}}. What is alike up to a comma stands close together.
 
     `formula` ({label: bytes}) is drawn as a tick across the bar, and `means` says in the legend what it is; `words`

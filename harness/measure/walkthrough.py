@@ -121,8 +121,9 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
         micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
         memory.clock = time.perf_counter
     # What is there already when the timeline is opened is there from its beginning.
-    live = [(max(0.0, timeline.seconds(moment.when)), {part: moment.parts[part] for part in PARTS})
-            for moment in memory.moments()]  # fmt: skip
+    live = []
+    for moment in memory.moments():
+        live.append((max(0.0, timeline.seconds(moment.when)), {part: moment.parts[part] for part in PARTS}))
     everyone = [None] * me.world_size
     name_rows(timeline.collectives, memory)
     dist.all_gather_object(everyone, (partition, timeline.spans, live))
