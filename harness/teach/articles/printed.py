@@ -159,15 +159,13 @@ for article, words, ran, *lines in (
     article(words, ran, tolerance=None)(partial(imports, *lines))
 
 
-@claims.scaling("its imports are all that its snippet needs", "a policy bound by functools.partial",
-                "functools is imported as well", tolerance=None)  # fmt: skip
-def without_functools():
-    given = "import torch\nfrom torch.distributed.fsdp.wrap import size_based_auto_wrap_policy\n"
-    use = "policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)\n"
-    as_printed, completed = (
-        attempt(partial(exec, code, {})) for code in (given + use, f"import functools\n{given}{use}")
-    )
-    return f"as printed {as_printed}; with it {completed or 'works'}", not completed, not as_printed
+# fmt: off
+claims.scaling("its imports are all that its snippet needs", "functools.partial without an import, and with it",
+               "functools is imported as well", lambda: (
+    f"as printed {attempt(partial(exec, 'functools.partial', {}))}",
+    not attempt(partial(exec, "import functools; functools.partial", {})),
+    not attempt(partial(exec, "functools.partial", {}))), tolerance=None)
+# fmt: on
 
 
 @claims.wordpress("fully_shard on the layers, FSDP around the model",
