@@ -312,8 +312,9 @@ def test_repeated_blocks_are_those_that_would_be_recorded(engine, changed, monke
     assert max(asked) < setup.config.layers, "all blocks were recorded, so nothing was repeated"
 
 
-def test_repeated_micro_batches_are_those_that_would_be_recorded():
-    setup = Setup(replace(SMALL, layers=1), "zero3", 4, accumulate=6)
+@pytest.mark.parametrize("engine", ("ddp", "zero3"))  # one sends in the last micro-batch alone, one in each
+def test_repeated_micro_batches_are_those_that_would_be_recorded(engine):
+    setup = Setup(replace(SMALL, layers=1), engine, 4, accumulate=6)
     assert repeat.recording(setup) == record.record(setup)
 
 

@@ -235,12 +235,9 @@ says("gradient accumulation mitigates stragglers", "a sum: 8 ranks, in turn or a
      "the slow rank is another one each time",
      {"of a micro-batch's time, 8 per step, if each rank is slow in one": (7 + 1.4) / (8 * 1.4),
       "if it is always one": 1.4 / 1.4}, says=lambda time: time < 0.95)
-# fmt: on
 
 # Checkpoints.
 
-
-# fmt: off
 says("each GPU writes total / N of a distributed checkpoint", "a sum: what each of 4 ranks has, or is dealt",
      "the state is sharded, or is in many tensors: what all ranks have is divided by whole tensors",
      {"of ZeRO-3's state is each rank's shard": 1 / 4,
@@ -287,12 +284,9 @@ says("save() takes the model and the optimizer themselves", "what save() takes i
 says("its sharded saves go to a folder per step", "two names of its kind", "the string gets its f-prefix",
      {"folders of two saves with the f-prefix": len({f"step_{step}" for step in (1000, 2000)}),
       "without it": len({"step_{step}" for step in (1000, 2000)})}, says=2)
-# fmt: on
 
 # The training loop, and numbers.
 
-
-# fmt: off
 says("accumulation sums gradients and does not average", SUM, "the loss is not divided by K, as its code does",
      {"times the mean of 3 micro-batches' gradients": 3 / 1, "if each loss is divided by 3": 3 / 3}, says=3)
 # That the parts train as the whole does: `micro_batches_send_what_they_must`, harness/properties/loops.py.
