@@ -77,8 +77,6 @@ def conditions(report: dict, file: str) -> str:
 
 
 TITLES = {"params MB": "parameters MB", "grads MB": "gradients MB", "optim MB": "optimizer MB", "x ddp": "x DDP"}
-
-
 BYTES = "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step"
 # {what is shown: (results, columns of a table, of the next, ...)}; the README's has all that fits in eight columns.
 SHOWN = {
