@@ -20,7 +20,7 @@ LAST = "        dist.all_reduce(self.gradients)\n"
 # {engine: (what is put into the page's listing, and where; the outcome; words of it)}
 ENGINES = {
     "fine": (STEP, STEP, "right", ""),
-    "sums": ("        self.gradients /= self.world_size\n", "", "wrong", "the weights after one step"),
+    "sums": ("        self.gradients /= self.world_size\n", "", "wrong", "the mean of gradients"),
     "refuses": (STEP, STEP + "        raise ValueError('not today')\n", "refused", "not today"),
     "dies": (STEP, STEP + "        __import__('os')._exit(3)\n", "crash", ""),
     "parts": (LAST, f"        if dist.get_rank() == 0:\n    {LAST}", "hang", ""),

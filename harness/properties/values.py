@@ -111,35 +111,6 @@ def equals_ddp_and_fsdp2(engine, options=None, device="cpu", hybrid=False, micro
         same(f"the weights, beside {name}'s", state, each.full_state_dict(), atol, step=5)
 
 
-@holds("values", sizes=(3,), further_sizes=(1, 2, 4))
-def a_step_on_integers_is_exact(engine):
-    """Integer data, and a sum as the loss: every number is exact at any N, and so is the step, in float32."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def integers():
-        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7, bias=False))
-        for number, param in enumerate(model.parameters()):
-            with torch.no_grad():
-                param.copy_(torch.arange(param.numel()).view(param.shape) % 5 - 2 + number % 2)
-        return model
-
-    def batch_of(step, who):
-        generator = torch.Generator().manual_seed(who)
-        x = torch.randint(-4, 5, (3, 5), generator=generator)
-        return x.float(), torch.randint(-4, 5, (3, 7), generator=generator).float()
-
-    def total(outputs, targets):
-        return (outputs * targets).sum()
-
-    plain = integers()
-    inputs, targets = parts.whole(batch_of, 0, world_size)
-    total(plain(inputs), targets).backward()
-    expected = {name: param.detach() - param.grad / world_size for name, param in plain.named_parameters()}
-    trained = engine(integers(), lambda pieces: torch.optim.SGD(pieces, lr=1.0))
-    trained.training_step(*batch_of(0, rank), total)
-    same("the weights after one step", trained.full_state_dict(), expected, step=3)
-
-
 def groups_of(model: nn.Module) -> list[dict]:
     """Weight decay for matrices only, another rate for the head: groups that cut across buckets and units."""
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
