@@ -328,22 +328,7 @@ def gradients_stay_until_they_are_thrown_away(engine):
     pair.same_weights()
 
 
-# Recomputation.
-
-AROUND = ("around", "inside", "around several", "around the model")
-
-
-@holds("values", cases=in_turn(where=AROUND), further_sizes=(3,),
-       further_cases=(*({"where": w, **each} for w in AROUND[:2] for each in UNITS[1:]),
-                      *({"where": w, "options": {"find_unused": True}} for w in AROUND[:3])))  # fmt: skip
-def recomputation_changes_nothing(engine, where, options=None):
-    """Activation checkpointing around each unit, inside the units, around several or around the engine itself."""
-
-    def loss(model, tokens, targets):
-        out = checkpoint(model, tokens, use_reentrant=False) if where == "around the model" else model(tokens)
-        return F.cross_entropy(out, targets)
-
-    Pair(engine, lambda: Checkpointed(where), parts.DECAY, loss=loss, **(options or {})).alike(4)
+# Recomputation. What is right of it: paths.py, `SAVED`.
 
 
 @holds("misuse", further_sizes=(3,))
