@@ -508,28 +508,6 @@ def test_the_checks_of_the_steps_are_properties():
         assert {each.look.__name__ for each in check_ranks.checks_of(name)} <= set(properties.library())
 
 
-IMPOSTOR = """
-from harness.properties.parts import DDPInDisguise
-
-class ZeRO1(DDPInDisguise):
-    trained_buckets = buckets = ()
-
-    def step(self):  # what the exercise is to write, it writes itself
-        super().step()
-
-    def _reduce_gradients(self): ...
-"""
-
-
-ALL_STEPS = [("All steps: what", "the optimizer held in step"), ("All steps: tr", "collectives in a training")]
-
-
-@pytest.mark.parametrize("step, said", ALL_STEPS)
-def test_unsharded_adamw_under_ddp_fails_on_bytes_and_order(ranks, tmp_path, capsys, step, said):
-    """Right losses and nothing cut, and nothing of a stage's inside: the checks of all steps together are asked."""
-    fails(ranks(3), tmp_path, capsys, "zero1", f"{solution('zero1')}{IMPOSTOR}", step, said)
-
-
 # As a student runs it.
 
 
