@@ -311,15 +311,7 @@ def zero2_in_flight(sheet: Sheet) -> None:
         sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained_buckets]
         sheet.equal("bytes of the collectives", sheet.sizes(issued), sizes)
         sheet.traffic(issued, ["reduce-scatter"], 1, sum(sizes), "for all buckets")
-    with sheet.ledger(bucket_mb=LAYER / 2**20) as (memory, engine):
-        for bucket in engine.trained_buckets:
-            for param in bucket.params:  # as backward fills it
-                param.grad = torch.zeros_like(param)
-            engine._send(bucket)
-        engine._receive()
-    allowed = 2 * LAYER + sheet.share(engine.buckets)
-    means = f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first"
-    sheet.at_most("bytes of gradients alive, bucket after bucket", memory.most, allowed, means)
+    sheet.ask(peaks.zero2_has_two_buckets_of_whole_gradients_at_most, reverse=False)
 
 
 @move("order", "zero2", step=3)

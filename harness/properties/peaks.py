@@ -82,7 +82,7 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
         assert most > allowed, "in the opposite order all gradients should be whole at once"
         at_most(what, most, LAYERS * LAYER + 2 * LAYER + activations, step=3)
     else:
-        means = " (4Ψ/N of gradients, 2 buckets of a layer each, and activations)"
+        means = " (4Ψ/N of gradients, 2 buckets of a layer each: receive the one before first; and activations)"
         at_most(what, most, allowed, step=3, means=means)
         assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
 
