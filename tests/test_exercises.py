@@ -193,19 +193,16 @@ OTHERWISE = {
 }  # fmt: skip
 
 
-def wheres(name: str) -> list[str]:
-    return [blank.where for blank in EXERCISES[name].blanks]
-
-
-def shorts(name: str) -> list[str]:
-    return [where.rpartition(".")[2] for where in wheres(name)]
+def wheres(name: str) -> dict[str, str]:
+    """{name of the function: where it is} of all blanks."""
+    return {blank.where.rpartition(".")[2]: blank.where for blank in EXERCISES[name].blanks}
 
 
 def fill(name: str, bodies: dict[str, str]) -> str:
     """The exercise, with the blanks of these functions filled in, each as deep as its blank stands."""
     text = generate(name)
-    for where in wheres(name):
-        if (short := where.rpartition(".")[2]) in bodies:
+    for short, where in wheres(name).items():
+        if short in bodies:
             node = exercise.find(ast.parse(text), where)
             blank = next(n for n in ast.walk(node) if isinstance(n, ast.Raise) and "NotImpl" in ast.unparse(n))
             lines = text.split("\n")
@@ -343,7 +340,7 @@ def test_what_is_not_found_is_an_error_with_chapter_function_and_selector(monkey
 def test_every_blank_fails_at_its_own_step(ranks, tmp_path, capsys, name):
     """And the one before it passes, whose look is at a class that is whole, although the rest is not written yet."""
     for place, blank in enumerate(EXERCISES[name].blanks):
-        text = fill(name, {short: SOLVED[name][short] for short in shorts(name)[:place]})
+        text = fill(name, {short: SOLVED[name][short] for short in [*wheres(name)][:place]})
         *before, last = examine(ranks(3), tmp_path, name, text, first=max(0, place - 1)).verdicts
         assert [each["status"] for each in before] == ["passed"] * place
         line = {task: line for line, task in check.to_write(text)}[blank.task]

@@ -5,11 +5,9 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from harness.properties import parts
 from harness.properties.property import holds, same
-from harness.properties.training import Pair, vectors
 
 ADAMW = parts.ADAMW
 
@@ -63,17 +61,3 @@ def parameters_start_on_16_byte_boundaries(engine, param_dtype):
     tokens, targets = parts.token_batch(0, dist.get_rank())
     parts.in_float32(trained(tokens), targets).backward()
     same("addresses of a block's parameters beyond a multiple of 16", seen, [0] * 5, step=1)
-
-
-@holds("values", sizes=(2, 4))
-def a_rank_may_own_only_padding(engine):
-    """Two elements over N ranks: the first owns both, the others nothing but padding, and still take part."""
-    pair = Pair(engine, lambda: nn.Linear(2, 1, bias=False), ADAMW, batch=vectors(2),
-                loss=lambda model, x, y: F.mse_loss(model(x), y[:, :1]))  # fmt: skip
-    pair.train(4)
-    pair.same_weights()
-    if engine.foreign:
-        return  # where its pieces lie is its own affair
-    own = sum(piece.numel() for piece in parts.pieces_of(pair.trained))
-    # Two elements of float64 make 16 bytes, which are not cut.
-    same("elements that this rank's optimizer updates", own, 2 if pair.rank == 0 else 0, step=4)
