@@ -1,9 +1,9 @@
 """What each move of a stage must do, looked at alone: values against plain PyTorch, bytes, order of collectives.
 
 A check is a function of a `Sheet`, run on every rank, and writes down what differs from what is expected. It looks at
-a step alone, with the steps behind it replaced, as long as that is possible. So it can be asked of a class of which the
-steps behind are not written yet: `./launch.sh check` does. Where the steps up to here make a whole class, it asks the
-other properties of it.
+one step, alone where the others would hide its mistakes, and else in a class that is whole: of that it asks the other
+properties, too. A class that is written step by step can be asked: `./launch.sh check` has the chapter's code in the
+place of the steps that are not written yet.
 """
 
 import itertools
@@ -403,11 +403,8 @@ def zero3_free(sheet: Sheet) -> None:
     cls = sheet.probe(_free=parts.STAGES["zero3"]._free)  # one that is right, for the construction
     with sheet.ledger(cls, frozen="layers.0.bias") as (memory, engine):  # so that the unit has two buckets
         unit = engine.units[0]
-        for bucket in unit.buckets:
-            bucket.flat.untyped_storage().resize_(bucket.numel * 4)
-            bucket.flat.zero_()
-        unit.gathered = True
-        guard.open(unit.params)
+        engine._gather(unit)
+        engine._wait(unit)
         flats = [bucket.flat for bucket in unit.buckets]
         saved = F.linear(inputs, unit.module.weight, unit.module.bias)  # autograd keeps a view of the weight
         pending = [_Pending(flat) for flat in flats]
