@@ -348,7 +348,7 @@ def zero2_clip(sheet: Sheet) -> None:
     for norm_type in (2.0, math.inf, 1.0):
         sheet.ask(loops.one_ranks_nan_is_in_every_ranks_norm, value=math.nan, norm_type=norm_type)
         sheet.ask(loops.clipping_takes_the_norm_of_the_whole_model, norm_type=norm_type)
-        sheet.ask(loops.a_rank_may_own_only_padding, dtypes=(None, torch.float32),
+        sheet.ask(loops.a_rank_that_owns_only_padding_agrees_on_the_norm, dtypes=(None, torch.float32),
                   norm_type=norm_type)  # fmt: skip
     sheet.ask(unused.what_nobody_used_is_left_out_of_the_step, **unused.EACH)
     sheet.ask(precision.mixed_precision_is_a_rounded_copy_that_computes, model="Twice")
