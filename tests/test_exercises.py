@@ -311,16 +311,13 @@ def test_a_target_names_the_engines_helpers(name):
     "options",
     [
         {"where": "Stage.move"},
-        {"first": ("With", 1)},
-        {"first": ("Assign", "self.flat")},
-        {"first": ("Assign", "place")},  # there are two
-        {"inside": ("While", 0)},
-        {"last": ("For", "units"), "first": ("For", 1)},
+        {"first": "while"},
+        {"first": "place ="},  # there are two
+        {"last": "place = 0", "first": "with"},
     ],
 )
-def test_what_is_not_found_is_an_error_with_chapter_function_and_selector(monkeypatch, tmp_path, options):
-    loops = "for a in units: pass\n  for b in self.units: pass\n"
-    chapter = f'"""A chapter."""\nclass Stage:\n def step(self):\n  place = 0\n  {loops}  with a: pass\n  place = 1\n'
+def test_what_is_not_found_is_an_error_with_chapter_function_and_words(monkeypatch, tmp_path, options):
+    chapter = '"""A chapter."""\nclass Stage:\n def step(self):\n  place = 0\n  with a: pass\n  place = 1\n'
     (tmp_path / "chapter.py").write_text(chapter)
     monkeypatch.setattr(exercise, "ROOT", tmp_path)
     words = dict.fromkeys(("task", "idea", "hint", "target", "read"), "")
