@@ -215,15 +215,13 @@ def answer(parser: argparse.ArgumentParser):
 def main(argv=None) -> None:
     parser = answer(argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0]))
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
-    parser.add_argument("--hints", default=str(HINTS), metavar="0|1|2",
-                        help=f"hints above each blank; 0: its target alone (default {HINTS})")  # fmt: skip
+    hints = f"hints above each blank; 0: its target alone (default {HINTS})"
+    parser.add_argument("--hints", type=int, choices=(0, 1, 2), default=HINTS, help=hints)
     parser.add_argument("--force", action="store_true", help="write it anew even if the file was edited")
     options = parser.parse_args(argv)
     if options.name not in EXERCISES:
         parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name))
-    if options.hints not in ("0", "1", "2"):
-        parser.error(f"--hints must be 0, 1 or 2, got {options.hints!r}")
-    file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=int(options.hints))
+    file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=options.hints)
     shown = file.relative_to(ROOT)
     if file.exists() and edited(file.read_text(errors="replace")) and not options.force:
         parser.error(f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost")

@@ -192,35 +192,28 @@ def tell_rest(checks, passed: int, told: int, text: str, hints: int, lines: dict
         print(f"then      {check.title}{blank}")
 
 
-def number_of_ranks(text: str) -> int:
-    if text == "1":
-        raise argparse.ArgumentTypeError("must be 2 or more: with one rank nothing is cut, and everything would pass")
-    if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
-        raise argparse.ArgumentTypeError(f"must be a number of ranks, 2 or more, got {text!r}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return float(text)
-
-
 def main(argv=None) -> None:
     parser = answer(argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0]))
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
-    parser.add_argument("ranks", nargs="?", metavar="N", type=number_of_ranks,
-                        help="number of ranks, 2 or more (default: one per GPU, else 2)")  # fmt: skip
-    parser.add_argument("--hint", action="count", default=0,
-                        help="the next hint for the step that is not passed; twice: the next two")  # fmt: skip
+    parser.add_argument(
+        "ranks", nargs="?", metavar="N", type=int, help="2 ranks or more (default: one per GPU, else 2)"
+    )
+    hint = "the next hint for the step that is not passed; twice: the next two"
+    parser.add_argument("--hint", action="count", default=0, help=hint)
     parser.add_argument("--file", help="another file than exercises/NAME.py")
-    parser.add_argument("--seconds", type=seconds, default=SECONDS, help=f"time for one step (default {SECONDS})")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for one step (default {SECONDS})")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--device", default="auto", help="auto, cpu, or the accelerator: cuda for example")
     options = parser.parse_args(argv)
     name = options.name
     if name not in EXERCISES:
         parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
+    if options.ranks is not None and options.ranks < 2:
+        parser.error(
+            f"N must be 2 or more: with one rank nothing is cut, and everything would pass; got {options.ranks}"
+        )
+    if not options.seconds > 0:  # not a number is refused, too
+        parser.error(f"--seconds must be above 0, got {options.seconds}")
     if os.environ.get("NNODES", "1") != "1":
         parser.error("runs on one machine: unset NNODES")
     file = Path(options.file).resolve() if options.file else FOLDER / f"{name}.py"
