@@ -195,9 +195,7 @@ def tell_rest(checks, passed: int, told: int, text: str, hints: int, lines: dict
 def main(argv=None) -> None:
     parser = answer(argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0]))
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
-    parser.add_argument(
-        "ranks", nargs="?", metavar="N", type=int, help="2 ranks or more (default: one per GPU, else 2)"
-    )
+    parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: one per GPU, or 2)")
     hint = "the next hint for the step that is not passed; twice: the next two"
     parser.add_argument("--hint", action="count", default=0, help=hint)
     parser.add_argument("--file", help="another file than exercises/NAME.py")
@@ -205,13 +203,11 @@ def main(argv=None) -> None:
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--device", default="auto", help="auto, cpu, or the accelerator: cuda for example")
     options = parser.parse_args(argv)
-    name = options.name
+    name, number = options.name, options.ranks
     if name not in EXERCISES:
         parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
-    if options.ranks is not None and options.ranks < 2:
-        parser.error(
-            f"N must be 2 or more: with one rank nothing is cut, and everything would pass; got {options.ranks}"
-        )
+    if number is not None and number < 2:
+        parser.error(f"N must be 2 or more: with one rank nothing is cut, and everything would pass; got {number}")
     if not options.seconds > 0:  # not a number is refused, too
         parser.error(f"--seconds must be above 0, got {options.seconds}")
     if os.environ.get("NNODES", "1") != "1":
@@ -235,7 +231,7 @@ def main(argv=None) -> None:
     gpus = accelerator.count()
     try:
         default = process_group.default_ranks(options.backend, options.device, gpus, 1)
-        world_size = options.ranks or max(default, 2)
+        world_size = number or max(default, 2)
         _, device, why = process_group.choose(options.backend, options.device, 0, world_size, gpus)
     except ValueError as error:
         parser.error(str(error))
