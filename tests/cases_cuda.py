@@ -4,7 +4,6 @@ import copy
 import gc
 from functools import partial
 
-import parts
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.measure.ledger import MemoryLedger, held_bytes, let_go, storage_bytes, warm_up
+from harness.properties import parts
 from harness.properties.layout import padded
 from harness.properties.property import same
 from harness.run.model import GPT, PRESETS, initialize, next_token_loss

@@ -15,7 +15,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import parts
 import torch
 import torch._dynamo  # AdamW would import it in every child
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
+from harness.properties import parts
 
 ACTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 

@@ -1,6 +1,5 @@
 """The figures: drawn from the committed measurements, with units on their axes, in the docs with their commands."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -216,16 +215,3 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     figures.main()
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["losses-dark.png", "losses.png"]
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in tmp_path.iterdir())
-
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text(json.dumps({"something": "else"}))
-    for argv, said in (
-        (["pie"], "no figure 'pie'; there are: stages, memory"),
-        (["--json", str(source)], "--json needs the name of one figure: stages, memory"),
-        (["losses", "--json", "/nowhere.json"], "/nowhere.json"),
-        (["losses", "--json", str(wrong)], "is not what figure 'losses' is drawn from"),
-    ):
-        monkeypatch.setattr("sys.argv", ["figures", *argv, "--out", str(tmp_path)])
-        with pytest.raises(SystemExit) as stopped:
-            figures.main()
-        assert stopped.value.code == 2 and said in capsys.readouterr().err

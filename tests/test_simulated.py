@@ -12,9 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-import parts
 import pytest
 import torch
+
+from harness.properties import parts
 
 if "SIMULATED_GPUS" not in os.environ:
     pytest.skip("./launch.sh test --simulated-gpus N", allow_module_level=True)
