@@ -9,11 +9,12 @@ import argparse
 import ast
 import hashlib
 import re
-import sys
 import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness.run.ending import one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises"
@@ -201,30 +202,24 @@ def told(name: str, text: str) -> str:
     )
 
 
-def answer(parser: argparse.ArgumentParser):
-    """Have `parser` answer a mistake in one line, with exit status 2."""
-
-    def error(message):
-        print(f"{parser.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
-
-    parser.error = error
-    return parser
-
-
+@one_line(ValueError)
 def main(argv=None) -> None:
-    parser = answer(argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0]))
+    parser = argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
     hints = f"hints above each blank; 0: its target alone (default {HINTS})"
     parser.add_argument("--hints", type=int, choices=(0, 1, 2), default=HINTS, help=hints)
     parser.add_argument("--force", action="store_true", help="write it anew even if the file was edited")
     options = parser.parse_args(argv)
     if options.name not in EXERCISES:
-        parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name))
+        raise ValueError(
+            f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name)
+        )
     file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=options.hints)
     shown = file.relative_to(ROOT)
     if file.exists() and edited(file.read_text(errors="replace")) and not options.force:
-        parser.error(f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost")
+        raise ValueError(
+            f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost"
+        )
     FOLDER.mkdir(exist_ok=True)
     file.write_text(text)
     print(told(options.name, text))
