@@ -69,8 +69,7 @@ class Run:
     """One launcher, its folder, and what it prints."""
 
     def __init__(self, command: list[str], folder: Path, **environment: str):
-        # One thread, as the pool's ranks have: two may add in another order.
-        clean = environment_of(OMP_NUM_THREADS="1", ZERO_TIMEOUT="20", HANG=f"{folder}.hang")
+        clean = environment_of(ZERO_TIMEOUT="20", HANG=f"{folder}.hang")
         self.folder, self.output = folder, open(f"{folder}.{time.monotonic_ns()}.out", "w+")  # noqa: SIM115
         self.process = subprocess.Popen([*command, "--folder", str(folder)], env=clean | environment, cwd=ROOT,
                                         stdout=self.output, stderr=self.output)  # fmt: skip
