@@ -89,6 +89,12 @@ def test_a_report_on_chapters_made_for_it(tmp_path, monkeypatch):
 # The chapters themselves.
 
 
+def test_a_chapter_and_itself_differ_in_nothing():
+    itself = summary(changes.report("zero1", "zero1"))
+    assert itself["the same"] == list(changes.read("zero1").methods)
+    assert itself["changed"] == itself["new"] == itself["gone"] == []
+
+
 def test_every_method_is_told_once_and_what_stays_stays_in_order():
     for first, second in combinations(changes.CHAPTERS, 2):
         table = summary(changes.report(first, second))

@@ -32,6 +32,7 @@ REFUSED = {
     "NNODES=1:2 train zero3": "RDZV_ENDPOINT",
     "NNODES=2 RDZV_ENDPOINT=localhost train zero3": "host:port, got 'localhost'",
     # The chapters.
+    "zero1 -1": "unrecognized arguments: -1",
     "zero2 --bucket-mb -1": "--bucket-mb ... -1",
     "zero2 --preset gigantic": "'gigantic' ... tiny",
     "zero1 --batch 3 --accumulate 2": "--accumulate 2 ... 3",
@@ -121,7 +122,9 @@ REFUSED = {
     "watch zero3 --bug 19": "leave out the other one",
     "watch --seq 4000": "--seq must be 1 to 128 (preset tiny), got 4000",
     "watch --out /nowhere/page.html": "cannot write --out '/nowhere/page.html'",
+    "watch --json /nowhere/page.json": "cannot write --json '/nowhere/page.json'",
     "watch --from README.md": "has no recordings",
+    "watch --from results/memory-7b-8ranks.json": "has no recordings",
     "watch --gif page.webm": "--gif must name a file that ends with .gif, got 'page.webm'",
     **{f"bug {number}": f"{number!r} ... 1 to" for number in ("0", "99", "seven", "-1")},
     "bug --answer": "number of a bug, 1 to",
