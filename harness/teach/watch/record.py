@@ -73,15 +73,12 @@ class Recorder(PlacesLedger):
 
 def units_of(rows, names: set[str]) -> dict[str, list[int]]:
     """{unit: numbers of the rows that have parameters of it}; "root" is what lies in no unit."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, dict[int, None]] = {}
     for number, row in enumerate(rows):
-        for stretch in row.stretches:
-            for name in stretch.names:
-                numbers = found.setdefault(unit_of(name.removeprefix("module."), names)
-                                           or unit_of(name, names) or "root", [])  # fmt: skip
-                if number not in numbers:
-                    numbers.append(number)
-    return found
+        for name in (name for stretch in row.stretches for name in stretch.names):
+            unit = unit_of(name.removeprefix("module."), names) or unit_of(name, names) or "root"
+            found.setdefault(unit, {})[number] = None
+    return {unit: [*numbers] for unit, numbers in found.items()}
 
 
 def record(run: Run, me: Rank, tries: int = 1) -> dict:
