@@ -66,18 +66,22 @@ def test_the_stages_figure_draws_what_each_rank_keeps():
 def test_the_memory_figure_draws_what_was_measured():
     results, figure = drawn("memory")
     axes = figure.axes[0]
-    at = {}
-    for patch in axes.patches:
-        if patch.get_width():
-            at.setdefault(round(patch.get_y() + patch.get_height() / 2, 2), []).append(patch)
-    for position, row in enumerate(results["engines"].values()):
-        peak = sum(patch.get_width() for patch in at[round(position + 0.19, 2)])
-        assert peak == pytest.approx(row["peak_bytes"] / 1e9)
-        held = (patch.get_width() for patch in at[round(position - 0.19, 2)])
-        assert sum(held) == pytest.approx(sum(row["held_bytes"].values()) / 1e9)
-        ticks = [segment[0][0] for lines in axes.collections for segment in lines.get_segments()
-                 if segment[0][1] < position < segment[1][1] + 0.5]  # fmt: skip
-        assert ticks == pytest.approx([row["formula_bytes"] / 1e9] * 2)  # in ink, over the paper's edge
+    place_of = {label.get_text(): place for place, label in zip(axes.get_yticks(), axes.get_yticklabels())}
+    for name, row in results["engines"].items():
+        title = name + " (stand-in)" * bool(row.get("stand_in"))
+        for what, parts in (("held", row["held_bytes"]), ("peak", row["peak_parts"])):
+            place = place_of[f"{title}, {what}"]
+            bars = [bar for bar in axes.patches if bar.get_y() < place < bar.get_y() + bar.get_height()]
+            widths = {bar.get_facecolor(): bar.get_width() for bar in bars if bar.get_width()}
+            expected = {to_rgba(style.PART_COLOURS[part]): nbytes / 1e9 for part, nbytes in parts.items() if nbytes}
+            assert widths == pytest.approx(expected)
+            ticks = [segment[0][0] for lines in axes.collections for segment in lines.get_segments()
+                     if segment[0][1] < place < segment[1][1]]  # fmt: skip
+            formula = [row["formula_bytes"] / 1e9] * 2  # in ink, over the paper's edge
+            assert ticks == pytest.approx(formula if what == "held" else [])
+            (words,) = [text.get_text() for text in axes.texts if getattr(text, "xy", "  ")[1] == place]
+            assert words.startswith(f"{sum(parts.values()) / 1e9:.4g}")
+            assert words.endswith("before most gradients") or (name, what) != ("zero2", "peak")
     marked = [line.get_xdata()[0] for line in axes.lines]
     assert marked == [24, 40, 80, 141]  # GPUs
 
@@ -209,7 +213,7 @@ def test_a_colour_means_one_thing():
         assert math.dist(lab(engine.shade)[1:], (0, 0)) < 8, engine.name
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_the_command(tmp_path, monkeypatch):
     source = RESULTS / figures.FIGURES["losses"][1][0]
     monkeypatch.setattr("sys.argv", ["figures", "losses", "--json", str(source), "--out", str(tmp_path)])
     figures.main()

@@ -1,5 +1,6 @@
 """What one rank writes down of one step, from outside: where its bytes are, what it computes, sends and waits for."""
 
+import time
 from functools import partial
 
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class Recorder(PlacesLedger):
 
     def stop(self) -> None:
         self._look(range(len(self.rows)))
-        self.clock = None
+        self.clock = time.perf_counter
 
     def _look(self, rows, moment=None) -> None:
         for row in rows:
@@ -125,8 +126,6 @@ def _plain(memory: Recorder, timeline: Timeline, ended, error: str | None, me: R
         return opened + timeline.seconds(moment)
 
     opened = timeline.opened
-    moments = zip(memory.moments(), memory._moments)
-    live = [(0.0 if token is None else at(token), dict(moment.parts)) for moment, token in moments]
     return {
         "rank": me.rank,
         "begins": opened,
@@ -135,9 +134,9 @@ def _plain(memory: Recorder, timeline: Timeline, ended, error: str | None, me: R
         "rows": [{"name": row.name, "nbytes": row.nbytes, "parameters": _words(row)} for row in memory.rows],
         "shards": any(s.bucket is not None or s.by_parameter for row in memory.rows for s in row.stretches),
         "units": memory.units,
-        "changes": [[0.0 if c.moment is None else at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes]
+        "changes": [[at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes]
                     for c in memory.changes()],
-        "live": live,
+        "live": [(at(moment.when), dict(moment.parts)) for moment in memory.moments()],
         "steps": [[s.name, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
         "begun": [[at(moment), unit, step] for moment, unit, step in memory.begun],
