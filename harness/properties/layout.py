@@ -14,6 +14,11 @@ from harness.properties.training import Pair, vectors
 ADAMW = parts.ADAMW
 
 
+def alignment(device: str) -> int:
+    """Parameters and shards start on multiples of so many bytes."""
+    return 16 if device == "cpu" else 256
+
+
 def padded(sizes, world_size: int, align: int = 4) -> tuple[int, int]:
     """(elements of the buffer, elements of a shard) for parameters of these sizes, each 16-byte aligned."""
     end = sum(math.ceil(size / align) * align for size in sizes)
@@ -49,20 +54,24 @@ def sizes_by_bucket(model: nn.Module, stage: str) -> list[list[int]]:
 
 
 @holds("bytes", sizes=(3,), cases=({"param_dtype": None}, {"param_dtype": torch.bfloat16}))
-def parameters_start_on_16_byte_boundaries(engine, param_dtype):
-    """Every parameter and every shard starts on a multiple of 16 bytes, also when its unit is gathered."""
-    model = parts.seeded(parts.OddModel, dtype=torch.float32)
+def parameters_start_on_16_byte_boundaries(engine, param_dtype, device="cpu"):
+    """Every parameter and every shard starts on a multiple of 16 bytes, also when its unit is gathered.
+
+    On a GPU of 256.
+    """
+    to = alignment(device)
+    model = parts.seeded(parts.OddModel, dtype=torch.float32, device=device)
     trained = engine(model, ADAMW, param_dtype=param_dtype)
     for bucket in trained.buckets:
         size = bucket.flat.element_size()
-        beyond = [number * size % 16 for number in (*bucket.offsets, bucket.shard_numel)]
-        same("bytes of offsets and shard beyond a multiple of 16", beyond, [0] * len(beyond), step=0)
+        beyond = [number * size % to for number in (*bucket.offsets, bucket.shard_numel)]
+        same(f"bytes of offsets and shard beyond a multiple of {to}", beyond, [0] * len(beyond), step=0)
         same("elements of a buffer", bucket.numel, bucket.shard_numel * trained.world_size, step=0)
     seen = []
-    model.blocks[1].register_forward_pre_hook(lambda m, i: seen.extend(p.data_ptr() % 16 for p in m.parameters()))
-    tokens, targets = parts.token_batch(0, dist.get_rank())
-    parts.in_float32(trained(tokens), targets).backward()
-    same("addresses of a block's parameters beyond a multiple of 16", seen, [0] * 5, step=1)
+    model.blocks[1].register_forward_pre_hook(lambda m, i: seen.extend(p.data_ptr() % to for p in m.parameters()))
+    tokens, targets = (part.to(device) for part in parts.token_batch(0, dist.get_rank()))
+    trained.training_step(tokens, targets, parts.in_float32)
+    same(f"addresses of a block's parameters beyond a multiple of {to}", seen, [0] * 5, step=1)
 
 
 @holds("values", sizes=(2, 4))
