@@ -18,7 +18,10 @@ from harness.properties.property import examine
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 SEVERAL = f"a rank on each of {GPUS} GPUs" if GPUS > 1 else "two ranks share a GPU"
-CUDA = [pytest.param(name, marks=needs_gpu) for name in ("one rank over NCCL", SEVERAL)]
+SIZES = [
+    pytest.param(1, id="one rank over NCCL", marks=needs_gpu),
+    pytest.param(max(2, GPUS), id=SEVERAL, marks=needs_gpu),
+]
 ZERO3 = [("zero3", {"prefetch": 0}), ("zero3", {}), ("zero3", {"reshard_after_forward": False})]
 LAYOUTS = [("zero1", {}), ("zero2", {}), *ZERO3]
 OFFLOADED = [(stage, {"offload_policy": CPUOffloadPolicy()}) for stage in parts.STAGES]
@@ -39,61 +42,42 @@ ON_A_GPU = [
 ]
 
 
-@pytest.fixture(scope="module")
-def at():
-    """`at("one rank over NCCL")`: a pool of ranks that are there."""
-    from pool import Pool
-
-    pools = {}
-
-    def of(where: str) -> Pool:
-        if where not in pools:
-            shares = GPUS == 1 and where == SEVERAL
-            pools[where] = Pool(*((2, "gloo") if shares else (GPUS if where == SEVERAL else 1, "nccl")), device="cuda")
-        return pools[where]
-
-    yield of
-    for pool in pools.values():
-        pool.let_go()
-        pool.close()
-
-
 @pytest.mark.parametrize("name, stage, case", ON_A_GPU, ids=str)
-@pytest.mark.parametrize("where", CUDA)
-def test_holds_on_a_gpu(at, where, name, stage, case):
-    found = at(where).run(examine, name=name, engine=stage, case={**case, "device": "cuda"})
+@pytest.mark.parametrize("size", SIZES)
+def test_holds_on_a_gpu(on_gpus, size, name, stage, case):
+    found = on_gpus(size).run(examine, name=name, engine=stage, case={**case, "device": "cuda"})
     assert not any(found), found
 
 
-@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_the_allocators_peak_is_the_ledgers(at, where, stage):
-    for ratio in at(where).run(cases.allocators_peak, stage=stage):
+def test_the_allocators_peak_is_the_ledgers(on_gpus, size, stage):
+    for ratio in on_gpus(size).run(cases.allocators_peak, stage=stage):
         assert 0.99 < ratio < 2
 
 
-@pytest.mark.parametrize("where", CUDA)
-def test_ddp_leaves_nothing_behind(at, where):
-    at(where).run(cases.ddp_leaves_nothing)
+@pytest.mark.parametrize("size", SIZES)
+def test_ddp_leaves_nothing_behind(on_gpus, size):
+    on_gpus(size).run(cases.ddp_leaves_nothing)
 
 
-@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage, options", LAYOUTS + OFFLOADED, ids=str)
-def test_collectives_wait_for_slow_kernels(at, where, stage, options):
-    at(where).run(cases.collectives_wait_for_compute, stage=stage, options=options)
+def test_collectives_wait_for_slow_kernels(on_gpus, size, stage, options):
+    on_gpus(size).run(cases.collectives_wait_for_compute, stage=stage, options=options)
 
 
-@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage, options", LAYOUTS + OFFLOADED, ids=str)
-def test_kernels_wait_for_slow_collectives(at, where, stage, options):
-    assert all(at(where).run(cases.compute_waits_for_collectives, stage=stage, options=options))
+def test_kernels_wait_for_slow_collectives(on_gpus, size, stage, options):
+    assert all(on_gpus(size).run(cases.compute_waits_for_collectives, stage=stage, options=options))
 
 
-@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_offload_changes_nothing(at, where, stage):
+def test_offload_changes_nothing(on_gpus, size, stage):
     """Shards, gradients and the update on the host; copies have streams of their own."""
-    at(where).run(cases.offload_changes_nothing, stage=stage)
+    on_gpus(size).run(cases.offload_changes_nothing, stage=stage)
 
 
 @needs_gpu
