@@ -3,7 +3,6 @@
 import gc
 from functools import partial
 
-import parts
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.measure.ledger import MemoryLedger, let_go, warm_up
+from harness.properties import parts
 from harness.properties.property import same
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

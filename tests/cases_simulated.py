@@ -9,7 +9,6 @@ import tempfile
 from functools import partial
 
 import findings
-import parts
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.engine import checkpoint
 from harness.measure import memory
+from harness.properties import parts
 from harness.run import engines
 from harness.run.model import GPT, GPTConfig, next_token_loss
 from harness.teach.museum import exhibits

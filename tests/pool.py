@@ -46,14 +46,13 @@ def _destroy_what_the_last_case_made() -> None:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
     gc.freeze()  # what was imported is no garbage: a collection, of which the tests make many, need not look at it
     gc.set_threshold(7000)  # and a tenth as many of them
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # conftest.py has set it, if nobody else has
     own = None
     if device == "cuda":
         own = torch.device("cuda", rank % torch.cuda.device_count())

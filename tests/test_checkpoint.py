@@ -10,7 +10,6 @@ import warnings
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-import parts
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from harness.engine import checkpoint
 from harness.engine.rectangles import rectangles
 from harness.engine.safe_reader import Folder
 from harness.engine.together import together
+from harness.properties import parts
 from harness.properties.checkpoints import state_of
 from harness.properties.property import same
 from harness.run.shared_folder import shared_folder

@@ -8,11 +8,11 @@ import argparse
 import gc
 
 import cases_cuda as cases
-import parts
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from harness.properties import parts
 from harness.properties.property import examine
 
 GPUS = torch.cuda.device_count()

@@ -43,15 +43,17 @@ def test_a_right_a_wrong_and_a_failing_engine_each_get_their_line(quick_python, 
         engine_file("my_zero1.py", LISTING),
         engine_file("dies.py", LISTING.replace("    def step(self):\n", "    def step(self):\n" + DIES)),
         engine_file("no_gather.py", LISTING.replace(gather, "")),
-    ]  # fmt: skip
+        engine_file("diverges.py", LISTING.replace("self.model(*inputs)", "self.model(*inputs) * float('nan')")),
+    ]
     run = compare(quick_python, files, "--engines", "ddp,zero1", "--json", str(tmp_path / "seen.json"))
     assert run.returncode == 1, run.stdout + run.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
-    right, chapter, wrong = (seen["runs"][name] for name in ("my_zero1", "zero1", "no_gather"))
+    right, chapter, wrong, nan = (seen["runs"][name] for name in ("my_zero1", "zero1", "no_gather", "diverges"))
     # On two ranks DDP, the chapter and this add the same two numbers, and every parameter lies on 16 bytes.
     assert right["match"] and right["difference"] == 0 and right["sent_bytes"] == chapter["sent_bytes"]
     assert right["held_bytes"]["optimizer"] <= chapter["held_bytes"]["optimizer"] and right["step_ms"] > 0
     assert not wrong["match"] and wrong["difference"] > 1e-3 and not seen["match"]
+    assert not nan["match"] and "DOES NOT MATCH: diverges is off by nan" in run.stdout
     assert list(seen["failed"]) == ["dies"] and "dies" not in seen["runs"]
     assert re.fullmatch(r"rank 1: dies.py, line \d+: LookupError: out of luck", seen["failed"]["dies"])
     assert f"FAILED: dies: {seen['failed']['dies']}" in run.stdout and "DOES NOT MATCH: no_gather" in run.stdout

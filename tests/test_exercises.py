@@ -665,29 +665,3 @@ def test_an_edited_file_is_not_overwritten(tmp_path, monkeypatch, capsys):
     assert "exercises/zero3.py is there and was edited; with --force" in capsys.readouterr().err
     exercise.main(["zero3", "--force"])
     assert file.read_text() == text
-
-
-@pytest.mark.parametrize(
-    "command, content, said",
-    [
-        ("exercise zero1 --hints 3", None, "--hints must be 0, 1 or 2, got '3'"),
-        ("exercise zero9", None, "there are: zero1, zero1_2psi, zero2, zero3; not 'zero9'"),
-        ("check zero2 1", None, "N: must be 2 or more: with one rank nothing is cut"),
-        ("check zero2 two", None, "N: must be a number of ranks, 2 or more, got 'two'"),
-        ("check zero2 2 --seconds 0", None, "--seconds: must be above 0, got 0"),
-        ("check zero2 --file nowhere.py", None, "there is no nowhere.py"),
-        ("check zero2 --device tpu", b"", "--device must be auto, cpu or cuda, got 'tpu'"),
-        ("check zero1", b"a = 1\ndef unfinished(:\n", "written.py, line 2: "),
-        ("check zero1", b"# \xe9\n", "written.py: 'utf-8' codec"),
-        ("check zero1", b"\0", "written.py: source code string"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(command, content, said, capsys, tmp_path):
-    name, *arguments = command.split()
-    if content is not None:
-        (tmp_path / "written.py").write_bytes(content)
-        arguments += ["--file", str(tmp_path / "written.py")]
-    with pytest.raises(SystemExit) as leaving:
-        {"exercise": exercise, "check": check}[name].main(arguments)
-    mistake = capsys.readouterr().err
-    assert leaving.value.code == (1 if "written.py" in said else 2) and said in mistake and mistake.count("\n") == 1

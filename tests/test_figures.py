@@ -1,6 +1,5 @@
 """The figures: drawn from the committed measurements, with units on their axes, in the docs with their commands."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -137,19 +136,3 @@ def test_a_colour_means_one_thing():
                 assert distance == 0, (name, other)
     for engine in style.ENGINES.values():  # greys
         assert math.dist(lab(engine.shade)[1:], (0, 0)) < 8, engine.name
-
-
-def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
-    source = RESULTS / figures.FIGURES["losses"][1][0]
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text(json.dumps({"something": "else"}))
-    for argv, said in (
-        (["pie"], "no figure 'pie'; there are: stages, memory"),
-        (["--json", str(source)], "--json needs the name of one figure: stages, memory"),
-        (["losses", "--json", "/nowhere.json"], "/nowhere.json"),
-        (["losses", "--json", str(wrong)], "is not what figure 'losses' is drawn from"),
-    ):
-        monkeypatch.setattr("sys.argv", ["figures", *argv, "--out", str(tmp_path)])
-        with pytest.raises(SystemExit) as stopped:
-            figures.main()
-        assert stopped.value.code == 2 and said in capsys.readouterr().err

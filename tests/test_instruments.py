@@ -9,7 +9,6 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-import parts
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from harness.measure.ledger import MemoryLedger, engine_tensors, held_bytes, sto
 from harness.measure.parts import PartsLedger
 from harness.measure.timeline import Span, Timeline, chrome_trace
 from harness.measure.traffic import TrafficLedger
+from harness.properties import parts
 from harness.run.counterparts import PlainStep
 from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS

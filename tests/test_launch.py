@@ -6,7 +6,6 @@ have imported torch already: through the door (`forked.launch`), or without it (
 
 import importlib.util
 import json
-import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,11 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
-from parts import STAGES
+from door import starts
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
 
 import fsdp2_compare as referee
-from harness.measure import walkthrough
 from harness.measure.parts import PARTS
 from harness.run.model import GPT, preset
 from harness.run.process_group import Rank
@@ -108,26 +106,6 @@ def wrapped_by_size() -> dict:
     return found
 
 
-@pytest.mark.parametrize("broken, value", (("zero2", math.nan), ("single", 3.0), ("", 0.0)))
-def test_the_referee_fails_when_losses_differ(ranks, broken, value):
-    """Its judgement alone, on made-up losses. A wrong engine at work is in tests/test_engine_file.py."""
-    for match, text in ranks(2).run(judge, broken=broken, value=value):
-        assert match == (not broken) and (f"DOES NOT MATCH: {broken}" in text) == bool(broken)
-        assert ("MATCH: all" in text) == match
-
-
-def judge(broken: str, value: float):
-    me = Rank(dist.get_rank(), 2, torch.device("cpu"), "gloo", "")
-    own = {name: [5.0 + 0.125 * me.rank, 4.0, 3.5] for name in ("ddp", "zero2")}
-    own["single"] = [] if me.rank else [5.0 + 0.125 / 2, 4.0, 3.5]  # the mean over the ranks
-    if own.get(broken):
-        own[broken][1] = value
-    runs = {name: {"losses": losses} for name, losses in own.items()}
-    options = referee.arguments(["--preset", "toy", "--steps", "3"])
-    reference, match = referee.Referee(options, torch.zeros(100, dtype=torch.uint8), me).compare(runs)
-    return match, referee.verdict(runs, reference, me.world_size)
-
-
 # ZeRO-2's is in its notebook, which tests/test_notebooks.py runs.
 @pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero3", None)))
 def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
@@ -165,28 +143,7 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     assert min(event["ts"] for event in events if "ts" in event) >= 0
 
 
-# The door: what launch.sh starts. A Python that says what it was given stands for the real one.
-
-
-@pytest.fixture
-def door(tmp_path):
-    """A function of launch.sh's arguments: (ZERO_PREFLIGHT or "", arguments) of each start of Python that followed."""
-    fake, told = tmp_path / "python", tmp_path / "told"
-    fake.write_text(
-        '#!/bin/bash\n[ "$1" != -c ] || exit 0\n'  # whether torch is there
-        f'printf \'%s\\n\' "${{ZERO_PREFLIGHT:-}}" "$@" . >>{told}\n'
-        "[ -z \"${ZERO_PREFLIGHT:-}\" ] || printf '3\\nbecause\\n'\n"
-    )
-    fake.chmod(0o755)
-
-    def started(*arguments: str, **environment: str) -> list[tuple[str, list[str]]]:
-        told.unlink(missing_ok=True)
-        result = forked.launch(*arguments, PYTHON=str(fake), **environment)
-        assert result.returncode == 0, result.stderr
-        calls = [call.split("\n") for call in told.read_text().removesuffix("\n.\n").split("\n.\n")]
-        return [(preflight, [*words]) for preflight, *words in calls]
-
-    return started
+# The door: what launch.sh starts. What it refuses is in tests/test_refusals.py.
 
 
 @pytest.mark.parametrize(
@@ -200,11 +157,11 @@ def door(tmp_path):
         ("bench", [], "harness.measure.bench"),
     ),
 )
-def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(door, command, stage, started):
+def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(command, stage, started):
     """First one process checks the options and says how many ranks. Then torchrun starts as many of that program."""
     own = ["--preset", "toy", "--steps", "-1"]  # the last word is none of launch.sh's options, nor of torchrun's
     for ranks in ("4", None):
-        (asked, checked), (nothing, words) = door(command, *stage, *([ranks] if ranks else []), *own)
+        _, ((asked, checked), (nothing, words)) = starts(command, *stage, *([ranks] if ranks else []), *own)
         assert (asked, nothing) == (ranks or "auto", "")
         assert words[:2] == ["-m", "harness.run.restarts" if command == "train" else "harness.run.torchrun"]
         found = parse_args(words[2:])
@@ -212,100 +169,26 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(door, comm
         assert found.training_script.removesuffix(".py") == started and importlib.util.find_spec(started)
         program = [*(["-m"] if found.module else []), found.training_script]
         assert [*program, *found.training_script_args] == [*program, *stage, *own] == checked
-    ((asked, words),) = door(command, *stage, "--help")  # which needs no ranks
+    _, ((asked, words),) = starts(command, *stage, "--help")  # which needs no ranks
     assert asked == "" and words[-1] == "--help" and not {"harness.run.torchrun", "harness.run.restarts"} & {*words}
 
 
-def test_a_command_without_ranks_is_one_process(door):
+def test_a_command_without_ranks_is_one_process():
     for command in ("memory", "plan", "bug", "report", "articles", "changes", "docs", "exercise", "check", "watch"):
-        ((asked, words),) = door(command, "one", "--two")
+        _, ((asked, words),) = starts(command, "one", "--two")
         assert asked == "" and words[0] == "-m" and importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
 
 
-def test_help():
-    assert "./launch.sh compare [N]" in forked.launch("help").stdout
-    said = forked.alone(["fsdp2_compare.py", "--help"])
-    assert said.returncode == 0
-    assert all(option in said.stdout for option in ("--preset", "--engines", "--data", "--json"))
-
-
-MACHINES = {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400"}
-
-
-@pytest.mark.parametrize(
-    "line, environment, said",
-    (
-        ("zero4", {}, ["zero4", "zero1, zero2, zero3"]),
-        ("zero1 0", {}, ["'0'"]),
-        ("zero1 two", {}, ["'two'"]),
-        ("zero1 2", {"NNODES": "2"}, ["RDZV_ENDPOINT"]),
-        ("zero1 2", MACHINES, ["NODE_RANK"]),
-        ("zero1 2", {**MACHINES, "NODE_RANK": "2"}, ["NODE_RANK=2"]),
-        ("zero1 2", {"NNODES": "two"}, ["'two'"]),
-        ("zero1 2", {"PYTHON": "/nowhere/python"}, ["/nowhere/python"]),
-        ("zero1 2", {"ZERO_TIMEOUT": "soon"}, ["'soon'"]),
-        ("train", {}, ["train needs a stage"]),
-        ("train zero4", {}, ["'zero4'"]),
-        ("train zero3 two", {}, ["'two'"]),
-        ("train zero3", {"NNODES": "2:1"}, ["'2:1'"]),
-        ("train zero3", {"NNODES": "1:2"}, ["RDZV_ENDPOINT"]),
-        ("train zero3", {"NNODES": "2", "RDZV_ENDPOINT": "localhost"}, ["host:port, got 'localhost'"]),
-    ),
-    ids=str,
-)
-def test_what_launch_sh_refuses(line, environment, said):
-    result = forked.launch(*line.split(), **environment)
-    assert result.returncode == 2 and len(result.stderr.strip().splitlines()) <= 2, result.stderr
-    assert all(word in result.stderr for word in said), result.stderr
-
-
-@pytest.mark.parametrize(
-    "program, said",
-    (
-        ("zero3.py --prefetch -1", ["--prefetch", "-1"]),
-        ("zero3.py --data /nowhere/text", ["/nowhere/text", "No such file"]),
-        ("fsdp2_compare.py --backend mpi", ["mpi"]),
-        ("-m harness.measure.sweeps --only x", ["'x'", "bucket size"]),
-        ("-m harness.measure.memory --preset 8b", ["'8b'", "70b"]),
-        ("-m harness.teach.museum 99", ["'99'", "1 to"]),
-    ),
-)
-def test_a_mistake_is_answered_in_clear_words_before_any_rank_starts(program, said):
-    result = forked.alone(program.split(), ZERO_PREFLIGHT=2)
-    assert result.returncode in (1, 2) and result.stdout == ""
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) <= 14 and "error: " in lines[-1] and "Traceback" not in result.stderr, result.stderr
-    assert all(word in lines[-1] for word in said), lines[-1]
+def test_a_mistake_in_the_options_ends_it_before_torchrun():
+    """Really started. That every mistake is one line is held by tests/test_refusals.py."""
+    result = forked.launch("zero3", "2", "--prefetch", "-1")
+    assert result.returncode == 2 and result.stdout.splitlines()[1:] == []  # but for the words that it checks
+    assert result.stderr.count("\n") == 1 and "--prefetch must be 0 or more, got -1" in result.stderr
 
 
 def test_without_ranks_a_chapter_says_how_it_is_started():
     alone = forked.alone(["zero2.py"])
     assert alone.returncode == 1 and "./launch.sh zero2 2" in alone.stderr
-
-
-@pytest.mark.parametrize(
-    "line, said",
-    (
-        ("zero2 --bucket-mb -1", ["--bucket-mb", "-1"]),
-        ("zero2 --preset gigantic", ["'gigantic'", "tiny"]),
-        ("zero1 --batch 3 --accumulate 2", ["--accumulate 2", "3"]),
-        ("compare --engines zero9", ["'zero9'", "zero_redundancy_optimizer"]),
-        ("compare --engines ,", ["--engines is empty"]),
-        ("compare --steps 0", ["--steps", "0"]),
-        ("compare --seq 4096", ["4096", "tiny"]),
-        ("compare --seq -3", ["--seq", "-3"]),
-        ("compare --json /nowhere/out.json", ["/nowhere/out.json"]),
-    ),
-)
-def test_mistakes_in_the_options(line, said):
-    """Without a process for each: an exception of this kind is the one line, and argparse writes one itself."""
-    command, *arguments = line.split()
-    with pytest.raises(ValueError) as raised:
-        if command == "compare":
-            referee.arguments(arguments)
-        else:
-            walkthrough.arguments(STAGES[command], "A chapter.", arguments)
-    assert all(word in str(raised.value) for word in said), raised.value
 
 
 DYING = """

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import parts
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.measure import memory
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.parts import GRADIENTS, HELD, IN_FLIGHT, OPTIMIZER, PARAMETERS, PARTS, PartsLedger
+from harness.properties import parts
 from harness.run.model import PRESETS, next_token_loss
 from harness.teach.articles.memory import dry as articles_dry
 
@@ -163,30 +163,6 @@ def test_a_dry_run_keeps_what_it_has_after_each_engine():
     last = memory.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
     assert [list(found["engines"]) for found in kept] == [["zero1"], ["zero1", "zero3"]]
     assert kept[-1] == json.loads(json.dumps(last))
-
-
-@pytest.mark.parametrize(
-    "argv, said",
-    (
-        (["--preset", "8b"], ["'8b'", "70b"]),
-        (["--precision", "fp8"], ["'fp8'", "fp32 or bf16"]),
-        (["--ranks", "0"], ["--ranks", "0"]),
-        (["--up-to", "0"], ["--up-to", "0"]),
-        (["--seq", "4096"], ["4096", "2048"]),
-        (["--engines", "zero4"], ["'zero4'", "zero3"]),
-        (["--device", "tpu"], ["'tpu'", "fake or cuda"]),
-        (["--replicas", "0"], ["--replicas", "0"]),
-        (["--replicas", "3"], ["--replicas", "3", "8"]),
-        (["--replicas", "2", "--up-to", "8"], ["--replicas", "--up-to"]),
-        (["--offload", "--engines", "ddp"], ["'ddp'", "--offload", "zero1"]),
-        (["--json", "/nowhere/x.json"], ["/nowhere/x.json"]),
-        (["--json", "/"], ["'/'"]),
-    ),
-)
-def test_bad_input_is_named(argv, said):
-    with pytest.raises(ValueError) as error:
-        memory.arguments(argv)
-    assert all(word in str(error.value) for word in said), error.value
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

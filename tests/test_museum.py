@@ -52,13 +52,6 @@ def test_a_chapters_exhibits_stand_together():
     assert stages == sorted(stages) and list(EXHIBITS) == list(range(1, len(EXHIBITS) + 1))
 
 
-def test_whoever_counts_the_bugs_counts_right():
-    """In the README and in docs/: every "25 bugs" is the number there is."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    told = [number for page in pages for number in re.findall(r"\b(\d+)(?:<!-- end -->)? bugs\b", page.read_text())]
-    assert told and set(map(int, told)) == {len(EXHIBITS)}, told
-
-
 @pytest.mark.parametrize("number", EXHIBITS)
 def test_the_hint_says_where_to_look_and_the_answer_tells_all(capsys, number):
     exhibit, shown = EXHIBITS[number], {}
@@ -89,23 +82,6 @@ def test_what_is_to_be_read_is_there(number):
         inside = "\n".join(ast.get_source_segment(text, node) for node in found)
         for each in re.findall(quoted, code):
             assert each in inside, f"{each} is not in {places} any more"
-
-
-NUMBERS = f"1 to {len(EXHIBITS)}"
-
-
-@pytest.mark.parametrize(
-    "asked, named, allowed",
-    [
-        *((asked, repr(asked), NUMBERS) for asked in ("0", "99", "seven", "-1")),
-        ("--answer", "number of a bug", NUMBERS),
-        *((f"3 --ranks {number}", f"got {number}", "--ranks must be 2 to 16") for number in (1, 17)),
-    ],
-)
-def test_wrong_numbers(capsys, asked, named, allowed):
-    assert bug.main(asked.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert named in line and allowed in line
 
 
 def test_a_visit_to_one_that_hangs(capsys, monkeypatch, quick_python):

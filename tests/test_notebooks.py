@@ -57,7 +57,7 @@ def executed(quick_python):
     from jupyter_client import AsyncKernelManager
 
     small = {"ZERO_NOTEBOOK_PRESET": "toy", "ZERO_NOTEBOOK_RANKS": "2", "ZERO_NOTEBOOK_CLAIMS": "fully_shard"}
-    environment = {**os.environ, **small, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **small, "PYTHONPATH": ""}
 
     def execute(file: Path):
         cells = nbformat.read(file, as_version=4)

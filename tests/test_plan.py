@@ -18,7 +18,7 @@ from harness.plan.events import Await, Collective, Mark, Memory, Operation, Reco
 from harness.plan.hardware import FLASH, GPUS, NETWORKS, TOKENS, Cluster, Network, flash
 from harness.plan.one_rank import ENGINES, Setup
 from harness.plan.predict import Prediction, predict
-from harness.plan.published import FOUNDRY, LLAMA_1B, PLAYBOOK, ROWS
+from harness.plan.published import FOUNDRY, PLAYBOOK, ROWS
 from harness.plan.replay import Times, replay
 from harness.run.model import GPT, GPTConfig, preset
 
@@ -416,36 +416,6 @@ def test_the_bandwidth_that_is_enough_is_found(ranks, name, monkeypatch):
     assert sweep.enough(planned(f"--ranks {ranks} --sweep bandwidth"), "zero3").startswith("not hidden even at 3,2")
 
 
-NUMBERS = [name.replace("_", "-") for name in (*options.WHOLE, *options.ABOVE_0)]
-CHOICES = ("gpu", "network", "precision", "engine", "checkpoint-activations", "sweep")
-
-
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        *((f"--{name} 0", f"--{name} must be") for name in NUMBERS),
-        *((f"--{name} other", f"--{name} must be one of") for name in CHOICES),
-        ("--ranks 8 --engine hybrid", "would be zero3"),
-        ("--ranks 12", "12"),
-        ("--layers 2 --width 65 --heads 4 --vocab 8 --seq 8", "65"),
-        ("--layers 2 --width 64", "--heads, --vocab, --seq"),
-        ("--preset 7b --width 64", "--width"),
-        ("--preset 8x", "8x"),
-        ("--inter-GBps nan", "nan"),
-        ("--alpha-us -3", "--alpha-us must be more than 0, got -3"),
-        ("--network efa --alpha-us 20", "leave out --network efa"),
-        ("--efficiency 1.5", "1.5"),
-        ("--prefetch -1", "-1"),
-        ("--engine ,", "--engine"),
-        ("--gpu t4", "bfloat16"),
-    ],
-)
-def test_bad_input_gets_one_line(argv, named):
-    with pytest.raises(ValueError) as raised:
-        planned(argv)
-    assert named in str(raised.value) and "\n" not in str(raised.value)
-
-
 def test_a_sweep_is_drawn_for_every_engine_and_refused_without_effect():
     row = {"at": 8, "step_s": 1.0, "exposed": 0.1}
     results = {"sweep": "ranks", "title": "", "engines": dict.fromkeys(ENGINES, [row, row | {"at": 16}])}
@@ -525,7 +495,7 @@ def test_the_results_are_those_of_the_table_that_is_in_use():
     assert found["unfitted"]["median"] <= 0.03 and found["all"]["largest"] <= 0.1 and found["memory"]["median"] <= 0.03
     assert len(found["missed"]) == 1 == found["memory"]["rows"] - found["memory_within"]  # named in the page
     assert found["pairs_right"] == found["pairs"] and found["out_of_memory_right"] == found["out_of_memory"]
-    number = next(i for i, row in enumerate(ROWS) if row.setup.config is LLAMA_1B and row.setup.ranks == 128
+    number = next(i for i, row in enumerate(ROWS) if row.model == "1.34B" and row.setup.ranks == 128
                   and row.setup.engine == "zero1_2psi" and row.setup.accumulate == 1)  # fmt: skip
     row = ROWS[number]
     found = validate.check(row, kept["efficiency"]["h100"])

@@ -1,9 +1,9 @@
 """How many ranks, over which backend, and on which device; and no process group at all."""
 
-import parts
 import pytest
 import torch
 
+from harness.properties import parts
 from harness.run import process_group
 
 

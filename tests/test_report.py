@@ -135,20 +135,6 @@ def test_from_the_command_line(tmp_path):
     assert [job["status"] for job in known["parts"]["host"]["jobs"]] == ["done"] and "beside torch's own" in text
 
 
-def test_mistakes_in_the_options(tmp_path, capsys):
-    mistakes = {("--minutes", "0"): "--minutes", ("--minutes", "nan"): "nan", ("--only", "weather"): "'weather'",
-                ("--only", ","): "--only is empty", ("--fast",): "--fast"}  # fmt: skip
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("mine")
-    for folder in ("mine", "mine/file", "mine/file/below"):
-        mistakes[str(tmp_path / folder),] = folder
-    for given, words in mistakes.items():
-        with pytest.raises(SystemExit) as left:
-            report.arguments([*([] if words.startswith("mine") else [str(tmp_path / "new")]), *given])
-        assert left.value.code == 2 and words in capsys.readouterr().err, given
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "file"]
-
-
 def test_a_command_for_which_no_time_is_left_is_not_started(tmp_path):
     made = report.Report(report.arguments([str(tmp_path / "new")]))
     made.ends = time.monotonic() + 20
@@ -169,11 +155,10 @@ def a_machine(count: int) -> dict:
 @pytest.mark.parametrize("count", (0, 1, 2, 8))
 def test_every_command_is_one_that_its_program_takes(count, quick, monkeypatch):
     """The options of each command, as the program that they are for reads them; and ranks that there are GPUs for."""
-    from parts import STAGES
-
     import fsdp2_compare
     from harness.engine import accelerator
     from harness.measure import bench, memory, sweeps, walkthrough
+    from harness.properties.parts import STAGES
     from harness.run import process_group
 
     parsers = {"compare": fsdp2_compare.arguments, "memory": memory.arguments, "sweeps": sweeps.arguments,

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import forked
-import parts
 import pytest
 import torch
 from test_train import Run
+
+from harness.properties import parts
 
 if "SIMULATED_GPUS" not in os.environ:
     pytest.skip("./launch.sh test --simulated-gpus N", allow_module_level=True)

@@ -273,28 +273,12 @@ def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
         (["--accumulate", "2"], (4, 2, 2)),
         (["--batch", "6", "--micro-batch", "2"], (6, 2, 3)),
         (["--micro-batch", "3", "--accumulate", "5"], (15, 3, 5)),
-        (["--accumulate", "3"], "--batch must be a multiple of --accumulate 3, but it is 4"),
-        (["--batch", "2", "--micro-batch", "3"], "--batch must be a multiple of --micro-batch 3, but it is 2"),
-        (["--batch", "8", "--micro-batch", "3", "--accumulate", "2"], "product of --micro-batch 3 and --accumulate 2"),
-        (["--micro-batch", "0"], "--micro-batch must be 1 or more, got 0"),
     ),
     ids=str,
 )
 def test_a_batch_is_micro_batches_times_their_number(given, settled):
-    if isinstance(settled, str):
-        with pytest.raises(ValueError, match=settled):
-            fsdp2_compare.arguments(given)
-    else:
-        options = fsdp2_compare.arguments(given)
-        assert (options.batch, options.micro_batch, options.accumulate) == settled
-
-
-@pytest.mark.parametrize("given", ("1", "one:0.1", "1:-1", "1:nan", "-1:0.1", "2:0.1"))
-def test_a_slow_rank_that_there_is_not(given, monkeypatch):
-    monkeypatch.setenv("ZERO_PREFLIGHT", "2")
-    with pytest.raises(ValueError, match=f"--slow-rank.*{given}"):
-        fsdp2_compare.arguments([f"--slow-rank={given}", "--device", "cpu"])
-    assert fsdp2_compare.arguments(["--slow-rank", "1:0.05"]).slow_rank == (1, 0.05)
+    options = fsdp2_compare.arguments(given)
+    assert (options.batch, options.micro_batch, options.accumulate) == settled
 
 
 def test_out_of_memory_says_where_and_what_for(ranks):

@@ -204,28 +204,6 @@ def test_memory_that_is_let_go_of_while_a_step_begins(monkeypatch):
 # The command.
 
 
-REFUSED = {
-    "zero4": "no engine 'zero4'; there are: ddp, ",
-    "zero3 1": "N must be 2 to 16 ranks, got '1'",
-    "zero3 2 --only ddp,zero9": "no engine 'zero9'",
-    "--bug 99": "no bug '99'",
-    "--bug 30": "not in a step: ./launch.sh bug 30",
-    "zero3 --bug 19": "leave out the other one",
-    "--seq 4000": "--seq must be 1 to 128 (preset tiny), got 4000",
-    "--out /nowhere/page.html": "cannot write --out '/nowhere/page.html'",
-    "--from README.md": "has no recordings",
-    "--gif page.webm": "--gif must name a file that ends with .gif, got 'page.webm'",
-}
-
-
-@pytest.mark.parametrize("options, said", REFUSED.items())
-def test_what_cannot_work_is_one_line_before_any_rank_starts(options, said, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ValueError) as caught:
-        arguments(options.split())
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_only_what_was_asked_for_is_recorded():
     assert arguments(["--only", "zero1"]).names == ["zero1"] and arguments(["--only", "ddp,zero1"]).opens == "ddp"
     assert arguments(["zero2", "--only", "ddp"]).names == ["zero2", "ddp"] and arguments([]).opens == "zero3"

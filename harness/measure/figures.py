@@ -7,13 +7,13 @@ Run it: ./launch.sh figures            all of them, from results/ to results/fig
 import argparse
 import json
 import os
-import sys
 
 from harness.measure import pictures_of_plans
 from harness.measure.pictures_of_memory import live, memory, scaling, stages
 from harness.measure.pictures_of_steps import lanes, losses, sweeps
 from harness.measure.style import TIME_STYLES, headline, key, look, new, ruled, save
 from harness.run import journal
+from harness.run.ending import one_line
 
 
 def run(lines: list[dict], theme: dict):
@@ -139,25 +139,22 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
         raise ValueError(f"{words}: {FIGURES[name][2]} writes that") from error
 
 
+@one_line(ValueError, OSError)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="figures", description=__doc__.splitlines()[0])
     parser.add_argument("figures", nargs="*", help=f"any of {', '.join(FIGURES)} (default: all)")
     parser.add_argument("--json", nargs="+", help="draw one figure from this file (lanes, step-time: one or two)")
     parser.add_argument("--out", default="results/figures", help="folder to write to (default results/figures)")
     options = parser.parse_args()
-    try:
-        for name in options.figures:
-            if name not in FIGURES:
-                raise ValueError(f"no figure {name!r}; there are: {', '.join(FIGURES)}")
-        if options.json and len(options.figures) != 1:
-            raise ValueError(f"--json needs the name of one figure: {', '.join(FIGURES)}")
-        os.makedirs(options.out, exist_ok=True)
-        for name in options.figures or FIGURES:
-            paths = options.json or [os.path.join("results", file) for file in FIGURES[name][1]]
-            print("written: " + ", ".join(draw(name, paths, options.out)), flush=True)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    for name in options.figures:
+        if name not in FIGURES:
+            raise ValueError(f"no figure {name!r}; there are: {', '.join(FIGURES)}")
+    if options.json and len(options.figures) != 1:
+        raise ValueError(f"--json needs the name of one figure: {', '.join(FIGURES)}")
+    os.makedirs(options.out, exist_ok=True)
+    for name in options.figures or FIGURES:
+        paths = options.json or [os.path.join("results", file) for file in FIGURES[name][1]]
+        print("written: " + ", ".join(draw(name, paths, options.out)), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import contextlib
 import gc
 import multiprocessing
 import re
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -40,6 +39,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.run import engines as registry
 from harness.run import micro_batches, process_group
 from harness.run import options as common
+from harness.run.ending import one_line
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.recompute import checkpoint_blocks
 
@@ -565,11 +565,8 @@ def _sent(nbytes: float, elements: float, factor: float, size: float) -> str:
 
 
 def main() -> None:
-    try:
+    with one_line(ValueError):
         options = arguments()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     print(__doc__.splitlines()[0])
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"

@@ -10,6 +10,7 @@ from harness.plan.hardware import Cluster
 from harness.plan.options import arguments, cluster_of, different, setup_of
 from harness.plan.predict import Prediction, predict
 from harness.run import process_group
+from harness.run.ending import one_line
 
 
 def as_json(found: Prediction) -> dict:
@@ -68,22 +69,19 @@ def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str
     return said
 
 
+@one_line(ValueError)
 def main() -> None:
-    try:
-        options = arguments()
-        if options.left_out:
-            print(options.left_out, flush=True)
-        if options.validate:
-            results = validate.run()
-        elif options.scale:
-            results = scale.run(options)
-        elif options.sweep:
-            results = sweep.run(options)
-        else:
-            results = plan(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    options = arguments()
+    if options.left_out:
+        print(options.left_out, flush=True)
+    if options.validate:
+        results = validate.run()
+    elif options.scale:
+        results = scale.run(options)
+    elif options.sweep:
+        results = sweep.run(options)
+    else:
+        results = plan(options)
     if options.json:
         results["command"] = " ".join(["./launch.sh plan", *sys.argv[1:]])
         with open(options.json, "w") as file:

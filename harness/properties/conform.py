@@ -27,6 +27,7 @@ import torch
 from harness.measure import tables
 from harness.properties.property import GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
 from harness.run import engine_file, engines, process_group, ranks
+from harness.run.ending import one_line
 from harness.run.ranks import ROOT
 
 COLLECTIVE = 20  # seconds after which a collective in which ranks wait in vain is a hang; ZERO_TIMEOUT changes it
@@ -216,7 +217,8 @@ def table(results: dict[str, dict], properties: list[str]) -> str:
 
 
 def main() -> None:
-    options = arguments()
+    with one_line(ValueError):
+        options = arguments()
     sizes = {name: size_of(library()[name], options.ranks) for name in options.properties}
     said = ", ".join(f"{count} on {size}" for size, count in sorted(Counter(sizes.values()).items()))
     print(f"{len(sizes)} properties, ranks over gloo: {said}; each engine in ranks of its own", flush=True)

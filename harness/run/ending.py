@@ -30,10 +30,16 @@ def what_failed(failures: dict) -> str:
 
 
 @contextlib.contextmanager
-def one_line():
-    """Inside, Ctrl-C ends this process with one line and exit status 130, as the shell expects it."""
+def one_line(*mistakes: type[Exception]):
+    """Inside, Ctrl-C ends this process with one line and exit status 130, as the shell expects it.
+
+    An error of one of the kinds `mistakes`, which says what cannot work, ends it with one line and exit status 2.
+    """
     try:
         yield
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
+    except mistakes as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -12,6 +12,8 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.run.ending import one_line
+
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
 STEPS = (("zero1", "zero2"), ("zero2", "zero3"))
@@ -84,13 +86,13 @@ def report(first: str, second: str) -> str:
     return "\n".join(lines)
 
 
+@one_line(ValueError)
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="changes", description=__doc__.splitlines()[0])
     parser.add_argument("chapters", nargs="*", help="zero1 zero2, zero2 zero3 or zero1 zero3 (default: the first two)")
     chapters = parser.parse_args(argv).chapters
     if chapters and (len(chapters) != 2 or not set(chapters) <= set(CHAPTERS)):
-        print(f"changes: needs two of {', '.join(CHAPTERS)}, got {' '.join(chapters)!r}", file=sys.stderr)
-        return 2
+        raise ValueError(f"changes needs two of {', '.join(CHAPTERS)}, got {' '.join(chapters)!r}")
     print("\n\n".join(report(*pair) for pair in ([chapters] if chapters else STEPS)))
     return 0
 

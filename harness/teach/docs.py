@@ -25,6 +25,7 @@ from harness.measure.ratios import ratios
 from harness.measure.report import page
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
+from harness.run.ending import one_line
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
@@ -391,27 +392,24 @@ def generate(text: str, where: str = "a page") -> str:
     return BLOCK.sub(write, text)
 
 
+@one_line(ValueError, OSError, KeyError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 if --check finds a stale page, 2 for what cannot be written."""
     parser = argparse.ArgumentParser(prog="docs", description="Writes the generated parts of README.md and docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing, and say which pages are stale")
     options = parser.parse_args(argv)
     stale = 0
-    try:
-        for page in pages():
-            name, old = page.relative_to(ROOT), page.read_text()
-            new = generate(old, str(name))
-            if new == old:
-                continue
-            stale += 1
-            if options.check:
-                print(f"stale: {name}; ./launch.sh docs writes it anew")
-            else:
-                page.write_text(new)
-                print(f"written: {name}")
-    except (ValueError, OSError, KeyError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for path in pages():
+        name, old = path.relative_to(ROOT), path.read_text()
+        new = generate(old, str(name))
+        if new == old:
+            continue
+        stale += 1
+        if options.check:
+            print(f"stale: {name}; ./launch.sh docs writes it anew")
+        else:
+            path.write_text(new)
+            print(f"written: {name}")
     if not stale:
         print(f"up to date: {len(pages())} pages")
     return int(options.check and stale > 0)

@@ -20,11 +20,13 @@ from pathlib import Path
 from harness.measure.report import commands, page, process
 from harness.measure.report.commands import PARTS, Command
 from harness.measure.report.process import DONE, FAILED, INTERRUPTED, LEFT_OUT
+from harness.run.ending import one_line
 
 FIGURES_SECONDS = 60
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command's options; the folder is there from here on. Raises ValueError for what cannot work."""
     parser = argparse.ArgumentParser(prog="report", description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", help="where to write; a new folder (default: report-DATE-TIME)")
     parser.add_argument("--minutes", type=float, help="time for all parts together (default 10, with --quick 2)")
@@ -33,20 +35,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.minutes = (2.0 if options.quick else 10.0) if options.minutes is None else options.minutes
     if not 0 < options.minutes < 10_000:
-        parser.error(f"--minutes must be above 0, got {options.minutes:g}")
+        raise ValueError(f"--minutes must be above 0, got {options.minutes:g}")
     chosen = PARTS if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     if wrong := [f"no part {name!r}" for name in chosen if name not in PARTS] or ["--only is empty"] * (not chosen):
-        parser.error(f"{wrong[0]}; there are: {', '.join(PARTS)}")
+        raise ValueError(f"{wrong[0]}; there are: {', '.join(PARTS)}")
     options.only = [name for name in PARTS if name in chosen or name == "machine"]  # the others ask it for the GPUs
     folder = options.folder or time.strftime("report-%Y%m%d-%H%M%S")
     options.folder = Path(folder).resolve()
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
-        parser.error(f"{folder} is there already, and not an empty folder: name another one")
+        raise ValueError(f"{folder} is there already, and not an empty folder: name another one")
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
         (options.folder / "machine-1.txt").touch()
     except OSError as error:
-        parser.error(f"cannot write to {folder}: {error.strerror}")
+        raise ValueError(f"cannot write to {folder}: {error.strerror}") from error
     return options
 
 
@@ -152,7 +154,8 @@ def _stop(number, frame):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 0, 1 if something failed or hung, 2 for wrong options, 128 + a signal that ended it."""
-    options = arguments(argv)
+    with one_line(ValueError):
+        options = arguments(argv)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that hangs is aborted, and is to leave no core
     report = Report(options)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

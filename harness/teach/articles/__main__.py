@@ -16,6 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from harness.measure import tables
+from harness.run.ending import one_line
 from harness.run.process_group import check_writable
 from harness.teach.articles import CLAIMS, Claim
 
@@ -83,12 +84,9 @@ def counts(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 1 if a claim could not be run, 2 for bad options."""
-    try:
+    """Run the command; returns its exit status: 0, or 1 if a claim could not be run; bad options end it with 2."""
+    with one_line(ValueError):
         options = arguments(argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     rows, started = [], time.perf_counter()
     for number, claim in enumerate(options.claims, 1):
         print(f"[{number}/{len(options.claims)}] {claim.claim} ...", end="", flush=True, file=sys.stderr)

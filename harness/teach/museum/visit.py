@@ -257,11 +257,8 @@ def show(exhibit: Exhibit, world_size: int = RANKS) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
+    with one_line(ValueError):
         options = arguments(argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     exhibit = options.exhibit
     if options.on_ranks:
         process_group.run(partial(on_ranks, exhibit, Path(options.on_ranks)))

@@ -14,6 +14,7 @@ import torch
 
 from harness.engine import accelerator
 from harness.run import engine_file, process_group, ranks
+from harness.run.ending import one_line
 from harness.run.engines import ENGINES
 from harness.run.model import PRESETS, preset
 from harness.run.options import at_least
@@ -135,31 +136,28 @@ def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
     return found
 
 
+@one_line(ValueError, RuntimeError)
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        options = arguments(argv)
-        if options.on_ranks:
-            process_group.run(partial(on_ranks, options, Path(options.on_ranks)))
-        recordings = page.recordings_of(options.source) if options.source else None
-        if recordings is None:
-            several = len(runs_of(options))
-            hint = f" (about a minute; --only {options.opens} records one)" if several > 2 else ""
-            print(f"recording {several} engines on {options.ranks} ranks{hint}", flush=True)
-            recordings = record_all(options, argv)
-        if options.json:
-            Path(options.json).write_text(json.dumps(recordings, separators=(",", ":")) + "\n")
-        if options.out:
-            text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
-            done = "replaced" if Path(options.out).exists() else "written"
-            Path(options.out).write_text(text, encoding="utf-8")
-            size = f"{len(text.encode()) / 1e3:.0f} kB"
-            print(f"{done}: {Path(options.out).resolve()} ({size}; a double click opens it)")
-        if options.gif:
-            print("drawing the animation")
-            animation.draw(page.build(recordings, options.opens), Path(options.gif), options.dark)
-            print(f"written: {options.gif} ({Path(options.gif).stat().st_size / 1e3:.0f} kB)")
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = arguments(argv)
+    if options.on_ranks:
+        process_group.run(partial(on_ranks, options, Path(options.on_ranks)))
+    recordings = page.recordings_of(options.source) if options.source else None
+    if recordings is None:
+        several = len(runs_of(options))
+        hint = f" (about a minute; --only {options.opens} records one)" if several > 2 else ""
+        print(f"recording {several} engines on {options.ranks} ranks{hint}", flush=True)
+        recordings = record_all(options, argv)
+    if options.json:
+        Path(options.json).write_text(json.dumps(recordings, separators=(",", ":")) + "\n")
+    if options.out:
+        text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
+        done = "replaced" if Path(options.out).exists() else "written"
+        Path(options.out).write_text(text, encoding="utf-8")
+        size = f"{len(text.encode()) / 1e3:.0f} kB"
+        print(f"{done}: {Path(options.out).resolve()} ({size}; a double click opens it)")
+    if options.gif:
+        print("drawing the animation")
+        animation.draw(page.build(recordings, options.opens), Path(options.gif), options.dark)
+        print(f"written: {options.gif} ({Path(options.gif).stat().st_size / 1e3:.0f} kB)")
     return 0

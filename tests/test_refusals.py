@@ -1,0 +1,165 @@
+"""What cannot work is refused in one line, by every command, before anything is written and before any rank starts.
+
+What is refused of an engine, on ranks, is among the properties (harness/properties/refusals.py).
+"""
+
+import re
+
+import pytest
+from door import typed
+
+from harness.plan import options as plan
+
+NUMBERS = [name.replace("_", "-") for name in (*plan.WHOLE, *plan.ABOVE_0)]
+CHOICES = ("gpu", "network", "precision", "engine", "checkpoint-activations", "sweep")
+
+# {what is typed behind ./launch.sh: what is said}. "..." stands for any words, {files} for a folder with some files.
+REFUSED = {
+    # launch.sh itself
+    "zero4": "zero4 ... zero1, zero2, zero3",
+    "zero1 0": "'0'",
+    "zero1 two": "'two'",
+    "NNODES=2 zero1 2": "RDZV_ENDPOINT",
+    "NNODES=2 RDZV_ENDPOINT=localhost:29400 zero1 2": "NODE_RANK",
+    "NNODES=2 RDZV_ENDPOINT=localhost:29400 NODE_RANK=2 zero1 2": "NODE_RANK=2",
+    "NNODES=two zero1 2": "'two'",
+    "PYTHON=/nowhere/python zero1 2": "/nowhere/python",
+    "ZERO_TIMEOUT=soon zero1 2": "'soon'",
+    "train": "train needs a stage",
+    "train zero4": "'zero4'",
+    "train zero3 two": "'two'",
+    "NNODES=2:1 train zero3": "'2:1'",
+    "NNODES=1:2 train zero3": "RDZV_ENDPOINT",
+    "NNODES=2 RDZV_ENDPOINT=localhost train zero3": "host:port, got 'localhost'",
+    # The chapters.
+    "zero1 -1": "unrecognized arguments: -1",
+    "zero2 --bucket-mb -1": "--bucket-mb ... -1",
+    "zero2 --preset gigantic": "'gigantic' ... tiny",
+    "zero1 --batch 3 --accumulate 2": "--accumulate 2 ... 3",
+    "zero3 --prefetch -1": "--prefetch ... -1",
+    "zero3 --data /nowhere/text": "/nowhere/text",
+    # The referee.
+    "compare --engines zero9": "'zero9' ... zero_redundancy_optimizer",
+    "compare --engines ,": "--engines is empty",
+    "compare --steps 0": "--steps ... 0",
+    "compare --seq 4096": "4096 ... tiny",
+    "compare --seq -3": "--seq ... -3",
+    "compare --json /nowhere/out.json": "/nowhere/out.json",
+    "compare --backend mpi": "mpi",
+    "compare --accumulate 3": "--batch must be a multiple of --accumulate 3, but it is 4",
+    "compare --batch 2 --micro-batch 3": "--batch must be a multiple of --micro-batch 3, but it is 2",
+    "compare --batch 8 --micro-batch 3 --accumulate 2": "product of --micro-batch 3 and --accumulate 2",
+    "compare --micro-batch 0": "--micro-batch must be 1 or more, got 0",
+    **{f"compare 2 --slow-rank={given}": f"--slow-rank ... {given}"
+       for given in ("1", "one:0.1", "1:-1", "1:nan", "-1:0.1", "2:0.1")},
+    # Training runs.
+    "train zero1 --steps 0": "--steps ... 0",
+    "train zero1 --save-every 0": "--save-every",
+    "train zero1 --clip -1": "--clip ... -1",
+    "train zero1 --lr nan": "--lr ... nan",
+    "train zero1 --lr inf": "--lr ... inf",
+    "train zero1 --preset 7B": "'7B' ... (is '7b' meant?)",
+    "train zero1 --preset 13b": "no preset '13b'; there are ... 70b",  # no other one is offered for it
+    "train zero1 2 --batch 3 --accumulate 2": "--batch 3 ... 2 rank(s) ... --accumulate 2 ... 4",
+    "train zero1 --folder /proc/runs": "/proc/runs",
+    "train zero1 --folder docs": "docs' ... and no run ... new or an empty folder",
+    # Measuring.
+    "sweeps --only x": "'x' ... bucket size",
+    "bench --width 10 --heads 4": "got 10 and 4",
+    "bench --layers 0": "got 0",
+    "bench --vocab 255": "--vocab must be 256 or more",
+    "bench --engines zero4": "zero4",
+    "bench --host --profile zero9": "zero9",
+    "memory --preset 8b": "'8b' ... 70b",
+    "memory --precision fp8": "fp32 or bf16 ... 'fp8'",
+    "memory --ranks 0": "--ranks ... 0",
+    "memory --up-to 0": "--up-to ... 0",
+    "memory --seq 4096": "4096 ... 2048",
+    "memory --engines zero4": "'zero4' ... zero3",
+    "memory --device tpu": "fake or cuda ... 'tpu'",
+    "memory --replicas 0": "--replicas ... 0",
+    "memory --replicas 3": "--replicas ... 8, got 3",
+    "memory --replicas 2 --up-to 8": "--replicas ... --up-to",
+    "memory --offload --engines ddp": "'ddp' ... --offload ... zero1",
+    "memory --json /nowhere/x.json": "/nowhere/x.json",
+    "memory --json /": "'/'",
+    "figures pie": "no figure 'pie'; there are: stages, memory",
+    "figures --json {files}/wrong.json": "--json needs the name of one figure: stages, memory",
+    "figures losses --json /nowhere.json": "/nowhere.json",
+    "figures losses --json {files}/wrong.json --out {files}": "is not what figure 'losses' is drawn from",
+    "report {files}/new --minutes 0": "--minutes",
+    "report {files}/new --minutes nan": "nan",
+    "report {files}/new --only weather": "'weather'",
+    "report {files}/new --only ,": "--only is empty",
+    "report {files}/new --fast": "--fast",
+    **{f"report {{files}}{folder}": f"{{files}}{folder}" for folder in ("", "/wrong.json", "/wrong.json/below")},
+    "conform zero9": "zero9",
+    "conform zero1 9": "N must be 1 to 8 ranks, got 9",
+    "conform --only weather": "'weather': no property has that",
+    "ratios README.md": "README.md is no report",
+    # The planner.
+    **{f"plan --{name} 0": f"--{name} must be" for name in NUMBERS},
+    **{f"plan --{name} other": f"--{name} must be one of" for name in CHOICES},
+    "plan --ranks 8 --engine hybrid": "would be zero3",
+    "plan --ranks 12": "12",
+    "plan --layers 2 --width 65 --heads 4 --vocab 8 --seq 8": "65",
+    "plan --layers 2 --width 64": "--heads, --vocab, --seq",
+    "plan --preset 7b --width 64": "--width",
+    "plan --preset 8x": "8x",
+    "plan --inter-GBps nan": "nan",
+    "plan --alpha-us -3": "--alpha-us must be more than 0, got -3",
+    "plan --network efa --alpha-us 20": "leave out --network efa",
+    "plan --efficiency 1.5": "1.5",
+    "plan --prefetch -1": "-1",
+    "plan --engine ,": "--engine",
+    "plan --gpu t4": "bfloat16",
+    # What teaches.
+    "watch zero4": "no engine 'zero4'; there are: ddp, ",
+    "watch zero3 1": "N must be 2 to 16 ranks, got '1'",
+    "watch zero3 2 --only ddp,zero9": "no engine 'zero9'",
+    "watch --bug 99": "no bug '99'",
+    "watch --bug 30": "not in a step: ./launch.sh bug 30",
+    "watch zero3 --bug 19": "leave out the other one",
+    "watch --seq 4000": "--seq must be 1 to 128 (preset tiny), got 4000",
+    "watch --out /nowhere/page.html": "cannot write --out '/nowhere/page.html'",
+    "watch --json /nowhere/page.json": "cannot write --json '/nowhere/page.json'",
+    "watch --from README.md": "has no recordings",
+    "watch --from results/memory-7b-8ranks.json": "has no recordings",
+    "watch --gif page.webm": "--gif must name a file that ends with .gif, got 'page.webm'",
+    **{f"bug {number}": f"{number!r} ... 1 to" for number in ("0", "99", "seven", "-1")},
+    "bug --answer": "number of a bug, 1 to",
+    "bug 3 --ranks 1": "--ranks must be 2 to 16, got 1",
+    "bug 3 --ranks 17": "--ranks must be 2 to 16, got 17",
+    "changes zero2": "got 'zero2'",
+    "changes zero2 zero4": "got 'zero2 zero4'",
+    "changes a b c": "got 'a b c'",
+    "articles --only none": "matches none",
+    "articles --json /": "cannot write",
+    "exercise zero1 --hints 3": "--hints must be 0, 1 or 2, got '3'",
+    "exercise zero9": "there are: zero1, zero1_2psi, zero2, zero3; not 'zero9'",
+    "check zero2 1": "N: must be 2 or more: with one rank nothing is cut",
+    "check zero2 two": "N: must be a number of ranks, 2 or more, got 'two'",
+    "check zero2 2 --seconds 0": "--seconds: must be above 0, got 0",
+    "check zero2 --file nowhere.py": "there is no nowhere.py",
+    "check zero2 --device tpu --file {files}/empty.py": "--device must be auto, cpu or cuda, got 'tpu'",
+}  # fmt: skip
+FAILED = {  # with exit status 1, as an exercise that is not solved
+    "check zero1 --file {files}/cut_off.py": "cut_off.py, line 2: ",
+    "check zero1 --file {files}/latin.py": "latin.py: 'utf-8' codec",
+    "check zero1 --file {files}/null.py": "null.py: source code string",
+}
+ROWS = [(line, said, 2) for line, said in REFUSED.items()] + [(line, said, 1) for line, said in FAILED.items()]
+
+
+@pytest.mark.parametrize("line, said, status", ROWS, ids=[line for line, *_ in ROWS])
+def test_a_mistake_is_answered_in_one_line(line, said, status, tmp_path):
+    files = {"wrong.json": b'{"something": "else"}', "empty.py": b"", "null.py": b"\0"}
+    files |= {"cut_off.py": b"a = 1\ndef unfinished(:\n", "latin.py": b"# \xe9\n"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    found, printed, mistake = typed(line.format(files=tmp_path))
+    assert found == status and printed == "", mistake
+    *usage, last = mistake.splitlines()
+    assert not usage or usage[0].startswith("usage: "), mistake  # argparse's own answer
+    assert re.search(".*".join(map(re.escape, said.format(files=tmp_path).split(" ... "))), last), last
+    assert {path.name for path in tmp_path.rglob("*")} == {*files}, "nothing was written"
