@@ -68,5 +68,4 @@ def test_mfu_is_of_the_gpus_in_use(name, ranks, gpus_here, divided_by, monkeypat
     flops = 6 * (85_645_824 - 512 * 768) + 12 * 12 * 768 * 512
     assert found["mfu"] == pytest.approx(flops * 1e6 / (989e12 * divided_by), abs=1e-4)
     working = 1 if name == "single" else ranks
-    assert found["tokens_per_s_per_rank"] == round(1e6 / working, 1)
     assert found["flops_per_s_per_rank"] == pytest.approx(flops * 1e6 / working)

@@ -1,11 +1,15 @@
 """The ledgers, on cases whose answer is known by hand."""
 
 import contextlib
+import io
 import json
+import re
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,6 +32,8 @@ from harness.run.counterparts import PlainStep
 from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS
 from harness.run.process_group import Rank
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # On the ranks.
 
@@ -97,8 +103,8 @@ def a_collectives_span() -> None:
     with Timeline() as timeline:
         issued = time.perf_counter()
         work = dist.all_gather_single(whole, shard, async_op=True)
-        (_, entry), patience = timeline._under_way[id(work)], time.perf_counter() + 30
-        while entry[3] is None and time.perf_counter() < patience:
+        (_, span), patience = timeline._under_way[id(work)], time.perf_counter() + 30
+        while span.end is None and time.perf_counter() < patience:
             time.sleep(0.001)
         told = time.perf_counter()
         work.wait()
@@ -390,7 +396,27 @@ def test_what_is_run_again_is_an_activation_if_backward_needs_it():
     assert second[-1] <= 4_000 + 8 and 8_000 <= max(second) <= 8_000 + 8, second
 
 
+PAGE = (ROOT / "docs" / "instruments.md").read_text()
+LISTINGS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def the_pages_code() -> None:
+    """docs/instruments.md: each listing runs, as it stands there, on an engine of the reader's."""
+    inputs, targets = parts.vector_batch(0, dist.get_rank(), 32)
+    engine = parts.ZeRO3(stack(), ADAMW)
+    given = {"engine": engine, "inputs": inputs, "targets": targets, "loss_fn": F.mse_loss, "device": None}
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(said):
+        for listing in LISTINGS:
+            exec(listing, given)
+        if dist.get_rank() == 0:
+            trace = json.loads(Path("trace.json").read_text())
+            assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C"}
+    assert len(LISTINGS) == 2 and "all-gather" in said.getvalue()
+
+
 ON_TWO_RANKS = (
+    the_pages_code,
     ledgers_agree_on_an_open_engine,
     the_timeline_of_a_step,
     a_unit_that_stays_gathered,

@@ -1,6 +1,8 @@
 """The dry run: an article's gigabytes, formulas of the peak, the stand-in for DDP, replicas, offload, and refusals."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
@@ -105,7 +107,7 @@ def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, pr
     argv = ["--preset", preset, "--ranks", "3", "--batch", "2", *more]
     fake, real = dry(name, *argv), dry(name, *argv, device="cpu")
     if name == "ddp":
-        assert fake.pop("stand_in") and fake["collectives"]["all-reduce"] > 1
+        assert fake.pop("stand_in") and fake["sent"][0]["count"] > 1
         assert real["peak_where"].pop("module") == f"module.{fake['peak_where'].pop('module')}"  # one more around it
         fake.pop("curve"), real.pop("curve")
     assert fake == real
@@ -120,10 +122,10 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     for name, row in results["engines"].items():
         assert set(row["held_bytes"]) == set(HELD) and set(row["peak_parts"]) <= set(PARTS) and name in text
         assert sum(row["peak_parts"].values()) == row["peak_bytes"], "every byte of the peak has a name"
-        assert sum(row["state_peak_parts"].values()) == row["state_peak_bytes"] <= row["peak_bytes"]
+        assert row["state_peak_bytes"] <= row["peak_bytes"]
         assert row["peak_where"]["step"][0] in "12345", row["peak_where"]
-        assert sum(row["sent_by_collective"].values()) == pytest.approx(row["sent_bytes"], abs=3)
-    assert "ddp (stand-in)" in text and "24 GB: ddp is the first that fits" in text
+        assert sum(one["bytes"] for one in row["sent"]) == pytest.approx(row["sent_bytes"], abs=3)
+    assert "ddp (stand-in)" in text and "ddp (stand-in): from 24 GB on" in text
 
 
 @pytest.mark.parametrize("name, sent", (("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp2_no_reshard", 2)))
@@ -154,7 +156,7 @@ def test_out_of_memory_is_a_row(monkeypatch):
     results = memory.measure_all(memory.arguments(["--preset", "toy", "--engines", "ddp,zero3"]))
     assert results["engines"]["ddp"] == {"out_of_memory": "CUDA out of memory"}
     assert "ddp: OUT OF MEMORY here. CUDA out of memory" in memory.report(results)
-    assert "24 GB: zero3 is the first that fits" in memory.report(results)
+    assert "zero3: from 24 GB on" in memory.report(results)
 
 
 def test_a_dry_run_keeps_what_it_has_after_each_engine():
@@ -200,6 +202,14 @@ def layout(stage: str, preset: str, ranks: int) -> dict:
 
 # Hybrid sharding.
 
+
+def elements_by_dimension(row: dict) -> Counter:
+    sent = Counter()
+    for one in row["sent"]:
+        sent[one["where"]] += one["elements"]
+    return +sent
+
+
 STAGES_AND_FSDP2 = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "zero3", "fsdp2_no_reshard": "zero2"}
 
 
@@ -217,7 +227,7 @@ def test_elements_sent_by_dimension(name, replicas, shards):
         "row": times * found["whole"] * (shards - 1) / shards,
         "across replicas": 2 * found["shard"] * (replicas - 1) / replicas,
     }
-    sent = {where: number for where, number in row["sent_elements_by_dimension"].items() if number}
+    sent = elements_by_dimension(row)
     assert sent == {where: number for where, number in expected.items() if number}
     assert sum(sent.values()) == row["sent_elements"]
     # What a rank holds is that of one row alone. ZeRO-1 alone has the replicas' mean beside the row's whole gradients.
@@ -231,7 +241,7 @@ def test_elements_sent_by_dimension(name, replicas, shards):
 def test_replicas_leave_ddp_as_it_is():
     argv = ["--preset", "toy", "--ranks", "4"]
     assert dry("ddp", *argv, "--replicas", "2") == dry("ddp", *argv)
-    assert dry("ddp", *argv)["sent_elements_by_dimension"] == {"all ranks": 2 * 34_688 * 3 / 4}
+    assert elements_by_dimension(dry("ddp", *argv)) == {"all ranks": 2 * 34_688 * 3 / 4}
 
 
 def test_the_table_by_dimension(capsys, monkeypatch):
@@ -239,12 +249,14 @@ def test_the_table_by_dimension(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["memory", *argv])
     memory.main()
     text = capsys.readouterr().out
-    table = text.partition("Elements sent in 2 rows of S = 3 ranks")[2].partition("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in table[2:]] == ["ddp", "zero2", "fsdp2"]
-    for line in table[2:]:
-        numbers = dry(line.split()[0], *argv[:6])["sent_elements_by_dimension"]
-        assert all(f"{number:,}" in line for number in numbers.values()), line
-    assert "2.000 Ψ/S (R-1)/R" in table[3]
+    _, titles, ddp, zero2, fsdp2, grid = text.partition("Sent by one rank")[2].partition("\n\n")[0].splitlines()
+    assert re.split("  +", titles) == ["engine", "together", "row", "across replicas", "all ranks"]
+    assert ddp.startswith("ddp") and ddp.endswith("(2.000 Ψ (N-1)/N) in 1") and "2.000 Ψ/S (R-1)/R" in zero2
+    for name, line in (("zero2", zero2), ("fsdp2", fsdp2)):
+        assert line.startswith(name)
+        for elements in elements_by_dimension(dry(name, *argv[:6])).values():
+            assert f" {4 * elements / 1e6:.3f} (" in line
+    assert "R = 2 rows of S = 3 ranks" in grid
 
 
 def test_a_torch_without_such_an_accelerator_is_named(monkeypatch):
@@ -301,7 +313,7 @@ def assert_placed(row: dict, plain: dict, stage: str, found: dict) -> None:
         else:
             assert here == there, part
     assert row["peak_bytes"] < plain["peak_bytes"] == sum(plain["peak_parts"].values())
-    assert row["sent_by_collective"] == plain["sent_by_collective"]
+    assert row["sent"] == plain["sent"]
 
 
 @pytest.mark.parametrize("stage", parts.STAGES)

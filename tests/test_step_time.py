@@ -199,12 +199,25 @@ def test_who_is_the_slowest_and_where():
     fast = [step(0.1, 0.2), step(0.25, 0.05), step(0.1, 0.4)]
     found = step_time.summary([fast, slow, fast])
     assert [rank["step_ms"] for rank in found["ranks"]] == pytest.approx([1100 / 3] * 3, abs=0.001)
-    assert (found["slowest_rank"], found["slowest_in_steps"], found["lead_in_step"]) == (1, [1, 3], 3)
+    assert (found["slowest_rank"], found["slowest_in_steps"]) == (1, [1, 3])
     assert found["lead_ms"] == 200 and step_report.stands_out(found)
     even = step_time.summary([fast, fast])
     assert not step_report.stands_out(even) and "No rank" in step_report.slowest_words(even)
     alone = step_time.summary([slow, []])  # what is trained on one rank alone has nobody to wait for
     assert alone["slowest_rank"] is None and len(alone["ranks"]) == 1 and step_report.slowest_words(alone) == ""
+
+
+@pytest.mark.parametrize("gpu", (True, False))
+def test_the_first_table_says_mfu_and_what_is_reserved_on_a_gpu(gpu):
+    held = {"parameters": 1, "gradients": 1, "optimizer": 1}
+    run = {"losses": [2.0], "difference": 0, "held_bytes": held, "peak_bytes": 1, "sent_bytes": 1, "step_ms": None}
+    runs = {"ddp": run | {"reserved_bytes": 3e6, "mfu": 0.4567} if gpu else run}
+    runs["zero1"] = run | {"reserved_bytes": 4e6, "mfu": None}  # a GPU that is not in the list
+    text = step_report.results({"runs": runs, "device": "cuda" if gpu else "cpu", "timed_steps": 0}, "ddp")
+    titles, _, ddp, zero1 = text.splitlines()[:4]
+    assert (titles.split()[-4:] == ["MFU", "%", "reserved", "MB"]) == gpu == ("by its data sheet" in text)
+    if gpu:
+        assert ddp.split()[-2:] == ["45.7", "3"] and zero1.split()[-2:] == ["-", "4"]
 
 
 DELAYS = (DELAY, 5 * DELAY, 20 * DELAY)  # a busy machine delays ranks too: then a longer one

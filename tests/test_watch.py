@@ -192,11 +192,11 @@ def test_the_version_of_the_weights(recordings):
         assert all(v in (0, [0, 0]) for v in gathered) and bool(gathered) == (name in ("zero3", "fsdp2"))
 
 
-def test_memory_that_is_let_go_of_while_a_step_begins(monkeypatch):
+def test_memory_that_is_let_go_of_while_a_step_begins():
     """A thread of gloo's lets go of a collective's buffer whenever it likes: here while `begin` looks at another."""
     with parts.PartsLedger() as memory:
         alive = [torch.ones(number) for number in (3, 5, 7)]
-        monkeypatch.setattr(parts.time, "perf_counter", lambda: float(len(alive) > 2 and bool(alive.pop().numel())))
+        memory.clock = lambda: float(len(alive) > 2 and bool(alive.pop().numel()))
         memory.begin()
         assert memory.live == 4 * (3 + 5) == [*memory.moments()][-1].live
 

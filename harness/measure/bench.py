@@ -16,7 +16,6 @@ import pstats
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -31,7 +30,6 @@ from harness.run import options as common
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters
 
-ROOT = Path(__file__).resolve().parents[2]
 ENGINES = engines.named("bench")
 COUNTERPARTS = dict(engines.PAIRS)
 
@@ -98,11 +96,11 @@ class Small(nn.Module):
         return x
 
 
-def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], list[dict]]:
-    """({engine: milliseconds of the host per step}, the profile) of rank 0 of 8, whose collectives move nothing.
+def host_times(options: argparse.Namespace) -> dict[str, list[float]]:
+    """{engine: milliseconds of the host per step} of rank 0 of 8, whose collectives move nothing.
 
     On a GPU (`--device cuda`) a step ends when its last kernel is launched, not when it has run; the host waits for the
-    GPU before the next one. The profile has the ten functions that cost `options.profile` most; it is empty without.
+    GPU before the next one.
     """
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
     device = torch.device("cpu") if options.device in ("auto", "cpu") else torch.device(options.device, 0)
@@ -123,36 +121,22 @@ def host_times(options: argparse.Namespace) -> tuple[dict[str, list[float]], lis
                 engine.training_step(x, y, F.mse_loss)
                 if turn >= 0:
                     times[name].append((time.perf_counter() - started) * 1e3)
-        costs = []
         if options.profile:
-            costs = profile(options.profile, partial(built[options.profile].training_step, x, y, F.mse_loss))
+            profile(options.profile, partial(built[options.profile].training_step, x, y, F.mse_loss))
         built.clear()
         gc.collect()  # DDP's reducer, before its group
-    return times, costs
+    return times
 
 
-def profile(name: str, step) -> list[dict]:
-    """The ten functions that cost the host most in ten steps of the engine `name`. Prints some more."""
+def profile(name: str, step) -> None:
+    """Print the ten functions that cost the host most in ten steps of the engine `name`."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(10):
         step()
     profiler.disable()
     print(f"\n{name}, 10 steps under Python's profiler, the costliest functions:")
-    stats = pstats.Stats(profiler).sort_stats("tottime")
-    stats.print_stats(15)
-    costs = []
-    for key in stats.fcn_list[:10]:
-        _, calls, own, _, _ = stats.stats[key]
-        costs.append({"function": _name(*key), "calls_per_step": calls / 10, "ms_per_step": round(own * 100, 4)})
-    return costs
-
-
-def _name(file: str, line: int, function: str) -> str:
-    """A function as the profile's table shows it, with its file in this repository, or the end of its path."""
-    path = Path(file)
-    inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(*path.parts[-2:])
-    return function if file == "~" else f"{inside}:{line} {function}"
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(10)
 
 
 def table(times: dict[str, list[float]], reference: str) -> str:
@@ -178,9 +162,8 @@ def main(argv=None) -> None:
     gc.collect()
     gc.disable()  # it would come in one engine's step, and not in another's
     if options.host and "ZERO_PREFLIGHT" not in os.environ:
-        times, costs = host_times(options)
+        times = host_times(options)
         reference, about = "plain", {"what": "host time per step", "ranks": 8, "device": options.device}
-        about |= {"profiled": options.profile, "profile": costs}
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
     else:
         me = process_group.start(options.backend, options.device)

@@ -59,12 +59,12 @@ def flops_per_token(config: GPTConfig, parameters: int, seq: int) -> float:
 
 
 def rates(tokens_per_s: float, config: GPTConfig, seq: int, dtype: str, ranks: int, device: torch.device) -> dict:
-    """`tokens_per_s_per_rank`; the model's FLOP per second and rank; and on a GPU `mfu`, their share of the peak.
+    """The model's FLOP per second and rank, and on a GPU `mfu`, their share of the peak.
 
     MFU is None for a GPU whose peak is not known, and with TF32. Ranks that share a GPU share its peak.
     """
     flops = flops_per_token(config, number_of_parameters(config), seq) * tokens_per_s
-    found = {"tokens_per_s_per_rank": round(tokens_per_s / ranks, 1), "flops_per_s_per_rank": round(flops / ranks)}
+    found = {"flops_per_s_per_rank": round(flops / ranks)}
     if device.type != "cpu":
         module = torch.get_device_module(device)
         peak = peak_flops(module.get_device_name(device), dtype)

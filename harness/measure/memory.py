@@ -16,7 +16,6 @@ import gc
 import multiprocessing
 import re
 import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -34,7 +33,7 @@ from harness.measure import fake_gpu, tables
 from harness.measure.fake_ranks import build, fake_ranks, grid, waiting
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.ledger import held_bytes, held_tensors, on_device, sizes_by_storage, warm_up
-from harness.measure.parts import HELD, PARTS, STATE, PartsLedger
+from harness.measure.parts import HELD, PARTS, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run import engines as registry
 from harness.run import micro_batches, process_group
@@ -234,12 +233,13 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         allocated = allocator.max_memory_allocated() - before if allocator else None
         pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
         engine = None  # the hooks have it, too
-    state = memory.peak_moment(of=lambda moment: moment.state)
-    sent, elements, by_dimension = Counter(), Counter(), Counter()
+    sent: dict[tuple, dict] = {}
     for collective in traffic.collectives:
-        sent[collective.kind] += collective.sent_bytes
-        elements[collective.kind] += collective.sent_elements
-        by_dimension[dimension(collective.ranks, options)] += collective.sent_elements
+        of = {"kind": collective.kind, "where": dimension(collective.ranks, options)}
+        one = sent.setdefault((*of.values(),), of | {"bytes": 0, "elements": 0, "count": 0})
+        one["bytes"] += collective.sent_bytes
+        one["elements"] += collective.sent_elements
+        one["count"] += 1
     formula, host_formula = (round(values["Ψ"] * number) for number in bytes_per_parameter(name, options))
     peak_formula = formula_of_peak(name, options, values)
     result = {
@@ -249,16 +249,12 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         "step_counters_bytes": 0 if offload else 4 * pieces,  # AdamW counts its steps per tensor, in float32
         **worst_moment(memory, allocated),
         "temporaries": dict(memory.peak_moment().made.most_common(4)),
-        "state_peak_bytes": state.state,
-        "state_peak_parts": {part: state.parts[part] for part in STATE if state.parts[part]},
+        "state_peak_bytes": memory.peak_moment(of=lambda moment: moment.state).state,
         "state_peak_formula": peak_formula,
         "state_peak_formula_bytes": round(evaluate(peak_formula, **values)) if peak_formula else None,
         "sent_bytes": traffic.sent_bytes,
-        "sent_by_collective": {kind: round(nbytes) for kind, nbytes in sent.items()},
         "sent_elements": traffic.sent_elements,
-        "sent_elements_by_collective": {kind: round(number) for kind, number in elements.items()},
-        "sent_elements_by_dimension": {where: round(number) for where, number in by_dimension.items()},
-        "collectives": dict(Counter(collective.kind for collective in traffic.collectives)),
+        "sent": [one | {key: round(one[key]) for key in ("bytes", "elements")} for one in sent.values()],
         "curve": curve(memory),
     }
     if offload:
@@ -405,7 +401,7 @@ def measure_alone(name: str, options: argparse.Namespace) -> dict:
 
 def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
     """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
-    unit, size = tables.unit_for(number_of_parameters(preset(options.preset)))
+    unit, size = tables.unit(4 * number_of_parameters(preset(options.preset)))
     numbers = [2**power for power in range(options.up_to.bit_length())]
     engines = {name: [] for name in options.engines}
     for options.ranks in numbers:
@@ -438,7 +434,7 @@ def formula_name(results: dict) -> str:
 def report(results: dict) -> str:
     """The tables as text. GB are 10^9 bytes, MB 10^6."""
     engines, ranks, parameters = results["engines"], results["ranks"], results["parameters"]
-    unit, size = tables.unit_for(parameters)
+    unit, size = tables.unit(4 * parameters)
     lines = [f"GPT {results['preset']}: Ψ = {parameters:,} parameters, {4 * parameters / size:.3f} {unit} in float32"]
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     name_of = {name: name + (" (stand-in)" if row.get("stand_in") else "") for name, row in engines.items()}
@@ -492,24 +488,9 @@ def report(results: dict) -> str:
     elif results["precision"] != "fp32" and any(name.startswith("zero") for name in ran):
         lines += ["", "The stages' formulas for the peak are for fp32."]
 
-    replicas = results["replicas"]
-    factor = parameters * (ranks - 1) / ranks if replicas == 1 else parameters
-    times = f" times (N-1)/N = {ranks - 1}/{ranks}" if replicas == 1 else ""
-    lines += ["", f"Sent by one rank in the step, {unit} (elements: Ψ{times}), and in how many collectives:"]
-    kinds = [kind for kind in ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
-             if any(kind in row["sent_by_collective"] for row in ran.values())]  # fmt: skip
-    rows = [["engine", "together", *kinds]]
-    for name, row in ran.items():
-        rows.append([name_of[name], _sent(row["sent_bytes"], row["sent_elements"], factor, size)])
-        for kind in kinds:
-            sent = row["sent_by_collective"].get(kind, 0), row["sent_elements_by_collective"].get(kind, 0)
-            count = row["collectives"].get(kind)
-            rows[-1].append(f"{_sent(*sent, factor, size)} in {count}" if count else "-")
-    lines += tables.text(rows, rule=False)
-
-    if replicas > 1:
-        lines += ["", f"Elements sent in {replicas} rows of S = {ranks // replicas} ranks, replicas of each other:"]
-        lines += _by_dimension(ran, parameters, ranks // replicas, replicas)
+    times = f"Ψ times (N-1)/N = {ranks - 1}/{ranks}" if results["replicas"] == 1 else "in shares of Ψ"
+    lines += ["", f"Sent by one rank in the step, {unit} (elements: {times}), and in how many collectives:"]
+    lines += _sent({name_of[name]: row for name, row in ran.items()}, results, size)
 
     needed = f"the peak, {GAPS:.0%} more for the allocator's gaps, and {CONTEXT_BYTES / 1e9:.0f} GB"
     lines += ["", f"On which GPUs it fits (GB of 10^9 bytes; needed: {needed}"]
@@ -521,11 +502,6 @@ def report(results: dict) -> str:
         fits = fits_on(row["peak_bytes"])
         answer = f"from {fits[0]} GB on" if fits else "on none of them"
         lines.append(f"  {name_of[name]}: {answer}, {needed_bytes(row['peak_bytes']) / 1e9:.1f} GB are needed")
-    order = [name for name in ("ddp", "zero1", "zero2", "zero3") if name in ran]
-    for gigabytes in GPUS if order else ():
-        first = next((name for name in order if gigabytes in fits_on(ran[name]["peak_bytes"])), None)
-        answer = f"{first} is the first that fits" if first else f"none of {', '.join(order)}"
-        lines.append(f"  {gigabytes} GB: {answer}")
     return "\n".join(lines)
 
 
@@ -542,26 +518,28 @@ def _held(engines: dict[str, dict], size: float) -> list[str]:
     return tables.text(rows, rule=False)
 
 
-def _by_dimension(engines: dict[str, dict], parameters: int, shards: int, replicas: int) -> list[str]:
-    """Elements sent in the row and across replicas, in columns, with what they are in Ψ."""
-    all_ranks = shards * replicas
-    units = {  # what (N-1)/N of Ψ is for the N of a dimension; across replicas a rank sends only its shard
-        "row": (parameters * (shards - 1) / shards, "Ψ (S-1)/S"),
-        "across replicas": (parameters / shards * (replicas - 1) / replicas, "Ψ/S (R-1)/R"),
-        "all ranks": (parameters * (all_ranks - 1) / all_ranks, "Ψ (N-1)/N"),
-    }
-    units = {where: unit for where, unit in units.items()
-             if any(row["sent_elements_by_dimension"].get(where) for row in engines.values())}  # fmt: skip
+def _sent(engines: dict[str, dict], results: dict, size: float) -> list[str]:
+    """What is sent, in columns: by the kinds of collectives, or with replicas by the two dimensions of the grid."""
+    parameters, ranks, replicas = (results[name] for name in ("parameters", "ranks", "replicas"))
+    shards, by = ranks // replicas, "kind" if replicas == 1 else "where"
+    everywhere = parameters * (ranks - 1) / ranks, "Ψ" if replicas == 1 else "Ψ (N-1)/N"
+    units = dict.fromkeys(("together", "all-reduce", "reduce-scatter", "all-gather", "broadcast"), everywhere)
+    if replicas > 1:  # across them a rank sends only its shard
+        units = {"together": everywhere, "row": (parameters * (shards - 1) / shards, "Ψ (S-1)/S")}
+        units["across replicas"] = parameters / shards * (replicas - 1) / replicas, "Ψ/S (R-1)/R"
+        units["all ranks"] = everywhere
+    used = {"together", *(one[by] for row in engines.values() for one in row["sent"])}
+    units = {column: unit for column, unit in units.items() if column in used}
     rows = [["engine", *units]]
     for name, row in engines.items():
-        sent = [row["sent_elements_by_dimension"].get(where, 0) for where in units]
-        cells = [f"{n:,} = {n / unit:.3f} {words}" if n else "-" for n, (unit, words) in zip(sent, units.values())]
-        rows.append([name, *cells])
-    return tables.text(rows, rule=False)
-
-
-def _sent(nbytes: float, elements: float, factor: float, size: float) -> str:
-    return f"{nbytes / size:.3f}" + (f" ({elements / factor:.3f} Ψ)" if factor else "")
+        rows.append([name])
+        for column, (unit, words) in units.items():
+            mine = [one for one in row["sent"] if column in ("together", one[by])]
+            nbytes, elements, count = (sum(one[what] for one in mine) for what in ("bytes", "elements", "count"))
+            times = f" ({elements / unit:.3f} {words})" if unit else ""
+            rows[-1].append(f"{nbytes / size:.3f}{times} in {count}" if count else "-")
+    grid = f"  N = {ranks} ranks are R = {replicas} rows of S = {shards} ranks, replicas of each other."
+    return tables.text(rows, rule=False) + [grid] * (replicas > 1)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 
+from harness.measure import tables
 from harness.measure.ledger import held_bytes
 from harness.measure.parts import PartsLedger
 from harness.measure.timeline import unit_names, unit_of
@@ -43,4 +44,5 @@ def describe(what: str, engine, ledger: PartsLedger | None, said: str) -> str:
 
 
 def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
+    unit, size = tables.unit(nbytes)
+    return f"{nbytes / size:.2f} {unit}"

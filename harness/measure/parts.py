@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,14 +24,14 @@ class Moment:
     """What is alive after one event: bytes by part and in all, when, in which step and module, made by which operation.
 
     `step` is "3 reduce gradients", say, which may run inside `phase` "2 backward"; `module` a name inside the model,
-    or "" outside all modules; `seconds` count from the first moment.
+    or "" outside all modules; `when` is what the ledger's `clock()` said.
     """
 
     live: int
     phase: str
     step: str
     module: str
-    seconds: float
+    when: object
     parts: Counter
     made: Counter = field(repr=False)  # the temporaries' bytes by the operation that made them
 
@@ -54,11 +54,15 @@ class PartsLedger(MemoryLedger):
         activations                        made in a forward (or a recomputation) and alive when its backward starts
         batch and buffers                  there before the step began and nothing of the above
         temporaries                        the rest
+
+    `clock()` says when something happens. With `memory.clock = timeline.now` of an open timeline
+    `timeline.seconds(moment.when)` is the GPU's time, as its spans have it: the host may be far ahead.
     """
 
     def __init__(self, engine=None, device: str | None = None):
         self._counter, self._number = 0, {}  # storage -> the number it has
-        self._events: list[tuple] = []  # (number, bytes from now on, phase, step, module, seconds)
+        self.clock: Callable[[], object] = time.perf_counter
+        self._events: list[tuple] = []  # (number, bytes from now on, phase, step, module, when)
         self._part: dict[int, str] = {}  # number -> part
         self._maker: dict[int, str] = {}  # number -> the operation that made it
         self._growing: set[int] = set()  # storages made since the forward began
@@ -85,21 +89,20 @@ class PartsLedger(MemoryLedger):
             # What is empty now are somebody's whole parameters, freed.
             self._part.setdefault(number, BATCH if nbytes else GATHERED)
             if nbytes:
-                self._events.append((number, nbytes, "", "", "", time.perf_counter()))
+                self._events.append((number, nbytes, "", "", "", self.clock()))
         self.reset_peak()
 
-    def moments(self, origin: float | None = None) -> Iterator[Moment]:
-        """What was alive after each event since `begin`, in order; seconds from `origin` (of `time.perf_counter`)."""
-        origin = self._events[0][5] if origin is None and self._events else origin
+    def moments(self) -> Iterator[Moment]:
+        """What was alive after each event since `begin`, in order."""
         sizes, parts, made, live = {}, Counter(), Counter(), 0
-        for number, nbytes, phase, step, module, seconds in self._events:
+        for number, nbytes, phase, step, module, when in self._events:
             part, more = self._part.get(number, TEMPORARIES), nbytes - sizes.get(number, 0)
             sizes[number] = nbytes
             live += more
             parts[part] += more
             if part == TEMPORARIES:
                 made[self._maker.get(number, "")] += more
-            yield Moment(live, phase, step, module, seconds - origin, parts.copy(), +made)
+            yield Moment(live, phase, step, module, when, parts.copy(), +made)
 
     def peak_moment(self, of=lambda moment: moment.live) -> Moment:
         """The moment with the most of something: bytes in all by default. (The first of several.)"""
@@ -164,7 +167,7 @@ class PartsLedger(MemoryLedger):
         if nbytes == self._bytes.get(key, 0):
             return
         where = self._where.phase, self._where.step, self._where.module()
-        self._events.append((self._number[key], nbytes, *where, time.perf_counter()))
+        self._events.append((self._number[key], nbytes, *where, self.clock()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.replace("::", ".")

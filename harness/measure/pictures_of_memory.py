@@ -1,19 +1,18 @@
 """Pictures of bytes: what each rank keeps, what is alive at the peak and through a step, and on more ranks."""
 
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from harness.measure import tables
 from harness.measure.memory import GPUS, formula_name
 from harness.measure.parts import HELD, PARTS, STATE
-from harness.measure.style import PART_COLOURS, PART_STYLES, engine_look, headline, key, look, new, ruled
+from harness.measure.style import IN_FULL, PART_COLOURS, PART_STYLES, bars, engine_look, headline, key, look, new, ruled
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
-def _unit(results: dict) -> tuple[str, float, str]:
-    """GB for large models, else MB: (name, bytes, the name with its power of ten)."""
-    large = results["parameters"] > 2.5e8
-    return ("GB", 1e9, "GB (10⁹ bytes)") if large else ("MB", 1e6, "MB (10⁶ bytes)")
+def _unit(results: dict) -> tuple[str, float]:
+    """One unit for all pictures of a model: that of its weights."""
+    return tables.unit(4 * results["parameters"])
 
 
 def _shape(results: dict) -> str:
@@ -29,16 +28,11 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _both(results: dict) -> bool:
-    """Whether there are rows of DDP and of ZeRO-3, which the titles compare."""
-    return all("out_of_memory" not in results["engines"].get(name, {"out_of_memory": 1}) for name in ("ddp", "zero3"))
-
-
 def stages(results: dict, theme: dict):
     """What each rank keeps between steps under DDP and the stages: filled what it keeps, empty what the others keep."""
     shown = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
     figure, grid = new(theme, 1, len(shown), height=3.9, sharey=True)
-    unit, size, _ = _unit(results)
+    unit, size = _unit(results)
     whole, ranks, each = results["engines"]["ddp"]["held_bytes"], results["ranks"], results["parameters"]
     for axes, (name, title) in zip(grid, shown.items()):
         held = results["engines"][name]["held_bytes"]
@@ -76,55 +70,26 @@ def no_gradients(row: dict) -> str:
 
 
 def memory(results: dict, theme: dict):
-    """Bars per engine, stacked by part: held between steps with the formula as a tick, and the peak; GPUs as lines."""
-    unit, size, label = _unit(results)
+    """Two bars per engine, stacked by part: held between steps with the formula as a tick, and the peak."""
     ran = {name: row for name, row in results["engines"].items() if "out_of_memory" not in row}
-    figure, axes = new(theme, 1, height=0.62 * len(results["engines"]) + 2.2)
-    paper = {"facecolor": theme["paper"], "edgecolor": "none", "pad": 0.6}  # texts stand over the GPUs' lines
-    names, longest = [], max((row["peak_bytes"] for row in ran.values()), default=size) / size
-    for gigabytes in GPUS:
-        if gigabytes * 1e9 / size < 1.25 * longest and results["parameters"] > 2.5e8:
-            axes.axvline(gigabytes, color=theme["ink"], linewidth=0.8, linestyle=":")
-            axes.annotate(f"{gigabytes} GB", (gigabytes, 1), (0, 2), xycoords=("data", "axes fraction"),
-                          textcoords="offset points", ha="center", va="bottom", fontsize=8)  # fmt: skip
-    for position, (name, row) in enumerate(results["engines"].items()):
-        names.append(name + (" (stand-in)" if row.get("stand_in") else ""))
-        if "out_of_memory" in row:
-            axes.text(0, position, "  out of memory", va="center")
+    rows, formula, words = {}, {}, {}
+    for name, row in results["engines"].items():
+        title = name + " (stand-in)" * bool(row.get("stand_in"))
+        if name not in ran:
+            rows[title], words[title] = {}, "out of memory"
             continue
-        end = {}
-        for at, parts in ((-0.19, row["held_bytes"]), (0.19, row["peak_parts"])):
-            start = 0.0
-            for part in PARTS:
-                nbytes = parts.get(part, 0) / size
-                if nbytes:
-                    axes.barh(position + at, nbytes, 0.36, left=start, **look(PART_STYLES[part], theme))
-                start += nbytes
-            end[at] = start
-        formula = row["formula_bytes"] / size
-        # A tick: in the ink where it stands free, and with the paper's edge where it stands in the bar.
-        axes.vlines(formula, position - 0.4, position + 0.02, color=theme["paper"], linewidth=4.5)
-        axes.vlines(formula, position - 0.4, position + 0.02, color=theme["ink"], linewidth=2)
-        why = no_gradients(row)
-        texts = (f"{end[-0.19]:.2f} held, formula {formula:.2f}",
-                 f"{end[0.19]:.2f} at the peak" + (f", {why}" if why else ""))  # fmt: skip
-        for at, text in zip(end, texts):
-            x = max(end[at], formula if at < 0 else 0)
-            axes.annotate(text, (x, position + at), (5, 0), textcoords="offset points", va="center", bbox=paper,
-                          fontsize=9)  # fmt: skip
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set(xlabel=f"{label} on one rank", xlim=(0, 1.32 * longest))
+        held, peak = f"{title}, held", f"{title}, peak"
+        rows[held], rows[peak] = row["held_bytes"], {part: row["peak_parts"].get(part, 0) for part in PARTS}
+        formula[held], words[peak] = row["formula_bytes"], no_gradients(row)
+    gpus = tuple(gigabytes * 1e9 for gigabytes in GPUS)
+    figure = bars(theme, rows, formula=formula, means=formula_name(results), words=words, lines=gpus)
     finding = "What a rank holds between steps, and the most that is alive at once"
-    if _both(results):
+    if {"ddp", "zero3"} <= {*ran}:
+        unit, size = tables.unit(max(row["peak_bytes"] for row in ran.values()))
         ours, theirs = (sum(ran[name]["held_bytes"].values()) / size for name in ("zero3", "ddp"))
         finding = f"ZeRO-3 holds {ours:.0f} {unit} where DDP holds {theirs:.0f}, but needs "
         finding += f"{ran['zero3']['peak_bytes'] / size:.0f}: activations stay whole"
     headline(figure, finding, _shape(results))
-    handles = key({part: PART_STYLES[part] for part in PARTS[:-1]}, theme)
-    tick = {"marker": "|", "markersize": 10, "markeredgewidth": 2, "linestyle": "none", "color": theme["ink"]}
-    handles.append(Line2D([], [], **tick, label=formula_name(results)))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -136,7 +101,7 @@ def live(results: dict, theme: dict, parts=PARTS, levels: dict[str, float] | Non
     rows = {name: row for name, row in results["engines"].items() if "curve" in row}
     columns = min(3, len(rows))
     lines = -(-len(rows) // columns)
-    unit, size, label = _unit(results)
+    unit, size = _unit(results)
     figure, grid = new(theme, lines, columns, height=2.5 * lines + 1.6, sharex=True, sharey=True, squeeze=False)
     seen = dict.fromkeys(PARTS, False)
     for axes, (name, row) in zip(grid.flat, rows.items()):
@@ -168,7 +133,7 @@ def live(results: dict, theme: dict, parts=PARTS, levels: dict[str, float] | Non
         axes.set_xlabel("fraction of each phase's events", fontsize=8)
         axes.tick_params(axis="x", length=0)
     for axes in grid[:, 0]:
-        axes.set_ylabel(f"live {label}")
+        axes.set_ylabel(f"live {IN_FULL[unit]}")
     peaks = {name: row["peak_bytes"] / size for name, row in rows.items()}
     most, least = max(peaks, key=peaks.get), min(peaks, key=peaks.get)
     finding = f"{NAMES.get(least, least)} peaks at {_short(peaks[least])} {unit}"
@@ -199,7 +164,7 @@ def _along(curve: dict) -> tuple[list[float], dict[str, list[float]]]:
 
 def scaling(results: dict, theme: dict):
     """Peak of one rank against the number of ranks, from two on, and what ZeRO-3's is for."""
-    unit, size, label = _unit(results)
+    unit, size = _unit(results)
     figure, axes = new(theme, 1, height=5.6)
     shown = [index for index, number in enumerate(results["ranks"]) if number >= 2] or range(len(results["ranks"]))
     ranks = [results["ranks"][index] for index in shown]
@@ -226,7 +191,8 @@ def scaling(results: dict, theme: dict):
                       annotation_clip=False)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(number) for number in ranks])
-    axes.set(xlim=(ranks[0], ranks[-1]), ylim=(0, None), xlabel="ranks N", ylabel=f"{label} on one rank at the peak")
+    axes.set(xlim=(ranks[0], ranks[-1]), ylim=(0, None), xlabel="ranks N")
+    axes.set_ylabel(f"{IN_FULL[unit]} on one rank at the peak")
     axes.minorticks_off()
     ruled(axes)
     finding = "More ranks divide the state, and nothing else"

@@ -1,8 +1,7 @@
 """The ledger that also says where bytes belong: to which unit or bucket, and to which ranks' cells of it."""
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,7 +21,7 @@ LAYERS = {PARAMETERS: (0, HELD), GATHERED: (0, WHOLE), GRADIENTS: (1, HELD), IN_
 
 @dataclass
 class Change:
-    """From `moment` on (whatever `clock` returns; None: since before the step) a layer of a row has other bytes.
+    """From `moment` on (whatever `clock` returns) a layer of a row has other bytes.
 
     `cells` are the bytes in each of the N cells; `row` is None for bytes of state that no row is known for, and then
     there is one number. `freed`: the last of a whole buffer has just been given back, `nbytes` of it.
@@ -45,7 +44,6 @@ class PlacesLedger(PartsLedger):
     counts: DDP's buckets and the optimizer's state show only in a step.
 
     `rows`: see `rows_of`. `collective_rows`: for each collective since `begin`, in the order of issue, its row or None.
-    `clock()` gives the moments of what `changes` returns.
     """
 
     def __init__(self, engine=None, rank: int | None = None, ranks: int | None = None):
@@ -53,28 +51,24 @@ class PlacesLedger(PartsLedger):
         self.ranks = dist.get_world_size() if ranks is None else ranks
         self.rows: list[Row] = []
         self.collective_rows: list[int | None] = []
-        self.clock = None
         self._together: dict[int, list] = {}  # DDP: storage of the gradients -> the parameters whose they are
         self._home: dict[int, tuple[Stretch, int]] = {}  # id of a parameter or a piece -> its stretch, and its index
         self._place: dict[int, tuple[Stretch, list[int]]] = {}  # number of a storage -> its stretch, weights of cells
         self._sent: set[int] = set()  # numbers of the storages that a reduction reads
-        self._moments: list = []  # for each of `_events`
         super().__init__(engine)
 
     def begin(self, engine=None) -> None:
         self._place, self._home, self._sent, self.collective_rows = {}, {}, set(), []
         engine = engine or self._engine
-        self._moments = []
         if engine is not None:
             self.rows = rows_of(engine, self.ranks, self._buckets_of(engine))
             self._find_homes()
         super().begin(engine)
-        self._moments = [None] * len(self._events)
 
     def changes(self) -> Iterator[Change]:
         """What each of the ledger's events did to the cells, in order; events of other parts are left out."""
         sizes, totals = {}, {}
-        for (number, nbytes, *_), moment in zip(self._events, self._moments):
+        for number, nbytes, *_, moment in self._events:
             part = self._part.get(number)
             before, sizes[number] = sizes.get(number, 0), nbytes
             if part not in LAYERS:
@@ -87,14 +81,6 @@ class PlacesLedger(PartsLedger):
                 total[cell] += new - old
             freed = layer == WHOLE and not nbytes and (number in self._sent if column else not any(total))
             yield Change(moment, row, column, layer, [*total], freed and row is not None, before)
-
-    def on_timeline(self, timeline) -> list[tuple[float, Counter]]:
-        """(seconds on `timeline`, {part: bytes}) after each event since `begin`, with `clock` as `timeline.now`.
-
-        On a GPU the times are the GPU's, as those of the spans are: the host may be far ahead.
-        """
-        moments = zip(self._moments, self.moments())
-        return [(0.0 if when is None else timeline.seconds(when), moment.parts) for when, moment in moments]
 
     # Where storages belong.
 
@@ -171,12 +157,6 @@ class PlacesLedger(PartsLedger):
 
     # What torch dispatches.
 
-    def _note(self, key: int, nbytes: int) -> None:
-        count = len(self._events)
-        super()._note(key, nbytes)
-        if len(self._events) > count:
-            self._moments.append(self.clock() if self.clock else self._events[-1][5])
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name.split("::")[1]
@@ -225,12 +205,11 @@ class PlacesLedger(PartsLedger):
         return label.partition("(")[2].partition(")")[0] or "root"
 
 
-def in_rows(spans: list[Span], collectives: list[Span], ledger: PlacesLedger) -> list[Span]:
-    """A timeline's `spans`, its `collectives` among them with the rows that `ledger` has found for them."""
-    named = {}
+def name_rows(collectives: list[Span], ledger: PlacesLedger) -> None:
+    """Give a timeline's `collectives` the names of the rows that `ledger` has found for them."""
     for span, row in zip(collectives, ledger.collective_rows):
-        named[id(span)] = span if row is None else replace(span, unit=ledger.rows[row].name)
-    return [named.get(id(span), span) for span in spans]
+        if row is not None:
+            span.unit = ledger.rows[row].name
 
 
 def _share(nbytes: int, weights: list[int]) -> list[int]:

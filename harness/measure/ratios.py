@@ -3,8 +3,8 @@
 import argparse
 import json
 import statistics
-import sys
 
+from harness.run.ending import one_line
 from harness.run.engines import PAIRS
 
 
@@ -19,8 +19,8 @@ def ratios(reports: list[dict]) -> dict[str, list[float]]:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 2 for files that are no reports of the referee."""
+@one_line(ValueError)
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="ratios", description="Step-time ratios over launches of the referee.")
     parser.add_argument("files", nargs="+", help="reports, as ./launch.sh compare --json FILE writes them")
     files = parser.parse_args(argv).files
@@ -31,13 +31,11 @@ def main(argv: list[str] | None = None) -> int:
                 reports.append(json.load(opened))
             ratios(reports[-1:])
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            print(f"error: {file} is no report of ./launch.sh compare --json FILE: {error}", file=sys.stderr)
-            return 2
+            raise ValueError(f"{file} is no report of ./launch.sh compare --json FILE: {error}") from error
     print(f"{'step time':<38}median   lowest  highest  of {len(files)} launches")
     for name, values in ratios(reports).items():
         print(f"{name:<38}{statistics.median(values):>6.2f} {min(values):>8.2f} {max(values):>8.2f}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,13 +2,16 @@
 
 from harness.measure import tables
 
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
 
 
 def columns(runs: dict[str, dict], reference: str) -> dict:
     """The columns of the referee's results, {title: (name, run) -> cell}. MB are 10^6 bytes, as in the articles."""
     base = runs[reference]["step_ms"]
+    on_gpu = {
+        "MFU %": lambda name, run: f"{100 * run['mfu']:.1f}" if run.get("mfu") else "-",
+        "reserved MB": lambda name, run: f"{run['reserved_bytes'] / 1e6:.0f}",
+    }
     return {
         "engine": lambda name, run: name,
         "first loss": lambda name, run: f"{run['losses'][0]:.4f}",
@@ -22,17 +25,16 @@ def columns(runs: dict[str, dict], reference: str) -> dict:
         "step ms": lambda name, run: f"{run['step_ms']:.1f}" if base else "-",
         f"x {reference}": lambda name, run: f"{run['step_ms'] / base:.2f}" if base else "-",
         "tokens/s": lambda name, run: f"{run['tokens_per_s']:.0f}" if base else "-",
-    }
-
-
-def table(runs: dict[str, dict], reference: str) -> str:
-    """The results of the referee's passes, a row per engine."""
-    return "\n".join(tables.text(tables.rows_of(columns(runs, reference), runs)))
+    } | (on_gpu if "reserved_bytes" in runs[reference] else {})
 
 
 NO_RESHARD = (
     "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
     "and 1/N of them otherwise: it is not quite ZeRO-2.\n"
+)
+MFU = (
+    "MFU: the model's FLOPs (6 per parameter and token, and attention in full; not what is recomputed) as a share of\n"
+    "what the GPU can do at most, by its data sheet; -: a GPU that is not in the list. Reserved: by the allocator.\n"
 )
 
 
@@ -42,7 +44,8 @@ def results(result: dict, reference: str) -> str:
     held += NO_RESHARD * ("fsdp2_no_reshard" in result["runs"])
     peak = "the GPU allocator's" if result["device"] != "cpu" else "all live storages of one step"
     words = f"{held}Peak: {peak}. Sent: logical bytes of the collectives issued, per rank.\n"
-    lines = [table(result["runs"], reference), words]
+    words += MFU * (result["device"] != "cpu")
+    lines = [*tables.text(tables.rows_of(columns(result["runs"], reference), result["runs"])), words]
     return "\n".join([*lines, report(result) + "\n"] if result["timed_steps"] else lines)
 
 
@@ -70,15 +73,9 @@ def report(result: dict) -> str:
             lines.append("single was not delayed: it is one process.")
     if unsure := max(run["step_time"]["clocks_unsure_by_ms"] for run in runs.values()):
         lines.append(f"The ranks' clocks are of several machines: waiting and exposed are right to {unsure:.3f} ms.")
-    kinds = [kind for kind in KINDS if any(_of_kind(run["step_time"], kind) for run in runs.values())]
-    if kinds:
-        rows = [["engine", *(f"{kind} ms" for kind in kinds)]]
-        rows += [[name, *(_of_kind(run["step_time"], kind) or "-" for kind in kinds)] for name, run in runs.items()]
-        words = "Time in which each kind of collective moved bytes, and how much of it was exposed; mean of the ranks:"
-        lines += ["", words, *tables.text(rows)]
     if any(rank["told_late"] for run in runs.values() for rank in run["step_time"]["ranks"]):
         lines.append("<=: the backend does not say when these end, but when they are waited for: at most so long.")
-    return "\n".join([*lines, "", *_rates(result, runs)])
+    return "\n".join(lines)
 
 
 _HEAD = ["engine", "rank", "step", "own work", "waiting", "exposed", "overlapped", "overlapped %"]
@@ -108,7 +105,7 @@ def stands_out(found: dict) -> bool:
 
 
 def slowest_words(found: dict) -> str:
-    """Which rank is the slowest, by how much, and in which step; or that none stands out."""
+    """Which rank is the slowest, in how many steps and by how much; or that none stands out."""
     if len(found["ranks"]) < 2:
         return ""
     if not stands_out(found):
@@ -116,40 +113,9 @@ def slowest_words(found: dict) -> str:
     times = [rank["step_ms"] for rank in found["ranks"]]
     return (
         f"Rank {found['slowest_rank']} is the slowest, in {len(found['slowest_in_steps'])} of {found['steps']} "
-        f"steps, by {found['lead_ms']:.1f} ms of own work, most in step {found['lead_in_step']}; the ranks' step "
-        f"times, waiting included, are {min(times):.1f} to {max(times):.1f}."
+        f"steps, by {found['lead_ms']:.1f} ms of own work; the ranks' step times, waiting included, are "
+        f"{min(times):.1f} to {max(times):.1f}."
     )
-
-
-def _of_kind(found: dict, kind: str) -> str:
-    """ "31.2, 45% exposed": the mean over the ranks, or "" where there was none of that kind."""
-    ranks = found["ranks"]
-    exposed = sum(rank["exposed_ms"].get(kind, 0.0) for rank in ranks) / len(ranks)
-    together = exposed + sum(rank["overlapped_ms"].get(kind, 0.0) for rank in ranks) / len(ranks)
-    if not together:
-        return ""
-    late = any(kind in rank["told_late"] for rank in ranks)
-    return f"{'<=' * late}{together:.1f}, {'>=' * late}{100 * exposed / together:.0f}% exposed"
-
-
-def _rates(result: dict, runs: dict[str, dict]) -> list[str]:
-    gpu = result["device"] != "cpu"
-    rows = [["engine", "tokens/s", "tokens/s per rank", "model GFLOP/s per rank"]]
-    rows[0] += ["MFU %", "peak allocated MB", "peak reserved MB"] if gpu else []
-    for name, run in runs.items():
-        row = [name, f"{run['tokens_per_s']:.0f}", f"{run['tokens_per_s_per_rank']:.0f}"]
-        row += [f"{run['flops_per_s_per_rank'] / 1e9:.1f}"]
-        if gpu:
-            row += ["-" if run["mfu"] is None else f"{100 * run['mfu']:.1f}"]
-            row += [f"{run['peak_bytes'] / 1e6:.0f}", f"{run['reserved_bytes'] / 1e6:.0f}"]
-        rows.append(row)
-    words = [
-        "Model FLOPs: 6 per parameter and token, and attention in full. The head counts, and so the embedding, which",
-        "shares its weight; looking up rows (tokens, positions) does not count, nor does recomputation.",
-    ]
-    mfu = "MFU: their share of what the GPU can do at most, by its data sheet (-: a GPU that is not in the list)."
-    words += [mfu] if gpu else []
-    return ["How fast, by the step times of the first table:", "", *tables.text(rows), *words]
 
 
 def sentence(found: dict, rank: int) -> str:

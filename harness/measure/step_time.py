@@ -188,10 +188,9 @@ def summary(ranks: list[list[dict]]) -> dict:
     """What goes into a report's JSON, from `watch`: milliseconds, means over the steps, and who was the slowest.
 
     {"steps": how many, "ranks": [{"rank", "step_ms", "own_ms", "compute_ms", "optimizer_ms", "host_ms", "waiting_ms",
-    "exposed_ms": {kind: ms}, "overlapped_ms": {kind: ms}, "told_late", "steps_ms": [each], "steps_own_ms": [each]}],
-    "slowest_rank": the one that did the most own work, "slowest_in_steps": numbers of the steps, from 1, in which it
-    was, "lead_ms": by how much more than the next, "lead_in_step": where that was most}; the medians of the steps
-    decide. The last four are None where only one rank took part.
+    "exposed_ms": {kind: ms}, "overlapped_ms": {kind: ms}, "told_late", "steps_own_ms": [each]}], "slowest_rank": the
+    one that did the most own work, "slowest_in_steps": numbers of the steps, from 1, in which it was, "lead_ms": by how
+    much more than the next}; the medians of the steps decide. The last three are None where only one rank took part.
     """
     rows = []
     for rank, steps in enumerate(ranks):
@@ -203,18 +202,16 @@ def summary(ranks: list[list[dict]]) -> dict:
             kinds = sorted({kind for step in steps for kind in step["exposed"] | step["overlapped"]})
             row[f"{which}_ms"] = {kind: _mean(step[which].get(kind, 0.0) for step in steps) for kind in kinds}
         row["told_late"] = sorted({kind for step in steps for kind in step["told_late"]})
-        row["steps_ms"] = [round(step["step"] * 1e3, 3) for step in steps]
         row["steps_own_ms"] = [round(own_work(step) * 1e3, 3) for step in steps]
         rows.append(row)
-    slowest = in_steps = lead = lead_in_step = None
+    slowest = in_steps = lead = None
     if len(rows) > 1:
         leads = {row["rank"]: _leads(row, rows) for row in rows}
         slowest = max(leads, key=lambda rank: statistics.median(leads[rank]))
         in_steps = [number for number, more in enumerate(leads[slowest], 1) if more > 0]
         lead = round(statistics.median(leads[slowest]), 3)
-        lead_in_step = leads[slowest].index(max(leads[slowest])) + 1
     return {"steps": max(map(len, ranks)), "ranks": rows, "slowest_rank": slowest, "slowest_in_steps": in_steps,
-            "lead_ms": lead, "lead_in_step": lead_in_step}  # fmt: skip
+            "lead_ms": lead}  # fmt: skip
 
 
 def _leads(row: dict, rows: list[dict]) -> list[float]:

@@ -8,8 +8,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from harness.measure.tables import unit
 from harness.run.engines import ENGINES
 
 # (colour, hatch) of what bytes are for. What is there for a moment only is hatched.
@@ -50,6 +52,7 @@ THEMES = {
     "": {"paper": "#ffffff", "ink": "#24292f", "grid": "#d8dee4", "shade": "#eef1f4"},
     "-dark": {"paper": "#0d1117", "ink": "#e6edf3", "grid": "#30363d", "shade": "#1b212a"},
 }
+IN_FULL = {"GB": "GB (10⁹ bytes)", "MB": "MB (10⁶ bytes)"}
 WIDTH = 9.0  # inches at 110 dots: what a README shows without scaling
 
 
@@ -105,9 +108,55 @@ def save(draw, results, path: str) -> list[str]:
     return written
 
 
-def unit(nbytes: float) -> tuple[str, float]:
-    """The unit in which `nbytes` reads well, and its bytes: ("MB (10⁶ bytes)", 1e6)."""
-    for name, size in (("GB (10⁹ bytes)", 1e9), ("MB (10⁶ bytes)", 1e6), ("kB (10³ bytes)", 1e3)):
-        if nbytes >= size:
-            return name, size
-    return "bytes", 1
+def tick(axes, theme: dict, at: float, position: float, height: float) -> None:
+    """A mark across a horizontal bar, `height` above and below its middle: what a formula says."""
+    for colour, width in ((theme["paper"], 4.5), (theme["ink"], 2)):
+        axes.vlines(at, position - height, position + height, color=colour, linewidth=width)
+
+
+def beside(axes, theme: dict, text: str, at: float, position: float) -> None:
+    """Words behind the end of a horizontal bar, over any lines."""
+    paper = {"facecolor": theme["paper"], "edgecolor": "none", "pad": 0.5}
+    axes.annotate(text, (at, position), (5, 0), textcoords="offset points", va="center", bbox=paper)
+
+
+def bars(theme: dict, rows: dict[str, dict], title="", formula=None, means="formula", words=None, lines=()):
+    """Horizontal bars, stacked by part: {label: {part: bytes}}. What is alike up to a comma stands close together.
+
+    `formula` ({label: bytes}) is drawn as a tick across the bar, and `means` says in the legend what it is; `words`
+    ({label: text}) stand behind the bar and its number; `lines` are bytes to mark, GPUs' sizes say.
+    """
+    formula, words = formula or {}, words or {}
+    totals = {label: sum(parts.values()) for label, parts in rows.items()}
+    longest = max([*totals.values(), *formula.values()]) or 1e6
+    name, size = unit(longest)
+    figure, axes = new(theme, 1, height=0.36 * len(rows) + 1.7)
+    places, place = {}, 0.0
+    for before, label in zip([None, *rows], rows):
+        close = before is not None and before.partition(",")[0] == label.partition(",")[0]
+        places[label] = place = place + (0.8 if close else 1.1) * (before is not None)
+    for label, parts in rows.items():
+        start = 0.0
+        for kind, nbytes in parts.items():
+            axes.barh(places[label], nbytes / size, 0.7, left=start, **look(PART_STYLES[kind], theme))
+            start += nbytes / size
+        at, texts = formula.get(label, 0) / size, [f"{start:.4g}"] if parts else []
+        if label in formula:
+            tick(axes, theme, at, places[label], 0.42)
+            texts.append(f"formula {at:.4g}")
+        texts += [words[label]] if words.get(label) else []
+        beside(axes, theme, ", ".join(texts), max(start, at), places[label])
+    for nbytes in lines:
+        if nbytes <= 1.2 * longest:
+            axes.axvline(nbytes / size, color=theme["ink"], linewidth=0.8, linestyle=":")
+            axes.text(nbytes / size, -0.62, f"{nbytes / size:g} {name}", ha="center", va="bottom", fontsize=8)
+    axes.set_yticks(list(places.values()), list(rows))
+    axes.set(ylim=(place + 0.5, -0.6), xlim=(0, 1.3 * longest / size), xlabel=f"{IN_FULL[name]} on one rank")
+    axes.set_title(title, pad=14 if lines else 6)
+    drawn = {kind for parts in rows.values() for kind in parts if parts[kind] > 1e-3 * longest}
+    handles = key({kind: style for kind, style in PART_STYLES.items() if kind in drawn}, theme)
+    if formula:
+        mark = {"marker": "|", "markersize": 10, "markeredgewidth": 2, "linestyle": "none", "color": theme["ink"]}
+        handles.append(Line2D([], [], **mark, label=means))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return figure

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Callable
 
-GB, MB = ("GB", 1e9), ("MB", 1e6)
-
 
 def rows_of(columns: dict[str, Callable[[str, dict], str]], things: dict[str, dict]) -> list[list[str]]:
     """The rows of `things`, {name: numbers}: below the titles, in each column what it says of the name and the numbers.
@@ -32,6 +30,6 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def unit_for(parameters: int) -> tuple[str, float]:
-    """The unit for the bytes of a model with so many parameters, and its size: GB of 10^9 for a large one, else MB."""
-    return GB if parameters > 2.5e8 else MB
+def unit(nbytes: float) -> tuple[str, float]:
+    """The unit for so many bytes, and its size: GB of 10^9 for many, else MB of 10^6."""
+    return ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)

@@ -16,7 +16,7 @@ STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")  # the work that a collective can hide behind
 
 
-@dataclass(frozen=True)
+@dataclass
 class Span:
     """Something that took from `start` to `end` (seconds since the timeline was opened), on one of three lanes.
 
@@ -24,8 +24,10 @@ class Span:
     in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
     `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
     not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
-    unit or bucket of a collective, where somebody has found it out (`in_rows`, harness/measure/places.py). `later` says
-    of a collective that it was issued to be waited for later (`async_op`).
+    unit or bucket of a collective, where somebody has found it out (`name_rows` in harness/measure/places.py). `later`
+    says of a collective that it was issued to be waited for later (`async_op`).
+
+    While the timeline is open `start` and `end` are moments of its clock, and `end` is None of what has not ended.
     """
 
     lane: str
@@ -71,18 +73,16 @@ class Timeline(TorchDispatchMode):
         self._device = device
         self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
         self._begun: list = []  # when each of the labels was entered that are open
-        self._raw: list[list] = []  # [lane, name, start, end, step, nbytes], times not yet in seconds
-        self._computing: list | None = None  # the entry that goes on, until the rank waits or works for another unit
-        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its entry in `_raw`)
+        self._computing: Span | None = None  # what goes on, until the rank waits or works for another unit
+        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span)
         self.collectives: list[Span] = []
         self.operations: list[tuple[float, float]] = []
         self._between: list[tuple] = []  # the same, each with the dispatch before it: between them nobody does anything
         self.waits: list[Wait] = []
         self.marks: list[float] = []
-        self._futures: list[tuple] = []  # (future, entry) of collectives under way
-        self._issued: list[list] = []  # the collectives' entries, in order
-        self._waited: list[tuple] = []  # (start, end, the collective's entry), of waits that Python has called
-        self._order: list[tuple] = []  # what is issued, waited for and multiplied: (what, the collective's entry)
+        self._futures: list[tuple] = []  # (future, span) of collectives under way
+        self._waited: list[tuple] = []  # (start, end, the collective's span), of waits that Python has called
+        self._order: list[tuple] = []  # what is issued, waited for and multiplied: (what, the collective's span)
         self._stream = None  # on CUDA the one that computes
         self.on_wait = lambda work: None  # called when somebody has waited for a collective's work
 
@@ -111,7 +111,7 @@ class Timeline(TorchDispatchMode):
         elif said:
             start = self._begun.pop()
             if said.startswith("leave step "):
-                self._raw.append([STEPS, said.removeprefix("leave step "), start, self.now(), "", 0])
+                self.spans.append(Span(STEPS, said.removeprefix("leave step "), start, self.now()))
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
         start = self.now()
@@ -125,13 +125,13 @@ class Timeline(TorchDispatchMode):
             self._order.append(("product", None))
         begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has come to it, the host launched it
         unit, step, last = self._unit(), self._where.step, self._computing
-        if last is None or (last[1], last[4]) != (unit, step):
-            self._computing = last = [COMPUTE, unit, begun, None, step, 0]
-            self._raw.append(last)
-        last[3] = self.now()
+        if last is None or (last.name, last.step) != (unit, step):
+            self._computing = last = Span(COMPUTE, unit, begun, None, step)
+            self.spans.append(last)
+        last.end = self.now()
         if self._is_computing():
-            self.operations.append((begun, last[3]))
-            self._between.append((start, last[3]))
+            self.operations.append((begun, last.end))
+            self._between.append((start, last.end))
         return result
 
     def _is_computing(self) -> bool:
@@ -142,49 +142,49 @@ class Timeline(TorchDispatchMode):
         """For each collective of these kinds that was issued to be waited for later, in order: has this rank multiplied
         matrices before somebody waited for it?"""
         found = []
-        for place, (what, entry) in enumerate(self._order):
-            if what == "issued" and entry[1] in kinds and entry[8]:
-                after = [(what, other is entry) for what, other in self._order[place:]]
+        for place, (what, span) in enumerate(self._order):
+            if what == "issued" and span.name in kinds and span.later:
+                after = [(what, other is span) for what, other in self._order[place:]]
                 end = after.index(("waited", True)) if ("waited", True) in after else len(after)
                 found.append(("product", False) in after[:end])
         return found
 
     def _collective(self, kind: str, args, result, start, later: bool) -> None:
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
-        entry = [COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, True, later]
-        self._raw.append(entry)
-        self._issued.append(entry)
-        self._order.append(("issued", entry))
+        span = Span(COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, later=later)
+        self.spans.append(span)
+        self.collectives.append(span)
+        self._order.append(("issued", span))
         for work in works_in(result):
             if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
                 self._computing = None
-                self._ended(entry)
+                self._ended(span)
                 if self._is_computing():
-                    self._waited.append((start, entry[3], entry))
+                    self._waited.append((start, span.end, span))
                 return
-            self._under_way[id(work)] = (work, entry)
+            self._under_way[id(work)] = (work, span)
             if self._gpu and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
-                entry[7] = False
+                span.told = False
                 return
             try:
                 future = work.get_future()
             except RuntimeError:  # gloo's reduce-scatter has none
-                entry[7] = False
+                span.told = False
                 return
-            future.then(lambda _: self._ended(entry))
-            self._futures.append((future, entry))
+            future.then(lambda _: self._ended(span))
+            self._futures.append((future, span))
 
     def _look_for_ends(self, now) -> None:
         """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
         if self._futures and not self._gpu:
-            for future, entry in self._futures:
+            for future, span in self._futures:
                 if future.done():
-                    self._ended(entry, now)
-            self._futures = [pair for pair in self._futures if pair[1][3] is None]
+                    self._ended(span, now)
+            self._futures = [pair for pair in self._futures if pair[1].end is None]
 
-    def _ended(self, entry: list, now=None) -> None:
-        if entry[3] is None:
-            entry[3] = now or self.now()  # on CUDA a callback runs on a stream that has waited for the collective
+    def _ended(self, span: Span, now=None) -> None:
+        if span.end is None:
+            span.end = now or self.now()  # on CUDA a callback runs on a stream that has waited for the collective
 
     def __enter__(self):
         self._where.open()
@@ -198,12 +198,12 @@ class Timeline(TorchDispatchMode):
             try:
                 return timeline._plain_wait(work, *timeout)
             finally:
-                _, entry = timeline._under_way.pop(id(work), (None, None))
-                if entry is not None:
-                    timeline._order.append(("waited", entry))
-                    timeline._ended(entry)
+                _, span = timeline._under_way.pop(id(work), (None, None))
+                if span is not None:
+                    timeline._order.append(("waited", span))
+                    timeline._ended(span)
                     if timeline._is_computing():
-                        timeline._waited.append((start, timeline.now(), entry))
+                        timeline._waited.append((start, timeline.now(), span))
                 timeline.on_wait(work)
 
         dist.Work.wait = wait
@@ -221,18 +221,15 @@ class Timeline(TorchDispatchMode):
         end = self.now()
         if self._gpu:
             self._gpu.synchronize()
-        made = {}  # id of an entry -> its span
-        for entry in self._raw:
-            lane, name, start, stop, step, nbytes, *more = entry
-            stop = end if stop is None else stop  # nobody has waited for it inside the `with`
-            made[id(entry)] = Span(lane, name, *self._interval(start, stop), step, nbytes, *more)
-        self.spans = sorted(made.values(), key=lambda span: span.start)
-        self.collectives = [made[id(entry)] for entry in self._issued]
+        for span in self.spans:
+            stop = end if span.end is None else span.end  # nobody has waited for it inside the `with`
+            span.start, span.end = self._interval(span.start, stop)
+        self.spans.sort(key=lambda span: span.start)
         self.operations = [self._interval(*operation) for operation in self.operations]
         self._between = [self._interval(*operation) for operation in self._between]
         self.marks = [self.seconds(moment) for moment in self.marks]
         self.waits = self._find_waits()
-        self._raw, self._issued, self._waited, self._futures, self._between, self._under_way = [], [], [], [], [], {}
+        self._waited, self._futures, self._between, self._under_way = [], [], [], {}
         return result
 
     def _find_waits(self) -> list[Wait]:
@@ -241,8 +238,8 @@ class Timeline(TorchDispatchMode):
         The latter are seen by what they leave: two operations with nothing between them, and a collective that ended
         in the gap. So the gap, up to that end, was a wait, unless Python has waited for the collective.
         """
-        number = {id(entry): index for index, entry in enumerate(self._issued)}
-        waits = [Wait(self.seconds(a), self.seconds(b), number[id(entry)]) for a, b, entry in self._waited]
+        number = {id(span): index for index, span in enumerate(self.collectives)}
+        waits = [Wait(self.seconds(a), self.seconds(b), number[id(span)]) for a, b, span in self._waited]
         known = {wait.collective for wait in waits}
         slack = 5e-5 if self._gpu else 0.0  # a collective's end is noted on another stream, a moment later
         ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)

@@ -83,7 +83,7 @@ def versions(ranks: list[list[tuple]], updates: list) -> list[list[tuple]]:
         for moment, row, layer, cells in looks:
             if layer == HELD and rank in cells:
                 before.setdefault((row, rank), cells[rank])
-                if updates[rank] is not None and moment is not None and moment >= updates[rank]:
+                if updates[rank] is not None and moment >= updates[rank]:
                     after.setdefault((row, rank), cells[rank])
 
     def version(row: int, cell: int, checksum: int | None) -> int:

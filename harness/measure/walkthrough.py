@@ -6,6 +6,7 @@ Everything printed is observed from outside, by the memory and traffic ledgers; 
 import argparse
 import contextlib
 import inspect
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from harness.measure import step_report, step_time
 from harness.measure.out_of_memory import explained
 from harness.measure.parts import PARTS, PartsLedger
-from harness.measure.places import PlacesLedger, in_rows
+from harness.measure.places import PlacesLedger, name_rows
 from harness.measure.story import BucketStory, UnitStory, held
 from harness.measure.timeline import Timeline, chrome_trace
 from harness.measure.traffic import TrafficLedger
@@ -118,11 +119,14 @@ def _trace(engine, partition: list, batch, me, options: argparse.Namespace, own:
     with PlacesLedger(engine) as memory, Timeline(engine, me.device) as timeline:
         memory.clock = timeline.now
         micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
-        memory.clock = None
-    live = [(seconds, {part: parts[part] for part in PARTS}) for seconds, parts in memory.on_timeline(timeline)]
+        memory.clock = time.perf_counter
+    # What is there already when the timeline is opened is there from its beginning.
+    live = []
+    for moment in memory.moments():
+        live.append((max(0.0, timeline.seconds(moment.when)), {part: moment.parts[part] for part in PARTS}))
     everyone = [None] * me.world_size
-    spans = in_rows(timeline.spans, timeline.collectives, memory)
-    dist.all_gather_object(everyone, (partition, spans, live))
+    name_rows(timeline.collectives, memory)
+    dist.all_gather_object(everyone, (partition, timeline.spans, live))
     if me.rank == 0:
         own = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own.items())
         name, ranks = type(engine).__name__, f"{me.world_size} ranks over {me.backend}"

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.ledger import MemoryLedger, tensors_in
 from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
+from harness.measure.where import Where
 from harness.plan.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
 from harness.plan.one_rank import Setup, build, mesh_for, parameters_of, train
 from harness.plan.streams import Streams
@@ -41,7 +42,7 @@ class Recorder(MemoryLedger):
     def __init__(self):
         super().__init__()
         self._on = False
-        self._labels: list[str] = []
+        self._where = Where()
         self._waiting: dict[tuple, list] = {}  # (kind, ranks, stride) -> works that nobody has waited for
         self._marks = 0
         self._streams = Streams(self._mark, self._await)
@@ -61,11 +62,8 @@ class Recorder(MemoryLedger):
         kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        self._where.see(func, args)
         if func.namespace == "profiler":
-            if name == "_record_function_enter_new":
-                self._labels.append(args[0])
-            elif self._labels:
-                self._labels.pop()
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if self._on:
@@ -76,11 +74,6 @@ class Recorder(MemoryLedger):
         for tensor in tensors_in(result):
             self.track(tensor)
         return result
-
-    @property
-    def _step(self) -> str:
-        labels = (label.removeprefix("step ") for label in reversed(self._labels) if label.startswith("step "))
-        return next(labels, "")
 
     def _operation(self, func, name: str, args, kwargs, result) -> None:
         if name in NO_KERNEL:
@@ -110,12 +103,12 @@ class Recorder(MemoryLedger):
         if name in ATTENTION:
             keys = args[ATTENTION[name][0] + 1].shape
             attends = keys[3], keys[2]
-        self.events.append(Operation(self._streams.current, name, flops, nbytes, short, self._step, attends))
+        self.events.append(Operation(self._streams.current, name, flops, nbytes, short, self._where.step, attends))
 
     def _collective(self, kind: str, args, result) -> None:
         ranks = dist.get_process_group_ranks(group_of(args))
         group = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        self.events.append(Collective(self._streams.current, kind, whole_bytes(kind, args), *group, self._step))
+        self.events.append(Collective(self._streams.current, kind, whole_bytes(kind, args), *group, self._where.step))
         works = works_in(result)
         self._waiting.setdefault((kind, *group), []).extend(works[:1])
 

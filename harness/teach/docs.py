@@ -179,8 +179,10 @@ def hybrid() -> str:
     """What is sent along each dimension of the grid, and held."""
     rows = dry_runs("memory-7b-32ranks-4replicas.json")
     for row in rows:
-        sent = {where: f"{elements / 1e9:,.2f}" for where, elements in row["sent_elements_by_dimension"].items()}
-        row["sent"] = {"row": "", "across replicas": "", "all ranks": ""} | sent
+        elements = {"row": 0, "across replicas": 0, "all ranks": 0}
+        for one in row["sent"]:
+            elements[one["where"]] += one["elements"]
+        row["sent"] = {where: f"{number / 1e9:,.2f}" * bool(number) for where, number in elements.items()}
     titles = "engine | sent in the row | sent across replicas | sent among all ranks | held, GB | peak, GB"
     cells = "{engine} | {sent[row]} | {sent[across replicas]} | {sent[all ranks]} | {held:,.2f} | {peak:,.2f}"
     return table(titles, cells, rows)

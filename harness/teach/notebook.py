@@ -13,11 +13,8 @@ import textwrap
 import time
 from pathlib import Path
 
-from matplotlib.lines import Line2D
-
 from harness.measure import memory as dry_run
 from harness.measure import style, tables
-from harness.measure.style import PART_STYLES, key, look, unit
 from harness.run import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,48 +117,6 @@ def new(rows: int = 1, columns: int = 1, height: float = 3.5, **options):
     return style.new(THEME, rows, columns, height, **options)
 
 
-def tick(axes, at: float, position: float, height: float) -> None:
-    """A mark across a horizontal bar, `height` above and below its middle: what a formula says."""
-    for colour, width in ((THEME["paper"], 4.5), (INK, 2)):
-        axes.vlines(at, position - height, position + height, color=colour, linewidth=width)
-
-
-def beside(axes, text: str, at: float, position: float) -> None:
-    """Words behind the end of a horizontal bar, over any lines."""
-    paper = {"facecolor": THEME["paper"], "edgecolor": "none", "pad": 0.5}
-    axes.annotate(text, (at, position), (5, 0), textcoords="offset points", va="center", bbox=paper)
-
-
-def bars(rows: dict[str, dict[str, float]], title: str, formula: dict[str, float] | None = None, lines=()):
-    """Horizontal bars, stacked by part: {label: {part: bytes}}, parts and colours as in `harness.measure.style`.
-
-    `formula` ({label: bytes}) is drawn as a tick across the bar; `lines` are bytes to mark, GPUs' sizes say.
-    """
-    formula = formula or {}
-    totals = {label: sum(parts.values()) for label, parts in rows.items()}
-    longest = max([*totals.values(), *formula.values()])
-    name, size = unit(longest)
-    figure, axes = new(height=0.36 * len(rows) + 1.7)
-    for position, (label, parts) in enumerate(rows.items()):
-        start = 0.0
-        for kind, nbytes in parts.items():
-            axes.barh(position, nbytes / size, 0.7, left=start, **look(PART_STYLES[kind], THEME))
-            start += nbytes / size
-        at = formula.get(label, 0) / size
-        if label in formula:
-            tick(axes, at, position, 0.42)
-        beside(axes, f"{start:.4g}" + f", formula {at:.4g}" * (label in formula), max(start, at), position)
-    for nbytes in lines:
-        if nbytes <= 1.2 * longest:
-            axes.axvline(nbytes / size, color=INK, linewidth=0.8, linestyle=":")
-            axes.text(nbytes / size, -0.62, f"{nbytes / size:g}", ha="center", va="bottom", fontsize=8)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.set(ylim=(len(rows) - 0.5, -0.6), xlim=(0, 1.3 * longest / size), xlabel=f"{name} on one rank")
-    axes.set_title(title, pad=14 if lines else 6)
-    kinds = dict.fromkeys(kind for parts in rows.values() for kind in parts if parts[kind] > 1e-3 * longest)
-    handles = key({kind: PART_STYLES[kind] for kind in kinds}, THEME)
-    if formula:
-        handles.append(Line2D([], [], marker="|", markersize=10, markeredgewidth=2, linestyle="none", color=INK))
-        handles[-1].set_label("formula")
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return figure
+def bars(rows: dict[str, dict[str, float]], title: str):
+    """Horizontal bars, stacked by part: see `harness.measure.style.bars`."""
+    return style.bars(THEME, rows, title)

@@ -2,8 +2,8 @@
 
 import textwrap
 
-from harness.measure.style import ALARM, LANE_COLOURS, LANE_STYLES, PART_COLOURS, PART_STYLES, look
-from harness.teach.notebook import INK, THEME, beside, new, tick
+from harness.measure.style import ALARM, LANE_COLOURS, LANE_STYLES, PART_COLOURS, PART_STYLES, beside, look, tick
+from harness.teach.notebook import INK, THEME, new
 
 
 def copies(kinds: dict[str, str], stages: dict[str, tuple], elements: int, ranks: int):
@@ -58,10 +58,10 @@ def wire(logical: dict[str, float], crossed: dict[str, float] | None, ranks: int
     for position, kind in enumerate(kinds):
         if crossed:
             axes.barh(position, crossed[kind], 0.6, **look(LANE_STYLES[lanes[kind]], THEME))
-        tick(axes, logical[kind], position, 0.4)
+        tick(axes, THEME, logical[kind], position, 0.4)
         text = f"{crossed[kind]:.2f} crossed, " if crossed else ""
         far = max(logical[kind], crossed[kind] if crossed else 0)
-        beside(axes, f"{text}{logical[kind]:.2f} needed", far, position)
+        beside(axes, THEME, f"{text}{logical[kind]:.2f} needed", far, position)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
     finding = "no counter here: only what the ring needs"

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure.ledger import storage_bytes
+from harness.measure.parts import GATHERED, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.teach.articles.claim import Claims, about, above, listed
 from harness.teach.articles.runs import (
@@ -277,19 +277,12 @@ AT_ONCE = "gathered bytes through a step of ZeRO-3"
 
 def most_gathered(model_of, **options) -> float:
     """The largest share of the parameters that ZeRO-3 has gathered at once in a step."""
-    most = 0
-
-    class Look(TorchDispatchMode):  # at every operation
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal most
-            most = max(most, sum(bucket.flat.untyped_storage().nbytes() for bucket in engine.buckets))
-            return func(*args, **(kwargs or {}))
-
-    with running("zero3", model_of, **options) as engine, Look():
+    with running("zero3", model_of, **options) as engine, PartsLedger(engine) as memory:
         for _ in range(2):
             forward(engine).backward()
             update(engine)
-    return most / step("zero3", model_of).parameter_bytes
+    worst = memory.peak_moment(of=lambda moment: moment.parts[GATHERED])
+    return worst.parts[GATHERED] / step("zero3", model_of).parameter_bytes
 
 
 @claims.multiple_gpus("ZeRO-3 frees a layer's parameters right after use", AT_ONCE, says=lambda most: most <= 2.01)

@@ -1,5 +1,6 @@
 """What one rank writes down of one step, from outside: where its bytes are, what it computes, sends and waits for."""
 
+import time
 from functools import partial
 
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from harness.teach.watch.recording import PHASES
 class Recorder(PlacesLedger):
     """A `PlacesLedger` that also looks at the weights: when a unit computes, is gathered or updated, and at the end."""
 
+    on = False  # whether this is the step that counts
+
     def start(self, timeline: Timeline) -> None:
         """The step that counts begins now, with `timeline` open."""
-        self.clock, self.versions, self.updated = timeline.now, Versions(self.rank), None
+        self.on, self.clock, self.versions, self.updated = True, timeline.now, Versions(self.rank), None
         self._names = unit_names(self._engine.model)
         self.units = units_of(self.rows, self._names)
         self._at_work, self._gathers, timeline.on_wait = None, {}, self._waited
@@ -31,12 +34,12 @@ class Recorder(PlacesLedger):
         self._look(range(len(self.rows)))
 
     def _waited(self, work) -> None:
-        if self.clock is not None and id(work) in self._gathers:
+        if self.on and id(work) in self._gathers:
             self._look([self._gathers.pop(id(work))[1]])
 
     def stop(self) -> None:
         self._look(range(len(self.rows)))
-        self.clock = None
+        self.on, self.clock = False, time.perf_counter
 
     def _look(self, rows, moment=None) -> None:
         for row in rows:
@@ -49,11 +52,11 @@ class Recorder(PlacesLedger):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         count = len(self.collective_rows)
         # A view computes nothing: autograd makes some of a weight before it asks for what is in it.
-        if self.clock is not None and func.namespace == "aten" and not func.is_view and self._where.step[:1] in PHASES:
+        if self.on and func.namespace == "aten" and not func.is_view and self._where.step[:1] in PHASES:
             self._computes()
         beside = self._beside()
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.clock is None:
+        if not self.on:
             return result
         if self._beside() and not beside:
             self.copies.append([self.clock(), None])
@@ -134,8 +137,6 @@ def _plain(memory: Recorder, timeline: Timeline, ended, error: str | None, me: R
         return opened + timeline.seconds(moment)
 
     opened = timeline.opened
-    moments = zip(memory.moments(), memory._moments)
-    live = [(0.0 if token is None else at(token), dict(moment.parts)) for moment, token in moments]
     return {
         "rank": me.rank,
         "begins": opened,
@@ -144,9 +145,9 @@ def _plain(memory: Recorder, timeline: Timeline, ended, error: str | None, me: R
         "rows": [{"name": row.name, "nbytes": row.nbytes, "parameters": _words(row)} for row in memory.rows],
         "shards": any(s.bucket is not None or s.by_parameter for row in memory.rows for s in row.stretches),
         "units": memory.units,
-        "changes": [[0.0 if c.moment is None else at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes]
+        "changes": [[at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes]
                     for c in memory.changes()],
-        "live": live,
+        "live": [(at(moment.when), dict(moment.parts)) for moment in memory.moments()],
         "steps": [[s.name, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
         "begun": [[at(moment), unit, step] for moment, unit, step in memory.begun],
