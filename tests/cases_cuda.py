@@ -1,6 +1,5 @@
 """Run on every rank, with a GPU each or one that they share: what only CUDA can show."""
 
-import copy
 import gc
 from functools import partial
 
@@ -11,16 +10,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.ledger import MemoryLedger, held_bytes, let_go, storage_bytes, warm_up
+from harness.measure.ledger import MemoryLedger, let_go, warm_up
 from harness.properties import parts
-from harness.properties.layout import padded
 from harness.properties.property import same
-from harness.run.model import GPT, PRESETS, initialize, next_token_loss
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 CYCLES = 20_000_000  # of the GPU's clock: some 10 ms, far longer than any kernel here
 LAYERS = 8
-WIDTHS = {"cuda": 1024, "cpu": 128}  # a layer of 4 MiB: what the allocator adds to it is little
+WIDTH = 1024  # a layer of 4 MiB: what the allocator adds to it is little
 
 
 def allocated_before_a_case() -> int:
@@ -32,72 +29,28 @@ def allocated_before_a_case() -> int:
     return torch.cuda.memory_allocated()
 
 
-def wide(device: str, layers: int = LAYERS, width: int | None = None) -> nn.Module:
+def wide() -> nn.Module:
     """Layers without biases: hardly anything but weights."""
 
     def build():
-        model = parts.Stack(layers, width or WIDTHS[device])
+        model = parts.Stack(LAYERS, WIDTH)
         for layer in model.layers:
             layer.bias = None
         return model
 
-    return parts.seeded(build, dtype=torch.float32, device=device)
+    return parts.seeded(build, dtype=torch.float32, device="cuda")
 
 
-def batch_on(device: str, step: int, width: int | None = None):
-    return [tensor.to(device) for tensor in parts.vector_batch(step, dist.get_rank(), width or WIDTHS[device])]
-
-
-def bytes_held(stage: str, device: str, engine_name: str | None = None) -> None:
-    """Parameters, gradients and state to the byte; on CUDA the allocator has given out little more than that."""
-    world_size = dist.get_world_size()
-    numel = LAYERS * padded([WIDTHS[device] ** 2], world_size)[0]
-    batches, held = [batch_on(device, step) for step in range(2)], {}
-    before = allocated_before_a_case() if device == "cuda" else 0
-    adamw = partial(ADAMW, fused=True)
-    engine = (parts.DDPInDisguise if engine_name == "impostor" else parts.STAGES[stage])(wide(device), adamw)
-    engine.training_step(*batches[0], F.mse_loss)
-
-    def look(optimizer, *_):
-        held.update(held_bytes(engine))
-        held["allocated"] = torch.cuda.memory_allocated() - before if device == "cuda" else None
-
-    engine.optimizer.register_step_pre_hook(look)
-    engine.training_step(*batches[1], F.mse_loss)
-    pieces = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
-    state = 8 * sum(piece.numel() for piece in pieces) + 4 * len(pieces)  # AdamW's moments, and a counter per piece
-    cut = {"zero1": (1, 1), "zero2": (1, world_size), "zero3": (world_size, world_size)}[stage]
-    expected = [4 * numel // cut[0], 4 * numel // cut[1], state]
-    assert state <= 8 * numel // world_size + 4 * len(pieces), f"{state} bytes of optimizer state, expected a shard's"
-    allocated = held.pop("allocated")
-    assert list(held.values()) == expected, f"held {held}, expected {expected}"
-    if allocated is not None:
-        # The allocator rounds: a block to 512 bytes, and a large one's rest of up to 1 MiB stays with it.
-        assert sum(expected) <= allocated <= 1.25 * sum(expected) + 4 * 2**20, (allocated, sum(expected))
-
-
-def weights_are_aligned(stage: str, device: str) -> None:
-    """Weights and shards of odd sizes start on multiples of 256 bytes on a GPU, of 16 on the CPU, and of no more."""
-    model = parts.seeded(
-        lambda: nn.Sequential(*(nn.Linear(width, 7) for width in (3, 5, 9))), dtype=torch.float32, device=device
-    )
-    for dtype in (None, torch.bfloat16):
-        engine = parts.STAGES[stage](copy.deepcopy(model), ADAMW, param_dtype=dtype)
-        for bucket in engine.buckets:
-            align = {"cpu": 16, "cuda": 256}[device] // (4 if dtype is None else 2)  # elements
-            places = (*bucket.offsets, bucket.shard_numel)
-            assert not any(place % align for place in places), (stage, dtype, places)
-            numel, _ = padded([shape.numel() for shape in bucket.shapes], dist.get_world_size(), align)
-            assert bucket.numel == numel, (stage, dtype, bucket.numel, numel)
+def own_batch(step: int, width: int = WIDTH):
+    return [tensor.cuda() for tensor in parts.vector_batch(step, dist.get_rank(), width)]
 
 
 def allocators_peak(stage: str) -> float:
     """The allocator's peak of a step over the ledger's. Both see the same storages; the allocator rounds up."""
-    device = "cuda"
-    batches = [batch_on(device, step) for step in range(3)]
+    batches = [own_batch(step) for step in range(3)]
     before = allocated_before_a_case()
     with MemoryLedger() as memory:
-        engine = parts.STAGES[stage](wide(device), partial(ADAMW, fused=True))
+        engine = parts.STAGES[stage](wide(), partial(ADAMW, fused=True))
         for batch in batches[:2]:
             engine.training_step(*batch, F.mse_loss)
         memory.reset_peak()
@@ -115,8 +68,8 @@ def allocators_peak(stage: str) -> float:
 def ddp_leaves_nothing() -> None:
     """After `let_go` the allocator has nothing of an engine that is gone, nor of what its collectives have sent."""
     device, before = torch.device("cuda", torch.cuda.current_device()), allocated_before_a_case()
-    model = DistributedDataParallel(wide("cuda"), device_ids=[device], gradient_as_bucket_view=True)
-    F.mse_loss(model(batch_on("cuda", 0)[0]), batch_on("cuda", 0)[1]).backward()
+    model = DistributedDataParallel(wide(), device_ids=[device], gradient_as_bucket_view=True)
+    F.mse_loss(model(own_batch(0)[0]), own_batch(0)[1]).backward()
     assert torch.cuda.memory_allocated() > before
     del model
     gc.collect()
@@ -161,7 +114,7 @@ def _train(stage: str, options: dict, cycles: int = 0, steps: int = 4) -> dict[s
     if cycles:
         engine.optimizer.register_step_pre_hook(lambda *_: torch.cuda._sleep(cycles))
     for step in range(steps):
-        engine.training_step(*batch_on("cuda", step, 256), F.mse_loss)
+        engine.training_step(*own_batch(step, 256), F.mse_loss)
     return engine.full_state_dict()
 
 
@@ -214,35 +167,3 @@ def compute_waits_for_collectives(stage: str, options: dict) -> bool:
     torch.cuda.synchronize()
     assert kept, "no collective was asynchronous: nothing was late"
     return all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def meta_to_the_device(device: str) -> None:
-    """A model on `meta` gets its memory on the ranks' device, and the weights that it would have had."""
-    with torch.device("meta"):
-        model = GPT(PRESETS["toy"])
-    # Over gloo nothing says which device is meant but torch's default.
-    with torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu"):
-        engine = parts.ZeRO3(model, ADAMW, init_fn=initialize)
-    assert {param.device.type for param in model.parameters()} == {device}
-    assert {piece.device.type for bucket in engine.trained_buckets for _, piece in bucket.pieces} == {device}
-    assert storage_bytes(model.parameters()) == 0, "gathered parameters outlive the construction"
-    same("the state", engine.full_state_dict(), GPT(PRESETS["toy"]).state_dict(), atol=0)
-    other = parts.ZeRO3(copy.deepcopy(GPT(PRESETS["toy"])).to(device), ADAMW)
-    for step in range(2):
-        generator = torch.Generator().manual_seed(1_000 * step + dist.get_rank())
-        tokens = torch.randint(256, (2, 17), generator=generator).to(device)
-        losses = [e.training_step(tokens[:, :-1], tokens[:, 1:], next_token_loss) for e in (engine, other)]
-        assert torch.equal(*losses)
-
-
-def norm_of_gradients(stage: str, device: str) -> None:
-    """Clipping on the device: the norm is plain PyTorch's of the whole batch."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, engine = wide(device, 4, 64), parts.STAGES[stage](wide(device, 4, 64), ADAMW)
-    inputs, targets = (t.to(device) for t in parts.whole(partial(parts.vector_batch, width=64), 0, world_size))
-    F.mse_loss(model(inputs), targets).backward()
-    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    F.mse_loss(engine(inputs[rank : rank + 1]), targets[rank : rank + 1]).backward()
-    found = engine.clip_grad_norm_(1.0)
-    assert found.device.type == device
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

@@ -25,22 +25,36 @@ def without_gpus(request):
         yield
 
 
+def pools(make):
+    """`of(3)`: what `make(3)` has made, once. For the ranks of fixtures."""
+    made = {}
+
+    def of(world_size: int):
+        if world_size not in made:
+            made[world_size] = make(world_size)
+        return made[world_size]
+
+    yield of
+    for pool in made.values():
+        pool.let_go()
+    for pool in made.values():
+        pool.close()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     from pool import Pool
 
-    pools: dict[int, Pool] = {}
+    yield from pools(Pool)
 
-    def of(world_size: int) -> Pool:
-        if world_size not in pools:
-            pools[world_size] = Pool(world_size)
-        return pools[world_size]
 
-    yield of
-    for pool in pools.values():
-        pool.let_go()
-    for pool in pools.values():
-        pool.close()
+@pytest.fixture(scope="module")
+def on_gpus():
+    """`on_gpus(2)`: a pool of two ranks with a GPU each over NCCL, or over gloo where GPUs are shared."""
+    import torch
+    from pool import Pool
+
+    yield from pools(lambda size: Pool(size, "nccl" if size <= torch.cuda.device_count() else "gloo", device="cuda"))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """What needs a GPU: one rank over NCCL, and one on each GPU, or two that share the only one over gloo.
 
-Without a GPU these are skipped. What of them does not need CUDA itself runs on the CPU as well, so that the cases are
-known to be right before anybody has a GPU.
+Without a GPU these are skipped. First come properties that tests/test_properties.py asks on the CPU, then cases for
+GPUs alone.
 """
 
 import argparse
@@ -18,126 +18,66 @@ from harness.properties.property import examine
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 SEVERAL = f"a rank on each of {GPUS} GPUs" if GPUS > 1 else "two ranks share a GPU"
-CUDA = [pytest.param(name, marks=needs_gpu) for name in ("one rank over NCCL", SEVERAL)]
+SIZES = [
+    pytest.param(1, id="one rank over NCCL", marks=needs_gpu),
+    pytest.param(max(2, GPUS), id=SEVERAL, marks=needs_gpu),
+]
 ZERO3 = [("zero3", {"prefetch": 0}), ("zero3", {}), ("zero3", {"reshard_after_forward": False})]
 LAYOUTS = [("zero1", {}), ("zero2", {}), *ZERO3]
 OFFLOADED = [(stage, {"offload_policy": CPUOffloadPolicy()}) for stage in parts.STAGES]
+OF_ALL_STAGES = [
+    ("held_bytes_equal_the_theory", {}),
+    ("held_bytes_equal_the_theory", {"param_dtype": torch.bfloat16}),
+    ("parameters_start_on_16_byte_boundaries", {"param_dtype": None}),
+    ("parameters_start_on_16_byte_boundaries", {"param_dtype": torch.bfloat16}),
+    ("clipping_takes_the_norm_of_the_whole_model", {"norm_type": 2.0}),
+    ("an_overflow_on_one_rank_skips_the_step_on_all", {"overflow_on": 0}),
+]
+ON_A_GPU = [
+    # On more than two ranks in float64, to 1e-10: there sums have another order.
+    *(("equals_ddp_and_fsdp2", stage, {"options": options}) for stage, options in LAYOUTS),
+    *((name, stage, case) for name, case in OF_ALL_STAGES for stage in parts.STAGES),
+    ("the_same_seed_gives_the_same_weights_on_meta", "zero3", {}),
+    ("zero3_order", "zero3", {}),
+]
 
 
-@pytest.fixture(scope="module")
-def at(ranks):
-    """`at("cpu")`: a pool of ranks that are there, and the type of their device."""
-    from pool import Pool
-
-    pools = {}
-
-    def of(where: str):
-        if where == "cpu":
-            return ranks(2), "cpu"
-        if where not in pools:
-            shares = GPUS == 1 and where == SEVERAL
-            pools[where] = Pool(*((2, "gloo") if shares else (GPUS if where == SEVERAL else 1, "nccl")), device="cuda")
-        return pools[where], "cuda"
-
-    yield of
-    for pool in pools.values():
-        pool.let_go()
-        pool.close()
+@pytest.mark.parametrize("name, stage, case", ON_A_GPU, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_holds_on_a_gpu(on_gpus, size, name, stage, case):
+    found = on_gpus(size).run(examine, name=name, engine=stage, case={**case, "device": "cuda"})
+    assert not any(found), found
 
 
-@pytest.mark.parametrize("stage, options", LAYOUTS, ids=str)
-@pytest.mark.parametrize("where", CUDA)
-def test_equals_ddp_and_fsdp2_to_the_bit(at, where, stage, options):
-    """On more than two ranks in float64, to 1e-10: there sums have another order. (On the CPU: test_properties.py.)"""
-    pool, device = at(where)
-    case = {"options": options, "device": device}
-    assert not any(pool.run(examine, name="equals_ddp_and_fsdp2", engine=stage, case=case))
-
-
-@pytest.mark.parametrize("where", ("cpu", *CUDA))
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_bytes_held(at, where, stage):
-    pool, device = at(where)
-    pool.run(cases.bytes_held, stage=stage, device=device)
-
-
-@pytest.mark.parametrize("where", ("cpu", *CUDA))
-@pytest.mark.parametrize("stage", parts.STAGES)
-def test_weights_are_aligned(at, where, stage):
-    pool, device = at(where)
-    pool.run(cases.weights_are_aligned, stage=stage, device=device)
-
-
-@pytest.mark.parametrize("where", ("cpu", CUDA[1]))
-def test_unsharded_adamw_fails_on_bytes(at, where):
-    pool, device = at(where)
-    for message in pool.run(parts.failure, module="cases_cuda", of="bytes_held", stage="zero3", device=device,
-                            engine_name="impostor"):  # fmt: skip
-        assert "expected" in message
-
-
-@pytest.mark.parametrize("where", CUDA)
-@pytest.mark.parametrize("stage", parts.STAGES)
-def test_the_allocators_peak_is_the_ledgers(at, where, stage):
-    pool, _ = at(where)
-    for ratio in pool.run(cases.allocators_peak, stage=stage):
+def test_the_allocators_peak_is_the_ledgers(on_gpus, size, stage):
+    for ratio in on_gpus(size).run(cases.allocators_peak, stage=stage):
         assert 0.99 < ratio < 2
 
 
-@pytest.mark.parametrize("where", CUDA)
-def test_ddp_leaves_nothing_behind(at, where):
-    pool, _ = at(where)
-    pool.run(cases.ddp_leaves_nothing)
+@pytest.mark.parametrize("size", SIZES)
+def test_ddp_leaves_nothing_behind(on_gpus, size):
+    on_gpus(size).run(cases.ddp_leaves_nothing)
 
 
-@pytest.mark.parametrize("where", CUDA)
-def test_order_of_collectives(at, where):
-    pool, device = at(where)
-    assert not any(pool.run(examine, name="zero3_order", engine="zero3", case={"device": device}))
-
-
-@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage, options", LAYOUTS + OFFLOADED, ids=str)
-def test_collectives_wait_for_slow_kernels(at, where, stage, options):
-    pool, _ = at(where)
-    pool.run(cases.collectives_wait_for_compute, stage=stage, options=options)
+def test_collectives_wait_for_slow_kernels(on_gpus, size, stage, options):
+    on_gpus(size).run(cases.collectives_wait_for_compute, stage=stage, options=options)
 
 
-@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage, options", LAYOUTS + OFFLOADED, ids=str)
-def test_kernels_wait_for_slow_collectives(at, where, stage, options):
-    pool, _ = at(where)
-    assert all(pool.run(cases.compute_waits_for_collectives, stage=stage, options=options))
+def test_kernels_wait_for_slow_collectives(on_gpus, size, stage, options):
+    assert all(on_gpus(size).run(cases.compute_waits_for_collectives, stage=stage, options=options))
 
 
-@pytest.mark.parametrize("where", CUDA)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_offload_changes_nothing(at, where, stage):
+def test_offload_changes_nothing(on_gpus, size, stage):
     """Shards, gradients and the update on the host; copies have streams of their own."""
-    pool, _ = at(where)
-    pool.run(cases.offload_changes_nothing, stage=stage)
-
-
-@pytest.mark.parametrize("where", CUDA)
-@pytest.mark.parametrize("stage", parts.STAGES)
-def test_float16_with_a_loss_scaler(at, where, stage):
-    """Step 2 overflows on rank 0 and is skipped everywhere. (On the CPU: test_properties.py.)"""
-    pool, device = at(where)
-    case = {"overflow_on": 0, "device": device}
-    assert not any(pool.run(examine, name="an_overflow_on_one_rank_skips_the_step_on_all", engine=stage, case=case))
-
-
-@pytest.mark.parametrize("where", ("cpu", *CUDA))
-def test_a_model_on_meta_arrives_on_the_device(at, where):
-    pool, device = at(where)
-    pool.run(cases.meta_to_the_device, device=device)
-
-
-@pytest.mark.parametrize("where", ("cpu", *CUDA))
-@pytest.mark.parametrize("stage", parts.STAGES)
-def test_clipping(at, where, stage):
-    pool, device = at(where)
-    pool.run(cases.norm_of_gradients, stage=stage, device=device)
+    on_gpus(size).run(cases.offload_changes_nothing, stage=stage)
 
 
 @needs_gpu

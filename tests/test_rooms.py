@@ -1,4 +1,4 @@
-"""The rooms: who may import whom, what lies flat, and how long a chapter may be."""
+"""The rooms: who may import whom, what lies flat, how long a chapter may be; and whether names for GPUs are there."""
 
 import ast
 import io
@@ -8,6 +8,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "run", "measure", "plan", "properties", "teach")
@@ -165,3 +166,19 @@ def test_a_chapter_is_read_in_one_sitting(chapter):
     text = (ROOT / f"{chapter}.py").read_text()
     found = code_lines_of_class(text, name), len(text.splitlines())
     assert found[0] <= code and found[1] <= all_lines, f"{found}, allowed {code, all_lines}"
+
+
+# What runs only where there is a GPU.
+
+
+def test_names_of_torchs_inner_modules_are_there():
+    """A wrong one would else be noticed by the first who has a GPU. What we use is in torch's build for CPUs too."""
+    found = set()
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("[ht]*/**/*.py"), *ROOT.glob("notebooks/*.ipynb")]:
+        text = file.read_text()
+        imported = {name for name, _ in imports_of(text)} if file.suffix == ".py" else set()
+        hidden = imported & {"torch.cuda", "torch._C"}
+        assert not hidden, f"{file.relative_to(ROOT)}: write {hidden.pop()}.NAME, that this test can look it up"
+        found |= set(re.findall(r"\btorch\.(cuda|_C)\.(\w+)", "\n".join([text, *imported])))
+    missing = [f"torch.{module}.{name}" for module, name in found if not hasattr(getattr(torch, module), name)]
+    assert len(found) > 20 and not missing, missing

@@ -9,11 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
+from test_train import Run
 
 from harness.properties import parts
 
@@ -28,11 +29,9 @@ several = pytest.mark.skipif(GPUS < 2, reason="NCCL's ranks need a GPU each: two
 finds = pytest.mark.finds
 
 
-def launch(*arguments, seconds: int = 200, **environment: str) -> str:
+def launch(*arguments) -> str:
     """`./launch.sh ...` to its end; what it has printed."""
-    command = [str(ROOT / "launch.sh"), *map(str, arguments)]
-    env = {**os.environ, "PYTHON": sys.executable, **environment}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    done = forked.launch(*map(str, arguments))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -49,33 +48,15 @@ def test_the_referee_finds_ddps_losses_in_all_engines(tmp_path):
 
 
 def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
-    options = ("train", "zero3", str(RANKS), "--preset", "toy", "--save-every", "2", "--folder", str(tmp_path / "run"))
-    journal = tmp_path / "run" / "losses.jsonl"
-
-    def lines() -> list[dict]:
-        return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
-
-    def steps() -> list[int]:
-        return [line["step"] for line in lines() if "event" not in line]
-
-    command = [str(ROOT / "launch.sh"), *options, "--steps", "12"]
-    with open(tmp_path / "printed", "w+") as printed:
-        run = subprocess.Popen(
-            command, env={**os.environ, "PYTHON": sys.executable}, cwd=ROOT, stdout=printed, stderr=printed
-        )
-        try:
-            until = time.monotonic() + 120
-            while len(steps()) < 4:
-                assert run.poll() is None and time.monotonic() < until, (tmp_path / "printed").read_text()
-                time.sleep(0.05)
-            start = [line for line in lines() if line.get("event") == "start"][-1]
-            os.kill(int(start["processes"][-1].rpartition(":")[2]), signal.SIGKILL)
-            assert run.wait(150) == 0, (tmp_path / "printed").read_text()
-        finally:
-            run.kill()
-    assert sum(line.get("event") == "start" for line in lines()) == 2, "nobody noticed that a rank was killed"
-    launch(*options[:-2], "--folder", tmp_path / "run", "--steps", 14)
-    assert steps()[-1] == 14
+    options = ("train", "zero3", str(RANKS), "--preset", "toy", "--save-every", "2", "--steps")
+    environment = {"PYTHON": forked.python(), "ZERO_TIMEOUT": "60"}
+    run = Run([str(ROOT / "launch.sh"), *options, "12"], tmp_path / "run", **environment)
+    run.wait_for(lambda: len(run.steps()) >= 4)
+    os.kill(run.ranks()[-1], signal.SIGKILL)
+    assert run.end() == 0, run.printed()
+    assert len(run.events("start")) == 2, "nobody noticed that a rank was killed"
+    launch(*options, 14, "--folder", tmp_path / "run")
+    assert run.steps()[-1]["step"] == 14
 
 
 def test_report(tmp_path):
@@ -149,13 +130,8 @@ def test_notebooks(file, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def pool():
-    from pool import Pool
-
-    pool = Pool(RANKS, "nccl" if GPUS > 1 else "gloo", device="cuda")
-    yield pool
-    pool.let_go()
-    pool.close()
+def pool(on_gpus):
+    return on_gpus(RANKS)
 
 
 @finds
@@ -305,23 +281,13 @@ def test_what_is_taken_out_is_missed(pool, module, old, new, stage, options):
 @finds
 @pytest.mark.parametrize("module", ("harness.engine.state", "harness.engine.checkpoint"))
 @pytest.mark.parametrize("stage", parts.STAGES)
-def test_who_loads_waits_for_copies(alone, stage, module):
+def test_who_loads_waits_for_copies(on_gpus, stage, module):
     """On one rank. Several agree first, by numbers for which the host waits, and so that hides the race.
 
     So does the reading of a checkpoint: what torch does there waits for the device. It does not promise to, and so this
     begins where all has been read.
     """
-    assert named(found := alone.run(cases.loads_without, stage=stage, module=module)[0]), found
-
-
-@pytest.fixture(scope="module")
-def alone():
-    from pool import Pool
-
-    pool = Pool(1, "nccl", device="cuda")
-    yield pool
-    pool.let_go()
-    pool.close()
+    assert named(found := on_gpus(1).run(cases.loads_without, stage=stage, module=module)[0]), found
 
 
 @finds

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
-from harness.properties.layout import owned, padded, sizes_by_bucket
+from harness.properties.layout import alignment, owned, padded, sizes_by_bucket
 from harness.properties.models import Lanes
 from harness.properties.property import STAGES, holds, same
 from harness.properties.training import Pair, of_vectors, vectors
@@ -21,17 +21,17 @@ def mixed(param_dtype) -> dict:
 
 
 @holds("bytes", engines=STAGES, cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3, 4))
-def held_bytes_equal_the_theory(engine, param_dtype=None):
+def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
     """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive.
 
     In mixed precision no float32 weights stay besides the shards.
     """
     stage, low = engine.like, param_dtype is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = parts.seeded(parts.OddModel, dtype=torch.float32)
+    model = parts.seeded(parts.OddModel, dtype=torch.float32, device=device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     layout = sizes_by_bucket(model, stage)
-    batches = [parts.token_batch(step, rank) for step in range(2)]
+    batches = [[part.to(device) for part in parts.token_batch(step, rank)] for step in range(2)]
     held = {}
     with MemoryLedger() as memory:
         memory.track(model.shift)
@@ -52,7 +52,7 @@ def held_bytes_equal_the_theory(engine, param_dtype=None):
         trained.step()
     trainable = layout[:-1] if stage == "zero3" else layout  # the last is the root's frozen scale
     # (elements of the whole buffer, of a shard): all parameters, and those that are trained.
-    align = 8 if low else 4  # elements of 16 bytes, in the smallest dtype
+    align = alignment(device) // (2 if low else 4)  # in elements of the smallest dtype
     lengths = [padded(sizes, world_size, align) for sizes in trainable]
     whole, shard = (sum(each) for each in zip(*lengths))
     all_whole, all_shard = (sum(each) for each in zip(*lengths, padded([frozen], world_size, align)))

@@ -28,14 +28,15 @@ UNITS = (PLAIN, {"options": {"prefetch": 0}, "on": ("zero3",)},
 @holds("values", sizes=(3,), further_sizes=(2,), further_cases=({"norm_type": 1.0},),
        cases=({"norm_type": 2.0}, {"norm_type": math.inf, "first": ("zero2",)},
               {"norm_type": 2.0, "model": "Twice", "first": ("zero3",)}))  # fmt: skip
-def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel"):
+def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel", device="cpu"):
     """The norm is that of all gradients, on every rank: no padding, and a tied weight once."""
-    pair, clipped = Pair(engine, getattr(parts, model), parts.ADAMW), 0
+    pair, clipped = Pair(engine, getattr(parts, model), parts.ADAMW, device=device), 0
     for step in range(5):
         max_norm = (0.05, 1e6)[step % 3 == 2]
         pair.backward(step)
         norm = pair.clip(max_norm, norm_type)
         expect(not norm.requires_grad, "the norm", "detached", "it requires a gradient")
+        same("the norm's device", norm.device.type, device)
         # One number, which all ranks have computed from the same numbers in the same order.
         same("the ranks' norms", len(parts.of_all_ranks(norm).unique()), 1, step=3)
         clipped += norm > max_norm

@@ -8,12 +8,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from harness.engine import checkpoint
-from harness.measure.ledger import MemoryLedger, held_bytes
+from harness.measure.ledger import MemoryLedger, held_bytes, storage_bytes
 from harness.properties import parts
 from harness.properties.checkpoints import Zoo, groups_of
+from harness.properties.models import byte_batch
 from harness.properties.property import STAGES, expect, holds, refused, same, subject
 from harness.properties.training import Pair
-from harness.run.model import GPT, PRESETS, GPTConfig, initialize
+from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
 from harness.run.shared_folder import shared_folder
 
 ADAMW = parts.ADAMW
@@ -25,18 +26,23 @@ def on_meta(build):
 
 
 @holds("life", engines=("zero3",), cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3))
-def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None):
+def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, device="cpu"):
     """From the same seed a model on `meta` gets the weights of the whole one, to the bit: the same operations.
 
-    Parameters stay the same objects.
+    Parameters stay the same objects. They come to the device that is torch's default, and a step can follow.
     """
     config = PRESETS["toy"]
     expected, model = GPT(config, seed=7).state_dict(), on_meta(lambda: GPT(config))
     weight = model.blocks[0].up.weight
     weight.tag = "no decay"
     init_fn, groups = partial(initialize, seed=7), groups_of(model)
-    trained = engine(model, ADAMW, init_fn=init_fn, param_groups=groups, param_dtype=param_dtype)
+    with torch.device(device):
+        trained = engine(model, ADAMW, init_fn=init_fn, param_groups=groups, param_dtype=param_dtype)
+    same("bytes that stay gathered", storage_bytes(model.parameters()), 0, step=0)
     same("the weights from the seed", trained.full_state_dict(), expected, step=0)
+    devices = {tensor.device.type for tensor in (*model.parameters(), *parts.pieces_of(trained))}
+    same("the devices of parameters and their pieces", devices, {device}, step=0)
+    trained.training_step(*byte_batch(0, dist.get_rank(), device), next_token_loss)
     kept = model.head.weight is model.tokens.weight and model.blocks[0].up.weight is weight and weight.tag == "no decay"
     expect(kept, "parameters that were on meta", "the same objects, tied as before", "others", step=0)
     assert not torch.equal(expected["tokens.weight"], GPT(config, seed=8).tokens.weight)

@@ -36,9 +36,11 @@ def vectors(width: int) -> Callable:
     return functools.partial(parts.vector_batch, width=width, dtype=torch.float64)
 
 
-def _in_dtype(batch: Callable, dtype: torch.dtype, step: int, rank: int) -> tuple[torch.Tensor, ...]:
+def _moved(batch: Callable, dtype: torch.dtype | None, device, step: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """The batch on the device (None: where it is), and what is no whole number in `dtype` (None: as it is)."""
     return tuple(
-        part.to(dtype) if torch.is_tensor(part) and part.is_floating_point() else part for part in batch(step, rank)
+        part.to(device=device, dtype=dtype if part.is_floating_point() else None) if torch.is_tensor(part) else part
+        for part in batch(step, rank)
     )
 
 
@@ -57,10 +59,12 @@ class Pair:
         batch=parts.token_batch, groups=None, dtype=torch.float64, atol: float = EXACT, seed: int = 0, device=None,
         **options,
     ):  # fmt: skip
+        other = None
         if dtype is torch.float64 and engine.dtype is not dtype:  # it does not train in float64
-            dtype, atol = engine.dtype, max(atol, engine.atol)
-            batch = functools.partial(_in_dtype, batch, dtype)
-        self.engine, self.loss, self.batch, self.atol = engine, loss, batch, atol
+            dtype = other = engine.dtype
+            atol = max(atol, engine.atol)
+        self.engine, self.loss, self.atol = engine, loss, atol
+        self.batch = functools.partial(_moved, batch, other, device)
         group = options.get("group")
         if isinstance(group, DeviceMesh):  # on a grid of two dimensions all ranks train together
             group = group.get_group() if group.ndim == 1 else None

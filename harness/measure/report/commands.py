@@ -67,12 +67,12 @@ def planned(machine: dict, quick: bool) -> list[Command]:
 
     dtypes = ("bf16", "fp32") if machine.get("bf16", True) else ("fp32",)
 
-    # On GPUs tests/test_cuda.py, all of it; on a CPU that file's cases for a CPU, and some properties.
+    # On GPUs all of tests/test_cuda.py; on a CPU some properties.
     # Several processes: one for all would lose all when it hangs.
     order = "rank_computes or before_it_computes or as_late_as"
     equal = "equals_ddp or integers or held_bytes or collectives_are"
     chosen = [f"tests/test_properties.py -k '{words}'" for words in ([order] if quick else [order, equal])]
-    files = ["tests/test_cuda.py", *([] if gpus else chosen)]
+    files = ["tests/test_cuda.py"] if gpus else chosen
     skip = "" if machine.get("pytest") or not machine.get("python") else "this Python has no pytest"
     found = [Command("tests", f"./launch.sh test {file} -q -rfEs", option="", skip=skip) for file in files]
     found += [referee(first, small, "fp32"), referee(several, small, dtypes[0])]
