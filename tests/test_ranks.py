@@ -71,7 +71,7 @@ def test_a_rank_that_is_killed_is_told_and_keeps_to_its_item(start):
 
 
 def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
-    """Also those that do not hear the signal by which torchrun ends them: it is killed here, as it would wait long."""
+    """Also those that do not hear the signal by which torchrun ends them: they are killed, as it would wait long."""
     monkeypatch.setattr(ranks, "ENDING", 1)
     found = {}
     with start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", seconds=300) as there:

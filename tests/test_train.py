@@ -31,6 +31,7 @@ import train_disturbed
 from harness.run import folder as folders
 from harness.run import train, train_options
 from harness.run.data import Sequences, hold_out, load_text
+from harness.run.ending import NotAgain
 from harness.run.journal import Journal, note_lost, read
 from harness.run.process_group import Rank
 from harness.run.ranks import environment as environment_of
@@ -300,18 +301,6 @@ def test_who_failed_is_said_in_plain_words(stories):
     assert f"done: {STEPS} steps. A larger --steps goes on from here" in again.printed()
 
 
-def test_an_error_that_no_restart_mends_ends_the_run_at_once(tmp_path, quick_python):
-    script = tmp_path / "bad.py"
-    script.write_text(
-        "from harness.run import process_group\nfrom harness.run.ending import NotAgain\n"
-        f"def main():\n    open({str(tmp_path / 'starts')!r}, 'a').write('x')\n    raise NotAgain('nothing: is good')\n"
-        "process_group.run(main)\n"
-    )
-    run = Run([*launcher(quick_python), str(script)], tmp_path / "none")
-    assert run.end() == 3 and (tmp_path / "starts").read_text() == "x", run.printed()
-    assert run.printed().splitlines()[-1] == "restarts do not mend this: nothing: is good"
-
-
 def test_the_first_signal_is_enough_while_no_rank_runs(tmp_path, quick_python):
     meeting = (
         f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{forked.free_port()} --nproc-per-node 1".split()
@@ -468,34 +457,23 @@ def test_mistakes_in_the_options(monkeypatch, tmp_path, quiet):
     assert train_options.arguments(["zero1", "--preset", "toy", "--folder", str(quiet)]).steps == 200
 
 
-@pytest.mark.parametrize("meeting", ((), ("localhost:29400 train",)), ids=("one machine", "several"))
-def test_a_folder_in_use_is_refused_until_its_launcher_is_gone(tmp_path, meeting):
-    with folders.lock(tmp_path, *meeting):  # the kernel takes it from a process that ends, too
-        for other in (None, "localhost:29401 train", "localhost:29400 train"):
-            if (other,) == meeting:  # another machine of the same run
-                folders.lock(tmp_path, other).close()
-                continue
-            with pytest.raises(ValueError, match=f"in use by a run on .*process {os.getpid()}: stop it first"):
-                folders.lock(tmp_path, other)
-    folders.lock(tmp_path).close()
-
-
-def test_the_launcher_refuses_a_folder_in_use_before_it_starts_ranks(tmp_path, quick_python):
-    script = tmp_path / "rank.py"
-    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
-    with folders.lock(tmp_path / "two"):
-        run = Run([*launcher(quick_python), str(script), "zero3"], tmp_path / "two")
-        assert run.end() == 2 and len(run.printed().splitlines()) == 1, run.printed()
-    assert "in use" in run.printed() and not (tmp_path / "started").exists()
-
-
-def test_the_launcher_and_the_ranks_mean_the_same_folder():
-    lines = {"zero3 --folder a": "a", "zero3 --steps 3 --folder=a/b": "a/b", "zero3 --preset toy": "runs/zero3-toy",
-             "--steps 3 zero1": "runs/zero1-tiny"}  # fmt: skip
-    for line, expected in lines.items():
-        found = folders.folder_of(line.split())
-        assert found == train_options.arguments(line.split()).folder == Path(expected)
-    assert folders.folder_of(["--steps", "3"]) is None
+def test_a_folder_in_use_is_refused_until_its_rank_0_is_gone(tmp_path, quick_python, monkeypatch):
+    monkeypatch.setenv("ZERO_PREFLIGHT", "2")
+    monkeypatch.setattr(train_options, "LEAVING", 0.0)
+    line = ["zero3", "--preset", "toy", "--steps", "1", "--folder", str(tmp_path / "one")]
+    stop = rf"stop it first \(kill -INT {os.getppid()} on .*\)"
+    said = f"--folder .*one' is in use by a run: {stop}, or take another --folder"
+    with folders.lock(tmp_path / "one", seconds=0):  # the kernel takes it from a process that ends, too
+        with pytest.raises(NotAgain, match=said):
+            train_options.arguments(line)
+        # Without that check of the options: both ranks hear of what no restart mends, and it ends the run at once.
+        run = Run([*launcher(quick_python, "--standalone", "--nproc-per-node", "2"), "-m", "harness.run.train", *line],
+                  tmp_path / "one", ZERO_TIMEOUT="10")  # fmt: skip
+        assert run.end() == 3, run.printed()
+        assert re.fullmatch(f"restarts do not mend this: {said}", run.printed().splitlines()[-1]), run.printed()
+        assert "Another rank" not in run.printed() and "Starting all ranks again" not in run.printed(), run.printed()
+        assert not (tmp_path / "one" / "losses.jsonl").read_text()
+    train_options.arguments(line)
 
 
 def test_a_folder_that_holds_other_things_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.engine import pipelines, precision
 from harness.engine.hooks import GradientHook, WeakHook, backward_now
@@ -43,13 +42,14 @@ class Look:
             for key, param in module._parameters.items():
                 if param is not None:
                     homes.setdefault(id(param), []).append((module._parameters, key))
-        self._known = []  # (name, parameter, where the model has it, requires_grad, address, is it a rounded one)
+        # ZeRO-3 looks itself at what was written into its weights, which come and go.
+        self._whole = not hasattr(engine, "units")
+        self._known = []  # (name, parameter, where the model has it, requires_grad, memory, offset, is it rounded)
         for bucket in engine.buckets:
             rounded = bucket.flat.dtype != bucket.shard.dtype
-            for name, param in zip(bucket.names, bucket.params):
-                whole = not hasattr(engine, "units") and not isinstance(param, FakeTensor)
-                address = local(param).data_ptr() if whole else None
-                self._known.append((name, param, homes[id(param)], param.requires_grad, address, rounded))
+            memory = bucket.flat.untyped_storage()  # of which Python makes one object, as long as somebody has it
+            for name, param, offset in zip(bucket.names, bucket.params, bucket.offsets):
+                self._known.append((name, param, homes[id(param)], param.requires_grad, memory, offset, rounded))
 
     def compare(self, model: nn.Module, args) -> None:
         if backward_now() is not None:  # activation checkpointing runs it again
@@ -60,18 +60,18 @@ class Look:
             known = {id(param) for _, param, *_ in self._known}
             came = [name for name, param in model.named_parameters() if id(param) not in known]
         with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
-            for name, param, homes, requires_grad, address, rounded in self._known:
+            for name, param, homes, requires_grad, memory, offset, rounded in self._known:
                 for params, key in homes:
                     if params.get(key) is not param:
                         replaced.append(name)
                 if param.requires_grad != requires_grad:
                     flags.append(name)
-                if address is not None:  # ZeRO-3's have no place of their own, and a dry run's no place at all
-                    if local(param).data_ptr() != address:
-                        moved.append(name)
-                    elif param._version != param.zero_version:
-                        lost += [name] * rounded
-                        param.zero_version = param._version  # in float32 a weight may be changed between two steps
+                here = local(param)
+                if here.untyped_storage() is not memory or here.storage_offset() != offset:  # also of a freed one
+                    moved.append(name)
+                elif self._whole and param._version != param.zero_version:
+                    lost += [name] * rounded
+                    param.zero_version = param._version  # in float32 a weight may be changed between two steps
                 hooks = param._post_accumulate_grad_hooks
                 if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
                     own = next(key for key, hook in hooks.items() if type(hook) is GradientHook)
@@ -101,19 +101,15 @@ def _what_changed(came, replaced, flags, moved, lost) -> str:
             "the loss with find_unused=True"
         )
     if moved:
-        return moved_message(moved)
+        return (
+            f"{name_some(moved)} was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), an "
+            "RNN's flatten_parameters(), or param.data = ...), so the engine would train values that the model no "
+            "longer uses. Move the model first, then build the engine; param_dtype= computes in another dtype"
+        )
     return (
         f"{name_some(lost)} was written to after the engine was built. In mixed precision the engine's values are the "
         "shards, and what is written into the rounded weights is lost with the next step. Change weights by the "
         "optimizer, or by engine.load_full_state_dict()"
-    )
-
-
-def moved_message(names: list[str]) -> str:
-    return (
-        f"{name_some(names)} was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), an RNN's "
-        "flatten_parameters(), or param.data = ...), so the engine would train values that the model no longer uses. "
-        "Move the model first, then build the engine; param_dtype= computes in another dtype"
     )
 
 

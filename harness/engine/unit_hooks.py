@@ -7,7 +7,6 @@ import weakref
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -15,7 +14,6 @@ from harness.engine import guard
 from harness.engine.gradient_hooks import BucketHooks
 from harness.engine.hooks import WeakHook, backward_now, not_compiled
 from harness.engine.tensor_parallel import local
-from harness.engine.unchanged import moved_message
 
 
 class Visit:
@@ -51,8 +49,6 @@ class UnitHooks(BucketHooks):
         self._warned: set = set()  # names of those that a warning was given for
         self._last_hook: dict = {}  # module -> number of the hook that is called after its forward
         super().__init__(engine, {unit: unit.trained_buckets for unit in (*engine.units, engine.root)})
-        # As long as these live, no other storage gets the number of one.
-        self._storages = [bucket.flat.untyped_storage() for bucket in engine.buckets]
         for unit in (*engine.units, engine.root):
             guard.watch(unit.params, WeakHook(self._touched, unit))
         for unit in engine.units:
@@ -118,7 +114,6 @@ class UnitHooks(BucketHooks):
         self._require_gathered(unit, "before_forward")
 
     def _after_unit(self, unit, module, args, output):
-        refuse_moved(unit)
         if backward_now() is not None:
             return  # run again for backward, which needs its weights: its last gradient or `_end_backward` frees it
         visit = self._latest.get(unit)
@@ -139,9 +134,6 @@ class UnitHooks(BucketHooks):
             self._saving.__exit__(None, None, None)
             self._saving = None
         self._in_forward = False
-        if output is not None:  # None: an exception in forward, perhaps; a second one must not hide it
-            for unit in (*self._engine.units, self._engine.root):
-                refuse_moved(unit)
         if self._visits:
             self._order = [visit.unit for visit in self._visits]
         visit = self._visit_of_root()
@@ -366,22 +358,6 @@ class UnitHooks(BucketHooks):
 def storage_number(tensor: torch.Tensor) -> int | None:
     """The same for all views of one storage; None for a sparse tensor, which has none."""
     return local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
-
-
-def refuse_moved(unit) -> None:
-    """Raise RuntimeError if forward has given a gathered weight of `unit` another memory, which no gather fills."""
-    if not unit.gathered:
-        return
-    moved = []
-    for bucket in unit.buckets:
-        if isinstance(bucket.flat, FakeTensor):  # a dry run's has no address
-            continue
-        first, step = bucket.flat.data_ptr(), bucket.flat.element_size()
-        for name, param, offset in zip(bucket.names, map(local, bucket.params), bucket.offsets):
-            if param.data_ptr() != first + step * offset and param.numel():
-                moved.append(name)
-    if moved:
-        raise RuntimeError(moved_message(moved))
 
 
 def refuse_reentrant(found: bool) -> None:

@@ -1,7 +1,5 @@
 """`./launch.sh plan`: the command. It predicts; nothing that it prints was measured."""
 
-import json
-import sys
 import time
 from dataclasses import asdict, replace
 
@@ -11,24 +9,7 @@ from harness.plan.options import arguments, cluster_of, different, setup_of
 from harness.plan.predict import Prediction, predict
 from harness.run import process_group
 from harness.run.ending import one_line
-
-
-def as_json(found: Prediction) -> dict:
-    """A prediction's numbers. Times in seconds, memory in bytes."""
-    return {
-        "engine": found.setup.engine,
-        "ranks": found.setup.ranks,
-        "peak_bytes": found.peak_bytes,
-        "reserved_bytes": found.reserved_bytes,
-        "needed_bytes": round(found.needed_bytes),
-        "fits": found.fits,
-        "step_s": found.step,
-        "compute_s": found.times.compute,
-        "exposed_s": found.times.exposed,
-        "collectives_s": found.times.collectives,
-        "tokens_per_s_per_gpu": found.tokens_per_s,
-        "mfu": found.mfu,
-    }
+from harness.run.options import command, write_json
 
 
 def plan(options) -> dict:
@@ -46,7 +27,7 @@ def plan(options) -> dict:
     lines = [words.recommendation(found, cluster), *_otherwise(options, cluster, words.choose(found))]
     print("\n" + "\n".join(lines) + "\n\n" + words.assumptions(cluster))
     return {"predicted": True, "recommendation": lines, "assumptions": asdict(cluster),
-            "shape": asdict(config), "engines": [as_json(one) for one in found]}  # fmt: skip
+            "shape": asdict(config), "engines": [one.numbers() for one in found]}  # fmt: skip
 
 
 def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str]:
@@ -83,10 +64,7 @@ def main() -> None:
     else:
         results = plan(options)
     if options.json:
-        results["command"] = " ".join(["./launch.sh plan", *sys.argv[1:]])
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+        write_json(options.json, results | {"command": command("plan")})
         print(f"\nwritten: {options.json}")
 
 

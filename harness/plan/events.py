@@ -68,11 +68,7 @@ class Memory(NamedTuple):
     nbytes: int
 
 
-class MicroBatch(NamedTuple):
-    """The next micro-batch begins here. Takes no time."""
-
-
-Event = MicroBatch | Operation | Collective | Wait | Mark | Await | Memory
+Event = Operation | Collective | Wait | Mark | Await | Memory
 
 
 @dataclass(frozen=True)

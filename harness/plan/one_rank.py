@@ -127,8 +127,8 @@ def _every_second_product():
     return create_selective_checkpoint_contexts(keep)
 
 
-def train(engine, setup: Setup, begins=lambda: None) -> None:
-    """One step of `accumulate` micro-batches; `begins()` is called before each. What it sends in each is the engine's.
+def train(engine, setup: Setup) -> None:
+    """One step of `accumulate` micro-batches. What it sends in each is the engine's.
 
     DDP and ZeRO-1 add up and send once; ZeRO-2, ZeRO-3 and FSDP2 send in every backward, as they keep no whole
     gradients.
@@ -139,7 +139,6 @@ def train(engine, setup: Setup, begins=lambda: None) -> None:
     for number in range(setup.accumulate):
         if isinstance(engine, DDPStandIn):
             engine.sends = number == setup.accumulate - 1
-        begins()
         with record_function("step 1 forward"):
             loss = next_token_loss(call(inputs), targets)
         with record_function("step 2 backward"):

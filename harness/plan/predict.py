@@ -38,6 +38,23 @@ class Prediction:
         """The share of the step in which the GPU communicates and computes nothing."""
         return self.times.exposed / self.times.step
 
+    def numbers(self) -> dict:
+        """For --json: times in seconds, but for the share `exposed`, and memory in bytes."""
+        return {
+            "engine": self.setup.engine,
+            "ranks": self.setup.ranks,
+            "peak_bytes": self.peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "needed_bytes": round(self.needed_bytes),
+            "fits": self.fits,
+            "step_s": self.step,
+            "compute_s": self.times.compute,
+            "collectives_s": self.times.collectives,
+            "exposed": self.exposed,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+        }
+
 
 def predict(setup: Setup, cluster: Cluster) -> Prediction:
     """Raises ValueError for what the engine refuses, or a GPU without the precision."""

@@ -15,7 +15,7 @@ from harness.measure.fake_ranks import fake_ranks
 from harness.measure.ledger import MemoryLedger, tensors_in
 from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
 from harness.measure.where import Where
-from harness.plan.events import Await, Collective, Mark, Memory, MicroBatch, Operation, Recording, Wait
+from harness.plan.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
 from harness.plan.one_rank import Setup, build, mesh_for, parameters_of, train
 from harness.plan.streams import Streams
 
@@ -60,10 +60,7 @@ class Recorder(MemoryLedger):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        self._where.see(func, args)
-        if func.namespace == "profiler":
+        if self._where.see(func, args) or func.namespace == "prim":
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if self._on:
@@ -222,7 +219,7 @@ def record(setup: Setup) -> Recording:
             try:
                 train(engine, replace(setup, accumulate=1))
                 recorder.begin()
-                train(engine, setup, lambda: recorder.events.append(MicroBatch()))
+                train(engine, setup)
                 recorder.end()
             finally:
                 if enabled:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from harness.engine import units
 from harness.plan import record
-from harness.plan.events import Collective, Event, Memory, MicroBatch, Operation, Recording
+from harness.plan.events import Collective, Event, Memory, Operation, Recording
 from harness.plan.one_rank import BUCKETED, BY_UNIT, DDP_BUCKET_MB, Setup, parameters_of
 
 WINDOW = 24  # events after a loop that must be the same again
@@ -74,23 +74,13 @@ def _grown(short: Event, long: Event, rounds: int) -> Event:
     return long._replace(**{name: getattr(long, name) + rounds * more for name, more in grow.items()})
 
 
-def with_micro_batches(recorded: Recording, number: int) -> Recording:
-    """The recording of `MICRO_BATCHES` micro-batches, with `number` of them. Raises NotRepeating."""
-    events = recorded.events
-    starts = [place for place, event in enumerate(events) if type(event) is MicroBatch]
-    middle = events[starts[-2] : starts[-1]]
-    if len(starts) != MICRO_BATCHES or events[starts[-3] : starts[-2]] != middle:
-        raise NotRepeating("the micro-batches in the middle differ")
-    repeated = events[: starts[-1]] + middle * (number - MICRO_BATCHES) + events[starts[-1] :]
-    return Recording(repeated, recorded.live_bytes, recorded.parameters)
-
-
 @lru_cache(maxsize=256)
 def recording(setup: Setup) -> Recording:
     """The events of a step of `setup`, with as few blocks and micro-batches recorded as are needed."""
     if setup.accumulate > MICRO_BATCHES:
         with suppress(NotRepeating):
-            return with_micro_batches(recording(replace(setup, accumulate=MICRO_BATCHES)), setup.accumulate)
+            few, more = (recording(replace(setup, accumulate=n)) for n in (MICRO_BATCHES - 1, MICRO_BATCHES))
+            return extend(few, more, setup.accumulate - MICRO_BATCHES)
     return _blocks(setup)
 
 

@@ -47,11 +47,7 @@ def run(options: argparse.Namespace) -> dict:
                 setup = Setup(preset(name), engine, ranks, options.precision, options.micro_batch, recompute="blocks")
                 for network in COVERED:
                     found = predict(setup, replace(cluster, network=network))
-                    points.append({
-                        "preset": name, "engine": engine, "ranks": ranks, "network": network, "step_s": found.step,
-                        "exposed": found.exposed, "peak_bytes": found.peak_bytes, "fits": found.fits,
-                        "tokens_per_s": found.tokens_per_s,
-                    })  # fmt: skip
+                    points.append({"preset": name, "network": network, **found.numbers()})
                     fits = f"{found.peak_bytes / 1e9:.1f} GB live{'' if found.fits else ', does not fit'}"
                     print(f"{name} {engine} {ranks:>5} GPUs, {network}: step {found.step * 1e3:,.0f} ms, exposed "
                           f"{found.exposed:.0%}, {fits}", flush=True)  # fmt: skip

@@ -82,10 +82,7 @@ def run(options: argparse.Namespace) -> dict:
     for engine in engines:
         found = points(options, engine)
         words[engine] = enough(options, engine) if options.sweep == "bandwidth" else break_even(options.sweep, found)
-        rows[engine] = [
-            {"at": value, "step_s": one.step, "exposed": one.exposed, "tokens_per_s": one.tokens_per_s,
-             "peak_bytes": one.peak_bytes, "fits": one.fits} for value, one in found
-        ]  # fmt: skip
+        rows[engine] = [{"at": value, **one.numbers()} for value, one in found]
         print(f"{engine}: {words[engine]}", flush=True)
         for value, one in found:
             fits = "" if one.fits else "  does not fit"

@@ -211,8 +211,49 @@ def summary(checks: list[dict]) -> dict:
     }
 
 
-CELLS = "{model} | {gpus} | {engine} | {micro_batch}x{accumulate} | {seq:,} | {published_tokens_per_s:,.0f} | "
-CELLS += "{predicted_tokens_per_s:,.0f} | {error:+.1%}"
+# In words and tables, for a terminal and for docs/planner.md.
+
+
+def table(checks: list[dict]) -> list[list[str]]:
+    """Published and predicted, a row per published measurement; a star for those that were used in a fit."""
+    cells = "{model} | {gpus} {gpu} | `{engine}` | {micro_batch} x {accumulate}{tokens} | "
+    cells += "{published_tokens_per_s:,.0f} | {predicted_tokens_per_s:,.0f} | {error:+.1%}{star} | {memory}"
+    rows = ["model | GPUs | engine | batch | published | predicted | error | GB: published / predicted"]
+    for one in checks:
+        memory, unusual = "", one["source"].startswith("llm") and one["seq"] != 2048
+        if one["published_peak_bytes"]:
+            published, predicted = (one[f"{whose}_peak_bytes"] / GB for whose in ("published", "predicted"))
+            memory = f"{published:.1f} / {predicted:.1f} ({one['memory_error']:+.1%})"
+        more = {"star": " *" * one["fitted"], "tokens": f", {one['seq']:,}" * unusual, "memory": memory}
+        rows.append(cells.format_map(one | more))
+    return [row.split(" | ") for row in rows]
+
+
+def table_of_groups(found: list[dict]) -> list[list[str]]:
+    cells = "{source} | {size} | {rows} | {fitted} | {median:.1%} | {largest:.1%}"
+    titles = "source | size | rows | of them fitted | median error | largest"
+    return [row.split(" | ") for row in (titles, *map(cells.format_map, found))]
+
+
+def in_sentences(results: dict) -> list[str]:
+    """The errors and what was fitted."""
+    found, networks = results["summary"], []
+    errors = {of: "{rows} rows: median error {median:.1%}, largest {largest:.1%}".format_map(found[of])
+              for of in ("unfitted", "all", "memory")}  # fmt: skip
+    fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in results["efficiency"].items())
+    for name, network in results["networks"].items():
+        networks.append(f"`{name}` {network['alpha'] * 1e6:.0f} us per hop")
+        if any(network["crowding"]):
+            ring, tree = network["crowding"]
+            networks.append(f"there each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree")
+    return [
+        f"Tokens per second of what was not fitted, {errors['unfitted']}. Of all {errors['all']}.",
+        f"Memory of {errors['memory']}, {found['memory_within']} within {MEMORY_OFF:.0%}.",
+        f"Which of two engines is faster, where all else is equal and the published values differ by more than "
+        f"{NOISE:.0%}: {found['pairs_right']} of {found['pairs']} right.",
+        f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
+        f"Fitted: the share of the peak in products of matrices, {fitted}; the networks, {', '.join(networks)}.",
+    ]
 
 
 def run() -> dict:
@@ -222,39 +263,17 @@ def run() -> dict:
         recording(row.setup)
     print("\nFitting ...", flush=True)
     shares = {gpu: fit(ROWS, gpu) for gpu in dict.fromkeys(row.gpu for row in ROWS)}
-    networks = {"infiniband": fit_latency(ROWS, "infiniband", shares["h100"]),
-                "efa": fit_crowding(ROWS, "efa", shares["h100"])}  # fmt: skip
+    networks = fit_latency(ROWS, "infiniband", shares["h100"]), fit_crowding(ROWS, "efa", shares["h100"])
     checks = [check(row, shares[row.gpu]) for row in ROWS]
-    lines = [["model", "GPUs", "engine", "batch", "seq", "published", "predicted", "error", "GB", "predicted", "error"]]
-    for one in checks:
-        memory = [""] * 3
-        if one["published_peak_bytes"]:
-            memory = [f"{one[f'{whose}_peak_bytes'] / GB:.1f}" for whose in ("published", "predicted")]
-            memory.append(f"{one['memory_error']:+.1%}")
-        lines.append([*(CELLS.format_map(one) + " *" * one["fitted"]).split(" | "), *memory])
-    found = summary(checks)
-    print("\nTokens per second and GPU; peak in GB of 10^9 bytes. *: used in a fit")
-    print("\n".join(tables.text(lines)) + "\n")
-    for group in found["groups"]:
-        print("{source}, {size}: {rows} rows, {fitted} of them fitted; median error {median:.1%}, largest {largest:.1%}"
-              .format_map(group))  # fmt: skip
-    print(f"Named, as they miss throughput by more than {OFF:.0%} or memory by more than {MEMORY_OFF:.0%}:")
-    print("\n".join(f"  {one}" for one in found["missed"]) or "  none")
-    for gpu, share in shares.items():
-        print(f"fitted: {gpu} reaches {share:.1%} of its peak (median over {len(subset(ROWS, gpu))} one-node rows); "
-              f"the table of GPUs has {GPUS[gpu].efficiency:.1%}")  # fmt: skip
-    for name, network in networks.items():
-        table = " and NCCL's table" if name == "efa" else ""
-        print(f"fitted: {name}, {network}, on {len(on_network(ROWS, name))} rows of at most {FITTED_UP_TO} GPUs"
-              f"{table}; in use {NETWORKS[name]}")  # fmt: skip
-    print("Throughput of the {unfitted[rows]} rows that were not fitted: median of what was not fitted "
-          "{unfitted[median]:.1%}, largest {unfitted[largest]:.1%}. Of all {all[rows]}: median {all[median]:.1%}, "
-          "largest {all[largest]:.1%}. Memory of {memory[rows]} rows: median {memory[median]:.1%}, largest "
-          "{memory[largest]:.1%}, {memory_within} within 8%. Which engine is faster: {pairs_right} of {pairs} pairs. "
-          "What does not fit: {out_of_memory_right} of {out_of_memory}.".format_map(found))  # fmt: skip
-    return {
+    results = {
         "efficiency": shares,
-        "networks": {name: asdict(network) for name, network in networks.items()},
-        "summary": found,
+        "networks": dict(zip(("infiniband", "efa"), map(asdict, networks))),
+        "summary": summary(checks),
         "rows": checks,
     }
+    print("\nTokens per second and GPU; peak in GB of 10^9 bytes. *: used in a fit")
+    print("\n".join([*tables.text(table(checks)), "", *tables.text(table_of_groups(groups(checks))), ""]))
+    print(f"Named, as they miss throughput by more than {OFF:.0%} or memory by more than {MEMORY_OFF:.0%}:")
+    print("\n".join([f"  {one}" for one in missed(checks)] or ["  none"]))
+    print("\n".join(in_sentences(results)))
+    return results

@@ -2,16 +2,7 @@
 
 import math
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
-
-from harness.properties import parts
-from harness.properties.property import holds, same
-from harness.properties.training import Pair, vectors
-
-ADAMW = parts.ADAMW
 
 
 def alignment(device: str) -> int:
@@ -51,38 +42,3 @@ def sizes_by_bucket(model: nn.Module, stage: str) -> list[list[int]]:
         units.setdefault(".".join(name.split(".")[:2]) if inside else "root", []).append(size)
     root = units.pop("root", None)
     return [*units.values(), *([root] if root else []), *([frozen] if frozen else [])]
-
-
-@holds("bytes", sizes=(3,), cases=({"param_dtype": None}, {"param_dtype": torch.bfloat16}))
-def parameters_start_on_16_byte_boundaries(engine, param_dtype, device="cpu"):
-    """Every parameter and every shard starts on a multiple of 16 bytes, also when its unit is gathered.
-
-    On a GPU of 256.
-    """
-    to = alignment(device)
-    model = parts.seeded(parts.OddModel, dtype=torch.float32, device=device)
-    trained = engine(model, ADAMW, param_dtype=param_dtype)
-    for bucket in trained.buckets:
-        size = bucket.flat.element_size()
-        beyond = [number * size % to for number in (*bucket.offsets, bucket.shard_numel)]
-        same(f"bytes of offsets and shard beyond a multiple of {to}", beyond, [0] * len(beyond), step=0)
-        same("elements of a buffer", bucket.numel, bucket.shard_numel * trained.world_size, step=0)
-    seen = []
-    model.blocks[1].register_forward_pre_hook(lambda m, i: seen.extend(p.data_ptr() % to for p in m.parameters()))
-    tokens, targets = (part.to(device) for part in parts.token_batch(0, dist.get_rank()))
-    trained.training_step(tokens, targets, parts.in_float32)
-    same(f"addresses of a block's parameters beyond a multiple of {to}", seen, [0] * 5, step=1)
-
-
-@holds("values", sizes=(2, 4))
-def a_rank_may_own_only_padding(engine):
-    """Two elements over N ranks: the first owns both, the others nothing but padding, and still take part."""
-    pair = Pair(engine, lambda: nn.Linear(2, 1, bias=False), ADAMW, batch=vectors(2),
-                loss=lambda model, x, y: F.mse_loss(model(x), y[:, :1]))  # fmt: skip
-    pair.train(4)
-    pair.same_weights()
-    if engine.foreign:
-        return  # where its pieces lie is its own affair
-    own = sum(piece.numel() for piece in parts.pieces_of(pair.trained))
-    # Two elements of float64 make 16 bytes, which are not cut.
-    same("elements that this rank's optimizer updates", own, 2 if pair.rank == 0 else 0, step=4)

@@ -101,6 +101,17 @@ class Gained(nn.Module):
         return self.gain * (x if self.linear is None else self.linear(x.to(self.linear.weight.dtype)))
 
 
+def gained(engine, low, high, **options) -> Pair:
+    return Pair(engine, lambda: Gained(low, high), batch=lambda step, who: parts.vector_batch(step, who, 8)[:1],
+                loss=lambda model, x: model(x).square().mean(), **options)  # fmt: skip
+
+
+@holds("values", sizes=(2, 4))
+def a_rank_may_own_only_padding(engine):
+    """One element over N ranks: the first owns it, the others own nothing but padding, and still take part."""
+    gained(engine, None, torch.float64).alike(4)
+
+
 FEW = ((None, torch.float32), (torch.float32, torch.float64), (torch.bfloat16, torch.float32))
 
 
@@ -109,9 +120,7 @@ def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, dtypes, norm_type):
     """Ranks that own only padding, of all buckets or of those of one dtype, have the others' norm, in its dtype."""
     low, high = dtypes
     # Gradients are added in the low precision: 8 bits of it, or float32's 24.
-    pair = Pair(engine, lambda: Gained(low, high), dtype=None, atol=1e-2 if low == torch.bfloat16 else 1e-5,
-                batch=lambda step, who: parts.vector_batch(step, who, 8)[:1],
-                loss=lambda model, x: model(x).square().mean())  # fmt: skip
+    pair = gained(engine, low, high, dtype=None, atol=1e-2 if low == torch.bfloat16 else 1e-5)
     pair.backward(0)
     expected = torch.nn.utils.get_total_norm([p.grad for p in pair.plain.parameters()], norm_type)
     same("the norm's dtype", pair.clip(0.1, norm_type).dtype, expected.dtype, step=3)
@@ -329,22 +338,7 @@ def gradients_stay_until_they_are_thrown_away(engine):
     pair.same_weights()
 
 
-# Recomputation.
-
-AROUND = ("around", "inside", "around several", "around the model")
-
-
-@holds("values", cases=in_turn(where=AROUND), further_sizes=(3,),
-       further_cases=(*({"where": w, **each} for w in AROUND[:2] for each in UNITS[1:]),
-                      *({"where": w, "options": {"find_unused": True}} for w in AROUND[:3])))  # fmt: skip
-def recomputation_changes_nothing(engine, where, options=None):
-    """Activation checkpointing around each unit, inside the units, around several or around the engine itself."""
-
-    def loss(model, tokens, targets):
-        out = checkpoint(model, tokens, use_reentrant=False) if where == "around the model" else model(tokens)
-        return F.cross_entropy(out, targets)
-
-    Pair(engine, lambda: Checkpointed(where), parts.DECAY, loss=loss, **(options or {})).alike(4)
+# Recomputation. What is right of it: paths.py, `SAVED`.
 
 
 @holds("misuse", further_sizes=(3,))

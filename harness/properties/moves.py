@@ -1,9 +1,9 @@
 """What each move of a stage must do, looked at alone: values against plain PyTorch, bytes, order of collectives.
 
 A check is a function of a `Sheet`, run on every rank, and writes down what differs from what is expected. It looks at
-a step alone, with the steps behind it replaced, as long as that is possible. So it can be asked of a class of which the
-steps behind are not written yet: `./launch.sh check` does. Where the steps up to here make a whole class, it asks the
-other properties of it.
+one step, alone where the others would hide its mistakes, and else in a class that is whole: of that it asks the other
+properties, too. A class that is written step by step can be asked: `./launch.sh check` has the chapter's code in the
+place of the steps that are not written yet.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from harness.engine import guard
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import label
 from harness.properties import held, loops, parts, peaks, precision, unused, values
-from harness.properties.layout import padded
+from harness.properties.layout import alignment, padded
 from harness.properties.models import Lanes
 from harness.properties.sheet import EXACT, LAYER, LAYERS, MIXED_AT, ROUNDED, SMALL, Recorder, Sheet, move
 
@@ -32,7 +32,8 @@ DTYPES = [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bf
 def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
     """(what it is, its parameters, world size, rank, bucket) of many layouts, until something is found."""
     for (dtype, param_dtype), world_size, shapes in itertools.product(dtypes, world_sizes, shapes_of):
-        named = [(f"p{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(shapes)]
+        zeros = [torch.zeros(shape, dtype=dtype, device=sheet.device) for shape in shapes]
+        named = [(f"p{i}", nn.Parameter(zero)) for i, zero in enumerate(zeros)]
         said = ", ".join(" x ".join(map(str, shape)) or "()" for shape in shapes)
         at = f"N = {world_size}, parameters of {said} elements, {str(dtype)[6:]}"
         at += f" with param_dtype {str(param_dtype)[6:]}" * (param_dtype is not None)
@@ -43,17 +44,21 @@ def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
 
 @move("bytes", "zero1", step=0)
 def zero1_layout(sheet: Sheet) -> None:
-    """Parameters lie end to end on 16-byte boundaries, in N equal shards, with no more padding than needed."""
+    """Parameters lie end to end on 16-byte boundaries, in N equal shards, with no more padding than needed.
+
+    On a GPU they are of 256 bytes.
+    """
     shapes_of = [*SHAPES, [(0,)], [(3,), (0, 2), (2,)]]
     for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES, (1, 2, 3, 4, 7), shapes_of):
         sizes = [param.numel() for _, param in named]
-        align = 16 // min(bucket.param_dtype.itemsize, named[0][1].dtype.itemsize)
+        start = alignment(sheet.device.type)
+        align = start // min(bucket.param_dtype.itemsize, named[0][1].dtype.itemsize)
         most = max(padded(sizes, world_size, align)[0], align * world_size)
         offsets, whole = list(bucket.offsets), bucket.shard_numel * world_size
         if len(offsets) != len(sizes):
             return sheet.expect(False, f"offsets at {at}", f"{len(sizes)} of them", offsets)
         unaligned = [offset for offset in (*offsets, bucket.shard_numel) if offset % align]
-        sheet.equal(f"offsets and shard_numel at {at}", unaligned, [], f"multiples of {align} (16 bytes)")
+        sheet.equal(f"offsets and shard_numel at {at}", unaligned, [], f"multiples of {align} ({start} bytes)")
         ends = [offset + size for offset, size in zip(offsets, sizes)]
         apart = offsets[0] >= 0 and all(a <= b for a, b in zip(ends, offsets[1:]))
         sheet.expect(apart, f"offsets at {at}", "one parameter behind the other, none over another", offsets)
@@ -224,22 +229,22 @@ def zero1_gather(sheet: Sheet) -> None:
 # ZeRO-2.
 
 
-def _keep(self, part) -> None:
-    """`gradients_final`, but every gradient stays where backward has left it, in `param.grad`."""
-
-
-def _own_gradients(sheet: Sheet, options):
-    """(engine, {parameter: this rank's own gradient}) after a backward that reduced nothing."""
-    engine = sheet.build_odd(sheet.probe(gradients_final=_keep), **options)
-    sheet.backward(engine)
-    return engine, {param: param.grad.clone() for bucket in engine.trained_buckets for param in bucket.params}
+def _with_own_gradients(sheet: Sheet, options):
+    """(engine, {parameter: this rank's own gradient}), which every `param.grad` is, as backward would leave it."""
+    engine, plain, own = sheet.build_odd(**options), sheet.start(), {}
+    sheet.backward(plain)
+    for bucket in engine.trained_buckets:
+        for name, param in zip(bucket.names, bucket.params):
+            own[param] = plain.get_parameter(name).grad.to(param.dtype)
+            param.grad = own[param].clone()
+    return engine, own
 
 
 @move("values", "zero2", step=3)
 def zero2_send(sheet: Sheet) -> None:
     """A reduction starts one reduce-scatter of all that a bucket has, zeros for what is missing, and takes it away."""
     for options in sheet.setups():
-        engine, own = _own_gradients(sheet, options)
+        engine, own = _with_own_gradients(sheet, options)
         for bucket in engine.trained_buckets:
             right = torch.zeros(bucket.numel, dtype=bucket.reduce_dtype, device=sheet.device)
             for number, (param, view) in enumerate(zip(bucket.params, bucket.views(right))):
@@ -273,7 +278,7 @@ def zero2_send(sheet: Sheet) -> None:
 def zero2_receive(sheet: Sheet) -> None:
     """A reduction that has finished has added the mean to the pieces, and holds nothing of the whole buffer."""
     for options in sheet.setups():
-        engine, own = _own_gradients(sheet, options)
+        engine, own = _with_own_gradients(sheet, options)
         for times in (1, 2):  # a second backward before the step adds up
             with sheet.listen("Reduction"):
                 for bucket in engine.trained_buckets:
@@ -281,7 +286,7 @@ def zero2_receive(sheet: Sheet) -> None:
                         param.grad = own[param].clone()
                     sheet.chapter.Reduction(bucket, sheet.group).finish(len(sheet.ranks))
             sheet.right_gradients(engine, times=times)
-    with sheet.ledger(sheet.probe(gradients_final=_keep)) as (memory, engine):
+    with sheet.ledger() as (memory, engine):
         (bucket,) = engine.trained_buckets
         for param in bucket.params:
             param.grad = torch.zeros_like(param)
@@ -300,7 +305,7 @@ def zero2_receive(sheet: Sheet) -> None:
 def zero2_in_flight(sheet: Sheet) -> None:
     """One bucket travels at a time: sending one receives the one before, first."""
     for options in sheet.setups():
-        engine, _ = _own_gradients(sheet, options)
+        engine, _ = _with_own_gradients(sheet, options)
         with sheet.listen("self._send and self._receive") as issued:
             for bucket in engine.trained_buckets:
                 before = len(issued)
@@ -311,15 +316,7 @@ def zero2_in_flight(sheet: Sheet) -> None:
         sizes = [bucket.numel * bucket.reduce_dtype.itemsize for bucket in engine.trained_buckets]
         sheet.equal("bytes of the collectives", sheet.sizes(issued), sizes)
         sheet.traffic(issued, ["reduce-scatter"], 1, sum(sizes), "for all buckets")
-    with sheet.ledger(sheet.probe(gradients_final=_keep), bucket_mb=LAYER / 2**20) as (memory, engine):
-        for bucket in engine.trained_buckets:
-            for param in bucket.params:  # as backward fills it
-                param.grad = torch.zeros_like(param)
-            engine._send(bucket)
-        engine._receive()
-    allowed = 2 * LAYER + sheet.share(engine.buckets)
-    means = f"4Ψ/N + 2 buckets of {LAYER:,}: receive the one before first"
-    sheet.at_most("bytes of gradients alive, bucket after bucket", memory.most, allowed, means)
+    sheet.ask(peaks.zero2_has_two_buckets_of_whole_gradients_at_most, reverse=False)
 
 
 @move("order", "zero2", step=3)
@@ -411,11 +408,8 @@ def zero3_free(sheet: Sheet) -> None:
     cls = sheet.probe(_free=parts.STAGES["zero3"]._free)  # one that is right, for the construction
     with sheet.ledger(cls, frozen="layers.0.bias") as (memory, engine):  # so that the unit has two buckets
         unit = engine.units[0]
-        for bucket in unit.buckets:
-            bucket.flat.untyped_storage().resize_(bucket.numel * 4)
-            bucket.flat.zero_()
-        unit.gathered = True
-        guard.open(unit.params)
+        engine._gather(unit)
+        engine._wait(unit)
         flats = [bucket.flat for bucket in unit.buckets]
         saved = F.linear(inputs, unit.module.weight, unit.module.bias)  # autograd keeps a view of the weight
         pending = [_Pending(flat) for flat in flats]
@@ -492,8 +486,9 @@ def _noting(cls: type, events: list[str]) -> type:
 
     def noted(method: str, verb: str, happens=lambda part: True, first: bool = True):
         def call(self, part, *upcoming) -> None:
-            numbers = [number for number, unit in enumerate(self.units) if part is unit or part in unit.buckets]
-            event = [f"{verb} {number}" for number in numbers if happens(part)]
+            units = {"root": self.root, **dict(enumerate(self.units))}
+            names = [name for name, unit in units.items() if part is unit or part in unit.buckets]
+            event = [f"{verb} {name}" for name in names if happens(part)]
             events.extend(event * first)
             moments.extend([method] * (not first))
             getattr(cls, method)(self, part, *upcoming)
@@ -515,39 +510,38 @@ def _noting(cls: type, events: list[str]) -> type:
     return type(cls.__name__, (cls,), methods)
 
 
-def _expected_events(way, known, prefetch: int, backward: bool, free: bool, reduce: bool) -> list[str]:
-    """Of a forward that runs the units `way`, when the one before ran them as `known`.
-
-    Without `free` no unit is freed in backward: the engine does that at its end.
-    """
+def _expected_events(way, known, backward: bool, prefetch: int = 1, reshard_after_forward: bool = True) -> list[str]:
+    """Of a step that runs the units `way`, when the one before ran them as `known`. The root runs behind them all."""
     gathered, events = {}, []
 
-    def gather(indices):
-        for index in indices:
-            if index not in gathered:
-                gathered[index] = "on its way"
-                events.append(f"gather {index}")
+    def gather(units):
+        for unit in units:
+            if unit not in gathered:
+                gathered[unit] = "on its way"
+                events.append(f"gather {unit}")
 
-    def use(index, verb):
-        if gathered[index] == "on its way":
-            events.append(f"wait {index}")
-        events.append(f"{verb} {index}")
-        if free or verb == "forward":
-            events.append(f"free {index}")
-            del gathered[index]
+    def use(unit, verb, free: bool):
+        if gathered[unit] == "on its way":
+            gathered[unit] = "there"
+            events.append(f"wait {unit}")
+        events.append(f"{verb} {unit}")
+        if free:
+            events.append(f"free {unit}")
+            del gathered[unit]
 
-    gather(known[:prefetch])
-    for position, index in enumerate(way):
-        gather([index])
-        if known[position : position + 1] == [index]:
+    gather(["root", *known[:prefetch]])
+    use("root", "forward", free=False)
+    for position, unit in enumerate(way):
+        gather([unit])
+        if known[position : position + 1] == [unit]:
             gather(known[position + 1 : position + 1 + prefetch])
-        use(index, "forward")
-    back = list(reversed(way)) if backward else []
-    for position, index in enumerate(back):
+        use(unit, "forward", free=reshard_after_forward or not backward)
+    back = ["root", *reversed(way)] if backward else []
+    for position, unit in enumerate(back):
         gather(back[position : position + prefetch + 1])
-        use(index, "backward")
-        events += [f"reduce {index}"] * reduce
-    return events + [f"free {index}" for index in sorted(gathered)]
+        use(unit, "backward", free=True)
+        events.append(f"reduce {unit}")
+    return events + [f"free {unit}" for unit in gathered]
 
 
 def _why(found: list[str], expected: list[str]) -> str:
@@ -559,105 +553,58 @@ def _why(found: list[str], expected: list[str]) -> str:
         return {"forward": events[:end], "backward": events[end:]}
 
     for name, events in passes(found).items():
-        for event in dict.fromkeys(events):
-            times = events.count(event), passes(expected)[name].count(event)
-            if event.startswith("gather") and times[0] > max(times[1], 1):
-                return f"; unit {event.split()[1]} is gathered twice: was it freed before its {name}?"
-    if any(event.startswith("reduce") for event in found) and not any(e.startswith("reduce") for e in expected):
-        return "; to reduce a unit is for `gradients_final` to do"
+        for place, event in enumerate(events):
+            verb, unit = event.split()
+            who = "the root" if unit == "root" else f"unit {unit}"
+            more = events.count(event) > max(1, passes(expected)[name].count(event))
+            if verb == "gather" and more:
+                return f"; {who} is gathered twice: was it freed before its {name}?"
+            if verb == "reduce" and more:
+                return f"; {who} is reduced twice: to reduce a unit is for `gradients_final` to do"
+            if verb == "reduce" and f"free {unit}" not in events[:place]:
+                return f"; {who} is still gathered when its gradients are final"
     return ""
 
 
-def _order_of_events(sheet: Sheet, cls=None, backward: bool = False, free: bool = True, reduce: bool = False) -> None:
-    # As declared, again, another way, that again, and a longer way.
-    ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3]] + [[2, 0, 1, 3, 0]] * (not backward)
-    for prefetch in (1, 0, 2):
-        model, events = parts.seeded(Lanes, dtype=torch.float32, device=sheet.device), []
-        engine = sheet.build(model, _noting(cls or sheet.engine_cls, events), prefetch=prefetch)
+class Rooted(Lanes):
+    """Units, and a layer behind them that is in none."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+@move("order", "zero3")
+def zero3_order(sheet: Sheet) -> None:
+    """Units are gathered `prefetch` ahead, waited for, used, freed and reduced in one order, also where it changes."""
+    # As declared, again, another way, that again, and a longer way, without gradients.
+    ways = [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 1, 3], [2, 0, 1, 3], [2, 0, 1, 3, 0]]
+    for options in ({"prefetch": 1}, {"prefetch": 0}, {"prefetch": 2}, {"reshard_after_forward": False}):
+        model, events = parts.seeded(Rooted, dtype=torch.float32, device=sheet.device), []
+        engine = sheet.build(model, _noting(sheet.engine_cls, events), **options)
+        ahead = {} if sheet.world_size > 1 else {"prefetch": 0}  # a rank that is alone waits for nothing
+        said = " and ".join(f"{name}={value}" for name, value in options.items())
         for step, (known, way) in enumerate(zip([ways[0], *ways], ways), 1):
-            model.way = way
+            model.way, backward = way, len(way) == len(model.blocks)
             events.clear()
             with torch.set_grad_enabled(backward):
                 loss = engine(sheet.vectors(step, width=8)[0]).square().mean()
             if backward:
                 loss.backward()
-            ahead = prefetch if sheet.world_size > 1 else 0  # a rank that is alone waits for nothing
-            expected = _expected_events(way, known, ahead, backward, free, reduce)
+            expected = _expected_events(way, known, backward, **{**options, **ahead})
             if events != expected and not sheet.findings:
                 pairs = itertools.zip_longest(events, expected)
                 at = max(0, next(i for i, (found, right) in enumerate(pairs) if found != right) - 2)
                 before = "..., " * bool(at)
                 show = [before + (", ".join(each[at : at + 8]) or "nothing") for each in (expected, events)]
                 as_what = "as in the step before" if known == way else f"and in the step before ran {known}"
-                what = f"order of events with prefetch {prefetch}, in step {step}: forward runs the units {way}, "
+                what = f"order of events with {said}, in step {step}: forward runs the units {way}, "
                 what += "as the model declares them" if step == 1 else as_what
                 sheet.expect(False, what, show[0], show[1] + _why(events, expected))
             engine.zero_grad()
-
-
-@move("order", "zero3")
-def zero3_order(sheet: Sheet) -> None:
-    """Units are gathered `prefetch` ahead, waited for, used, freed and reduced in one order, also where it changes."""
-    _order_of_events(sheet, backward=True, reduce=True)
-
-
-@move("order", "zero3", step=1)
-def zero3_before_forward(sheet: Sheet) -> None:
-    """Forward gathers each unit once, `prefetch` ahead, waits for the one at work alone, and keeps none."""
-    engine, plain = sheet.build_odd(), sheet.start()
-    inputs, _ = sheet.batch(0)
-    sizes = [bucket.flat.nbytes for unit in (engine.root, *engine.units) for bucket in unit.buckets]
-    with torch.no_grad():
-        for _ in range(2):
-            with sheet.listen() as issued:
-                output = engine(inputs)
-            sheet.same("the model's output", output, plain(inputs))
-    _order_of_events(sheet)  # of a model whose root is empty
-    found, said = sheet.sizes(issued), f"{sizes}: the root first, then the units in their order"
-    sheet.expect(sheet.findings or found == sizes, "bytes of the collectives in forward", said, found)
-
-
-@move("order", "zero3", step=2)
-def zero3_before_backward(sheet: Sheet) -> None:
-    """Backward gathers each unit once more, `prefetch` ahead, and leaves this rank its own gradients."""
-    cls = sheet.probe(after_backward=lambda self, unit: None, gradients_final=_keep)
-    engine, plain = sheet.build_odd(cls), sheet.start()
-    inputs, targets = sheet.batch(0)
-    F.cross_entropy(plain(inputs), targets).backward()
-    with sheet.listen() as issued:
-        sheet.backward(engine)
-    sent = any("reduce" in each.kind for each in issued)
-    none = "None" + ": it was sent away already. Was a unit reduced before backward had finished its gradients?" * sent
-    expected = {name: param.grad for name, param in plain.named_parameters()}
-    for bucket in engine.trained_buckets:
-        for name, param in zip(bucket.names, bucket.params):
-            sheet.same(f"this rank's own gradient of {name} after backward", param.grad, expected[name], none=none)
-    _order_of_events(sheet, cls, backward=True, free=False)
-
-
-@move("order", "zero3", step=2)
-def zero3_after_backward(sheet: Sheet) -> None:
-    """Backward frees each unit right after its use, also what `reshard_after_forward=False` has kept."""
-    left = []
-
-    def drop(self, unit) -> None:
-        """In the place of step 3. What of the unit is frozen may still be needed."""
-        if unit.gathered and len(unit.trained_buckets) == len(unit.buckets):
-            left.append(unit.name)
-        for bucket in unit.trained_buckets:
-            for param in bucket.params:
-                param.grad = None
-
-    cls = sheet.probe(gradients_final=drop)
-    for reshard in (True, False):
-        engine = sheet.build_odd(cls, reshard_after_forward=reshard)
-        sheet.backward(engine)
-        frozen = ", ".join(unit.name for unit in engine.units if len(unit.trained_buckets) < len(unit.buckets))
-        what = f"units still gathered when their gradients are final, with reshard_after_forward={reshard}"
-        found = f"{', '.join(left)} ({frozen} is freed later, as it has frozen weights: it is not looked at here)"
-        sheet.expect(not left, what, "none", found)
-        left.clear()
-    _order_of_events(sheet, cls, backward=True)
 
 
 @move("order", "zero3", step=3)
@@ -706,7 +653,6 @@ MOVES = {
     "zero1": (zero1_layout, zero1_cut, zero1_gradients, zero1_update, zero1_gather),
     "zero1_2psi": (zero1_gradients,),
     "zero2": (zero2_send, zero2_receive, zero2_in_flight, zero2_turns, zero2_clip),
-    "zero3": (zero3_units, zero3_free, zero3_gather, zero3_before_forward, zero3_before_backward,
-              zero3_after_backward, zero3_gradients_final),
-}  # fmt: skip
+    "zero3": (zero3_units, zero3_free, zero3_gather, zero3_order, zero3_order, zero3_order, zero3_gradients_final),
+}
 ALL_STEPS = (all_steps_train, all_steps_hold)

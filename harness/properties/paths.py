@@ -313,6 +313,11 @@ def whole_again(model, x):
     return model.head(x)
 
 
+def model_again(model, x, y):
+    """Checkpointing around the engine itself, and inside it around each unit."""
+    return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+
+
 class Product(torch.autograd.Function):
     """x @ weight.T, whose backward has the weight from `save_for_backward`, or keeps the parameter itself."""
 
@@ -340,6 +345,9 @@ def computed_weights(unit, x):
 
 
 SAVED = {
+    **{f"checkpointing {where}": Path(partial(models.Checkpointed, where), batch=parts.token_batch)
+       for where in ("around several", "around", "inside")},
+    "checkpointing around the model": Path(partial(models.Checkpointed, "around"), model_again, parts.token_batch),
     "saved on the CPU": Path(body(), under(save_on_cpu, of_output)),
     "saved as copies": Path(body(), under(as_copies, of_output)),
     "saved on the CPU inside": Path(body(by(under(save_on_cpu, lambda block, x: block(x))))),
@@ -349,7 +357,7 @@ SAVED = {
     "a function of one's own": Path(body(plain, partial(own_function, saved=True))),
     "a function that keeps the parameter": Path(body(plain, partial(own_function, saved=False))),
     "computed weights": Path(body(plain, computed_weights, "ab")),
-}
+}  # fmt: skip
 
 # Units whose weights are used by others.
 

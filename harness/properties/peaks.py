@@ -1,9 +1,11 @@
 """Live bytes at the worst moment of forward and of backward."""
 
 import contextlib
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.ledger import MemoryLedger
@@ -29,10 +31,11 @@ class Alive(MemoryLedger):
 
 LAYERS, WIDTH = 12, 64
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of a `Stack`
+NOISE = (16 + 2 * LAYERS) * 4 * WIDTH  # activations, and what else is small
 
 
-def stack(reverse: bool = False):
-    return parts.seeded(lambda: parts.Stack(LAYERS, WIDTH, reverse), dtype=torch.float32)
+def stack(reverse: bool = False, kind=parts.Stack):
+    return parts.seeded(lambda: kind(LAYERS, WIDTH, reverse), dtype=torch.float32)
 
 
 def batch(step: int = 0):
@@ -44,18 +47,34 @@ def at_most(what: str, nbytes: float, allowed: float, step: int, means: str = ""
     expect(nbytes <= allowed, what, f"at most {allowed / LAYER:.2f} layers of {LAYER:,} bytes{means}", found, step)
 
 
+def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) -> SimpleNamespace:
+    """Bytes alive around a step behind two others: in all when the engine is `built`, and `between` two steps; then
+    how many more than that forward and backward have at the worst moment, and when they are over, `kept` and `left`.
+
+    The step may `turn`, and go through the model the other way; or be no step to `train` in, but forward alone.
+    """
+    with Alive() as memory:
+        trained = engine(model, parts.ADAMW, group=parts.silent_group(), **options)
+        found = SimpleNamespace(built=memory.live)
+        for step in range(2):
+            trained.training_step(*batch(step), F.mse_loss)
+        model.reverse ^= turn
+        memory.mark()
+        found.between = memory.live
+        with torch.set_grad_enabled(train), trained.no_sync() if no_sync else contextlib.nullcontext():
+            loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
+            found.forward, found.kept = memory.most, memory.more
+            memory.reset_peak()
+            if train:
+                loss.backward()
+        found.backward, found.left = memory.most, memory.more
+    return found
+
+
 @holds("bytes", engines=("zero2",), sizes=(2, 3), further_sizes=(4,), cases=({"reverse": False}, {"reverse": True}))
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
-    with Alive() as memory:
-        trained = engine(stack(reverse), parts.ADAMW, bucket_mb=LAYER / 2**20, group=parts.silent_group())
-        for step in range(2):
-            trained.training_step(*batch(step), F.mse_loss)
-        memory.mark()
-        loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
-        memory.reset_peak()
-        loss.backward()
-        most = memory.most
+    most = peaks_of(engine, stack(reverse), bucket_mb=LAYER / 2**20).backward
     activations = (4 + LAYERS) * 4 * WIDTH  # all of the layers' inputs, and the gradients between them
     allowed = LAYERS * LAYER / dist.get_world_size() + 2 * LAYER + activations
     what = "gradients in backward at the worst moment"
@@ -63,7 +82,7 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
         assert most > allowed, "in the opposite order all gradients should be whole at once"
         at_most(what, most, LAYERS * LAYER + 2 * LAYER + activations, step=3)
     else:
-        means = " (4Ψ/N of gradients, 2 buckets of a layer each, and activations)"
+        means = " (4Ψ/N of gradients, 2 buckets of a layer each: receive the one before first; and activations)"
         at_most(what, most, allowed, step=3, means=means)
         assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
 
@@ -77,35 +96,25 @@ KEPT = {"options": {"reshard_after_forward": False}}
 def zero3_has_only_the_units_in_use_gathered(engine, options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
     own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
-    noise = (16 + 2 * LAYERS) * 4 * WIDTH
-    with Alive() as memory:
-        trained = engine(stack(), parts.ADAMW, group=parts.silent_group(), **options)
-        at_most("what is alive after the construction", memory.live, own + noise, step=0)
-        for step in range(2):
-            trained.training_step(*batch(step), F.mse_loss)
-        # Parameters, and AdamW's two moments with a counter for each piece.
-        at_most("what is alive between steps", memory.live, 3 * own + 4 * 2 * LAYERS + noise, step=5)
-        memory.mark()
-        loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
-        in_forward, after_forward = memory.most, memory.more
-        memory.reset_peak()
-        loss.backward()
-        in_backward, after_backward = memory.most, memory.more
+    found = peaks_of(engine, stack(), **options)
+    at_most("what is alive after the construction", found.built, own + NOISE, step=0)
+    # Parameters, and AdamW's two moments with a counter for each piece.
+    at_most("what is alive between steps", found.between, 3 * own + 4 * 2 * LAYERS + NOISE, step=5)
     if "reshard_after_forward" not in options:
         units = 1 + min(options.get("prefetch", 1), LAYERS - 1)
         # In bfloat16 they are half as large, and two rounded shards may be on their way.
         unit, sent = (LAYER / 2, LAYER / dist.get_world_size()) if "param_dtype" in options else (LAYER, 0)
-        at_most("units gathered in forward", in_forward, units * unit + sent + noise, step=1)
-        assert in_forward >= units * unit, "fewer units than promised were gathered: is prefetching on?"
-        at_most("units gathered after forward", after_forward, noise, step=1)
+        at_most("units gathered in forward", found.forward, units * unit + sent + NOISE, step=1)
+        assert found.forward >= units * unit, "fewer units than promised were gathered: is prefetching on?"
+        at_most("units gathered after forward", found.kept, NOISE, step=1)
         # Backward adds the gradients' shards, and at most two units of whole gradients.
         means = f" (4Ψ/N of gradients, {units} units' parameters and 2 units' gradients, and activations)"
         what = "bytes alive at backward's worst moment"
-        at_most(what, in_backward, (units + 2) * LAYER + own + noise, step=2, means=means)
+        at_most(what, found.backward, (units + 2) * LAYER + own + NOISE, step=2, means=means)
     else:
-        at_most("units that are kept for backward", after_forward, LAYERS * LAYER + noise, step=1)
-        assert after_forward >= LAYERS * LAYER, "units were freed after forward, and should not have been"
-    at_most("units and gradients after backward", after_backward, own + noise, step=2)
+        at_most("units that are kept for backward", found.kept, LAYERS * LAYER + NOISE, step=1)
+        assert found.kept >= LAYERS * LAYER, "units were freed after forward, and should not have been"
+    at_most("units and gradients after backward", found.left, own + NOISE, step=2)
 
 
 class ByKeyword(parts.Stack):
@@ -115,36 +124,37 @@ class ByKeyword(parts.Stack):
         return x
 
 
-@holds("bytes", engines=("zero3",), cases=({"frozen": 11}, {"frozen": 11, "kind": ByKeyword}, {"no_sync": True}))
-def zero3_frees_units_in_backward(engine, kind=parts.Stack, frozen=0, no_sync=False):
-    """A frozen unit has no gradient that tells when to free it, and is freed in time all the same.
+class Idle(parts.Stack):
+    """Each unit has a weight that is never used: with `find_unused` no unit is ever complete."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        for layer in self.layers:
+            layer.idle = nn.Parameter(torch.ones(1))
+
+
+@holds("bytes", engines=("zero3",), cases=({"frozen": 11}, {"frozen": 11, "kind": ByKeyword}, {"no_sync": True},
+                                           {"kind": Idle, "find_unused": True}))  # fmt: skip
+def zero3_frees_units_in_backward(engine, kind=parts.Stack, frozen=0, **options):
+    """A unit without a gradient that tells when to free it, as it is frozen or unused in part, is freed in time.
 
     Under `no_sync()` gradients stay whole, as documented; parameters are freed.
     """
-    model = parts.seeded(lambda: kind(LAYERS, WIDTH), dtype=torch.float32)
+    model = stack(kind=kind)
     for layer in model.layers[LAYERS - frozen :]:
         layer.requires_grad_(False)
-    trained = engine(model, parts.ADAMW, group=parts.silent_group())
-    inputs, targets = batch(2)
-    with Alive() as memory, trained.no_sync() if no_sync else contextlib.nullcontext():
-        loss = F.mse_loss(trained(inputs), targets)
-        memory.mark()
-        loss.backward()
-    allowed = LAYERS * LAYER + 2.5 * LAYER if no_sync else 4 * LAYER
-    at_most("units gathered in backward, and gradients", memory.most, allowed, step=2)
+    gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else dist.get_world_size())
+    allowed = gradients + (2.5 if "no_sync" in options else 4 + ("find_unused" in options)) * LAYER + NOISE
+    most = peaks_of(engine, model, **options).backward
+    at_most("units gathered in backward, and gradients", most, allowed, step=2)
 
 
-@holds("bytes", engines=("zero3",), cases=({"evaluation": True}, {"evaluation": False}))
-def zero3_gathers_little_where_it_cannot_know(engine, evaluation):
+@holds("bytes", engines=("zero3",), cases=({"reshard_after_forward": False, "train": False}, {"turn": True}))
+def zero3_gathers_little_where_it_cannot_know(engine, **options):
     """Few units are gathered where no backward will come, although `reshard_after_forward=False` keeps them for it.
 
     Nor are many where a forward takes another order than the last, by which they are gathered ahead.
     """
-    trained = engine(stack(), parts.ADAMW, group=parts.silent_group(), reshard_after_forward=not evaluation)
-    if not evaluation:
-        trained.training_step(*batch(), F.mse_loss)
-        trained.model.reverse = True
-    with MemoryLedger() as memory, torch.set_grad_enabled(not evaluation):
-        trained(batch()[0])
-    allowed = 2 * LAYER + 16 * 4 * WIDTH if evaluation else 3.5 * LAYER
-    at_most("units gathered in forward", memory.peak, allowed, step=1)
+    most = peaks_of(engine, stack(), **options).forward
+    allowed = 3.5 if "turn" in options else 2
+    at_most("units gathered in forward", most, allowed * LAYER + NOISE, step=1)

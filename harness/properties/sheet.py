@@ -218,12 +218,11 @@ class Sheet:
     def none(self, what: str, found: list[str]) -> None:
         self.expect(not found, what, "none", ", ".join(found))
 
-    def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT, backwards: int = 1,
-             none: str = "NoneType: is a return missing?") -> None:  # fmt: skip
-        """`found` is `expected`, as far as float64 tells; `backwards` have added up in it. `none` is said of None."""
+    def same(self, what: str, found, expected: torch.Tensor, tolerance=EXACT, backwards: int = 1) -> None:
+        """`found` is `expected`, as far as float64 tells; `backwards` have added up in it."""
         if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
-            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            shape = none if found is None else shape
+            shape = str(tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found).__name__
+            shape += ": is a return missing?" * (found is None)
             return self.expect(False, what, f"a tensor of shape {tuple(expected.shape)}", shape)
         if there := first_difference(found, expected, **tolerance):
             right, wrong, where = there
@@ -347,18 +346,15 @@ class Sheet:
                 first = max(0, bucket.start - bucket.offsets[index])
                 yield bucket.names[index], piece, slice(first, first + piece.numel())
 
-    def right_gradients(self, engine, gradients: dict[str, torch.Tensor] | None = None, times: float = 1) -> None:
-        """Every piece has its part of `gradients` (default: the oracle's)."""
-        gradients = self.gradients() if gradients is None else gradients
-        dtypes = {bucket.reduce_dtype for bucket in engine.trained_buckets}
+    def right_gradients(self, engine, times: float = 1) -> None:
+        """Every piece has its part of the oracle's gradients."""
+        gradients, dtypes = self.gradients(), {bucket.reduce_dtype for bucket in engine.trained_buckets}
         tolerance = EXACT if dtypes == {torch.float64} else ROUNDED
         for name, piece, part in self.pieces(engine):
             what = f"the gradient of this rank's piece of {name}"
-            if name in gradients and piece.grad is not None:
+            self.expect(piece.grad is not None, what, f"{piece.numel()} elements", None)
+            if piece.grad is not None:
                 self.same(what, piece.grad, gradients[name].flatten()[part] * times, tolerance, int(times))
-            else:
-                said = f"{piece.numel()} elements" if name in gradients else None
-                self.expect(name not in gradients and piece.grad is None, what, said, piece.grad)
 
     def traffic(self, issued: list[Issued], kinds: list[str], times: float, nbytes: float, when: str) -> None:
         """These kinds of collectives, in the order in which they are first met; not more than `times` Ψ (N-1)/N.

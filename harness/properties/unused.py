@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
-from harness.properties.property import STAGES, expect, holds, refused, same
+from harness.properties.property import STAGES, holds, refused, same
 from harness.properties.training import Pair
 
 
@@ -117,30 +116,6 @@ def finding_the_unused_costs_one_small_all_reduce(engine):
         found.append([(each.kind, each.whole_bytes) for each in traffic.collectives])
     small = ("all-reduce", sum(param.requires_grad for param in trained.model.parameters()))
     same("the collectives of a step with find_unused", sorted(found[1]), sorted([*found[0], small]), step=3)
-
-
-@holds("bytes", engines=("zero3",))
-def zero3_finds_the_unused_within_its_bound(engine):
-    """ZeRO-3's peak in backward grows by a unit at most with `find_unused`, even if no unit is ever complete."""
-    layers, width, peaks = 8, 64, []
-
-    def idle():
-        model = parts.Stack(layers, width)
-        for layer in model.layers:
-            layer.idle = nn.Parameter(torch.ones(1))
-        return model
-
-    for find_unused, build in ((False, lambda: parts.Stack(layers, width)), (True, idle)):
-        model = parts.seeded(build, dtype=torch.float32)
-        trained = engine(model, parts.ADAMW, group=parts.silent_group(), find_unused=find_unused)
-        x, y = parts.vector_batch(0, dist.get_rank())
-        with MemoryLedger() as memory:
-            loss = F.mse_loss(trained(x), y)
-            memory.reset_peak()
-            loss.backward()
-            peaks.append(memory.peak)
-    most = peaks[0] + 4 * (width * width + width) + 4096
-    expect(peaks[1] <= most, "bytes at the peak in backward", f"{most} at most", peaks[1], step=2)
 
 
 @holds("misuse", engines=STAGES, further_sizes=(1, 3))

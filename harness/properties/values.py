@@ -1,6 +1,8 @@
 """A training step computes what plain PyTorch, DDP and FSDP2 compute on the whole batch."""
 
+import contextlib
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,64 +52,63 @@ def equals_one_process_on_the_whole_batch(engine, options, optimizer="adamw"):
     assert len(everyone.unique()) == world_size, "the ranks had the same data: this proves nothing"
 
 
-@holds("values", cases=(PLAIN,), further_cases=OTHERS)
-def equals_ddp_and_fsdp2(engine, options, device="cpu"):
-    """A GPT's losses and weights equal DDP's and FSDP2's: to the bit on two ranks, in float32.
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+SEVERAL = {"micro_batches": 3, "no_sync": True}
 
-    Two ranks add the same two numbers in all three engines, and a + b is b + a. With more ranks the order of the sum is
-    the library's: then in float64, and equal to 1e-10.
+
+@holds("values", sizes=(2, 4), further_sizes=(3,), cases=(
+    {**PLAIN, "at": (2,)}, {**LOW, "micro_batches": 3, "at": (2, 3)},
+    {"param_dtype": torch.bfloat16, "at": (2, 3), "first": ("zero3",)},
+    {"hybrid": True, **SEVERAL, "at": (4,), "first": ("zero2",)},
+    {"hybrid": True, "max_norm": 0.1, "at": (4,), "first": ("zero1", "zero3")}), further_cases=(
+    *({**each, "at": (2,)} for each in OTHERS), {**LOW, "at": (2, 3)}, {**LOW, **SEVERAL, "at": (2, 3)},
+    {"reduce_dtype": torch.bfloat16, "at": (2, 3)}, {"hybrid": True, "at": (4,)}))  # fmt: skip
+def equals_ddp_and_fsdp2(engine, options=None, device="cpu", hybrid=False, micro_batches=1, no_sync=False,
+                         max_norm=None, param_dtype=None, reduce_dtype=None):  # fmt: skip
+    """A GPT's losses and weights equal DDP's and FSDP2's, also in mixed precision and on a grid of ranks.
+
+    To the bit on two ranks, in float32: they add the same two numbers, a + b or b + a, and the half of a sum is exact.
+    So it is on a grid, where two shards of a row are added, and then two rows. With more ranks the order of a sum is
+    the library's: then in float64, where three bfloat16 numbers add up exactly in any order, unless one is a million
+    million times another, and equal to 1e-10. A norm adds up as many numbers as there are parameters: in float64, too.
+
+    ZeRO-1 sends once in a step, when all micro-batches have been added up. FSDP2 does so where its synchronisation
+    waits for the last micro-batch, and is told to: otherwise one side adds (a1+a2+a3) + (b1+b2+b3) of two ranks, and
+    the other (a1+b1) + (a2+b2) + (a3+b3).
     """
-    rank, few = dist.get_rank(), dist.get_world_size() <= 2
-    atol, steps = 0.0 if few else 1e-10, 6
-
-    def adamw(params):
-        return torch.optim.AdamW(params, lr=1e-2, fused=device != "cpu")
-
-    def gpt():
-        return models.gpt(torch.float32 if few else torch.float64, device)
-
-    def train(build, **options):
-        trained = build(gpt(), adamw, **options)
-        batches = (models.byte_batch(step, rank, device) for step in range(steps))
-        return trained, torch.stack([trained.training_step(*batch, next_token_loss) for batch in batches])
-
-    ddp, expected = train(subject("ddp"))
-    _, of_fsdp2 = train(subject("fsdp2"))
-    same("FSDP2's losses", of_fsdp2, expected, atol)
-    trained, losses = train(engine, **options)
-    same("the losses, beside DDP's", losses, expected, atol, step=1)
-    state = ddp.full_state_dict()
-    same("the weights, beside DDP's", trained.full_state_dict(), state, atol, step=5)
-    assert losses[-1] != losses[0], "nothing was trained"
-
-
-@holds("values", sizes=(3,), further_sizes=(1, 2, 4))
-def a_step_on_integers_is_exact(engine):
-    """Integer data, and a sum as the loss: every number is exact at any N, and so is the step, in float32."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def integers():
-        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7, bias=False))
-        for number, param in enumerate(model.parameters()):
-            with torch.no_grad():
-                param.copy_(torch.arange(param.numel()).view(param.shape) % 5 - 2 + number % 2)
-        return model
-
-    def batch_of(step, who):
-        generator = torch.Generator().manual_seed(who)
-        x = torch.randint(-4, 5, (3, 5), generator=generator)
-        return x.float(), torch.randint(-4, 5, (3, 7), generator=generator).float()
-
-    def total(outputs, targets):
-        return (outputs * targets).sum()
-
-    plain = integers()
-    inputs, targets = parts.whole(batch_of, 0, world_size)
-    total(plain(inputs), targets).backward()
-    expected = {name: param.detach() - param.grad / world_size for name, param in plain.named_parameters()}
-    trained = engine(integers(), lambda pieces: torch.optim.SGD(pieces, lr=1.0))
-    trained.training_step(*batch_of(0, rank), total)
-    same("the weights after one step", trained.full_state_dict(), expected, step=3)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    exact, mixed = max_norm is None and (size <= 2 or hybrid), param_dtype is not None or reduce_dtype is not None
+    own, atol = (torch.float32, 0.0) if exact else (torch.float64, 1e-10)
+    of_all = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype if exact else own if mixed else None}
+    of_all["group"] = parts.grid() if hybrid else None
+    adamw = partial(torch.optim.AdamW, lr=1e-2, fused=device != "cpu")
+    names = ("fsdp2",) if mixed or hybrid else ("ddp", "fsdp2")  # DDP has no such options
+    others = {name: subject(name)(models.gpt(own, device), adamw, **of_all) for name in names}
+    trained = engine(models.gpt(own, device), adamw, **of_all, **(options or {}))
+    for step in range(4):
+        for micro in range(micro_batches):
+            tokens, targets = models.byte_batch(step * micro_batches + micro, rank, device)
+            losses = {}
+            for name, each in {"": trained, **others}.items():
+                quiet = micro < micro_batches - 1 and (no_sync or engine.like == "zero1" and each is not trained)
+                with each.no_sync() if quiet else contextlib.nullcontext():
+                    outputs = each(tokens)
+                    same("the dtype of what the model computes", outputs.dtype, param_dtype or own, step=1)
+                    losses[name] = next_token_loss(outputs, targets) / micro_batches
+                    losses[name].backward()
+            for name in others:
+                same(f"the loss of step {step}, beside {name}'s", losses[""], losses[name], atol, step=1)
+        for each in others.values() if max_norm is not None else ():
+            norm = each.clip_grad_norm_(max_norm)
+            same("the gradients' norm", trained.clip_grad_norm_(max_norm), norm, atol * max(1.0, norm.item()), step=3)
+        for each in (trained, *others.values()):
+            each.step()
+            each.zero_grad()
+    state = trained.full_state_dict()
+    # The weights that the optimizer updates, not the low-precision ones that compute.
+    same("the dtypes of the weights", {value.dtype for value in state.values()}, {own}, step=4)
+    for name, each in others.items():
+        same(f"the weights, beside {name}'s", state, each.full_state_dict(), atol, step=5)
 
 
 def groups_of(model: nn.Module) -> list[dict]:

@@ -1,32 +1,24 @@
 """A run's folder belongs to one run: what the folder may hold, and the lock that keeps a second start out.
 
 The lock is the system's (`flock` on the file `.lock`). It is gone with the process that holds it, however that ends.
-Only the launcher holds it. So after `kill -9` of the launcher the same line can start again at once. The old ranks
-notice it within a second and leave, before new ones have imported torch.
+Rank 0 holds it. After `kill -9` of the launcher the same line can start again at once: the old ranks notice it within a
+second and leave, and a lock that is held is asked for again and again for some seconds.
 """
 
-import argparse
 import contextlib
 import fcntl
-import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
+from harness.engine.together import together
+from harness.run import process_group
+from harness.run.ending import NotAgain
+
 LOCK = ".lock"
-STAGES = ("zero1", "zero2", "zero3")
-
-
-def folder_of(arguments: list[str]) -> Path | None:
-    """The folder that a training program with these arguments takes; None if they name neither folder nor stage."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--folder")
-    parser.add_argument("--preset", default="tiny")
-    given, _ = parser.parse_known_args(arguments)
-    stage = next((word for word in arguments if word in STAGES), None)
-    folder = given.folder or (stage and f"runs/{stage}-{given.preset}")
-    return Path(folder) if folder else None
+PATIENCE = 0.8  # of the time for which the other ranks wait for rank 0
 
 
 def refuse_others(folder: Path) -> None:
@@ -49,44 +41,48 @@ def unfinished(folder: Path) -> int:
     return nbytes
 
 
-def lock(folder: Path, meeting: str | None = None):
-    """Hold `folder` as long as the returned file is open. Raises ValueError, which names the holder, if it is in use.
+def lock(folder: Path, seconds: float):
+    """Hold `folder` as long as the returned file is open. Raises NotAgain, which names the holder, if it is in use.
 
-    `meeting` is where the machines of a run of several meet. Launchers that name the same one share the folder.
+    For so many seconds it is asked for again: the holder may be about to leave.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK, "a+")  # noqa: SIM115  until the process ends
-    for wait in (0.1, 0.2, 0.4, 0):  # another launcher may be between its two locks
-        if _take(file, fcntl.LOCK_EX):  # nobody else holds it: write down who does now
-            holder = {"host": socket.gethostname(), "process": os.getpid(), "meeting": meeting}
-            file.truncate(0)
-            file.write(json.dumps(holder) + "\n")
-            file.flush()
-            if meeting is None or _take(file, fcntl.LOCK_SH):  # it lets the other machines of this run in
-                return file
-        elif meeting and _take(file, fcntl.LOCK_SH):
-            if _holder(file).get("meeting") == meeting:
-                return file
-            fcntl.flock(file, fcntl.LOCK_UN)
-        time.sleep(wait)
-    holder = _holder(file)
-    file.close()
-    host, process = holder.get("host", "?"), holder.get("process", "?")
-    there = "" if host == socket.gethostname() else "there: "
-    used = f"--folder {str(folder)!r} is in use by a run on {host}, process {process}"
-    raise ValueError(f"{used}: stop it first ({there}kill -INT {process}), or take another --folder")
+    used, until = f"--folder {str(folder)!r} is in use by a run", time.monotonic() + seconds
+    if not _taken(file):
+        print(f"{used}: waiting for its end, at most {seconds:g} s", file=sys.stderr, flush=True)
+    while not _taken(file):
+        if time.monotonic() > until:
+            file.seek(0)
+            raise NotAgain(f"{used}: stop it first ({file.read().strip()}), or take another --folder")
+        time.sleep(0.1)
+    file.truncate(0)
+    file.write(f"kill -INT {os.getppid()} on {socket.gethostname()}")  # a rank's parent is its launcher
+    file.flush()
+    return file
 
 
-def _take(file, kind: int) -> bool:
+def _taken(file) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # not every network's file system has locks
+        print(f"{file.name} cannot be locked ({error.strerror}): nothing keeps a second start out", file=sys.stderr)
     return True
 
 
-def _holder(file) -> dict:
-    file.seek(0)
-    with contextlib.suppress(json.JSONDecodeError):
-        return json.loads(file.read())
-    return {}
+def hold(folder: Path, me: process_group.Rank):
+    """Rank 0 holds the lock until the returned file is closed. If it is in use, all ranks raise NotAgain.
+
+    It waits long: in a network's file system the lock of a machine that has died may last for some 90 seconds.
+    """
+    held = problem = None
+    if me.rank == 0:
+        try:
+            held = lock(folder, PATIENCE * process_group.timeout())
+        except NotAgain as error:
+            problem = error
+    if refusal := together(lambda: problem, None)[0]:
+        raise refusal
+    return held

@@ -27,7 +27,7 @@ from harness.run.ending import killed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 10  # seconds for ranks that have said everything, to leave by themselves
-ENDING = 40  # seconds from SIGTERM to SIGKILL: torchrun gives its ranks 30, and they are in sessions of their own
+ENDING = 5  # seconds from SIGTERM to SIGKILL
 
 # What a rank does.
 
@@ -82,8 +82,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
-    """A process in a session of its own, which has ended when the block is left, in whatever way.
+def started(command: list[str], by: int = signal.SIGTERM, **options) -> Iterator[subprocess.Popen]:
+    """A process in a session of its own, which has ended when the block is left, in whatever way: see `end`.
 
     Also when this process is told to end: what has a session of its own does not hear of it, nor of a closed terminal.
     """
@@ -91,27 +91,58 @@ def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
     def leave(number, frame):
         sys.exit(128 + number)
 
-    here = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP) if here}
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # A program that has another way to leave keeps it.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            before[number] = signal.signal(number, leave)
     process = None
     try:
         process = subprocess.Popen(command, start_new_session=True, **options)
         yield process
     finally:
         if process is not None:
-            end(process)
+            end(process, by=by)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def end(process: subprocess.Popen, seconds: float = 0) -> None:
-    """Let the process have so many seconds to end by itself, then end it, and whatever is in its session."""
-    for number, patience in ((None, seconds), (signal.SIGTERM, ENDING), (signal.SIGKILL, None)):
-        if number is not None:
-            os.killpg(process.pid, number)
+def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM) -> None:
+    """Let the process have so many seconds to end by itself, then end it and all that it has started.
+
+    First by the signal `by`. At SIGABRT Python's fault handler writes where each thread is: the place of a hang.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+        return
+    children = descendants(process.pid)
+    for number, patience in ((by, ENDING), (signal.SIGKILL, None)):
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+        process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
-            return
+        time.sleep(0.5)  # the others need as long to write what they say, and to go
+
+
+def descendants(process_id: int) -> list[int]:
+    """The processes that a process has started, and those that they have started.
+
+    torchrun gives every rank a session, so to ask for a group of processes is not enough.
+    """
+    pairs = []  # (process, its parent), of all processes
+    if os.path.isdir("/proc/self"):  # Linux, also where a container has no `ps`
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
+                pairs.append((int(name), int(file.read().rpartition(")")[2].split()[1])))
+    else:
+        listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True).stdout
+        pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found = [process_id]
+    for known in found:  # which grows meanwhile
+        found += [child for child, parent in pairs if parent == known]
+    return found[1:]
 
 
 class Ranks:

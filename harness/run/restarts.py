@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
 
-from harness.run import folder, torchrun
+from harness.run import torchrun
 from harness.run.ending import NOT_AGAIN, what_failed
 from harness.run.leaving import hear
 from harness.run.torchrun import say
@@ -103,8 +103,6 @@ def main(arguments: list[str]) -> None:
     os.environ["ZERO_LAUNCHED"] = str(time.time())
     options = run.parse_args(arguments)
     several = not options.standalone and options.nnodes not in ("1", "1:1")
-    meeting = f"{options.rdzv_endpoint} {options.rdzv_id}" if several else None
-    held = _hold(folder.folder_of(options.training_script_args), meeting)  # noqa: F841  until this process ends
     api.LocalElasticAgent = Agent  # it says of a rank that failed what torch would say in some lines of its log
     with tempfile.TemporaryDirectory() as place:
         stop = Path(place, "stop")
@@ -127,18 +125,6 @@ def failed(failures: dict) -> tuple[str, int]:
         return f"gave up after the restarts that were allowed: {len(failures)} rank(s) failed, see above", 1
     said = never[0].message if isinstance(never[0].message, str) else never[0].message.get("message", "")
     return f"restarts do not mend this: {said.partition(': ')[2] or said}", NOT_AGAIN  # without the exception's name
-
-
-def _hold(path: Path | None, meeting: str | None):
-    """The lock on the folder of the run, or None if it has none. A folder that is in use ends this process."""
-    try:
-        return path and folder.lock(path, meeting)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except OSError as error:  # not every network's file system has locks
-        say(f"--folder {str(path)!r} cannot be locked ({error.strerror}): nothing keeps a second start out of it")
-        return None
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from harness.engine.together import together
 from harness.run import engines, process_group
 from harness.run.data import Sequences, hold_out, load_text
 from harness.run.ending import NotAgain
-from harness.run.folder import unfinished
+from harness.run.folder import hold, unfinished
 from harness.run.journal import Journal, last_step, note_lost
 from harness.run.leaving import Leaving
 from harness.run.model import GPT, next_token_loss, preset
@@ -228,6 +228,7 @@ def main(argv=None) -> None:
     me = process_group.start(options.backend, options.device)
     joined = time.time()
     check_batch(options, me.world_size)
+    held = hold(options.folder, me)  # noqa: F841  until this process ends
     title = engines.ENGINES[options.stage].title
     me.print(f"{title}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
     Training(options, me, text, held_out).run(leaving, joined)

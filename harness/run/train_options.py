@@ -13,9 +13,11 @@ from harness.engine.safe_reader import Folder
 from harness.run import journal, process_group
 from harness.run import options as common
 from harness.run.engines import DTYPES
-from harness.run.folder import STAGES, refuse_others
+from harness.run.folder import lock, refuse_others
 from harness.run.model import GPT, preset
 
+STAGES = ("zero1", "zero2", "zero3")
+LEAVING = 5.0  # seconds, more than ranks need to notice that their launcher is gone, and to leave
 # What a run may change when it goes on, and what then is another run than the one without a break.
 KEPT = ("data", "steps", "batch", "accumulate", "dtype", "lr", "warmup", "clip", "seed")
 NUMBERS = {  # {name: (type, default, the smallest there may be, help)}
@@ -71,6 +73,8 @@ def _check_folder(options: argparse.Namespace) -> None:
         (options.folder / journal.NAME).touch()
     except OSError as error:
         raise ValueError(f"cannot write --folder {str(options.folder)!r}: {error.strerror}") from error
+    if process_group.machines() == 1:  # of several, the others may have begun this run
+        lock(options.folder, LEAVING).close()
     with torch.device("meta"):
         wanted = {name: value.shape for name, value in GPT(preset(options.preset)).state_dict().items()}
     for path in checkpoint.complete(options.folder)[-1:]:

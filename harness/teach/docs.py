@@ -23,6 +23,7 @@ from harness.measure import step_report, tables
 from harness.measure.memory import fits_on
 from harness.measure.ratios import ratios
 from harness.measure.report import page
+from harness.plan import validate
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
 from harness.run.ending import one_line
@@ -76,51 +77,33 @@ def conditions(report: dict, file: str) -> str:
 
 
 TITLES = {"params MB": "parameters MB", "grads MB": "gradients MB", "optim MB": "optimizer MB", "x ddp": "x DDP"}
+BYTES = "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step"
+# {what is shown: (results, columns of a table, of the next, ...)}; the README's has all that fits in eight columns.
+SHOWN = {
+    "readme": (REFEREE, ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x ddp")),
+    "all": (REFEREE, ("first loss", "last loss", "difference from DDP", "step ms", "x ddp", "tokens/s"), BYTES),
+    "bf16": (REFEREE_BF16, ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step")),
+    "deepspeed": (REFEREE_DEEPSPEED, ("difference from DDP", *BYTES, "step ms")),
+}
 
 
-def of_referee(report: dict, *titles: str, digits: int = 2) -> str:
-    """These columns of the referee's results: as it prints them itself, but for digits; held: with `digits`."""
+def referee(which: str, *names: str) -> str:
+    """A comparison of these engines, or of all, as the referee prints it itself but for digits."""
+    file, *shown = SHOWN[which]
+    report, made = result(file), []
+    runs = {name: report["runs"][name] for name in names or report["runs"]}
     columns = step_report.columns(report["runs"], "ddp") | {
         "engine": lambda name, run: f"`{name}`",
         "difference from DDP": difference,
-        "held MB": lambda name, run: f"{sum(run['held_bytes'].values()) / 1e6:.{digits}f}",
+        "held MB": lambda name, run: f"{sum(run['held_bytes'].values()) / 1e6:.2f}",
         "peak MB": lambda name, run: f"{run['peak_bytes'] / 1e6:,.1f}",
         "step ms": lambda name, run: f"{run['step_ms']:.0f}" if run["step_ms"] else "-",
         "tokens/s": lambda name, run: f"{run['tokens_per_s']:,.0f}",
     }
-    chosen = {title: columns[title] for title in ("engine", *titles)}
-    head, *rows = tables.rows_of(chosen, report["runs"])
-    return tables.markdown([[TITLES.get(title, title) for title in head], *rows])
-
-
-def referee(*names: str) -> str:
-    """The README's table: these engines' rows, with everything that fits in eight columns."""
-    report = result(REFEREE)
-    report["runs"] = {name: report["runs"][name] for name in names}
-    titles = ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x ddp")
-    return f"{of_referee(report, *titles)}\n\n{conditions(report, REFEREE)}"
-
-
-def referee_losses() -> str:
-    report = result(REFEREE)
-    titles = ("first loss", "last loss", "difference from DDP", "step ms", "x ddp", "tokens/s")
-    return f"{conditions(report, REFEREE)}\n\n{of_referee(report, *titles)}"
-
-
-def referee_bytes() -> str:
-    return of_referee(result(REFEREE), "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step")
-
-
-def referee_bf16() -> str:
-    report = result(REFEREE_BF16)
-    titles = ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step")
-    return f"{conditions(report, REFEREE_BF16)}\n\n{of_referee(report, *titles, digits=1)}"
-
-
-def referee_deepspeed() -> str:
-    report = result(REFEREE_DEEPSPEED)
-    titles = "difference from DDP", "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step", "step ms"
-    return f"{conditions(report, REFEREE_DEEPSPEED)}\n\n{of_referee(report, *titles)}"
+    for titles in shown:
+        head, *rows = tables.rows_of({title: columns[title] for title in ("engine", *titles)}, runs)
+        made.append(tables.markdown([[TITLES.get(title, title) for title in head], *rows]))
+    return "\n\n".join([*made, conditions(report, file)])
 
 
 def launches() -> str:
@@ -219,50 +202,17 @@ def sweep(words: str) -> str:
 
 
 def plan_validation() -> str:
-    """Published and predicted, a row per published measurement."""
-    rows = result("plan-validation.json")["rows"]
-    for row in rows:
-        tokens = row["source"].startswith("llm") and row["seq"] != 2048
-        row |= {"star": " *" * row["fitted"], "memory": "", "tokens": f", {row['seq']:,}" * tokens}
-        if row["published_peak_bytes"]:
-            published, predicted = (row[f"{whose}_peak_bytes"] / 1e9 for whose in ("published", "predicted"))
-            row["memory"] = f"{published:.1f} / {predicted:.1f} ({row['memory_error']:+.1%})"
-    titles = "model | GPUs | engine | batch | published | predicted | error | GB: published / predicted"
-    cells = "{model} | {gpus} {gpu} | `{engine}` | {micro_batch} x {accumulate}{tokens} | {published_tokens_per_s:,.0f}"
-    return table(titles, cells + " | {predicted_tokens_per_s:,.0f} | {error:+.1%}{star} | {memory}", rows)
+    return tables.markdown(validate.table(result("plan-validation.json")["rows"]))
+
+
+def plan_groups() -> str:
+    return tables.markdown(validate.table_of_groups(result("plan-validation.json")["summary"]["groups"]))
 
 
 def plan_summary() -> str:
     """The errors and what was fitted, in sentences."""
-    kept = result("plan-validation.json")
-    found = kept["summary"]
-    fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in kept["efficiency"].items())
-    networks = []
-    for name, network in kept["networks"].items():
-        ring, tree = network["crowding"]
-        crowds = (
-            f"; there each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree" if ring else ""
-        )
-        networks.append(f"`{name}` {network['alpha'] * 1e6:.0f} us per hop{crowds}")
-    errors = {of: "median error {median:.1%}, largest {largest:.1%}".format_map(found[of])
-              for of in ("unfitted", "all", "memory")}  # fmt: skip
-    said = (
-        f"Tokens per second of the {found['unfitted']['rows']} rows that were not fitted: {errors['unfitted']}. Of all "
-        f"{found['all']['rows']} rows: {errors['all']}.",
-        f"Memory of {found['memory']['rows']} rows: {errors['memory']}, {found['memory_within']} within 8%.",
-        "Which of two engines is faster, where all else is equal and the published values differ by more than 3%: "
-        f"{found['pairs_right']} of {found['pairs']} right.",
-        f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
-        f"Fitted: the share of the peak in products of matrices, {fitted}; the networks, {', '.join(networks)}.",
-    )
+    said = validate.in_sentences(result("plan-validation.json"))
     return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
-
-
-def plan_groups() -> str:
-    """The errors of tokens per second by source and size."""
-    rows = result("plan-validation.json")["summary"]["groups"]
-    titles = "source | size | rows | of them fitted | median error | largest"
-    return table(titles, "{source} | {size} | {rows} | {fitted} | {median:.1%} | {largest:.1%}", rows)
 
 
 def plan_missed() -> str:
@@ -363,7 +313,7 @@ def exhibits_of(stage: str) -> str:
     return f"{numbers[0]} to {numbers[-1]}"
 
 
-MEASURED = referee, referee_losses, referee_bytes, referee_bf16, referee_deepspeed, launches, slow_rank, sweep, machines
+MEASURED = referee, launches, slow_rank, sweep, machines
 COMPUTED = memory_peaks, memory_state, hybrid, offload, plan_validation, plan_summary, plan_groups, plan_missed
 SAID = article, other_claims, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
 BLOCKS: dict[str, Callable[..., str]] = {

@@ -1,14 +1,12 @@
 """Running a command: a process with a time limit, of which nothing is left when the time is up."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from harness.run.ranks import ROOT, environment
+from harness.run.ranks import ROOT, environment, started
 
 DONE, FAILED, TIMED_OUT = "done", "failed", "timed out"
 OUT_OF_MEMORY, INTERRUPTED, LEFT_OUT = "out of memory", "interrupted", "left out"
@@ -23,48 +21,16 @@ def run(argv: list[str], seconds: float, log: Path) -> tuple[str, int | None]:
     # So that a process that dies says where it was, and ranks that wait in vain end before this does.
     more = {"ZERO_TIMEOUT": os.environ.get("ZERO_TIMEOUT", "60"), "PYTHONFAULTHANDLER": "1", "PYTHON": sys.executable}
     with open(log, "wb") as output:
-        # A session of its own: Ctrl-C in the terminal reaches this process alone, which then ends the others.
-        process = subprocess.Popen(argv, cwd=ROOT, env=environment(**more), stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return TIMED_OUT, None
-        finally:
-            end(process)
+        # Ctrl-C in the terminal reaches this process alone, which then ends the others.
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        with started(argv, by=signal.SIGABRT, cwd=ROOT, env=environment(**more), **streams) as process:
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return TIMED_OUT, None
     if process.returncode == 0:
         return DONE, 0
     return OUT_OF_MEMORY if "OutOfMemoryError" in log.read_text(errors="replace") else FAILED, process.returncode
-
-
-def end(process: subprocess.Popen) -> None:
-    """End a process and all that it has started. torchrun gives every rank a session, so a group is not enough."""
-    if process.poll() is not None:
-        return
-    with_us = [*descendants(process.pid), process.pid]
-    # At the first signal Python's fault handler writes where each thread is: the place of a hang.
-    for number in (signal.SIGABRT, signal.SIGKILL):
-        for known in with_us:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(known, number)
-        time.sleep(1)
-    process.wait()
-
-
-def descendants(process_id: int) -> list[int]:
-    """The processes that a process has started, and those that they have started."""
-    pairs = []  # (process, its parent), of all processes
-    if os.path.isdir("/proc/self"):  # Linux, also where a container has no `ps`
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
-                pairs.append((int(name), int(file.read().rpartition(")")[2].split()[1])))
-    else:
-        listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True).stdout
-        pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    found = [process_id]
-    for known in found:  # which grows meanwhile
-        found += [child for child, parent in pairs if parent == known]
-    return found[1:]
 
 
 def shorten(log: Path) -> None:

@@ -163,27 +163,9 @@ claims.sharding_state("a layer too large for a GPU needs model parallelism as we
 # Mixed precision.
 
 
-@functools.cache
-def mixed_precision(gradient_dtype: torch.dtype) -> dict[str, float]:
-    """Bytes per parameter alive after a backward, of bfloat16 weights updated through float32 ones by AdamW."""
-    layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-    (weight,) = layer.parameters()
-    master = weight.detach().float().requires_grad_()
-    optimizer = torch.optim.AdamW([master])
-    layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
-    gradient = weight.grad.to(gradient_dtype)
-    master.grad = gradient.float()  # for the update only
-    optimizer.step()
-    moments = [tensor for tensor in optimizer.state[master].values() if tensor.shape == master.shape]
-    rows = {"weights": [weight], "gradients": [gradient], "float32 weights": [master], "moments": moments}
-    return {name: sum(tensor.nbytes for tensor in tensors) / weight.numel() for name, tensors in rows.items()}
-
-
-def added_up(dtype: torch.dtype) -> tuple[str, float, float]:
-    """(in words, all bytes per parameter, without the float32 weights)"""
-    held = mixed_precision(dtype)
-    total = sum(held.values())
-    return listed(held, "{1} {0}", " + ") + f" = {total:g} bytes", total, total - held["float32 weights"]
+# Bytes per parameter of bfloat16 training with AdamW.
+BYTES = {"weights": 2, "gradients": 2, "float32 weights": 4, "moments": 8}
+IN_WORDS, OF_TABLE = (listed(found, "{1} {0}", " + ") for found in (BYTES, BYTES | {"gradients": 4}))
 
 
 def ddp_in_bf16() -> float:
@@ -204,30 +186,23 @@ def boxes_of_figure_two() -> tuple:
 
 
 # fmt: off
-WEIGHED = "bfloat16 training with AdamW, tensors weighed"
-HALF, SINGLE = torch.bfloat16, torch.float32
+ADDED = "bytes of bfloat16 training with AdamW, added up"
 for article, words in ((claims.sharding_state, "BF16 with Adam: about 16 bytes per parameter"),
                        (claims.scaling, "FP16 with Adam: 2 + 2 + 12 bytes (blank in our copy), 112 GB for 7B")):
-    article(words, WEIGHED, "", lambda: (
-        f"{added_up(HALF)[0]}; {gb(added_up(HALF)[1] * P7)} for the 7b preset", added_up(HALF)[1] == 16))
-claims.frameworks("mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)", WEIGHED,
+    article(words, ADDED, "", {f"bytes = {IN_WORDS}; {gb(16 * P7)} for the 7b preset": sum(BYTES.values())}, says=16)
+claims.frameworks("mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)", ADDED,
                   "no float32 master weights are kept",
-                  lambda: {"bytes without them": added_up(SINGLE)[2], f"of {added_up(SINGLE)[0]}": added_up(SINGLE)[1]},
-                  says=14)
+                  {"bytes without them": 2 + 4 + 8, f"= {OF_TABLE}": 2 + 4 + 4 + 8}, says=14)
 claims.frameworks("mixed precision takes 16 bytes per parameter, 112 GB for 7B (its text)",
-                  "three kinds of it, tensors weighed",
-                  "gradients are bfloat16, or bfloat16 weights exist only in forward and backward", lambda: (
-    {"bfloat16 weights made for each forward": ddp_in_bf16(), "kept, with gradients in bfloat16": added_up(HALF)[1],
-     "in float32 (its table)": added_up(SINGLE)[1]},
-    about(ddp_in_bf16(), 16) and added_up(HALF)[1] == 16, added_up(SINGLE)[1] == 16))
+                  "dry run of DDP, and two sums",
+                  "gradients are bfloat16, or bfloat16 weights exist only in forward and backward", lambda: {
+    "with bfloat16 weights made for each forward": ddp_in_bf16(), f"= {IN_WORDS}": 16, f"= {OF_TABLE}": 18}, says=16)
 claims.frameworks("7B under DDP, ~112 GB, does not fit an H100", "dry run of DDP in bf16, bytes per parameter", "",
                   lambda: {"GB; an H100 has 80": ddp_in_bf16() * P7 / 1e9}, says=112)
 claims.frameworks("Adam's states cost 12 bytes per parameter and not 4", "AdamW's state",
-                  "float32 master weights are counted with Adam's two moments", lambda: {
-    "bytes of both": mixed_precision(SINGLE)["moments"] + mixed_precision(SINGLE)["float32 weights"],
-    "of the moments": mixed_precision(SINGLE)["moments"]}, says=12)
-claims.scaling("the optimizer state is the largest part", WEIGHED, "", lambda: {f"of {added_up(HALF)[0]}":
-    (mixed_precision(HALF)["float32 weights"] + mixed_precision(HALF)["moments"]) / added_up(HALF)[1]}, says=above(0.5))
+                  "float32 master weights are counted with Adam's two moments",
+                  {"bytes of both": 4 + 8, "of the moments": 8}, says=12)
+claims.scaling("the optimizer state is the largest part", ADDED, "", {f"of {IN_WORDS}": (4 + 8) / 16}, says=above(0.5))
 claims.frameworks("bytes per parameter: 2 + 4 + 8/N, 2 + 12/N, 14/N under the stages (its figure 2)",
                   "each stage in mixed precision at N = 8", "no float32 master weights are kept", boxes_of_figure_two)
 # fmt: on
@@ -338,28 +313,19 @@ def mb(found: dict) -> str:
     return listed({name: nbytes / 1e6 for name, nbytes in found.items()})
 
 
-def copies_to_computation(tokens: int) -> float:
-    """Seconds of 7B's copies on 8 H100 over those of its computation, for so many tokens per GPU.
-
-    The shard goes up twice, and its gradient down; no link is quicker than 64 GB/s. 989e12 are an H100's FLOP/s.
-    """
-    return (3 * 4 * P7 / 8 / 64e9) / (6 * P7 * tokens / 989e12)
-
-
-def saves_memory_and_kills_throughput() -> tuple:
-    """What offload adds to a step does not depend on the batch; what it can hide behind, and is measured by, does."""
-    device = {"without": dry("zero3", preset="tiny")["peak_bytes"], "with": offloaded("zero3")["peak_bytes"]}
-    few, many = copies_to_computation(2_048), copies_to_computation(1_048_576)
-    measured = f"peak on the device, MB: {mb(device)}; copies of 7B at 64 GB/s take {few:.2g}x the computation of 8 "
-    measured += f"H100 for 2,048 tokens per GPU, {many:.2g}x for 1,048,576; AdamW on the host comes on top"
-    saved = device["with"] < device["without"]
-    return measured, saved and few > 1, saved and many > 1
+def peaks() -> dict[str, int]:
+    return {"without": dry("zero3", preset="tiny")["peak_bytes"], "with": offloaded("zero3")["peak_bytes"]}
 
 
 # fmt: off
+# What offload adds to a step does not depend on the batch; what it can hide behind, and is measured by, does. Here for
+# a parameter on 8 H100: float32, up twice and down once at 64 GB/s, which no link exceeds, over 6 FLOPs for each token.
+COPIES = {f"{tokens:,}": (3 * 4 / 8 / 64e9) / (6 * tokens / 989e12) for tokens in (2_048, 1_048_576)}
 claims.sharding_state("CPU offload saves GPU memory but kills throughput",
-                      "ZeRO-3 with and without, dry; published rates",
-                      "a step has few tokens per GPU", saves_memory_and_kills_throughput)
+                      "ZeRO-3 with and without, dry; published rates", "a step has few tokens per GPU", lambda: (
+    f"peak on the device, MB: {mb(peaks())}; copies over computation, 8 H100 with links of 64 GB/s: "
+    + listed(COPIES, "{1} for {0} tokens per GPU") + "; AdamW on the host comes on top",
+    *(peaks()["with"] < peaks()["without"] and longer > 1 for longer in COPIES.values())))
 claims.wordpress("FSDP2's CPU offloading can move optimizer states to RAM", "dry run of FSDP2 with its policy", "",
                  lambda: (
     f"MB on the device: {mb(offloaded('fsdp2')['held_bytes'])}; in RAM: {mb(offloaded('fsdp2')['host']['held_bytes'])}",

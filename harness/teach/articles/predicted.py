@@ -8,8 +8,7 @@ import functools
 from dataclasses import replace
 from functools import partial
 
-from harness.measure.gpus import flops_per_token
-from harness.plan.events import COMPUTE, Collective, Operation
+from harness.plan.events import COMPUTE, Collective
 from harness.plan.hardware import GPUS, Cluster
 from harness.plan.one_rank import Setup
 from harness.plan.predict import Prediction, predict
@@ -36,16 +35,6 @@ PLANNER_ERRS = 0.1  # at most, beside published measurements
 def predicted(model="7b", ranks: int = 8, engine: str = "zero3", cluster: Cluster = H100, **options) -> Prediction:
     """`model`: a preset's name, or a shape. The same setup on another cluster costs no new recording."""
     return predict(Setup(preset(model) if isinstance(model, str) else model, engine, ranks, **options), cluster)
-
-
-def tensor_parallel(width: int, tokens: int, stride: int) -> float:
-    """Communication over computation of a block, forward and backward, cut among 8 GPUs: `stride` 1 in a node.
-
-    Two all-reduces of (tokens, width) in bfloat16 each way; 12 width² parameters, 2 FLOPs forward and 4 backward.
-    """
-    reduce = Collective(COMPUTE, "all-reduce", 2 * tokens * width, 8, stride, "")
-    product = Operation(COMPUTE, "mm", 6 * 12 * width**2 * tokens // 8, 0, "bf16", "")
-    return 4 * H100.collective_seconds(reduce) / H100.seconds(product)
 
 
 def ms(*predictions: Prediction) -> str:
@@ -135,19 +124,6 @@ def units_by_size():
 
 
 # Which engine, batch and option to take.
-
-
-def published_row(model: str, ranks: int):
-    """The only one of a model on so many GPUs."""
-    (row,) = [row for row in ROWS if (row.model, row.setup.ranks) == (model, ranks)]
-    return row
-
-
-def mfu_of(row) -> float:
-    """By the PaLM paper's count of FLOPs."""
-    config = row.setup.config
-    weights = 12 * config.layers * config.width**2 + config.vocab * config.width
-    return row.tokens_per_s * flops_per_token(config, weights, config.seq) / row.cluster.gpu.flops("bf16")
 
 
 def published_rows(model: str, engine: str) -> dict[tuple, float]:

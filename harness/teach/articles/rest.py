@@ -3,32 +3,30 @@
 Most are sums of an article's own numbers, one expression each.
 """
 
-import copy
+import inspect
 import json
 import math
 import tempfile
 import warnings
-from concurrent.futures import Future
-from functools import partial
+import zlib
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint_sequential
 
-from harness.engine import checkpoint
 from harness.measure.traffic import TrafficLedger
+from harness.plan.hardware import GPUS, NETWORKS
 from harness.teach.articles import runs
 from harness.teach.articles.claim import Claims, about, above, listed
-from harness.teach.articles.predicted import ASSUMED, GPUS, LONG, mfu_of, ms, predicted, published_row, tensor_parallel
+from harness.teach.articles.predicted import ASSUMED, LONG, ms, predicted
 from harness.teach.articles.printed import TORCH, attempt
-from harness.teach.articles.runs import chain, parameters_of, toy
-from zero3 import ZeRO3
+from harness.teach.articles.runs import chain, parameters_of
 
 claims = Claims()
 says = claims.frameworks  # nearly all of these are of one article
@@ -117,17 +115,12 @@ says("its accumulation loop uses every micro-batch", "steps after each 4th of 8 
 # Pipelines and tensor parallelism.
 
 
-def late(stages: int, chunks: int = 1) -> float:
-    """Micro-batches that the last stage begins late, with `chunks` pieces of a stage on each rank in turn."""
-    return (stages - 1) / chunks
-
-
 def idle(stages: int, micro_batches: int) -> float:
     """The share of all time in which stages wait, of GPipe as of 1F1B that is emptied after each batch.
 
     arXiv 1811.06965, 1806.03377; messages take no time.
     """
-    return late(stages) / (late(stages) + micro_batches)
+    return (stages - 1) / (stages - 1 + micro_batches)
 
 
 def forward_all_reduces(plan: dict) -> int:
@@ -138,39 +131,36 @@ def forward_all_reduces(plan: dict) -> int:
     return [collective.kind for collective in ledger.collectives].count(runs.ALL_REDUCE)
 
 
-@says("tensor parallelism over InfiniBand is usually not worth it",
-      "all-reduces and products of a block, priced by the planner")  # fmt: skip
-def tensor_parallel_between_nodes():
-    cases = [(width, tokens) for width in (4096, 8192, 16384) for tokens in (2048, 8192)]
-    inside, outside = ([tensor_parallel(*case, stride) for case in cases] for stride in (1, 8))
-    rows = {"in a node": (min(inside), max(inside)), "between eight nodes": (min(outside), max(outside))}
-    measured = "predicted, all-reduces of a block on 8 GPUs over its computation, width 4,096 to 16,384: "
-    usually = sum(ratio > 1 for ratio in outside) > len(cases) / 2
-    return measured + listed(rows, "{} {} to {}"), usually and max(inside) < 1
-
+# Bytes per second that leave each of eight GPUs of a node, and FLOPs per second, as the planner has them.
+BETWEEN_NODES, PRODUCTS = NETWORKS["infiniband"].bus / 8 * 1e9, GPUS["h100"].flops("bf16") * GPUS["h100"].efficiency
 
 # fmt: off
+# A block's four all-reduces of `width` numbers in bfloat16 for a token, over 6 FLOPs for each of 12 width² parameters.
+says("tensor parallelism over InfiniBand is usually not worth it",
+     "a block's all-reduces over its products, 8 H100 in 8 nodes; in one node they are eleven times as fast", "",
+     {f"times as long at width {width:,}":
+      (4 * 2 * 7 / 8 * 2 * width / BETWEEN_NODES) / (6 * 12 * width**2 / 8 / PRODUCTS)
+      for width in (4096, 8192, 16384)}, says=above(1))
 says("tensor parallelism all-reduces after every layer", "an MLP under torch's, on 8 ranks",
      "a layer is a column-parallel matrix and the row-parallel one behind it", lambda: (
      {"all-reduces in forward for such a pair": forward_all_reduces({"0": ColwiseParallel(), "2": RowwiseParallel()}),
       "for a column-parallel layer": forward_all_reduces({"0": ColwiseParallel(output_layouts=Replicate())})}), says=1)
 FORMULA = "(stages - 1) / (stages - 1 + micro-batches), messages take no time"
-says("GPipe's micro-batches reduce the bubble", FORMULA, "", lambda: (
-    f"4 stages: idle {idle(4, 1):.1%} with the batch as one, {idle(4, 8):.1%} in 8 parts", idle(4, 8) < idle(4, 1)))
+for words in ("GPipe's micro-batches reduce the bubble", "more micro-batches shrink the bubble"):
+    says(words, FORMULA, "", lambda: (
+        "4 stages, idle: " + listed({n: f"{idle(4, n):.1%}" for n in (1, 4, 8, 16, 64)}, "{1} with {0}"),
+        idle(4, 1) > idle(4, 4) > idle(4, 8) > idle(4, 16) > idle(4, 64)))
 # 1F1B that is emptied idles as GPipe does: it saves activations.
 says("PipeDream's schedule reduces the bubble further", FORMULA,
      "the pipeline is never emptied, so that weights are old; emptied, it saves activations and no time", lambda: (
     f"idle: GPipe and 1F1B {idle(4, 8):.1%} if emptied after each batch, {idle(4, 80):.1%} if never in 10; "
     "micro-batches kept by the first of 4 stages: 8 and 4", idle(4, 80) < idle(4, 8), idle(4, 8) < idle(4, 8)))
-says("more micro-batches shrink the bubble", FORMULA, "", lambda: (
-    "4 stages, idle: " + listed({n: f"{idle(4, n):.1%}" for n in (4, 8, 16, 64)}, "{1} with {0}"),
-    idle(4, 4) > idle(4, 8) > idle(4, 16) > idle(4, 64)))
 says("4 stages, 8 micro-batches: 37.5% of the compute wasted", FORMULA, "",
      {"% of the compute wasted; set against busy time it is 37.5%": 100 * idle(4, 8)}, says=37.5, off=0.02)
 says("8 stages, 16 micro-batches: a bubble of 44%", FORMULA, "idle time is set against busy time, not all time",
-     {"% idle to busy": 100 * late(8) / 16, "of the compute": 100 * idle(8, 16)}, says=44, off=0.02)
-says("interleaving halves the pipeline's bubble", "when the last of 4 stages begins", "",
-     {"of the idle slots, 4 stages interleaved in two": late(4, 2) / late(4)}, says=1 / 2)
+     {"% idle to busy": 100 * (8 - 1) / 16, "of the compute": 100 * idle(8, 16)}, says=44, off=0.02)
+says("interleaving halves the pipeline's bubble", "how late the last of 4 stages begins", "",
+     {"of the idle slots, if each rank has two halves of a stage in turn": (4 - 1) / 2 / (4 - 1)}, says=1 / 2)
 says("the price of interleaving is twice the communication, in all-reduces",
      "messages between 4 stages, and between 8 pieces of them", "",
      {"times as many messages, and none is an all-reduce": (8 - 1) / (4 - 1)}, says=2, off=0.02)
@@ -179,26 +169,21 @@ says("a layer of 70B computes for 100 ms", ASSUMED, "one GPU computes the layer,
     {"ms predicted per block, 8,192 tokens, forward twice and backward": (each := predicted(
         "70b", 64, **LONG).times.compute / 86 * 1e3), "on each of 4 GPUs": each / 4}), says=100, off=0.25)
 # Sharded data parallelism alone.
-says("70B and more train at production throughput with 3D parallelism only", "published rows (docs/planner.md)", "",
-     lambda: ("published, MPT 70B with FSDP alone: " + listed(
-         {ranks: (f"{published_row('MPT 70B', ranks).tokens_per_s:,}", f"{mfu_of(published_row('MPT 70B', ranks)):.0%}")
-          for ranks in (64, 512)}, "{1} tokens/s/GPU (MFU {2}) on {0} H100"),
-     max(mfu_of(published_row("MPT 70B", ranks)) for ranks in (64, 512)) < 0.3))
+says("70B and more train at production throughput with 3D parallelism only",
+     "6 FLOPs x 70e9 parameters x tokens/s of a GPU, published for MPT 70B with FSDP alone (docs/planner.md)", "",
+     {f"% of an H100's peak on {gpus} of them": 100 * 6 * 70e9 * rate / 989e12
+      for gpus, rate in ((64, 1_039), (512, 1_007))}, says=lambda mfu: mfu < 30)
 # fmt: on
 
 
 @says("MFU that falls from 16 to 128 GPUs is communication, not compute", f"{ASSUMED}; {FORMULA}",
-      "no pipeline stages were added, and all ranks have the same to do")  # fmt: skip
-def lower_mfu_is_communication():
-    """Data parallelism from 16 to 128 GPUs; and a pipeline that grows from 2 to 16 stages and sends in no time.
-
-    What the step takes longer and is not exposed is computation beside a collective, which slows it down.
-    """
+      "no pipeline stages were added, and all ranks have the same to do", says=above(0.7))  # fmt: skip
+def exposed_of_what_is_longer():
+    """The rest is computation beside a collective, which slows it down."""
     few, many = predicted(ranks=16), predicted(ranks=128)
-    exposed, busy = many.times.exposed - few.times.exposed, [1 - idle(stages, 16) for stages in (2, 16)]
-    measured = f"predicted, ZeRO-3, 7B: MFU {few.mfu:.0%} on 16 GPUs, {many.mfu:.0%} on 128: steps of {ms(few, many)}, "
-    measured += f"{exposed * 1e3:.0f} ms more of them exposed; a pipeline of 2 and 16 stages, 16 micro-batches: busy "
-    return f"{measured}{busy[0]:.0%}, {busy[1]:.0%}", exposed > 0.7 * (many.step - few.step), busy[1] > 0.9 * busy[0]
+    exposed = (many.times.exposed - few.times.exposed) / (many.step - few.step)
+    return {f"of what a step takes longer is exposed communication, predicted, ZeRO-3, 7B: {ms(few, many)}": exposed,
+            f"in a pipeline of 2 and 16 stages, busy {1 - idle(2, 16):.0%} and {1 - idle(16, 16):.0%}": 0}  # fmt: skip
 
 
 # Slow ranks.
@@ -213,15 +198,6 @@ def per_rank_step_times():
     ranks = [run["step_time"]["ranks"] for name, run in recorded.items() if name != "single"]
     own, steps = (min(slow[key] / fast[key] for fast, slow in ranks) for key in ("own_ms", "step_ms"))
     return {"times the other's is the least own work of the delayed of 2 ranks": own, "its steps": steps}
-
-
-def longest(together: int) -> float:
-    """Mean time of a micro-batch, of which one in 8 takes 1.4 instead of 1, for the slowest of 8 ranks with `together`.
-
-    The most slow ones that a rank has: the sum over k of P(some rank has more than k).
-    """
-    has = [math.comb(together, k) * 7 ** (together - k) / 8**together for k in range(together + 1)]
-    return 1 + 0.4 * sum(1 - sum(has[: k + 1]) ** 8 for k in range(together)) / together
 
 
 def largest_rate(momentum: float, old: int, together: int) -> float:
@@ -255,181 +231,83 @@ says("bucketing or padding evens out uneven lengths", EIGHT,
      "it is bucketing; padding turns waiting into work for nothing, and is no faster",
      {"of the time of steps with all lengths, in steps of one length": sum(LENGTHS) / 8 / max(LENGTHS), "padded": 1},
      says=lambda time: time < 0.95)
-says("gradient accumulation mitigates stragglers", "8 ranks, one micro-batch in 8 takes 40% longer",
+says("gradient accumulation mitigates stragglers", "a sum: 8 ranks, in turn or always the same takes 40% longer",
      "the slow rank is another one each time",
-     {"of a micro-batch's time, 8 per step, if slow is this rank, then that": longest(8) / longest(1),
+     {"of a micro-batch's time, 8 per step, if each rank is slow in one": (7 + 1.4) / (8 * 1.4),
       "if it is always one": 1.4 / 1.4}, says=lambda time: time < 0.95)
-# fmt: on
 
 # Checkpoints.
 
-
-def planned_shares(model_of, name: str) -> list[float]:
-    """Of all bytes of tensors, what each of 4 ranks would write. torch's planner raises if together they miss some."""
-    planner, plans = dcp.DefaultSavePlanner(), []
-    for rank in range(4):
-        with runs.running(name, model_of, ranks=4, rank=rank, optimizer_cls=runs.ADAMW) as engine:
-            runs.forward(engine).backward()
-            runs.update(engine)
-            if name == "single":  # on every rank the same, as DDP has it
-                state = dict(zip(("model", "optim"), get_state_dict(engine.model, engine.optimizer)))
-            else:
-                found = checkpoint._state(engine, {}, [[]], copied=False)
-                state = {".".join(map(str, path)): value for path, value in found.items() if path[0] != "extra"}
-            planner.set_up_planner(state, is_coordinator=rank == 0)
-            plans.append(planner.create_local_plan())
-    tensors = [[item.tensor_data for item in plan.items if item.tensor_data is not None]
-               for plan in planner.create_global_plan(plans)[0]]  # fmt: skip
-    each = [sum(math.prod(one.chunk.sizes) * one.properties.dtype.itemsize for one in mine) for mine in tensors]
-    return [nbytes / sum(each) for nbytes in each]
+says("each GPU writes total / N of a distributed checkpoint", "a sum: what each of 4 ranks has, or is dealt",
+     "the state is sharded, or is in many tensors: what all ranks have is divided by whole tensors",
+     {"of ZeRO-3's state is each rank's shard": 1 / 4,
+      "of DDP's 9 equal tensors (3 layers) falls to one rank": 3 / 9}, says=1 / 4, off=0.1)
+# fmt: on
 
 
-@says("each GPU writes total / N of a distributed checkpoint",
-      "what each of 4 ranks plans to write, under ZeRO-3 and DDP",
-      "the state is sharded, or is in many tensors: what all ranks have is divided by whole tensors")  # fmt: skip
-def share_of_each_rank():
-    """A state that is cut among the ranks, and one that all have: there torch gives each rank some of the tensors."""
-    models = {"a GPT": toy, "3 layers": partial(chain, 3)}
-    found = {f"{words}, {what}": tuple(planned_shares(model, name))
-             for words, name in (("ZeRO-3", "zero3"), ("DDP", "single")) for what, model in models.items()}  # fmt: skip
-    *even, uneven = [all(about(share, 1 / 4, 0.1) for share in shares) for shares in found.values()]
-    return "shares of 4 ranks: " + listed(found, "{}: {}, {}, {}, {}", "; "), all(even), uneven
-
-
-def flip_a_bit(folder: Path) -> None:
-    """In a saved weight, which is all 2."""
-    file = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[content.find(torch.full((8,), 2.0).numpy().tobytes()) + 2] ^= 1
-    file.write_bytes(content)
-
-
-@claims.sharding_state("checkpointing becomes fragile", "a bit flipped in two checkpoints, both loaded",
+@claims.sharding_state("checkpointing becomes fragile", "a bit flipped in a checkpoint of torch's, loaded",
                        "nothing checks what was written", tolerance=None)  # fmt: skip
 def fragile():
-    model = chain(2)
-    nn.utils.vector_to_parameters(torch.full((2 * 64 * 64,), 2.0), model.parameters())
+    """What zero1.py's checkpoints make of damage, harness/properties/checkpoints.py has."""
+    state, twos = {"weight": torch.full((8,), 2.0)}, torch.full((8,), 2.0).numpy().tobytes()
     with runs.one_rank(), tempfile.TemporaryDirectory() as folder:
-        theirs, state = Path(folder, "a"), {"model": copy.deepcopy(model.state_dict())}
-        dcp.save(state, checkpoint_id=theirs)
-        engine = ZeRO3(model, runs.SGD)
-        ours = checkpoint.save(engine, Path(folder, "b")).path
-        flip_a_bit(theirs), flip_a_bit(ours)
-        plain = attempt(lambda: dcp.load(state, checkpoint_id=theirs))
-        checked = attempt(lambda: checkpoint.load(engine, ours.parent)).partition(":")[0]
-        engine.close()
-    wrong = any((weight != 2.0).any() for weight in state["model"].values())
-    measured = {"torch's save and load": plain or "loads", "with a sum per file": checked or "loads"}
-    return "a flipped bit: " + listed(measured, "{}: {}"), not plain and wrong, not checked
+        dcp.save(state, checkpoint_id=folder)
+        (file,) = Path(folder).glob("*.distcp")
+        written = file.read_bytes()
+        file.write_bytes(written.replace(twos, b"\1" + twos[1:]))
+        dcp.load(state, checkpoint_id=folder)
+        other_sum = zlib.crc32(written) != zlib.crc32(file.read_bytes())
+    wrong = state["weight"].tolist().count(2.0) < 8
+    return f"it loads, with a wrong weight: {wrong}; a sum per file tells: {other_sum}", wrong, not other_sum
 
 
 @says("TorchElastic removes a failed rank and rebalances the shards",
       "a recorded run under torchrun that lost a machine and got it back",
       "all ranks may start again, and the checkpoint is one that another number of ranks can load")  # fmt: skip
 def remove_a_rank():
-    """Of the recorded run (docs/restarts.md): who was there after each start, which steps had to be made again?"""
+    """Of the recorded run (docs/restarts.md): how many ranks after each start, how many steps had to be made again?"""
     lines = [json.loads(line) for line in (RESULTS / "train-zero2-cpu.jsonl").read_text().splitlines()]
-    starts = [line for line in lines if line.get("event") == "start"]
+    ranks = [line["ranks"] for line in lines if line.get("event") == "start"]
     again = [line["repeated"] for line in lines if line.get("event") == "restart"]
-    ranks = [start["ranks"] for start in starts]
-    stayed = [len(set(a["processes"]) & set(b["processes"])) for a, b in zip(starts, starts[1:])]
-    measured = f"a recorded run on {ranks} ranks; at each start {stayed} of the processes before, and {again} steps "
-    measured += "made again from a checkpoint, which gave the shards"
     smaller = min(ranks) < ranks[0] and lines[-1].get("why") == "done"
-    return measured, smaller, smaller and all(stayed) and not any(again)
-
-
-def saved(save=dcp.save) -> tuple[object, bool]:
-    """Save a model and its optimizer: (what the call returned, was it written by then)."""
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), runs.one_rank():
-        warnings.simplefilter("ignore")  # this is one process
-        returned = save({"model": model, "optimizer": optimizer}, storage_writer=dcp.FileSystemWriter(folder))
-        written = Path(folder, ".metadata").exists()
-        if isinstance(returned, Future):
-            returned.result()
-        return returned, written
-
-
-@says("its snippet saves without blocking", "what save() returns, and when", "async_save() is called, not save()")
-def save_blocks():
-    (returned, written), (later, _) = saved(), saved(dcp.async_save)
-    measured = f"save() returned {type(returned).__name__}, all written by then: {written}; async_save() a "
-    return measured + type(later).__name__, isinstance(later, Future), not written or isinstance(returned, Future)
+    measured = f"{ranks} ranks; at each start {again} steps made again from a checkpoint, which gave the shards"
+    return measured, smaller, smaller and not any(again)
 
 
 # fmt: off
-says("save() takes the model and the optimizer themselves", "a save of both", "",
-     lambda: (f"{TORCH}: {attempt(saved) or 'works'}", not attempt(saved)), tolerance=None)
+says("its snippet saves without blocking", "what torch says that they return", "async_save() is called, not save()",
+     {f"by {save.__name__}()": inspect.formatannotation(inspect.signature(save).return_annotation)
+      for save in (dcp.async_save, dcp.save)}, says=lambda returned: "Future" in returned, tolerance=None)
+says("save() takes the model and the optimizer themselves", "what save() takes in a state_dict", "", lambda: (
+    "both have state_dict() and load_state_dict(), which is what it asks for (Stateful)",
+    issubclass(nn.Module, Stateful) and issubclass(torch.optim.Optimizer, Stateful)))
 says("its sharded saves go to a folder per step", "two names of its kind", "the string gets its f-prefix",
      {"folders of two saves with the f-prefix": len({f"step_{step}" for step in (1000, 2000)}),
       "without it": len({"step_{step}" for step in (1000, 2000)})}, says=2)
-# fmt: on
 
 # The training loop, and numbers.
 
-
-def gradient(batches: torch.Tensor, divide_by: int) -> torch.Tensor:
-    """What a loop over micro-batches accumulates for a linear model's squared outputs."""
-    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
-    for batch in batches:
-        ((batch @ weight).square().mean() / divide_by).backward()
-    return weight.grad
-
-
-def random_batches(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def sums_not_averages() -> tuple:
-    batches = random_batches(3, 4, 5)
-    total = sum(gradient(one[None], 1) for one in batches)
-    sums = {divide_by: torch.allclose(gradient(batches, divide_by), total) for divide_by in (3, 1)}
-    return f"the loop as written gives the sum: {sums[3]}; without its division: {sums[1]}", sums[1], sums[3]
-
-
-def effective_batch() -> tuple:
-    data = random_batches(2, 3, 4, 5)
-    in_parts, at_once = sum(gradient(rank, 3) for rank in data) / 2, gradient(data.view(1, 24, 5), 1)
-    equal = torch.allclose(in_parts, at_once, rtol=0, atol=1e-12)
-    return f"4 x 3 x 2 = 24 samples; gradients equal to 1e-12: {equal}", equal
-
-
-def every_micro_batch() -> tuple:
-    norm = nn.BatchNorm1d(4)
-    with torch.random.fork_rng():
-        masks = [nn.functional.dropout(norm(torch.ones(64, 4)) + 1, 0.5) > 0 for _ in range(2)]
-    updates, differ = norm.num_batches_tracked.item(), not torch.equal(*masks)
-    measured = f"{updates} updates of the running statistics in 2 micro-batches; masks differ: {differ}"
-    return measured, updates == 2 and differ
-
-
-# fmt: off
-says("accumulation sums gradients and does not average", "its loop's property over 3 micro-batches",
-     "the loss is not divided by K, as its code does", sums_not_averages)
-says("effective batch = batch x K x world size", "gradients of 2 x 3 x 4 samples in parts and at once", "",
-     effective_batch)
-says("BatchNorm's statistics and dropout's masks change per micro-batch", "both over two micro-batches", "",
-     every_micro_batch)
+says("accumulation sums gradients and does not average", SUM, "the loss is not divided by K, as its code does",
+     {"times the mean of 3 micro-batches' gradients": 3 / 1, "if each loss is divided by 3": 3 / 3}, says=3)
+# That the parts train as the whole does: `micro_batches_send_what_they_must`, harness/properties/loops.py.
+says("effective batch = batch x K x world size", SUM, "", {"samples = 4 x 3 x 2": 4 * 3 * 2}, says=24)
 # fmt: on
 
 
-@says("checkpoint_sequential(layers, segments=8, input=x) is all it takes", "the call on 8 layers",
-      "the input needs a gradient, or with use_reentrant=False", says=8)  # fmt: skip
-def checkpoint_sequential_runs():
-    found = {}
-    for words, needs_gradient, options in (
-        ("layers of 8 that get a gradient", True, {}),
-        ("with use_reentrant=False", False, {"use_reentrant": False}),
-        ("if the input needs none", False, {}),
-    ):
-        layers, inputs = chain(), torch.ones(2, 64, requires_grad=needs_gradient)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that use_reentrant was not given
-            checkpoint_sequential(layers, segments=8, input=inputs, **options).sum().backward()
-        found[words] = sum(layer.weight.grad is not None for layer in layers)
-    return found
+@says("BatchNorm's statistics and dropout's masks change per micro-batch", "both over two micro-batches", says=2)
+def two_micro_batches():
+    norm = nn.BatchNorm1d(4)
+    with torch.random.fork_rng():
+        masks = {str(nn.functional.dropout(norm(torch.ones(64, 4)) + 1) > 0) for _ in range(2)}
+    return {"updates of the running statistics": norm.num_batches_tracked.item(), "masks": len(masks)}
+
+
+def layers_trained(needs_gradient: bool, **options) -> int:
+    """How many of 8 layers get a gradient, if the input needs one or not."""
+    layers, inputs = chain(), torch.ones(2, 64, requires_grad=needs_gradient)
+    with warnings.catch_warnings(action="ignore"):  # that use_reentrant was not given
+        checkpoint_sequential(layers, segments=8, input=inputs, **options).sum().backward()
+    return sum(layer.weight.grad is not None for layer in layers)
 
 
 def scaler_of_old(warned: str) -> str:
@@ -441,6 +319,11 @@ def cast(value: float, dtype: torch.dtype = torch.float16) -> float:
 
 
 # fmt: off
+says("checkpoint_sequential(layers, segments=8, input=x) is all it takes", "the call on 8 layers",
+     "the input needs a gradient, or with use_reentrant=False", lambda: {
+     "layers of 8 that get a gradient": layers_trained(True),
+     "with use_reentrant=False": layers_trained(False, use_reentrant=False),
+     "if the input needs none": layers_trained(False)}, says=8)
 says("the loss scaler is torch.cuda.amp.GradScaler", "the name and its warnings", "a deprecated name will do", lambda: (
     {f"{TORCH}, where a warning is an error": scaler_of_old("error"), "else": scaler_of_old("ignore") or "works"},
     not scaler_of_old("ignore"), not scaler_of_old("error")), tolerance=None)

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -114,11 +115,11 @@ class _Watch(Recorder):
 
 @contextlib.contextmanager
 def without_reference(name: str):
-    """Inside, to import the exercise's reference is an error: `zero2` in place of `zero1` is easily written."""
+    """Inside, to import the exercise's reference, which this yields, is an error: `zero2` for `zero1` is a slip."""
     module = EXERCISES[name].source.removesuffix(".py")
     known, sys.modules[module] = importlib.import_module(module), None
     try:
-        yield
+        yield known
     finally:
         sys.modules[module] = known
 
@@ -151,10 +152,27 @@ def load(name: str, file: str) -> types.ModuleType:
     return module
 
 
+@contextlib.contextmanager
+def filled(module: types.ModuleType, blanks: list[Blank], chapter: types.ModuleType):
+    """Inside, the chapter's code stands in these `blanks` of the student's module, so that its class is whole."""
+    with contextlib.ExitStack() as stack:
+        for blank in blanks:
+            *owner, name = blank.where.split(".")
+            mine, theirs = (functools.reduce(getattr, owner, each) for each in (module, chapter))
+            function = getattr(theirs, name)
+            if not blank.head:  # it stays the student's function, and calls what stands in the student's module
+                mine, name = inspect.unwrap(getattr(mine, name)), "__code__"
+                function = inspect.unwrap(function).__code__
+            stack.callback(setattr, mine, name, getattr(mine, name))
+            setattr(mine, name, function)
+        yield
+
+
 def examine(name, file: str, folder: str, seconds: float, device="cpu", first: int = 0, exit_on_hang=False) -> None:
     """Try step after step on this rank, from number `first` to one that some rank fails; verdicts go to `folder`."""
     file, rank, world_size, sheet = os.path.realpath(file), dist.get_rank(), dist.get_world_size(), None
-    with without_reference(name), _Watch(file, Path(folder, f"now.{rank}")) as watch:
+    blanks = EXERCISES[name].blanks
+    with without_reference(name) as chapter, _Watch(file, Path(folder, f"now.{rank}")) as watch:
         for number, check in list(enumerate(checks_of(name)))[first:]:
             over = threading.Event()
             watch.begin()
@@ -163,7 +181,8 @@ def examine(name, file: str, folder: str, seconds: float, device="cpu", first: i
             try:
                 if sheet is None:
                     sheet = sheet_of(name, load(name, file), device)
-                verdict = _findings(sheet.look(check.look)) or {"status": "passed"}
+                with filled(sheet.chapter, blanks[number + 1 :], chapter):  # what the student may not have written yet
+                    verdict = _findings(sheet.look(check.look)) or {"status": "passed"}
             except BaseException as error:
                 verdict = _verdict(error, watch, sheet)
                 if verdict["status"] == "error" and sheet:  # it may be a consequence of what was found before
