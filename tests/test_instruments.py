@@ -103,7 +103,7 @@ def a_collectives_span() -> None:
     with Timeline() as timeline:
         issued = time.perf_counter()
         work = dist.all_gather_single(whole, shard, async_op=True)
-        (_, span), patience = timeline._under_way[id(work)], time.perf_counter() + 30
+        span, patience = timeline._under_way[id(work)][1], time.perf_counter() + 30
         while span.end is None and time.perf_counter() < patience:
             time.sleep(0.001)
         told = time.perf_counter()

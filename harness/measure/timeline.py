@@ -74,7 +74,7 @@ class Timeline(TorchDispatchMode):
         self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
         self._begun: list = []  # when each of the labels was entered that are open
         self._computing: Span | None = None  # what goes on, until the rank waits or works for another unit
-        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span)
+        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span, its number)
         self.collectives: list[Span] = []
         self.operations: list[tuple[float, float]] = []
         self._between: list[tuple] = []  # the same, each with the dispatch before it: between them nobody does anything
@@ -84,7 +84,7 @@ class Timeline(TorchDispatchMode):
         self._waited: list[tuple] = []  # (start, end, the collective's span), of waits that Python has called
         self._order: list[tuple] = []  # what is issued, waited for and multiplied: (what, the collective's span)
         self._stream = None  # on CUDA the one that computes
-        self.on_wait = lambda work: None  # called when somebody has waited for a collective's work
+        self.on_wait = lambda number: None  # called with a collective's number when somebody has waited for it
 
     def mark(self) -> None:
         """Note the time, on CUDA that of the GPU: where a step begins, say."""
@@ -98,11 +98,16 @@ class Timeline(TorchDispatchMode):
         event.record(self._gpu.current_stream(self._device))  # a thread of the backend may have another device
         return event
 
-    def _unit(self) -> str:
-        """The unit at work, or the root."""
-        if self._where.step.startswith("4"):
-            return "optimizer"
-        return unit_of(self._where.module(), self._units) or "root"
+    def under_way(self, kind: str) -> set[int]:
+        """The numbers, in the order of issue, of the collectives of this kind that nobody has waited for."""
+        return {number for _, span, number in self._under_way.values() if span.name == kind}
+
+    def _at_work(self, func) -> tuple[str, str]:
+        """For whom `func` computes, a unit, the root or the optimizer, and in which step."""
+        step = self._where.step
+        if step.startswith("4"):
+            return "optimizer", step
+        return unit_of(self._where.module(), self._units) or "root", step
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         said = self._where.see(func, args)
@@ -114,6 +119,7 @@ class Timeline(TorchDispatchMode):
                 self.spans.append(Span(STEPS, said.removeprefix("leave step "), start, self.now()))
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
+        at_work = self._at_work(func)
         start = self.now()
         self._look_for_ends(start)
         result = func(*args, **(kwargs or {}))
@@ -124,9 +130,9 @@ class Timeline(TorchDispatchMode):
         if func._schema.name in PRODUCTS:
             self._order.append(("product", None))
         begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has come to it, the host launched it
-        unit, step, last = self._unit(), self._where.step, self._computing
-        if last is None or (last.name, last.step) != (unit, step):
-            self._computing = last = Span(COMPUTE, unit, begun, None, step)
+        last = self._computing
+        if last is None or (last.name, last.step) != at_work:
+            self._computing = last = Span(COMPUTE, at_work[0], begun, None, at_work[1])
             self.spans.append(last)
         last.end = self.now()
         if self._is_computing():
@@ -162,7 +168,7 @@ class Timeline(TorchDispatchMode):
                 if self._is_computing():
                     self._waited.append((start, span.end, span))
                 return
-            self._under_way[id(work)] = (work, span)
+            self._under_way[id(work)] = (work, span, len(self.collectives) - 1)
             if self._gpu and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
                 span.told = False
                 return
@@ -198,13 +204,13 @@ class Timeline(TorchDispatchMode):
             try:
                 return timeline._plain_wait(work, *timeout)
             finally:
-                _, span = timeline._under_way.pop(id(work), (None, None))
+                _, span, number = timeline._under_way.pop(id(work), (None, None, None))
                 if span is not None:
                     timeline._order.append(("waited", span))
                     timeline._ended(span)
                     if timeline._is_computing():
                         timeline._waited.append((start, timeline.now(), span))
-                timeline.on_wait(work)
+                    timeline.on_wait(number)
 
         dist.Work.wait = wait
         if self._gpu:

@@ -1,40 +1,36 @@
 """`./launch.sh exercise zero2`: the chapter with the bodies that matter taken out, to be written anew.
 
 The exercises are made from the reference, so they cannot grow old beside it. The reference carries no marks:
-exercises.toml names functions, and the statements inside them that become a blank. It names them by their structure
-(the first `with`, the assignment to `self.flat`), never by how a line is spelt. What is not found is an error.
+exercises.toml names functions, and the statements inside them that become a blank. It names a statement by the words
+that its code begins with, as `self.flat =`. What is not found, or found twice, is an error.
 """
 
 import argparse
 import ast
 import hashlib
 import re
-import sys
 import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.run.ending import one_line
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises"
 HINTS = 1  # of each blank's two, unless another number is asked for
-
-# Names one statement of a body, by its kind and a number or a name:
-#     ("With", 0)               the first `with` (-1: the last one)
-#     ("Assign", "self.flat")   the only assignment to self.flat
-#     ("For", "self.trained_buckets")   the only loop over self.trained_buckets
-Selector = tuple[str, int | str]
 
 
 @dataclass(frozen=True)
 class Blank:
     """A body to write: in the function `where` ("Class.method") the statements from `first` to `last`.
 
-    Without `first` from the beginning of the body, without `last` to its end; `inside` names a statement, such as a
-    `with`, whose body is meant in place of the function's. `task` is what the error says. Above it stand as many of its
-    hints as were asked for (`idea`: what to think of, `hint`: how to go about it), and `target`, in which {lines} are
-    the reference's lines of code. `read` says where to look when a check fails. A method that the class has
-    from elsewhere is given with its `head`, and added to the class.
+    These are the words that a statement's code begins with, one statement of the function alone. It may stand inside of
+    another one, as a `with`; then that one's body is meant. Without `first` from the beginning of the body, without
+    `last` to its end. `task` is what the error says. Above it stand as many of its hints as were asked for (`idea`:
+    what to think of, `hint`: how to go about it), and `target`, in which {lines} are the reference's lines of code.
+    `read` says where to look when a check fails. A method that the class has from elsewhere is given with its `head`,
+    and added to the class.
     """
 
     where: str
@@ -43,9 +39,8 @@ class Blank:
     hint: str
     target: str
     read: str
-    first: Selector | None = None
-    last: Selector | None = None
-    inside: Selector | None = None
+    first: str = ""
+    last: str = ""
     head: str = ""
 
     @property
@@ -77,9 +72,7 @@ def _exercises() -> dict[str, Exercise]:
     return found
 
 
-def _unfolded(value, key: str):
-    if isinstance(value, list):
-        return tuple(value)
+def _unfolded(value: str, key: str) -> str:
     return value if key == "head" else " ".join(value.split())
 
 
@@ -97,42 +90,31 @@ def find(tree: ast.Module, where: str) -> ast.FunctionDef:
     return node
 
 
-def _head(statement: ast.stmt) -> set[str]:
-    """What an assignment sets, or what a loop goes over."""
-    match statement:
-        case ast.Assign(targets=heads):
-            heads = [each for head in heads for each in getattr(head, "elts", [head])]
-        case ast.For(iter=head):
-            heads = [head]
-        case _:
-            heads = []
-    return {ast.unparse(head) for head in heads}
+def _named(node: ast.FunctionDef, start: str) -> tuple[list[ast.stmt], int]:
+    """A body inside `node`, and the place in it of the statement whose code begins with `start`.
 
-
-def select(body: list[ast.stmt], selector: Selector) -> int:
-    """The place in `body` of the statement that `selector` names. Raises LookupError if it names none, or several."""
-    kind, which = selector
-    found = [place for place, statement in enumerate(body) if type(statement).__name__ == kind]
-    if isinstance(which, str):
-        found = [place for place in found if which in _head(body[place])]
-        if len(found) != 1:
-            raise LookupError(f"{selector} names {len(found)} of its statements")
-        return found[0]
-    if not -len(found) <= which < len(found):
-        raise LookupError(f"it has no {selector}")
-    return found[which]
+    Raises LookupError if that is no statement's beginning, or several statements'.
+    """
+    bodies = [body for each in ast.walk(node) if isinstance(body := getattr(each, "body", None), list)]
+    found = [
+        (body, place)
+        for body in bodies
+        for place, statement in enumerate(body)
+        if ast.unparse(statement).startswith(start)
+    ]
+    if len(found) != 1:
+        raise LookupError(f"{start!r} begins {len(found)} of its statements, and must begin one")
+    return found[0]
 
 
 def statements(tree: ast.Module, blank: Blank) -> list[ast.stmt]:
     """The statements of the chapter `tree` that `blank` takes out. Raises LookupError if they are not found."""
     node = find(tree, blank.where)
-    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    if blank.inside is not None:
-        body = body[select(body, blank.inside)].body
-    first = 0 if blank.first is None else select(body, blank.first)
-    last = len(body) - 1 if blank.last is None else select(body, blank.last)
-    if last < first:
-        raise LookupError(f"{blank.last} stands before {blank.first}")
+    behind_docstring = int(ast.get_docstring(node) is not None)
+    body, first = _named(node, blank.first) if blank.first else (node.body, behind_docstring)
+    inside, last = _named(node, blank.last) if blank.last else (body, len(body) - 1)
+    if inside is not body or last < first:
+        raise LookupError(f"{blank.last!r} does not stand behind {blank.first!r}")
     return body[first : last + 1]
 
 
@@ -152,7 +134,7 @@ def _opened(text: str, blank: Blank, hints: int) -> str:
 def generate(name: str, hints: int = HINTS) -> str:
     """The text of the exercise: the chapter with its blanks. Above each stands its target, and so many of its hints.
 
-    Raises LookupError, with the chapter, the function and the selector, for what is not in the chapter any more.
+    Raises LookupError, with the chapter, the function and what was looked for, for what is not in the chapter any more.
     """
     exercise = EXERCISES[name]
     text = (ROOT / exercise.source).read_text()
@@ -220,32 +202,24 @@ def told(name: str, text: str) -> str:
     )
 
 
-def answer(parser: argparse.ArgumentParser):
-    """Have `parser` answer a mistake in one line, with exit status 2."""
-
-    def error(message):
-        print(f"{parser.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
-
-    parser.error = error
-    return parser
-
-
+@one_line(ValueError)
 def main(argv=None) -> None:
-    parser = answer(argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0]))
+    parser = argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
-    parser.add_argument("--hints", default=str(HINTS), metavar="0|1|2",
-                        help=f"hints above each blank; 0: its target alone (default {HINTS})")  # fmt: skip
+    hints = f"hints above each blank; 0: its target alone (default {HINTS})"
+    parser.add_argument("--hints", type=int, choices=(0, 1, 2), default=HINTS, help=hints)
     parser.add_argument("--force", action="store_true", help="write it anew even if the file was edited")
     options = parser.parse_args(argv)
     if options.name not in EXERCISES:
-        parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name))
-    if options.hints not in ("0", "1", "2"):
-        parser.error(f"--hints must be 0, 1 or 2, got {options.hints!r}")
-    file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=int(options.hints))
+        raise ValueError(
+            f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name)
+        )
+    file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=options.hints)
     shown = file.relative_to(ROOT)
     if file.exists() and edited(file.read_text(errors="replace")) and not options.force:
-        parser.error(f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost")
+        raise ValueError(
+            f"{shown} is there and was edited; with --force it is written anew, and what you wrote is lost"
+        )
     FOLDER.mkdir(exist_ok=True)
     file.write_text(text)
     print(told(options.name, text))

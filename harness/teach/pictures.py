@@ -6,27 +6,6 @@ from harness.measure.style import ALARM, LANE_COLOURS, LANE_STYLES, PART_COLOURS
 from harness.teach.notebook import INK, THEME, new
 
 
-def copies(kinds: dict[str, str], stages: dict[str, tuple], elements: int, ranks: int):
-    """Which elements of which list each rank holds: {list: its part}, {stage: the lists that it cuts}."""
-    figure, panels = new(1, len(stages), height=4.2, sharey=True)
-    shard = elements // ranks
-    for axes, (stage, cut) in zip(panels, stages.items()):
-        for rank in range(ranks):
-            for row, (kind, part) in enumerate(kinds.items()):
-                first, length = (shard * rank, shard) if kind in cut else (0, elements)
-                place = ((len(kinds) + 1) * rank + row, 0.85)
-                axes.broken_barh([(first, length)], place, **look(PART_STYLES[part], THEME))
-        held = sum(shard if kind in cut else elements for kind in kinds)
-        axes.set(title=f"{stage}: {held} per rank", xlim=(0, elements), xlabel="element (4 bytes each)")
-        axes.set_xticks(range(0, elements + 1, shard))
-    rows = [((len(kinds) + 1) * rank + row + 0.4, kind) for rank in range(ranks) for row, kind in enumerate(kinds)]
-    labels = [f"rank {number // len(kinds)}: {kind}" if number % len(kinds) == 0 else kind
-              for number, (_, kind) in enumerate(rows)]  # fmt: skip
-    panels[0].set_yticks([at for at, _ in rows], labels, fontsize=8)
-    panels[0].invert_yaxis()
-    return figure
-
-
 def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
     """What one rank sends, in buffers, against the number of ranks: counted in the ring, and everyone to everyone."""
     figure, axes = new(height=3.6)

@@ -12,9 +12,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-from harness.run import ranks
+from harness.engine import accelerator
+from harness.run import options as common
+from harness.run import process_group, ranks
 from harness.run.ending import one_line
-from harness.teach.exercise import EXERCISES, FOLDER, ROOT, answer
+from harness.teach.check.ranks import checks_of
+from harness.teach.exercise import EXERCISES, FOLDER, ROOT
 
 SECONDS = 30  # for one step; each takes a second or two
 GONE = ("died", "lost", "hang")  # ranks with nothing to say about the step itself
@@ -157,8 +160,6 @@ def with_issued(folder: Path, rank: int, verdict: dict) -> dict:
 
 def run(name: str, world_size: int, seconds: float, backend: str, device: str, file: Path) -> Report:
     """Start the ranks on `file`, and print the report."""
-    from harness.teach.check.ranks import checks_of
-
     shown = _shown(file)
     print(
         f"+ torchrun {' '.join(ranks.torchrun(world_size)[2:])} -m harness.teach.check.ranks {name} {shown}\n",
@@ -192,41 +193,40 @@ def tell_rest(checks, passed: int, told: int, text: str, hints: int, lines: dict
         print(f"then      {check.title}{blank}")
 
 
-def number_of_ranks(text: str) -> int:
-    if text == "1":
-        raise argparse.ArgumentTypeError("must be 2 or more: with one rank nothing is cut, and everything would pass")
-    if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
-        raise argparse.ArgumentTypeError(f"must be a number of ranks, 2 or more, got {text!r}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return float(text)
-
-
-def main(argv=None) -> None:
-    parser = answer(argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0]))
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """What was asked for, and where it runs. Raises ValueError."""
+    parser = argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
-    parser.add_argument("ranks", nargs="?", metavar="N", type=number_of_ranks,
-                        help="number of ranks, 2 or more (default: one per GPU, else 2)")  # fmt: skip
-    parser.add_argument("--hint", action="count", default=0,
-                        help="the next hint for the step that is not passed; twice: the next two")  # fmt: skip
+    parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: one per GPU, or 2)")
+    hint = "the next hint for the step that is not passed; twice: the next two"
+    parser.add_argument("--hint", action="count", default=0, help=hint)
     parser.add_argument("--file", help="another file than exercises/NAME.py")
-    parser.add_argument("--seconds", type=seconds, default=SECONDS, help=f"time for one step (default {SECONDS})")
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu, or the accelerator: cuda for example")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for one step (default {SECONDS})")
+    common.add(parser, "backend", "device")
     options = parser.parse_args(argv)
-    name = options.name
+    name, number, gpus = options.name, options.ranks, accelerator.count()
     if name not in EXERCISES:
-        parser.error(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
+        raise ValueError(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
+    if number is not None and number < 2:
+        raise ValueError(f"N must be 2 or more: with one rank nothing is cut, and everything would pass; got {number}")
+    if not options.seconds > 0:  # not a number is refused, too
+        raise ValueError(f"--seconds must be above 0, got {options.seconds}")
     if os.environ.get("NNODES", "1") != "1":
-        parser.error("runs on one machine: unset NNODES")
+        raise ValueError("check runs on one machine: unset NNODES")
     file = Path(options.file).resolve() if options.file else FOLDER / f"{name}.py"
     if not file.is_file():
         how = "" if options.file else f": ./launch.sh exercise {name} writes it"
-        parser.error(f"there is no {options.file or file.relative_to(ROOT)}{how}")
+        raise ValueError(f"there is no {options.file or file.relative_to(ROOT)}{how}")
+    options.file = file
+    options.ranks = number or max(process_group.default_ranks(options.backend, options.device, gpus, 1), 2)
+    _, options.runs_on, options.why = process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    with one_line(ValueError):
+        options = arguments(argv)
+    name, file, checks = options.name, options.file, checks_of(options.name)
     shown = _shown(file)
     try:
         text = file.read_text()
@@ -236,30 +236,17 @@ def main(argv=None) -> None:
         said = f"{error.msg}: {error.text or ''}" if line else error
         print(f"{shown}{f', line {line}' * bool(line)}: {said}".rstrip(" :\n"), file=sys.stderr)
         sys.exit(1)
-    from harness.engine import accelerator
-    from harness.run import process_group
-
-    gpus = accelerator.count()
-    try:
-        default = process_group.default_ranks(options.backend, options.device, gpus, 1)
-        world_size = options.ranks or max(default, 2)
-        _, device, why = process_group.choose(options.backend, options.device, 0, world_size, gpus)
-    except ValueError as error:
-        parser.error(str(error))
     first = EXERCISES[name].blanks[0].task
     if first in lines:  # no rank is needed to tell
-        from harness.teach.check.ranks import checks_of
-
-        checks, done, told = checks_of(name), 0, 1
+        done, told = 0, 1
         verdict = {"status": "open", "task": first, "line": lines[first]}
         print("\n".join(lines_of(checks[0], verdict, shown, text.split("\n"))))
     else:
-        print(
-            f"{shown} on {world_size} ranks, {'CPU' if device == 'cpu' else 'GPU'}: {why}. It takes about half a minute"
-        )
+        where = "CPU" if options.runs_on == "cpu" else "GPU"
+        print(f"{shown} on {options.ranks} ranks, {where}: {options.why}. It takes about half a minute")
         with one_line():
-            report = run(name, world_size, options.seconds, options.backend, options.device, file)
-        checks, done, told = report.checks, report.passed, len(report.verdicts) - report.passed
+            report = run(name, options.ranks, options.seconds, options.backend, options.device, file)
+        done, told = report.passed, len(report.verdicts) - report.passed
         if done == len(checks):
             print(f"\n{done} of {len(checks)} passed: {shown} is right. It {EXERCISES[name].goal}.")
             sys.exit(0)

@@ -58,7 +58,7 @@ class Exhibit:
 
 
 # What the lines of an exhibit may use, in words.
-PATCHED = "# `@patch.object(module, name, other)`: while the method below it runs, module.name is the other one."
+PATCHED = "# `patch.object(module, name, other)(method)`: this method, and while it runs, module.name is the other one."
 
 EXHIBITS: dict[int, Exhibit] = {}
 
@@ -134,9 +134,7 @@ class NotPadded(zero1.ZeRO1):
             super().__init__(*arguments)
             self.numel = self.offsets[-1] + self.params[-1].numel()  # not rounded up to a multiple of N
 
-    @patch.object(zero1, "Bucket", Bucket)
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    __init__ = patch.object(zero1, "Bucket", Bucket)(zero1.ZeRO1.__init__)
 
 
 @exhibit(
@@ -147,9 +145,8 @@ class NotPadded(zero1.ZeRO1):
     read="zero1.py, step 0, `ZeRO1.__init__`: `dist.broadcast`",
 )
 class NotBroadcast(zero1.ZeRO1):
-    @patch.object(dist, "broadcast", lambda *arguments, **options: None)  # no `dist.broadcast` in step 0
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    # No `dist.broadcast` in step 0.
+    __init__ = patch.object(dist, "broadcast", lambda *arguments, **options: None)(zero1.ZeRO1.__init__)
 
 
 @exhibit(
@@ -189,9 +186,7 @@ class UpdatedTooEarly(zero1.ZeRO1):
     read="zero1.py, step 5, `gather_parameters`",
 )
 class NotGathered(zero1.ZeRO1):
-    @patch.object(zero1, "gather_parameters", lambda buckets, group: None)
-    def step(self):
-        super().step()
+    step = patch.object(zero1, "gather_parameters", lambda buckets, group: None)(zero1.ZeRO1.step)
 
 
 @exhibit(
@@ -209,9 +204,7 @@ class NextRanksShard(zero1.ZeRO1):
             shard = bucket.flat[start : start + bucket.shard_numel].clone()
             dist.all_gather_single(bucket.flat, shard, group=group)
 
-    @patch.object(zero1, "gather_parameters", gather)
-    def step(self):
-        super().step()
+    step = patch.object(zero1, "gather_parameters", gather)(zero1.ZeRO1.step)
 
 
 @exhibit(
@@ -236,9 +229,7 @@ class WholeOptimizer(zero1.ZeRO1):
             shard = bucket.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
             dist.all_gather_single(bucket.flat, shard, group=group)
 
-    @patch.object(zero1, "gather_parameters", gather)
-    def step(self):
-        super().step()
+    step = patch.object(zero1, "gather_parameters", gather)(zero1.ZeRO1.step)
 
 
 @exhibit(
@@ -255,9 +246,7 @@ class NothingToGather(zero1.ZeRO1):
     def gather(buckets, group, right=zero1.gather_parameters):
         right([bucket for bucket in buckets if bucket.pieces], group)  # only where this rank updated some
 
-    @patch.object(zero1, "gather_parameters", gather)
-    def step(self):
-        super().step()
+    step = patch.object(zero1, "gather_parameters", gather)(zero1.ZeRO1.step)
 
 
 @exhibit(
@@ -583,9 +572,7 @@ class KnownByOutputs(zero3.ZeRO3):
         def _watch_saving(self):
             pass  # a unit's backward begins when one of its outputs gets a gradient: nobody looks at what it saved
 
-    @patch.object(zero3, "UnitHooks", Hooks)
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    __init__ = patch.object(zero3, "UnitHooks", Hooks)(zero3.ZeRO3.__init__)
 
 
 @exhibit(
@@ -683,6 +670,4 @@ class CopiedTooEarly(zero3.ZeRO3):
         def copies_beside(self):
             return contextlib.nullcontext() if self._device is None else self._device.stream(self._up)  # and no wait
 
-    @patch.object(interface, "Placement", Placement)
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    __init__ = patch.object(interface, "Placement", Placement)(zero3.ZeRO3.__init__)

@@ -25,13 +25,20 @@ OPTIMIZERS = {
 
 
 class Tempered(GPT):
-    """A GPT with a learned temperature: a parameter of one element, as many models have one somewhere."""
+    """A GPT with a learned temperature: a parameter of one element, as many models have one somewhere.
 
-    told = ""  # what a visitor hears of the model
+    `around` puts each block into a larger one, with a layer more.
+    """
 
-    def __init__(self, config: GPTConfig, seed: int = 0):
+    def __init__(self, config: GPTConfig, seed: int = 0, around: type | None = None):
         super().__init__(config, seed)
         self.temperature = nn.Parameter(torch.ones(1))
+        known = set(self.parameters())
+        if around is not None:
+            self.blocks = nn.ModuleList(around(block, config.width) for block in self.blocks)
+        for name, param in self.named_parameters():
+            if param not in known:
+                initialize(name, param.data, seed)
 
     def forward(self, tokens):
         return super().forward(tokens) / self.temperature
@@ -39,6 +46,8 @@ class Tempered(GPT):
 
 class Balanced(nn.Module):
     """A block that keeps a loss beside its output, as the router of a mixture of experts does."""
+
+    told = ", with a loss that each block keeps"  # what a visitor hears of the model
 
     def __init__(self, block: nn.Module, width: int):
         super().__init__()
@@ -51,45 +60,20 @@ class Balanced(nn.Module):
 
 
 class Written(nn.Module):
-    """A block whose last layer returns a view, which the model then writes to, as `nn.ReLU(inplace=True)` would."""
+    """A block whose last layer returns a view, which the next block writes to, as `nn.ReLU(inplace=True)` would."""
+
+    told = ", on a model that writes to what its blocks return"
 
     def __init__(self, block: nn.Module, width: int):
         super().__init__()
         self.block, self.last = block, nn.Linear(width, width)
 
     def forward(self, x):
+        x += 0.01  # in place, on a view
         return self.last(self.block(x))
 
 
-class WithBlocks(Tempered):
-    """A model whose blocks are put into a `around`, with a layer more each; `added` is in the names of its weights."""
-
-    around, added = nn.Module, ""
-
-    def __init__(self, config: GPTConfig, seed: int = 0):
-        super().__init__(config, seed)
-        self.blocks = nn.ModuleList(self.around(block, config.width) for block in self.blocks)
-        for name, param in self.named_parameters():
-            if self.added in name:
-                initialize(name, param.data, seed)
-
-
-class Routed(WithBlocks):
-    around, added, told = Balanced, "router", ", with a loss that each block keeps"
-
-
-class InPlace(WithBlocks):
-    around, added, told = Written, "last", ", on a model that writes to what its blocks return"
-
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-            x += 0.01  # in place, on a view
-        return self.head(self.norm(x)) / self.temperature
-
-
-MODELS = {"tempered": Tempered, "routed": Routed, "in place": InPlace}
+MODELS = {"tempered": None, "routed": Balanced, "in place": Written}
 
 
 @dataclass(frozen=True)
@@ -115,7 +99,7 @@ class Training:
             told += f", gradients clipped to a norm of {self.max_norm}"
         if self.frozen is not None:
             told += f", {self.frozen} frozen"
-        told += MODELS[self.model].told
+        told += getattr(MODELS[self.model], "told", "")
         if self.overflow_at is not None:
             told += f", with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf"
         if self.reload_at is not None:
@@ -150,7 +134,7 @@ class Loop:
     def build(self, seed: int = 0):
         """The engine over a new model. Every rank starts from other weights: an engine takes rank 0's."""
         training = self.training
-        model = MODELS[training.model](SHAPE, seed=seed + self.rank)
+        model = Tempered(SHAPE, seed + self.rank, MODELS[training.model])
         if training.overflow_at is not None:
             model.temperature.register_hook(lambda gradient: gradient * self._overflow)
         for name, param in model.named_parameters():

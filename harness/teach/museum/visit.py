@@ -184,7 +184,7 @@ def hint(exhibit: Exhibit) -> str:
 def answer(exhibit: Exhibit) -> str:
     code = inspect.getsource(exhibit.wrong)
     code = code[code.index("\nclass ") + 1 :]  # without what is told of it above
-    if "@patch.object(" in code:
+    if "patch.object(" in code:
         code = f"{PATCHED}\n{code}"
     if "hand_out(" in code:
         code = f"{inspect.getsource(hand_out)}\n\n{code}"

@@ -14,10 +14,10 @@ import torch
 
 from harness.engine import accelerator
 from harness.run import engine_file, process_group, ranks
+from harness.run import options as common
 from harness.run.ending import one_line
 from harness.run.engines import ENGINES
-from harness.run.model import PRESETS, preset
-from harness.run.options import at_least
+from harness.run.model import preset
 from harness.teach.museum.exhibits import exhibit_of
 from harness.teach.watch import animation, page
 from harness.teach.watch.engines import TITLES, Run, of_engine, of_exhibit
@@ -35,15 +35,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine_file.add_option(parser)
     parser.add_argument("--only", metavar="ENGINES", help="record these and no others, as zero3,ddp")
     parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
-    parser.add_argument("--preset", default="tiny", help=f"model shape: {', '.join(PRESETS)} (default tiny)")
+    common.add(parser, "preset", "backend", "device", "json")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that the state can be seen)")
     parser.add_argument("--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: 1/6 of all)")
     parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
-    parser.add_argument("--device", default="auto", help="auto, cpu, or the accelerator: cuda for example")
     parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
-    parser.add_argument("--json", metavar="FILE", help="write the recordings to this file, too")
     parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: show what this file has")
     parser.add_argument("--gif", metavar="FILE", help="draw the engine as an animation, too (needs Chromium; slow)")
     parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
@@ -63,7 +60,7 @@ def settle(options: argparse.Namespace) -> None:
         given = getattr(options, name)
         if not least <= given <= most:
             raise ValueError(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
-    at_least(options, bucket_mb=0)
+    common.at_least(options, bucket_mb=0)
     gpus = accelerator.count()
     if options.ranks is None:
         options.ranks = str(process_group.default_ranks(options.backend, options.device, gpus, 1))

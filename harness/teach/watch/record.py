@@ -8,7 +8,6 @@ import torch.distributed as dist
 from harness.measure.ledger import optimizer_of
 from harness.measure.places import PlacesLedger
 from harness.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
-from harness.measure.traffic import works_in
 from harness.measure.versions import Versions
 from harness.run import process_group
 from harness.run.process_group import Rank
@@ -16,30 +15,53 @@ from harness.teach.watch.engines import Run
 from harness.teach.watch.recording import PHASES
 
 
+class Watched(Timeline):
+    """A timeline that says when the rank begins to compute for another unit, or in another step: `on_compute`.
+
+    What FSDP2 does beside the model, it has in a step "copies".
+    """
+
+    _last, on_compute = ("", ""), None
+
+    def _at_work(self, func) -> tuple[str, str]:
+        unit, step = super()._at_work(func)
+        if any(label.startswith("FSDP::") for label in self._where.labels):
+            return unit, "copies"
+        # A view computes nothing: autograd makes some of a weight before it asks for what is in it.
+        computes = step[:1] in PHASES and func.namespace == "aten" and not func.is_view
+        if computes and self._last != (unit, step):
+            self._last = (unit, step)
+            self.on_compute(unit, step)
+        return unit, step
+
+
 class Recorder(PlacesLedger):
     """A `PlacesLedger` that also looks at the weights: when a unit computes, is gathered or updated, and at the end."""
 
-    on = False  # whether this is the step that counts
-
-    def start(self, timeline: Timeline) -> None:
+    def start(self, timeline: Watched) -> None:
         """The step that counts begins now, with `timeline` open."""
-        self.on, self.clock, self.versions, self.updated = True, timeline.now, Versions(self.rank), None
-        self._names = unit_names(self._engine.model)
-        self.units = units_of(self.rows, self._names)
-        self._at_work, self._gathers, timeline.on_wait = None, {}, self._waited
+        self.clock, self.versions, self.updated = timeline.now, Versions(self.rank), None
+        self.units = units_of(self.rows, unit_names(self._engine.model))
         self.begun: list[tuple] = []  # (moment, unit, step) of each computation
-        self.copies: list[list] = []  # [begins, ends] of what FSDP2 does beside the model: copies, and waits
+        self._timeline, timeline.on_compute = timeline, self._computes
+        timeline.on_wait = lambda number: self._look(self._in_place({number}))
         optimizer = optimizer_of(self._engine)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_update()))
         self._look(range(len(self.rows)))
 
-    def _waited(self, work) -> None:
-        if self.on and id(work) in self._gathers:
-            self._look([self._gathers.pop(id(work))[1]])
+    def _computes(self, unit: str, step: str) -> None:
+        self.begun.append((self.clock(), unit, step))
+        under_way = self._in_place(self._timeline.under_way("all-gather"))  # something is there, but not everything
+        self._look(row for row in self.units.get(unit, ()) if row not in under_way)
+
+    def _in_place(self, collectives: set[int]) -> set[int]:
+        """The rows whose weights stand where these collectives bring them. (FSDP2 gathers elsewhere, and copies.)"""
+        rows = {self.collective_rows[number] for number in collectives} - {None}
+        return {row for row in rows if not self.rows[row].stretches[0].by_parameter}
 
     def stop(self) -> None:
         self._look(range(len(self.rows)))
-        self.on, self.clock = False, time.perf_counter
+        self.clock = time.perf_counter
 
     def _look(self, rows, moment=None) -> None:
         for row in rows:
@@ -49,48 +71,15 @@ class Recorder(PlacesLedger):
         self.updated = self.clock()
         self._look(range(len(self.rows)), self.updated)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        count = len(self.collective_rows)
-        # A view computes nothing: autograd makes some of a weight before it asks for what is in it.
-        if self.on and func.namespace == "aten" and not func.is_view and self._where.step[:1] in PHASES:
-            self._computes()
-        beside = self._beside()
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.on:
-            return result
-        if self._beside() and not beside:
-            self.copies.append([self.clock(), None])
-        elif beside and not self._beside() and self.copies:
-            self.copies[-1][1] = self.clock()
-        if len(self.collective_rows) > count:
-            row = self.collective_rows[-1]
-            if "allgather" in func._schema.name and row is not None and not self.rows[row].stretches[0].by_parameter:
-                self._gathers |= {id(work): (work, row) for work in works_in(result)}
-        return result
-
-    def _beside(self) -> bool:
-        return any(label.startswith("FSDP::") for label in self._where.labels)
-
-    def _computes(self) -> None:
-        unit, step = unit_of(self._where.module(), self._names) or "root", self._where.step
-        if (unit, step) != self._at_work and not self._beside():
-            self._at_work = (unit, step)
-            self.begun.append((self.clock(), unit, step))
-            under_way = {row for _, row in self._gathers.values()}  # there is something, but not yet everything
-            self._look(row for row in self.units.get(unit, ()) if row not in under_way)
-
 
 def units_of(rows, names: set[str]) -> dict[str, list[int]]:
     """{unit: numbers of the rows that have parameters of it}; "root" is what lies in no unit."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, dict[int, None]] = {}
     for number, row in enumerate(rows):
-        for stretch in row.stretches:
-            for name in stretch.names:
-                numbers = found.setdefault(unit_of(name.removeprefix("module."), names)
-                                           or unit_of(name, names) or "root", [])  # fmt: skip
-                if number not in numbers:
-                    numbers.append(number)
-    return found
+        for name in (name for stretch in row.stretches for name in stretch.names):
+            unit = unit_of(name.removeprefix("module."), names) or unit_of(name, names) or "root"
+            found.setdefault(unit, {})[number] = None
+    return {unit: [*numbers] for unit, numbers in found.items()}
 
 
 def record(run: Run, me: Rank, tries: int = 1) -> dict:
@@ -118,7 +107,7 @@ def _one_step(step, engine, memory: Recorder, me: Rank) -> dict:
     error = None
     memory.begin(engine)
     dist.barrier()
-    timeline = Timeline(engine, me.device)
+    timeline = Watched(engine, me.device)
     try:
         with timeline:
             memory.start(timeline)
@@ -151,7 +140,6 @@ def _plain(memory: Recorder, timeline: Timeline, ended, error: str | None, me: R
         "steps": [[s.name, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
         "begun": [[at(moment), unit, step] for moment, unit, step in memory.begun],
-        "copies": [[at(begins), at(ends)] for begins, ends in memory.copies if ends is not None],
         "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.told]
                         for s, row in zip(timeline.collectives, memory.collective_rows)],
         "waits": [[opened + w.start, opened + w.end, w.collective] for w in timeline.waits],

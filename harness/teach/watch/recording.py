@@ -66,7 +66,7 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
                            seen["collectives"])) for seen in ranks],
         "collectives": collectives,
         "work": [[seen["rank"], unit, step, at(begins), at(ends)]
-                 for seen in ranks for unit, step, begins, ends in _joined(seen["work"], seen["copies"])],
+                 for seen in ranks for unit, step, begins, ends in _joined(seen["work"])],
         "waits": [[seen["rank"], at(begins), at(ends), which] for seen in ranks for begins, ends, which in seen["waits"]
                   if at(ends) > at(begins)],
         "changes": sorted(changes, key=lambda change: change[0]),
@@ -153,22 +153,10 @@ def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
     return found
 
 
-def _joined(work: list, copies: list) -> list[list]:
-    """Neighbours that belong together and have next to nothing between them as one: shorter, and looks the same.
-
-    What lies inside one of `copies` is no computation of the model's.
-    """
-    found, pieces = [], []
+def _joined(work: list) -> list[list]:
+    """Neighbours that belong together and have next to nothing between them as one: shorter, and looks the same."""
+    found = []
     for unit, step, begins, ends in work:
-        for first, last in copies:
-            if first < ends and last > begins:
-                if first > begins:
-                    pieces.append((unit, step, begins, first))
-                pieces.append((unit, "copies", max(begins, first), min(ends, last)))
-                begins = last
-        if begins < ends:
-            pieces.append((unit, step, begins, ends))
-    for unit, step, begins, ends in pieces:
         if found and found[-1][:2] == [unit, step] and begins - found[-1][3] < 20e-6:
             found[-1][3] = ends
         else:
