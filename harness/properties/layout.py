@@ -2,12 +2,7 @@
 
 import math
 
-import torch
-import torch.distributed as dist
 from torch import nn
-
-from harness.properties import parts
-from harness.properties.property import holds, same
 
 
 def alignment(device: str) -> int:
@@ -47,24 +42,3 @@ def sizes_by_bucket(model: nn.Module, stage: str) -> list[list[int]]:
         units.setdefault(".".join(name.split(".")[:2]) if inside else "root", []).append(size)
     root = units.pop("root", None)
     return [*units.values(), *([root] if root else []), *([frozen] if frozen else [])]
-
-
-@holds("bytes", sizes=(3,), cases=({"param_dtype": None}, {"param_dtype": torch.bfloat16}))
-def parameters_start_on_16_byte_boundaries(engine, param_dtype, device="cpu"):
-    """Every parameter and every shard starts on a multiple of 16 bytes, also when its unit is gathered.
-
-    On a GPU of 256.
-    """
-    to = alignment(device)
-    model = parts.seeded(parts.OddModel, dtype=torch.float32, device=device)
-    trained = engine(model, parts.ADAMW, param_dtype=param_dtype)
-    for bucket in trained.buckets:
-        size = bucket.flat.element_size()
-        beyond = [number * size % to for number in (*bucket.offsets, bucket.shard_numel)]
-        same(f"bytes of offsets and shard beyond a multiple of {to}", beyond, [0] * len(beyond), step=0)
-        same("elements of a buffer", bucket.numel, bucket.shard_numel * trained.world_size, step=0)
-    seen = []
-    model.blocks[1].register_forward_pre_hook(lambda m, i: seen.extend(p.data_ptr() % to for p in m.parameters()))
-    tokens, targets = (part.to(device) for part in parts.token_batch(0, dist.get_rank()))
-    trained.training_step(tokens, targets, parts.in_float32)
-    same(f"addresses of a block's parameters beyond a multiple of {to}", seen, [0] * 5, step=1)

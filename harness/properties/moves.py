@@ -19,7 +19,7 @@ from harness.engine import guard
 from harness.engine.units import default_units, parameters_by_unit
 from harness.engine.waiting import label
 from harness.properties import held, loops, parts, peaks, precision, unused, values
-from harness.properties.layout import padded
+from harness.properties.layout import alignment, padded
 from harness.properties.models import Lanes
 from harness.properties.sheet import EXACT, LAYER, LAYERS, MIXED_AT, ROUNDED, SMALL, Recorder, Sheet, move
 
@@ -32,7 +32,8 @@ DTYPES = [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bf
 def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
     """(what it is, its parameters, world size, rank, bucket) of many layouts, until something is found."""
     for (dtype, param_dtype), world_size, shapes in itertools.product(dtypes, world_sizes, shapes_of):
-        named = [(f"p{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(shapes)]
+        zeros = [torch.zeros(shape, dtype=dtype, device=sheet.device) for shape in shapes]
+        named = [(f"p{i}", nn.Parameter(zero)) for i, zero in enumerate(zeros)]
         said = ", ".join(" x ".join(map(str, shape)) or "()" for shape in shapes)
         at = f"N = {world_size}, parameters of {said} elements, {str(dtype)[6:]}"
         at += f" with param_dtype {str(param_dtype)[6:]}" * (param_dtype is not None)
@@ -43,17 +44,21 @@ def _buckets(sheet: Sheet, dtypes, world_sizes, shapes_of):
 
 @move("bytes", "zero1", step=0)
 def zero1_layout(sheet: Sheet) -> None:
-    """Parameters lie end to end on 16-byte boundaries, in N equal shards, with no more padding than needed."""
+    """Parameters lie end to end on 16-byte boundaries, in N equal shards, with no more padding than needed.
+
+    On a GPU they are of 256 bytes.
+    """
     shapes_of = [*SHAPES, [(0,)], [(3,), (0, 2), (2,)]]
     for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES, (1, 2, 3, 4, 7), shapes_of):
         sizes = [param.numel() for _, param in named]
-        align = 16 // min(bucket.param_dtype.itemsize, named[0][1].dtype.itemsize)
+        start = alignment(sheet.device.type)
+        align = start // min(bucket.param_dtype.itemsize, named[0][1].dtype.itemsize)
         most = max(padded(sizes, world_size, align)[0], align * world_size)
         offsets, whole = list(bucket.offsets), bucket.shard_numel * world_size
         if len(offsets) != len(sizes):
             return sheet.expect(False, f"offsets at {at}", f"{len(sizes)} of them", offsets)
         unaligned = [offset for offset in (*offsets, bucket.shard_numel) if offset % align]
-        sheet.equal(f"offsets and shard_numel at {at}", unaligned, [], f"multiples of {align} (16 bytes)")
+        sheet.equal(f"offsets and shard_numel at {at}", unaligned, [], f"multiples of {align} ({start} bytes)")
         ends = [offset + size for offset, size in zip(offsets, sizes)]
         apart = offsets[0] >= 0 and all(a <= b for a, b in zip(ends, offsets[1:]))
         sheet.expect(apart, f"offsets at {at}", "one parameter behind the other, none over another", offsets)
