@@ -364,6 +364,7 @@ def test_right_solutions_pass(ranks, tmp_path, name, way):
 SLIPS = {
     "zero1": [
         ("__init__", "(param.numel() + unit - 1) // unit * unit", "param.numel()", "offsets and shard_numel"),
+        ("__init__", "(param.numel() + unit", "((param.shape or [1])[0] + unit", "none over another"),
         ("__init__", "(end + world_size * unit - 1)", "end", "room for all"),
         ("__init__", "min(self.params[0].element_size(), self.param_dtype.itemsize)", "self.params[0].element_size()",
          "with param_dtype bfloat16"),
@@ -385,6 +386,7 @@ SLIPS = {
         ("gather_parameters", "precision.rounded_shard(bucket)", "bucket.shard", "in mixed precision"),
         ("gather_parameters", "for bucket in buckets:",
          "for bucket in [b for b in buckets if b.params[0].requires_grad]:", "the weight blocks.1.up"),
+        ("gather_parameters", "work.wait()", "pass", "never waited for"),
         ("gather_parameters", "works = []",
          "works = [dist.broadcast(part, group_src=r, group=group) for b in buckets for r, part in "
          "enumerate(b.flat.chunk(dist.get_world_size(group)))][:0]", "found broadcast, then all-gather"),
@@ -408,8 +410,11 @@ SLIPS = {
         ("__init__", "new_zeros(bucket.numel", "new_full((bucket.numel,), float('nan')", "padding"),
         ("__init__ finish", "async_op=True)", "async_op=True); self.flat.zero_()", "changed or freed before the wait"),
         ("finish", "self.flat = None", "pass", "alive after finish"),
+        ("finish", "self.flat = None", "Reduction.all = [*getattr(Reduction, 'all', []), self.flat]", "alive after"),
         ("finish", "part if piece.grad is None else piece.grad + part", "part", "this rank's piece",
          "half as much: has the second backward overwritten the first, and not added to it?"),
+        ("_send", "self.group", "None", "outside of the engine's group"),
+        ("_send", "self._receive()", "last = self._in_flight", "never waited for"),
         ("_send", "self.group)", "self.group); self._receive()", "when _send returns"),
         ("_send", "self._receive()",
          "last, self._in_flight = self._in_flight, Reduction(bucket, self.group); return last and "
@@ -432,6 +437,7 @@ SLIPS = {
         ("_free", "bucket.flat.untyped_storage().resize_(0)",
          "bucket.flat = torch.empty_like(bucket.flat); [setattr(p, 'data', v) for p, v in zip(bucket.params, "
          "bucket.views(bucket.flat))]; bucket.flat.untyped_storage().resize_(0)", "alive after freeing"),
+        ("_free", "in unit.buckets", "in unit.trained_buckets", "alive after freeing"),
         ("_free", "self._wait(unit)", "unit.works.clear()", "not waited for, or too late"),
         ("_free", "guard.close(unit.params)", "pass", "guard.close(unit.params)"),
         ("_gather", "unit.works.append(work)", "unit.works.append(work); work.wait()", "when _gather returns"),
@@ -443,6 +449,12 @@ SLIPS = {
         ("_gather", "precision.rounded_shard(bucket)", "bucket.shard",
          "in mixed precision: ProcessGroupGloo::allgather: invalid tensor type: the shard is float64, `flat` "
          "float32: `precision.rounded_shard(bucket)` rounds it in line"),
+        ("before_forward", ", *upcoming", "", "order of events"),
+        ("before_forward", "self._gather(each)", "self._gather(each); self._wait(each)", "order of events"),
+        ("before_forward", "self._wait(unit)",
+         "self._wait(unit); [b.flat.untyped_storage().resize_(0) for b in unit.buckets]", "freed too early"),
+        ("before_backward", ", *upcoming", "", "order of events"),
+        ("before_backward", "self._wait(unit)", "pass", "is still in flight"),
         ("before_forward", "*upcoming", "*self.units", "order of events"),
         ("before_forward", "*upcoming",
          "*self.units[self.units.index(unit) + 1 :][: self.prefetch]] if unit in self.units else [unit, *upcoming",
