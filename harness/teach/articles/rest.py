@@ -6,6 +6,7 @@ Most are sums of an article's own numbers, one expression each.
 import inspect
 import json
 import math
+import re
 import tempfile
 import warnings
 import zlib
@@ -276,7 +277,8 @@ def remove_a_rank():
 
 # fmt: off
 says("its snippet saves without blocking", "what torch says that they return", "async_save() is called, not save()",
-     {f"by {save.__name__}()": inspect.formatannotation(inspect.signature(save).return_annotation)
+     {f"by {save.__name__}()":
+      re.sub(r"[\w.]+\.", "", inspect.formatannotation(inspect.signature(save).return_annotation))
       for save in (dcp.async_save, dcp.save)}, says=lambda returned: "Future" in returned, tolerance=None)
 says("save() takes the model and the optimizer themselves", "what save() takes in a state_dict", "", lambda: (
     "both have state_dict() and load_state_dict(), which is what it asks for (Stateful)",
