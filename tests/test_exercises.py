@@ -373,7 +373,7 @@ SLIPS = {
         ("_reduce_gradients", "group=self.group, ", "", "outside of the engine's group"),
         ("_reduce_gradients", "work.wait()", "pass", "never waited for"),
         ("_reduce_gradients", "/= self.world_size", "/= dist.get_world_size()", "in a group of one rank"),
-        ("_reduce_gradients", "gradient.to(piece.dtype)", "gradient", "in mixed precision"),
+        ("_reduce_gradients", "gradient.to(piece.dtype)", "gradient", "in mixed precision", "of another dtype"),
         ("_reduce_gradients", "bucket.flat_gradient /= self.world_size",
          "bucket.flat_gradient.copy_(bucket.flat_gradient / self.world_size)", "no second copy"),
         ("step", "self._reduce_gradients()", "self.optimizer.step(); self._reduce_gradients()",

@@ -271,7 +271,8 @@ def remove_a_rank():
     ranks = [line["ranks"] for line in lines if line.get("event") == "start"]
     again = [line["repeated"] for line in lines if line.get("event") == "restart"]
     smaller = min(ranks) < ranks[0] and lines[-1].get("why") == "done"
-    measured = f"{ranks} ranks; at each start {again} steps made again from a checkpoint, which gave the shards"
+    starts, repeated = (", then ".join(map(str, numbers)) for numbers in (ranks, again))
+    measured = f"it had {starts} ranks; {repeated} steps were made again, from a checkpoint, which gave the shards"
     return measured, smaller, smaller and not any(again)
 
 

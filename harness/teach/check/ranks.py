@@ -255,6 +255,8 @@ def _in_a_students_words(said: str, sheet: Sheet, last: str) -> str:
         own, there = str(sheet.odd().head.weight.dtype)[6:], str(MIXED["param_dtype"])[6:]
         short = re.split(r" at index | \(|\n", said)[0]
         return f"{short}: the shard is {own}, `flat` {there}: `precision.rounded_shard(bucket)` rounds it"
+    if "grad_dtype" in said:  # as torch says it, of `piece.grad = ...`
+        return "a piece is given a gradient of another dtype than its own: `gradient.to(piece.dtype)` casts it"
     if sheet.name == "zero3" and "were not reduced" in said:
         return f"{said.partition(':')[0]}. A unit may have several buckets: is each of `unit.trained_buckets` sent?"
     return ""
