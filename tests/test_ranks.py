@@ -97,9 +97,10 @@ def test_they_end_with_the_process_that_has_started_them(tmp_path, quick_python,
     """Even though they are in a session of their own."""
     (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")
     (tmp_path / "starts.py").write_text(f"""\
-import sys
+import signal, sys
 from harness.run import ranks
 sys.executable = {quick_python!r}
+signal.signal({int(number)}, signal.SIG_DFL)  # under nohup it is ignored, by all that is started
 with ranks.Ranks([{str(tmp_path / "ranks.py")!r}], 2, 100) as there:
     for item, _ in there.verdicts(["first", "second"]):
         print(*[(there.folder / f"pid.{{rank}}").read_text() for rank in (0, 1)], flush=True)
