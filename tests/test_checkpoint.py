@@ -99,7 +99,10 @@ def left_by_a_kill(stage: str) -> list[int]:
     return steps[rank]
 
 
-@pytest.mark.parametrize("stage", parts.STAGES)
+THOROUGH = [pytest.param(stage, marks=pytest.mark.thorough) for stage in ("zero1", "zero3")]
+
+
+@pytest.mark.parametrize("stage", ["zero2", *THOROUGH])  # they save by the same lines
 def test_killed_at_any_moment(ranks, stage):
     """Whenever a save ends, the last checkpoint remains whole, or the new one is; and the next save cleans up."""
     first, second = ranks(2).run(left_by_a_kill, stage=stage)
