@@ -123,7 +123,8 @@ def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM)
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
-        time.sleep(0.5)  # the others need as long to write what they say, and to go
+        if number == by:
+            time.sleep(0.5)  # the others need as long to write what they say, and to go
 
 
 def descendants(process_id: int) -> list[int]:
