@@ -123,7 +123,6 @@ def name(module: str, of: str) -> bytes:
 
 LISTS = "torch.distributed.checkpoint.metadata"
 METADATA = name(LISTS, "Metadata")
-PLACE = name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 STATE = b"}" + text("write_text") + b"K\x01s"  # {"write_text": 1}
 DOUBLED = b")\x94" + b"".join(b"h%ch%c\x86\x94" % (n, n) for n in range(60))  # "h<" is then a tuple of 2**60 parts
 STRANGERS = {

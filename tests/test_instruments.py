@@ -33,8 +33,6 @@ from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS
 from harness.run.process_group import Rank
 
-ROOT = Path(__file__).resolve().parent.parent
-
 # On the ranks.
 
 
@@ -396,7 +394,7 @@ def test_what_is_run_again_is_an_activation_if_backward_needs_it():
     assert second[-1] <= 4_000 + 8 and 8_000 <= max(second) <= 8_000 + 8, second
 
 
-PAGE = (ROOT / "docs" / "instruments.md").read_text()
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "instruments.md").read_text()
 LISTINGS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 

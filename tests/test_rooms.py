@@ -165,7 +165,7 @@ def test_a_chapter_is_read_in_one_sitting(chapter):
     name, code, all_lines = BUDGETS[chapter]
     text = (ROOT / f"{chapter}.py").read_text()
     found = code_lines_of_class(text, name), len(text.splitlines())
-    assert found[0] <= code and found[1] <= all_lines, f"{found}, allowed {code, all_lines}"
+    assert code // 2 < found[0] <= code and found[1] <= all_lines, f"{found}, allowed {code, all_lines}"
 
 
 # What runs only where there is a GPU.

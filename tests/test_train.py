@@ -455,6 +455,7 @@ def test_mistakes_in_the_options(monkeypatch, tmp_path, quiet):
             train_options.arguments(argv.split())
         assert all(word in str(raised.value) for word in words), raised.value
     assert train_options.arguments(["zero1", "--preset", "toy", "--folder", str(quiet)]).steps == 200
+    assert train_options.arguments(["zero1", "--preset", "toy"]).folder == Path("runs/zero1-toy")
 
 
 def test_a_folder_in_use_is_refused_until_its_rank_0_is_gone(tmp_path, quick_python, monkeypatch):
@@ -473,7 +474,9 @@ def test_a_folder_in_use_is_refused_until_its_rank_0_is_gone(tmp_path, quick_pyt
         assert re.fullmatch(f"restarts do not mend this: {said}", run.printed().splitlines()[-1]), run.printed()
         assert "Another rank" not in run.printed() and "Starting all ranks again" not in run.printed(), run.printed()
         assert not (tmp_path / "one" / "losses.jsonl").read_text()
-    train_options.arguments(line)
+    held = folders.lock(tmp_path / "one", seconds=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: held.close())  # which leaves while the next one waits for that
+    folders.lock(tmp_path / "one", seconds=60).close()
 
 
 def test_a_folder_that_holds_other_things_is_refused(tmp_path):

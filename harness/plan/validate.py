@@ -272,8 +272,8 @@ def run() -> dict:
         "rows": checks,
     }
     print("\nTokens per second and GPU; peak in GB of 10^9 bytes. *: used in a fit")
-    print("\n".join([*tables.text(table(checks)), "", *tables.text(table_of_groups(groups(checks))), ""]))
+    print("\n".join([*tables.text(table(checks)), "", *tables.text(table_of_groups(results["summary"]["groups"])), ""]))
     print(f"Named, as they miss throughput by more than {OFF:.0%} or memory by more than {MEMORY_OFF:.0%}:")
-    print("\n".join([f"  {one}" for one in missed(checks)] or ["  none"]))
+    print("\n".join([f"  {one}" for one in results["summary"]["missed"]] or ["  none"]))
     print("\n".join(in_sentences(results)))
     return results

@@ -11,7 +11,7 @@ def alignment(device: str) -> int:
 
 
 def padded(sizes, world_size: int, align: int = 4) -> tuple[int, int]:
-    """(elements of the buffer, elements of a shard) for parameters of these sizes, each 16-byte aligned."""
+    """(elements of the buffer, elements of a shard) of these sizes; each starts on a multiple of `align`."""
     end = sum(math.ceil(size / align) * align for size in sizes)
     shard = math.ceil(end / (world_size * align)) * align
     return shard * world_size, shard

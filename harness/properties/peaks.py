@@ -144,7 +144,7 @@ def zero3_frees_units_in_backward(engine, kind=parts.Stack, frozen=0, **options)
     for layer in model.layers[LAYERS - frozen :]:
         layer.requires_grad_(False)
     gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else dist.get_world_size())
-    allowed = gradients + (2.5 if "no_sync" in options else 4 + ("find_unused" in options)) * LAYER + NOISE
+    allowed = gradients + (2 if "no_sync" in options else 3 + ("find_unused" in options)) * LAYER + NOISE
     most = peaks_of(engine, model, **options).backward
     at_most("units gathered in backward, and gradients", most, allowed, step=2)
 
@@ -156,5 +156,5 @@ def zero3_gathers_little_where_it_cannot_know(engine, **options):
     Nor are many where a forward takes another order than the last, by which they are gathered ahead.
     """
     most = peaks_of(engine, stack(), **options).forward
-    allowed = 3.5 if "turn" in options else 2
+    allowed = 3 if "turn" in options else 2
     at_most("units gathered in forward", most, allowed * LAYER + NOISE, step=1)

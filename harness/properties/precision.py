@@ -149,7 +149,7 @@ def a_step_on_integers_is_exact(engine, reduce_dtype=None):
     assert size != 3 or not torch.equal(divided_first, values.sum(0) / size), "divided before the sum it is the same"
     # Multiples of 16 and 32, whose means are rounded once if at all.
     large = {1: (61440,), 2: (61440, 40960), 3: (20000, 30000, 40000), 4: (30000, 40000, 60000, 30000)}[size]
-    assert abs(sum(large)) > torch.finfo(FP16).max or size <= 2
+    assert abs(sum(large)) > torch.finfo(FP16).max or size == 1
     rows = [large, [-value for value in large], [30000] * size] if reduce_dtype == FP16 else []
     # With plain float32 it is left out: DeepSpeed has a right to skip such a step.
     rows += [[torch.inf, *[1.0] * (size - 1)]] if reduce_dtype is not None else []

@@ -49,13 +49,15 @@ def lock(folder: Path, seconds: float):
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK, "a+")  # noqa: SIM115  until the process ends
     used, until = f"--folder {str(folder)!r} is in use by a run", time.monotonic() + seconds
-    if not _taken(file):
+    taken = _taken(file)
+    if not taken:
         print(f"{used}: waiting for its end, at most {seconds:g} s", file=sys.stderr, flush=True)
-    while not _taken(file):
+    while not taken:
         if time.monotonic() > until:
             file.seek(0)
             raise NotAgain(f"{used}: stop it first ({file.read().strip()}), or take another --folder")
         time.sleep(0.1)
+        taken = _taken(file)
     file.truncate(0)
     file.write(f"kill -INT {os.getppid()} on {socket.gethostname()}")  # a rank's parent is its launcher
     file.flush()

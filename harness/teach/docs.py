@@ -346,7 +346,7 @@ def generate(text: str, where: str = "a page") -> str:
 
 @one_line(ValueError, OSError, KeyError)
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 1 if --check finds a stale page, 2 for what cannot be written."""
+    """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
     parser = argparse.ArgumentParser(prog="docs", description="Writes the generated parts of README.md and docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing, and say which pages are stale")
     options = parser.parse_args(argv)

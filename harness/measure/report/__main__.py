@@ -153,7 +153,7 @@ def _stop(number, frame):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns 0, 1 if something failed or hung, 2 for wrong options, 128 + a signal that ended it."""
+    """Run the command; returns 0, 1 if something failed or hung, 128 + a signal; wrong options end it with 2."""
     with one_line(ValueError):
         options = arguments(argv)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that hangs is aborted, and is to leave no core

@@ -25,7 +25,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.plan.hardware import GPUS, NETWORKS
 from harness.teach.articles import runs
 from harness.teach.articles.claim import Claims, about, above, listed
-from harness.teach.articles.predicted import ASSUMED, LONG, ms, predicted
+from harness.teach.articles.predicted import ASSUMED, LONG, ms, predicted, published_rows
 from harness.teach.articles.printed import TORCH, attempt
 from harness.teach.articles.runs import chain, parameters_of
 
@@ -173,7 +173,8 @@ says("a layer of 70B computes for 100 ms", ASSUMED, "one GPU computes the layer,
 says("70B and more train at production throughput with 3D parallelism only",
      "6 FLOPs x 70e9 parameters x tokens/s of a GPU, published for MPT 70B with FSDP alone (docs/planner.md)", "",
      {f"% of an H100's peak on {gpus} of them": 100 * 6 * 70e9 * rate / 989e12
-      for gpus, rate in ((64, 1_039), (512, 1_007))}, says=lambda mfu: mfu < 30)
+      for (gpus, _), rate in published_rows("MPT 70B", "fsdp2").items() if gpus in (64, 512)},
+     says=lambda mfu: mfu < 30)
 # fmt: on
 
 

@@ -44,19 +44,20 @@ class Recorder(PlacesLedger):
         self.units = units_of(self.rows, unit_names(self._engine.model))
         self.begun: list[tuple] = []  # (moment, unit, step) of each computation
         self._timeline, timeline.on_compute = timeline, self._computes
-        timeline.on_wait = lambda number: self._look(self._in_place({number}))
+        timeline.on_wait = lambda number: self._look(self._gathered({number}))
         optimizer = optimizer_of(self._engine)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_update()))
         self._look(range(len(self.rows)))
 
     def _computes(self, unit: str, step: str) -> None:
         self.begun.append((self.clock(), unit, step))
-        under_way = self._in_place(self._timeline.under_way("all-gather"))  # something is there, but not everything
+        under_way = self._gathered(self._timeline.under_way())  # something is there, but not everything
         self._look(row for row in self.units.get(unit, ()) if row not in under_way)
 
-    def _in_place(self, collectives: set[int]) -> set[int]:
-        """The rows whose weights stand where these collectives bring them. (FSDP2 gathers elsewhere, and copies.)"""
-        rows = {self.collective_rows[number] for number in collectives} - {None}
+    def _gathered(self, collectives: set[int]) -> set[int]:
+        """The rows whose weights stand where all-gathers among these bring them. (FSDP2 copies them from elsewhere.)"""
+        gathers = {number for number in collectives if self._timeline.collectives[number].name == "all-gather"}
+        rows = {self.collective_rows[number] for number in gathers} - {None}
         return {row for row in rows if not self.rows[row].stretches[0].by_parameter}
 
     def stop(self) -> None:
