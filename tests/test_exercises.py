@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -26,171 +27,10 @@ from harness.teach.check import report as check
 from harness.teach.exercise import EXERCISES, ROOT, generate
 from zero3 import ZeRO3
 
-
-def bodies(text: str) -> dict[str, str]:
-    """{name: code} of `text`, in which a line `# name` stands above the code of each function."""
-    parts = re.split(r"^# (\w+)\n", text.lstrip("\n"), flags=re.MULTILINE)[1:]
-    return dict(zip(parts[::2], parts[1::2]))
-
-
-# What a student may write, in words of their own. The slips below are made in these.
-SOLVED = {
-    "zero1": bodies("""
-# __init__
-unit = max(1, 16 // min(self.params[0].element_size(), self.param_dtype.itemsize))
-self.offsets, end = [], 0
-for param in self.params:
-    self.offsets.append(end)
-    end += (param.numel() + unit - 1) // unit * unit
-units = max(1, (end + world_size * unit - 1) // (world_size * unit))
-self.shard_numel = units * unit
-self.numel = world_size * self.shard_numel
-self.start = rank * self.shard_numel
-# cut
-found, end = [], self.start + self.shard_numel
-for i in range(len(self.params)):
-    a, b = self.offsets[i], self.offsets[i] + self.params[i].numel()
-    if b > self.start and a < end:
-        found.append((i, shard[max(a - self.start, 0) : min(b, end) - self.start]))
-return found
-# _reduce_gradients
-works = [dist.all_reduce(bucket.flat_gradient, group=self.group, async_op=True) for bucket in self.trained_buckets]
-for work, bucket in zip(works, self.trained_buckets):
-    work.wait()
-    bucket.flat_gradient /= self.world_size
-    mine = bucket.flat_gradient[bucket.start :][: bucket.shard_numel]
-    for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(mine)):
-        piece.grad = gradient.to(piece.dtype)
-# step
-self._reduce_gradients()
-self.optimizer.step()
-gather_parameters(self.trained_buckets, self.group)
-# gather_parameters
-works = []
-for bucket in buckets:
-    mine = precision.rounded_shard(bucket)
-    works.append(dist.all_gather_single(bucket.flat, mine, group=group, async_op=True))
-for work in works:
-    work.wait()
-"""),
-    "zero1_2psi": bodies("""
-# _reduce_gradients
-works = []
-for bucket in self.trained_buckets:
-    shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
-    work = dist.reduce_scatter_single(shard, bucket.flat_gradient, group=self.group, async_op=True)
-    works.append((work, shard))
-for bucket, (work, shard) in zip(self.trained_buckets, works):
-    wait(work, "reduce-scatter", bucket)
-    shard /= self.world_size
-    for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
-        piece.grad = gradient.to(piece.dtype)
-"""),
-    "zero2": bodies("""
-# __init__
-self.flat = bucket.flat.new_zeros(bucket.numel, dtype=bucket.reduce_dtype)
-whole = gradients.take(bucket)
-for place, view in enumerate(bucket.views(self.flat)):
-    view += whole[place]
-self.mean = self.flat.new_empty(bucket.shard_numel)
-self.work = dist.reduce_scatter_single(self.mean, self.flat, group=group, async_op=True)
-# finish
-self.work.wait()
-self.flat = None
-self.mean /= world_size
-for (_, piece), (_, part) in zip(self.bucket.pieces, self.bucket.cut(self.mean)):
-    part = part.to(piece.dtype)
-    piece.grad = part if piece.grad is None else piece.grad + part
-# _send
-self._receive()
-self._in_flight = Reduction(bucket, self.group)
-# gradients_final
-self._complete.add(bucket)
-for first in list(self._turns):
-    if first not in self._complete:
-        break
-    self._complete.discard(first)
-    self._turns.rotate(-1)
-    self._send(first)
-# clip_grad_norm_
-self._reduce_gradients()
-grads = [piece.grad for bucket in self.trained_buckets for _, piece in bucket.pieces if piece.grad is not None]
-norm = torch.nn.utils.get_total_norm(grads, norm_type).to(self.trained_buckets[0].shard)
-everyone = norm.new_empty(self.world_size)
-dist.all_gather_single(everyone, norm.reshape(1), group=self.group)
-total = everyone.norm(norm_type)
-for gradient in grads:
-    gradient *= torch.clamp(max_norm / (total + 1e-6), max=1.0)
-return total
-"""),
-    "zero3": bodies("""
-# make_units
-if modules is None:
-    modules = default_units(model)
-inside, outside = parameters_by_unit(model, list(modules))
-found = []
-for name, module in model.named_modules():
-    if inside.get(module):
-        found.append(Unit(name, module, inside[module], rank, world_size, dtypes))
-found.sort(key=lambda unit: list(inside).index(unit.module))
-return found, Unit("root", model, outside, rank, world_size, dtypes)
-# _free
-if unit.gathered:
-    self._wait(unit)
-    for bucket in unit.buckets:
-        bucket.flat.untyped_storage().resize_(0)
-    guard.close(unit.params)
-    unit.gathered = False
-# _gather
-for bucket in unit.buckets:
-    bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
-    mine = precision.rounded_shard(bucket)
-    work = dist.all_gather_single(bucket.flat, mine, group=self.group, async_op=True)
-    unit.works.append(work)
-unit.gathered = True
-# before_forward
-for each in [unit, *upcoming]:
-    self._gather(each)
-self._wait(unit)
-# before_backward
-for each in [unit, *upcoming]:
-    self._gather(each)
-self._wait(unit)
-# after_backward
-self._free(unit)
-# gradients_final
-for bucket in unit.buckets:
-    if bucket in unit.trained_buckets:
-        self._send(bucket)
-"""),
-}
-
-# Other ways to be right: collectives that wait or take lists, a buffer that is used again, one method for two.
-IN_LISTS = ("all_gather_single(bucket.flat, ", "all_gather(list(bucket.flat.split(bucket.shard_numel)), ")
-OTHERWISE = {
-    "zero1": {
-        "_reduce_gradients": [("async_op=True", "async_op=False"), ("work.wait()", "pass")],
-        "gather_parameters": [IN_LISTS],
-    },
-    "zero1_2psi": {
-        "_reduce_gradients": [
-            ("bucket.flat_gradient.new_empty(bucket.shard_numel)", "bucket.own_part(bucket.flat_gradient)")
-        ],
-    },
-    "zero2": {
-        "__init__": [
-            ("reduce_scatter_single(self.mean, self.flat,",
-             "reduce_scatter(self.mean, list(self.flat.split(bucket.shard_numel)),"),
-        ],
-        "finish": [("self.flat = None", "del self.flat, self.work")],
-        "gradients_final": [("list(self._turns)", "[*self._turns, *self._turns]")],
-    },
-    "zero3": {
-        "_gather": [IN_LISTS],
-        "before_backward": [(SOLVED["zero3"]["before_backward"], "self.before_forward(unit, upcoming)")],
-        "gradients_final": [("for bucket", "self._receive()\nfor bucket")],
-    },
-}  # fmt: skip
+# What a student may write, in words of their own, and slips made in these.
+DATA = tomllib.loads(Path(__file__).with_name("exercises.toml").read_text())
+SOLVED = {name: each["solution"] for name, each in DATA.items()}
+SLIPS = [(name, slip) for name, each in DATA.items() for slip in each["slips"]]
 
 
 def wheres(name: str) -> dict[str, str]:
@@ -348,7 +188,8 @@ def changed(name: str, method: str, *changes: tuple[str, str]) -> str:
 
 def in_other_ways(name: str) -> str:
     """And with a method that is decorated."""
-    text = solution(name, **{method: changed(name, method, *changes) for method, changes in OTHERWISE[name].items()})
+    others = {method: changed(name, method, *changes) for method, changes in DATA[name]["otherwise"].items()}
+    text = solution(name, **others)
     return text.replace("    def step(", "    @torch.no_grad()\n    def step(")
 
 
@@ -359,137 +200,9 @@ def test_right_solutions_pass(ranks, tmp_path, name, way):
     assert [verdict["status"] for verdict in report.verdicts] == ["passed"] * len(report.checks)
 
 
-# Mistakes in a student's solution: in which method what is written for what, and what is said. They are found at that
-# method's own step or, where another method is named too, at that one's.
-SLIPS = {
-    "zero1": [
-        ("__init__", "(param.numel() + unit - 1) // unit * unit", "param.numel()", "offsets and shard_numel"),
-        ("__init__", "(param.numel() + unit", "((param.shape or [1])[0] + unit", "none over another"),
-        ("__init__", "(end + world_size * unit - 1)", "end", "room for all"),
-        ("__init__", "min(self.params[0].element_size(), self.param_dtype.itemsize)", "self.params[0].element_size()",
-         "with param_dtype bfloat16"),
-        ("__init__", "units = max(1, (end", "units = max(0, (end", "numel at N = 1"),
-        ("cut", "return found", "pass", "is a return missing?"),
-        ("_reduce_gradients", "group=self.group, ", "", "outside of the engine's group"),
-        ("_reduce_gradients", "work.wait()", "pass", "never waited for"),
-        ("_reduce_gradients", "/= self.world_size", "/= dist.get_world_size()", "in a group of one rank"),
-        ("_reduce_gradients", "gradient.to(piece.dtype)", "gradient", "in mixed precision", "of another dtype"),
-        ("_reduce_gradients", "bucket.flat_gradient /= self.world_size",
-         "bucket.flat_gradient.copy_(bucket.flat_gradient / self.world_size)", "no second copy"),
-        ("step", "self._reduce_gradients()", "self.optimizer.step(); self._reduce_gradients()",
-         "updated before reduced"),
-        ("step", "self.trained_buckets", "self.buckets", "what is frozen"),
-        ("step", "self.group", "None", "the group that gather_parameters is given"),
-        ("step", "gather_parameters(self.trained_buckets, self.group)", "pass", "calls of gather_parameters"),
-        ("step", "self.optimizer.step()", "gather_parameters(self.trained_buckets, self.group); self.optimizer.step()",
-         "gather, th"),
-        ("gather_parameters", "precision.rounded_shard(bucket)", "bucket.shard", "in mixed precision"),
-        ("gather_parameters", "for bucket in buckets:",
-         "for bucket in [b for b in buckets if b.params[0].requires_grad]:", "the weight blocks.1.up"),
-        ("gather_parameters", "work.wait()", "pass", "never waited for"),
-        ("gather_parameters", "works = []",
-         "works = [dist.broadcast(part, group_src=r, group=group) for b in buckets for r, part in "
-         "enumerate(b.flat.chunk(dist.get_world_size(group)))][:0]", "found broadcast, then all-gather"),
-    ],
-    "zero1_2psi": [
-        ("_reduce_gradients", "shard /= self.world_size", "pass", "summed, not averaged"),
-        ("_reduce_gradients", SOLVED["zero1_2psi"]["_reduce_gradients"], SOLVED["zero1"]["_reduce_gradients"],
-         "found     all-reduce"),
-    ],
-    "zero2": [
-        ("__init__", "async_op=True", "async_op=False", "async_op=True?"),
-        ("__init__", "reduce_scatter_single(self.mean, self.flat", "all_reduce(self.flat", "found     all-reduce"),
-        ("__init__", "gradients.take(bucket)", "[0 * p if p.grad is None else p.grad for p in bucket.params]",
-         "and bucket.kept)"),
-        ("__init__", "gradients.take(bucket)",
-         "[p.grad + bucket.kept.pop(i) if i in bucket.kept else p.grad for i, p in enumerate(bucket.params)]; "
-         "[setattr(p, 'grad', None) for p in bucket.params]", "NoneType"),
-        ("__init__", "gradients.take(bucket)",
-         "gradients.take(bucket); [setattr(p, 'grad', g) for p, g in zip(bucket.params, whole)]", "with a .grad after"),
-        ("__init__", ", dtype=bucket.reduce_dtype", "", "in mixed precision"),
-        ("__init__", "new_zeros(bucket.numel", "new_full((bucket.numel,), float('nan')", "padding"),
-        ("__init__ finish", "async_op=True)", "async_op=True); self.flat.zero_()", "changed or freed before the wait"),
-        ("finish", "self.flat = None", "pass", "alive after finish"),
-        ("finish", "self.flat = None", "Reduction.all = [*getattr(Reduction, 'all', []), self.flat]", "alive after"),
-        ("finish", "part if piece.grad is None else piece.grad + part", "part", "this rank's piece",
-         "half as much: has the second backward overwritten the first, and not added to it?"),
-        ("_send", "self.group", "None", "outside of the engine's group"),
-        ("_send", "self._receive()", "last = self._in_flight", "never waited for"),
-        ("_send", "self.group)", "self.group); self._receive()", "when _send returns"),
-        ("_send", "self._receive()",
-         "last, self._in_flight = self._in_flight, Reduction(bucket, self.group); return last and "
-         "last.finish(self.world_size)", "the one before first"),
-        ("gradients_final", "self._complete.add(bucket)",
-         "self._complete.add(bucket)\nif len(self._complete) < len(self.trained_buckets):\n    return", "worst moment"),
-        ("gradients_final", "self._complete.add(bucket)", "return self._send(bucket)", "order of self.trained_buckets"),
-        ("gradients_final", "self._send(first)", "break", "reduce-scatters inside backward"),
-        ("clip_grad_norm_", "total = everyone.norm(norm_type)", "total = norm", "the norm that is",
-         "the ranks' norms differ"),
-        ("clip_grad_norm_", "return total", "return None", "a tensor of shape () found NoneType: is a return missing?"),
-        ("clip_grad_norm_", "everyone.norm(", "everyone.nan_to_num(0).norm(", "NaN on every rank"),
-    ],
-    "zero3": [
-        ("make_units", "inside[module]", "[*module.named_parameters()]", "parameters by unit"),
-        ("make_units", "return found,", "units = found,", "is a return missing?"),
-        ("_free", "bucket.flat.untyped_storage().resize_(0)", "bucket.flat = None", "bucket.flat after freeing a unit"),
-        ("_free", "bucket.flat.untyped_storage().resize_(0)",
-         "[setattr(p, 'data', torch.empty(0)) for p in bucket.params]", "was param.data set?"),
-        ("_free", "bucket.flat.untyped_storage().resize_(0)",
-         "bucket.flat = torch.empty_like(bucket.flat); [setattr(p, 'data', v) for p, v in zip(bucket.params, "
-         "bucket.views(bucket.flat))]; bucket.flat.untyped_storage().resize_(0)", "alive after freeing"),
-        ("_free", "in unit.buckets", "in unit.trained_buckets", "alive after freeing"),
-        ("_free", "self._wait(unit)", "unit.works.clear()", "not waited for, or too late"),
-        ("_free", "guard.close(unit.params)", "pass", "guard.close(unit.params)"),
-        ("_gather", "unit.works.append(work)", "unit.works.append(work); work.wait()", "when _gather returns"),
-        ("_gather", "unit.works.append(work)", "work.wait()", "works in unit.works after _gather of unit 'blocks.0'",
-         "read the sentence on **Prefetch**"),
-        ("_gather", "bucket.flat.nbytes)", "bucket.numel)",
-         "bytes, its storage has 84. Does resize_() get bytes (numel() * element_size())?"),
-        ("_gather", "resize_(", "resize_(2 * ", "bytes of the buffer"),
-        ("_gather", "precision.rounded_shard(bucket)", "bucket.shard",
-         "in mixed precision: ProcessGroupGloo::allgather: invalid tensor type: the shard is float64, `flat` "
-         "float32: `precision.rounded_shard(bucket)` rounds it in line"),
-        ("before_forward", ", *upcoming", "", "order of events"),
-        ("before_forward", "self._gather(each)", "self._gather(each); self._wait(each)", "order of events"),
-        ("before_forward", "self._wait(unit)",
-         "self._wait(unit); [b.flat.untyped_storage().resize_(0) for b in unit.buckets]", "freed too early"),
-        ("before_backward", ", *upcoming", "", "order of events"),
-        ("before_backward", "self._wait(unit)", "pass", "is still in flight"),
-        ("before_forward", "*upcoming", "*self.units", "order of events"),
-        ("before_forward", "*upcoming",
-         "*self.units[self.units.index(unit) + 1 :][: self.prefetch]] if unit in self.units else [unit, *upcoming",
-         "runs the units [2, 0, 1, 3]"),
-        ("before_forward", "[unit, *upcoming]", "[*upcoming, unit]", "found gather 0, gather root"),
-        ("before_forward", "self._wait(unit)", "pass",
-         "before_forward(root) has returned, and root is still in flight: `_wait(unit)` is missing read"),
-        ("before_backward", "self._wait(unit)", "self._wait(unit); self._free(unit)",
-         "before_backward(root) has returned, and root is not gathered: never gathered, or freed again? read"),
-        ("before_backward", "self._wait(unit)", "self._wait(unit); [self._send(each) for each in unit.trained_buckets]",
-         "reduce root, backward root, free root, reduce root, gather 2, wait 3; the root is reduced twice: to reduce a "
-         "unit is for `gradients_final` to do"),
-        ("after_backward", "self._free(unit)", "pass", "; the root is still gathered when its gradients are final"),
-        ("after_backward", "self._free(unit)", "self.reshard_after_forward and self._free(unit)",
-         "order of events with reshard_after_forward=False"),
-        ("after_backward", "self._free(unit)", "[self._free(each) for each in [unit, *self.units]]",
-         "; unit 3 is gathered twice: was it freed before its backward?"),
-        ("after_backward", "self._free(unit)", "self._free(unit); [self._send(each) for each in unit.trained_buckets]",
-         "free root, reduce root, reduce root, gather 2, wait 3, backward 3, free 3, reduce 3; the root is reduced "
-         "twice: to reduce a unit is for `gradients_final` to do"),
-        ("gradients_final", "self._send(bucket)", "self._send(bucket); self._receive()",
-         "gradients_final of unit 'blocks.2' returns"),
-        ("gradients_final", "for bucket in unit.buckets:", "self._free(unit)\nfor bucket in unit.buckets:",
-         "freed too early"),
-        ("gradients_final", "unit.trained_buckets:", "unit.trained_buckets and not self.find_unused:",
-         "with find_unused=True"),
-        ("gradients_final", "if bucket in unit.trained_buckets:", "if bucket is unit.buckets[0]:",
-         "'blocks.0.pair' were not reduced. A unit may have several buckets: is each of `unit.trained_buckets` sent?"),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name, number", [(name, number) for name in SLIPS for number in range(len(SLIPS[name]))])
-def test_slips_are_found_at_their_step(ranks, tmp_path, capsys, name, number):
-    where, right, wrong, *said = SLIPS[name][number]
+@pytest.mark.parametrize("name, slip", SLIPS)
+def test_slips_are_found_at_their_step(ranks, tmp_path, capsys, name, slip):
+    where, right, wrong, *said = slip
     method, _, found_in = where.partition(" ")
     step = next(blank.task for blank in EXERCISES[name].blanks if blank.where.endswith(found_in or method))
     text = solution(name, **{method: changed(name, method, (right, wrong))})
