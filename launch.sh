@@ -11,7 +11,7 @@ Learn
                                          (--trace FILE: a step for chrome://tracing; --help lists all options)
 ./launch.sh watch [zero3] [N] [options]  records a step of every engine, as a page to watch in a browser (--bug 19)
 ./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
-./launch.sh articles [options]           the articles' claims, each run here: holds, holds when ..., does not hold
+./launch.sh articles [options]           the articles' claims, each run or added up here: holds, holds when ..., does not
 ./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's); --html [FOLDER]: executed
                                          copies as HTML pages, for those who only read (minutes)
 ./launch.sh exercise NAME [--hints 1]    writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2 or zero3

@@ -49,12 +49,12 @@ EACH = [
 @pytest.mark.parametrize("claim", EACH)
 def test_a_claim_gets_its_recorded_verdict_and_numbers(claim):
     recorded = RECORDED[claim.article, claim.claim]
-    measured, verdict = claim.check()
-    assert verdict == recorded["verdict"], measured
+    found, verdict = claim.check()
+    assert verdict == recorded["verdict"], found
     if claim.tolerance is not None:
-        assert NUMBER.sub("#", measured) == NUMBER.sub("#", recorded["measured"])
-        numbers = [near(number, claim.tolerance) for number in NUMBER.findall(recorded["measured"])]
-        assert [*map(value, NUMBER.findall(measured))] == numbers, measured
+        assert NUMBER.sub("#", found) == NUMBER.sub("#", recorded["found"])
+        numbers = [near(number, claim.tolerance) for number in NUMBER.findall(recorded["found"])]
+        assert [*map(value, NUMBER.findall(found))] == numbers, found
 
 
 def test_the_recorded_rows_are_these_claims_each_once():

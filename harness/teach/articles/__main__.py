@@ -20,7 +20,7 @@ from harness.run.ending import one_line
 from harness.run.process_group import check_writable
 from harness.teach.articles import CLAIMS, Claim
 
-COLUMNS = ("article", "claim", "ran", "measured", "verdict")
+COLUMNS = ("article", "claim", "ran", "found", "verdict")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,13 +39,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def row(claim: Claim) -> dict[str, str]:
-    """Run one claim: {"article", "claim", "ran", "measured", "verdict"}; what it raises becomes the verdict "error"."""
+    """Run one claim: {"article", "claim", "ran", "found", "verdict"}; what it raises becomes the verdict "error"."""
     try:
-        measured, verdict = claim.check()
+        found, verdict = claim.check()
     except Exception as error:
         words = " ".join(str(error).split()) or "no message"
-        measured, verdict = f"{type(error).__name__}: {textwrap.shorten(words, 200)}", "error"
-    return dict(zip(COLUMNS, (claim.article, claim.claim, claim.ran, measured, verdict)))
+        found, verdict = f"{type(error).__name__}: {textwrap.shorten(words, 200)}", "error"
+    return dict(zip(COLUMNS, (claim.article, claim.claim, claim.ran, found, verdict)))
 
 
 def text(rows: list[dict], width: int = 110) -> str:
@@ -67,7 +67,7 @@ def markdown(rows: list[dict]) -> str:
     for article, mine in itertools.groupby(rows, itemgetter("article")):
         mine = list(mine)
         lines += ["<details>", f"<summary><b>{escape(article)}</b>: {counts(mine)}</summary>", ""]
-        cells = [[one["claim"], one["ran"], one["measured"], f"**{one['verdict']}**"] for one in mine]
+        cells = [[one["claim"], one["ran"], one["found"], f"**{one['verdict']}**"] for one in mine]
         lines += [tables.markdown([[*COLUMNS[1:]], *cells]), "", "</details>", ""]
     return "\n".join(lines)
 

@@ -21,8 +21,8 @@ HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 class Claim:
     """One statement of an article in our words, what is run for it, and the run.
 
-    `run()` -> (measured, is it true?). With a condition `when` it is tested on both sides: `run()` -> (measured, is it
-    true where the condition is met?, where it is not?). `measured` is text, or names with their numbers. In another
+    `run()` -> (found, is it true?). With a condition `when` it is tested on both sides: `run()` -> (found, is it
+    true where the condition is met?, where it is not?). `found` is text, or names with their numbers. In another
     run its numbers may differ by the fraction `tolerance`; None: words of torch's or numbers of this machine, any.
 
     A claim about one number `says` which (or gives a function: is it such a number?), and `run`, or `run()`, has names
@@ -40,15 +40,15 @@ class Claim:
     off: float = 0.005
 
     def check(self) -> tuple[str, str]:
-        """(measured, verdict). A condition is named only if it decides: what is true on both sides simply holds."""
+        """(found, verdict). A condition is named only if it decides: what is true on both sides simply holds."""
         found = self.run() if callable(self.run) else self.run
         if self.says is not None:
             found = listed(found, "{1} {0}"), *self._as_said([*found.values()])
-        measured, true, *elsewhere = found
-        measured = listed(measured) if isinstance(measured, dict) else measured
+        found, true, *elsewhere = found
+        found = listed(found) if isinstance(found, dict) else found
         if true and all(elsewhere):
-            return measured, HOLDS
-        return measured, f"holds when {self.when}" if true else DOES_NOT_HOLD
+            return found, HOLDS
+        return found, f"holds when {self.when}" if true else DOES_NOT_HOLD
 
     def _as_said(self, numbers: list[float]) -> list[bool]:
         meets = self.says if callable(self.says) else partial(about, claimed=self.says, tolerance=self.off)

@@ -10,6 +10,7 @@ import functools
 from functools import partial
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.attention import SDPBackend
@@ -163,9 +164,28 @@ claims.sharding_state("a layer too large for a GPU needs model parallelism as we
 # Mixed precision.
 
 
-# Bytes per parameter of bfloat16 training with AdamW.
-BYTES = {"weights": 2, "gradients": 2, "float32 weights": 4, "moments": 8}
-IN_WORDS, OF_TABLE = (listed(found, "{1} {0}", " + ") for found in (BYTES, BYTES | {"gradients": 4}))
+@functools.cache
+def weighed(gradient_dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """Bytes per parameter alive after a step, of bfloat16 weights updated through float32 ones by AdamW."""
+    layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    (weight,) = layer.parameters()
+    master = weight.detach().float().requires_grad_()
+    optimizer = torch.optim.AdamW([master])
+    layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    gradient = weight.grad.to(gradient_dtype)
+    master.grad = gradient.float()  # for the update only
+    optimizer.step()
+    moments = [tensor for tensor in optimizer.state[master].values() if tensor.shape == master.shape]
+    rows = {"weights": [weight], "gradients": [gradient], "float32 weights": [master], "moments": moments}
+    return {name: sum(tensor.nbytes for tensor in tensors) / weight.numel() for name, tensors in rows.items()}
+
+
+def added_up(dtype: torch.dtype, *without: str) -> float:
+    return sum(nbytes for name, nbytes in weighed(dtype).items() if name not in without)
+
+
+def in_words(dtype: torch.dtype) -> str:
+    return listed(weighed(dtype), "{1} {0}", " + ")
 
 
 def ddp_in_bf16() -> float:
@@ -186,23 +206,27 @@ def boxes_of_figure_two() -> tuple:
 
 
 # fmt: off
-ADDED = "bytes of bfloat16 training with AdamW, added up"
+WEIGHED = "bfloat16 training with AdamW, tensors weighed"
+HALF, SINGLE = torch.bfloat16, torch.float32
 for article, words in ((claims.sharding_state, "BF16 with Adam: about 16 bytes per parameter"),
                        (claims.scaling, "FP16 with Adam: 2 + 2 + 12 bytes (blank in our copy), 112 GB for 7B")):
-    article(words, ADDED, "", {f"bytes = {IN_WORDS}; {gb(16 * P7)} for the 7b preset": sum(BYTES.values())}, says=16)
-claims.frameworks("mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)", ADDED,
-                  "no float32 master weights are kept",
-                  {"bytes without them": 2 + 4 + 8, f"= {OF_TABLE}": 2 + 4 + 4 + 8}, says=14)
+    article(words, WEIGHED, "", lambda: {
+        f"bytes = {in_words(HALF)}; {gb(added_up(HALF) * P7)} for the 7b preset": added_up(HALF)}, says=16)
+claims.frameworks("mixed precision takes 14 bytes per parameter, 98 GB for 7B (its table)", WEIGHED,
+                  "no float32 master weights are kept", lambda: {
+    "bytes without them": added_up(SINGLE, "float32 weights"), f"= {in_words(SINGLE)}": added_up(SINGLE)}, says=14)
 claims.frameworks("mixed precision takes 16 bytes per parameter, 112 GB for 7B (its text)",
-                  "dry run of DDP, and two sums",
+                  "dry run of DDP, and two kinds of it, tensors weighed",
                   "gradients are bfloat16, or bfloat16 weights exist only in forward and backward", lambda: {
-    "with bfloat16 weights made for each forward": ddp_in_bf16(), f"= {IN_WORDS}": 16, f"= {OF_TABLE}": 18}, says=16)
+    "with bfloat16 weights made for each forward": ddp_in_bf16(), f"= {in_words(HALF)}": added_up(HALF),
+    f"= {in_words(SINGLE)}": added_up(SINGLE)}, says=16)
 claims.frameworks("7B under DDP, ~112 GB, does not fit an H100", "dry run of DDP in bf16, bytes per parameter", "",
                   lambda: {"GB; an H100 has 80": ddp_in_bf16() * P7 / 1e9}, says=112)
-claims.frameworks("Adam's states cost 12 bytes per parameter and not 4", "AdamW's state",
-                  "float32 master weights are counted with Adam's two moments",
-                  {"bytes of both": 4 + 8, "of the moments": 8}, says=12)
-claims.scaling("the optimizer state is the largest part", ADDED, "", {f"of {IN_WORDS}": (4 + 8) / 16}, says=above(0.5))
+claims.frameworks("Adam's states cost 12 bytes per parameter and not 4", WEIGHED,
+                  "float32 master weights are counted with Adam's two moments", lambda: {
+    "bytes of both": added_up(HALF, "weights", "gradients"), "of the moments": weighed(HALF)["moments"]}, says=12)
+claims.scaling("the optimizer state is the largest part", WEIGHED, "", lambda: {
+    f"of {in_words(HALF)}": added_up(HALF, "weights", "gradients") / added_up(HALF)}, says=above(0.5))
 claims.frameworks("bytes per parameter: 2 + 4 + 8/N, 2 + 12/N, 14/N under the stages (its figure 2)",
                   "each stage in mixed precision at N = 8", "no float32 master weights are kept", boxes_of_figure_two)
 # fmt: on

@@ -3,24 +3,24 @@
 Most are sums of an article's own numbers, one expression each.
 """
 
-import inspect
 import json
 import math
-import re
 import tempfile
 import warnings
-import zlib
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint_sequential
 
+from harness.engine import checkpoint
 from harness.measure.traffic import TrafficLedger
 from harness.plan.hardware import GPUS, NETWORKS
 from harness.teach.articles import runs
@@ -28,6 +28,7 @@ from harness.teach.articles.claim import Claims, about, above, listed
 from harness.teach.articles.predicted import ASSUMED, LONG, ms, predicted, published_rows
 from harness.teach.articles.printed import TORCH, attempt
 from harness.teach.articles.runs import chain, parameters_of
+from zero3 import ZeRO3
 
 claims = Claims()
 says = claims.frameworks  # nearly all of these are of one article
@@ -240,27 +241,54 @@ says("gradient accumulation mitigates stragglers", "a sum: 8 ranks, in turn or a
 
 # Checkpoints.
 
-says("each GPU writes total / N of a distributed checkpoint", "a sum: what each of 4 ranks has, or is dealt",
-     "the state is sharded, or is in many tensors: what all ranks have is divided by whole tensors",
-     {"of ZeRO-3's state is each rank's shard": 1 / 4,
-      "of DDP's 9 equal tensors (3 layers) falls to one rank": 3 / 9}, says=1 / 4, off=0.1)
 # fmt: on
 
 
-@claims.sharding_state("checkpointing becomes fragile", "a bit flipped in a checkpoint of torch's, loaded",
+def dealt() -> list[float]:
+    """Of a state that all of 4 ranks have, what torch has each of them write. It raises if together they miss some."""
+    planner, plans = dcp.DefaultSavePlanner(), []
+    for rank in range(4):
+        with runs.running("single", partial(chain, 3), ranks=4, rank=rank, optimizer_cls=runs.ADAMW) as engine:
+            runs.forward(engine).backward()
+            engine.step()
+            state = dict(zip(("model", "optim"), get_state_dict(engine.model, engine.optimizer)))
+            planner.set_up_planner(state, is_coordinator=rank == 0)
+            plans.append(planner.create_local_plan())
+    final = planner.create_global_plan(plans)[0]
+    each = [sum(item.tensor_storage_size() or 0 for item in plan.items) for plan in final]
+    return [nbytes / sum(each) for nbytes in each]
+
+
+@says("each GPU writes total / N of a distributed checkpoint",
+      "the shards of 4 ranks under ZeRO-3, and what torch has 4 ranks write of a state that all have",
+      "the state is sharded, or is in many tensors: what all ranks have is divided by whole tensors",
+      says=1 / 4, off=0.1)  # fmt: skip
+def share_of_each_rank():
+    mine = [runs.step("zero3", ranks=4, rank=rank).held for rank in range(4)]
+    shards = [held["parameters"] + held["optimizer"] for held in mine]
+    return {"of ZeRO-3's state is the largest shard": max(shards) / sum(shards),
+            "of 3 layers under DDP falls to one rank": max(dealt())}  # fmt: skip
+
+
+@claims.sharding_state("checkpointing becomes fragile", "a bit flipped in two checkpoints, both loaded",
                        "nothing checks what was written", tolerance=None)  # fmt: skip
 def fragile():
-    """What zero1.py's checkpoints make of damage, harness/properties/checkpoints.py has."""
-    state, twos = {"weight": torch.full((8,), 2.0)}, torch.full((8,), 2.0).numpy().tobytes()
+    """torch's, and that of zero3.py, which has a sum for each file."""
+    layer, twos = nn.Linear(8, 1, bias=False), torch.full((8,), 2.0).numpy().tobytes()
+    nn.init.constant_(layer.weight, 2.0)
+    found = {}
     with runs.one_rank(), tempfile.TemporaryDirectory() as folder:
-        dcp.save(state, checkpoint_id=folder)
-        (file,) = Path(folder).glob("*.distcp")
-        written = file.read_bytes()
-        file.write_bytes(written.replace(twos, b"\1" + twos[1:]))
-        dcp.load(state, checkpoint_id=folder)
-        other_sum = zlib.crc32(written) != zlib.crc32(file.read_bytes())
-    wrong = state["weight"].tolist().count(2.0) < 8
-    return f"it loads, with a wrong weight: {wrong}; a sum per file tells: {other_sum}", wrong, not other_sum
+        theirs, ours, state = Path(folder, "a"), Path(folder, "b"), {"weight": layer.weight.detach().clone()}
+        dcp.save(state, checkpoint_id=theirs)
+        engine = ZeRO3(layer, runs.SGD)
+        checkpoint.save(engine, ours)
+        for file in Path(folder).rglob("*.distcp"):
+            file.write_bytes(file.read_bytes().replace(twos, b"\1" + twos[1:]))
+        found["torch's"] = attempt(lambda: dcp.load(state, checkpoint_id=theirs)) or f"loads {state['weight'].tolist()}"
+        found["with a sum for each file"] = attempt(lambda: checkpoint.load(engine, ours)).partition(":")[0] or "loads"
+        engine.close()
+    theirs, ours = (said.startswith("loads") for said in found.values())
+    return listed(found, "{}: {}", "; "), theirs and (state["weight"] != 2).any(), ours
 
 
 @says("TorchElastic removes a failed rank and rebalances the shards",
@@ -277,25 +305,65 @@ def remove_a_rank():
     return measured, smaller, smaller and not any(again)
 
 
+def saved(save=dcp.save) -> tuple[object, bool]:
+    """Save a model and its optimizer: (what the call returned, was it written by then)."""
+    model = nn.Linear(8, 8)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"), runs.one_rank():
+        returned = save(state, storage_writer=dcp.FileSystemWriter(folder))  # warns that this is one process
+        written = Path(folder, ".metadata").exists()
+        if isinstance(returned, Future):
+            returned.result()
+    return returned, written
+
+
+@says("its snippet saves without blocking", "what save() returns, and when", "async_save() is called, not save()")
+def save_blocks():
+    (returned, written), (later, _) = saved(), saved(dcp.async_save)
+    measured = f"save() returned {type(returned).__name__}, all written by then: {written}; async_save() a "
+    return measured + type(later).__name__, isinstance(later, Future), not written or isinstance(returned, Future)
+
+
 # fmt: off
-says("its snippet saves without blocking", "what torch says that they return", "async_save() is called, not save()",
-     {f"by {save.__name__}()":
-      re.sub(r"[\w.]+\.", "", inspect.formatannotation(inspect.signature(save).return_annotation))
-      for save in (dcp.async_save, dcp.save)}, says=lambda returned: "Future" in returned, tolerance=None)
-says("save() takes the model and the optimizer themselves", "what save() takes in a state_dict", "", lambda: (
-    "both have state_dict() and load_state_dict(), which is what it asks for (Stateful)",
-    issubclass(nn.Module, Stateful) and issubclass(torch.optim.Optimizer, Stateful)))
+says("save() takes the model and the optimizer themselves", "a save of both", "",
+     lambda: (f"{TORCH}: {attempt(saved) or 'works'}", not attempt(saved)), tolerance=None)
 says("its sharded saves go to a folder per step", "two names of its kind", "the string gets its f-prefix",
      {"folders of two saves with the f-prefix": len({f"step_{step}" for step in (1000, 2000)}),
       "without it": len({"step_{step}" for step in (1000, 2000)})}, says=2)
+# fmt: on
+
 
 # The training loop, and numbers.
 
-says("accumulation sums gradients and does not average", SUM, "the loss is not divided by K, as its code does",
-     {"times the mean of 3 micro-batches' gradients": 3 / 1, "if each loss is divided by 3": 3 / 3}, says=3)
-# That the parts train as the whole does: `micro_batches_send_what_they_must`, harness/properties/loops.py.
-says("effective batch = batch x K x world size", SUM, "", {"samples = 4 x 3 x 2": 4 * 3 * 2}, says=24)
-# fmt: on
+
+def gradient(batches: torch.Tensor, divide_by: int) -> torch.Tensor:
+    """What a loop over micro-batches accumulates for a linear model's squared outputs."""
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    for batch in batches:
+        ((batch @ weight).square().mean() / divide_by).backward()
+    return weight.grad
+
+
+def random_batches(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@says("accumulation sums gradients and does not average", "its loop over 3 micro-batches",
+      "the loss is not divided by K, as its code does", says=3)  # fmt: skip
+def sums_not_averages():
+    batches = random_batches(3, 4, 5)
+    mean = torch.stack([gradient(one[None], 1) for one in batches]).mean(0)
+    found = {divide_by: gradient(batches, divide_by) / mean for divide_by in (1, 3)}
+    return {"times the mean of the micro-batches' gradients": found[1].mean().item(),
+            "as its code divides the loss by 3": found[3].mean().item()}  # fmt: skip
+
+
+@says("effective batch = batch x K x world size", "gradients of 2 x 3 x 4 samples in parts and at once")
+def effective_batch():
+    data = random_batches(2, 3, 4, 5)
+    in_parts, at_once = sum(gradient(rank, 3) for rank in data) / 2, gradient(data.view(1, 24, 5), 1)
+    equal = torch.allclose(in_parts, at_once, rtol=0, atol=1e-12)
+    return f"4 x 3 x 2 = 24 samples; gradients equal to 1e-12: {equal}", equal
 
 
 @says("BatchNorm's statistics and dropout's masks change per micro-batch", "both over two micro-batches", says=2)

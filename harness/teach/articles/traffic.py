@@ -9,6 +9,8 @@ here: what is issued before a computation can hide behind it.
 import functools
 from functools import partial
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard
@@ -65,11 +67,26 @@ def never_zero1():
     return measured, as_cheap[1] and as_cheap[2] and quiet <= found[4][0], as_cheap[3]
 
 
+def ring(ranks: int = 8, chunk: int = 3) -> tuple[float, bool]:
+    """Run a ring all-reduce in one process: (what one rank sends, as a share of the buffer; are the sums right?)."""
+    data = [torch.arange(rank, rank + ranks * chunk).view(ranks, chunk) for rank in range(ranks)]
+    expected, sent = sum(data), 0
+    for first in (0, 1):  # the turns that reduce, and those that gather
+        for turn in range(ranks - 1):
+            index = [(rank + first - turn) % ranks for rank in range(ranks)]
+            messages = [data[rank][index[rank]].clone() for rank in range(ranks)]
+            sent += messages[0].numel()
+            for rank, message in enumerate(messages):
+                target = data[(rank + 1) % ranks][index[rank]]
+                target.copy_(message if first else message + target)
+    return sent / expected.numel(), all(torch.equal(one, expected) for one in data)
+
+
 # fmt: off
 ALL_FREED = "every parameter is freed after forward; what stays gathered is gathered once and not twice"
 SHARDED = "the parameters are sharded too (ZeRO-3)"
-claims.frameworks("an all-reduce sends 2 (N-1)/N of the buffer", "a ring of 8, in which each turn sends an eighth", "",
-                  {"of the buffer per rank: 7 turns reduce, 7 gather": (7 + 7) / 8}, says=2 * 7 / 8)
+claims.frameworks("an all-reduce sends 2 (N-1)/N of the buffer", "a ring of 8 run in one process", "", lambda: (
+    "{} of the buffer per rank; sums right: {}".format(*ring()), ring() == (2 * 7 / 8, True)))
 claims.multiple_gpus("ZeRO-1's all-reduce sends more than its ranks can use", STEP.format("ZeRO-1 and -2"), "",
                      lambda: {"times what the reduce-scatter sends that suffices":
                               psi("zero1", ALL_REDUCE) / psi("zero2", REDUCE)}, says=2)
@@ -121,10 +138,19 @@ claims.frameworks("accumulating K micro-batches means K times fewer all-reduces"
     f"times those of one micro-batch {words} no_sync()":
     step("ddp", micro_batches=4, no_sync=words == "with").count[ALL_REDUCE] / step("ddp").count[ALL_REDUCE]
     for words in ("with", "without")}, says=1)
-claims.scaling("an all-gather is every rank broadcasting its shard", "8 broadcasts, and a ring's 7 turns", "",
-               {"of the buffer leaves a rank on average, by broadcasts: 7 of 8 get each eighth": 8 * 7 / 8 / 8,
-                "in a ring: 7 turns, an eighth each": 7 / 8}, says=7 / 8)
 # fmt: on
+
+
+@claims.scaling("an all-gather is every rank broadcasting its shard", "8 broadcasts and an all-gather, bytes counted")
+def broadcasts():
+    with fake_ranks(8), TrafficLedger() as ledger:
+        whole, shard = torch.zeros(8, 16), torch.zeros(16)
+        for owner in range(8):
+            dist.broadcast(whole[owner] if owner else shard, owner)
+        in_turns = ledger.sent_bytes
+        dist.all_gather_single(whole.view(-1), shard)
+    at_once = ledger.sent_bytes - in_turns
+    return f"8 broadcasts {in_turns} bytes, 1 all-gather {at_once}", in_turns == at_once
 
 
 def adapted_gpt():
