@@ -39,8 +39,8 @@ On a CPU a missing wait can leave every number right. On simulated GPUs (tests/s
 operations and their streams: ./launch.sh bug 33.
 
 Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. It frees little: for
-its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. In a GPT of 2 blocks
-68% of the gathered bytes stayed (./launch.sh articles --only "has gathered"). Backward multiplies by these views. So
+its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. Of 8 linear layers
+7/8 of the gathered bytes stayed (./launch.sh articles --only "has gathered"). Backward multiplies by these views. So
 they stay, and the memory under them goes: `storage.resize_(0)` gives it back, and every tensor on it keeps its shape.
 Resized to its old size and gathered into, the storage fills all of them again. FSDP does so, too. To read a tensor that
 has no bytes would crash the process: harness/engine/guard.py makes it an error.
