@@ -16,24 +16,27 @@ CHOICES = ("gpu", "network", "precision", "engine", "checkpoint-activations", "s
 # {what is typed behind ./launch.sh: what is said}. "..." stands for any words, {files} for a folder with some files.
 REFUSED = {
     # launch.sh itself
+    "''": "no command ''",
     "zero4": "zero4 ... zero1, zero2, zero3",
-    "zero1 0": "'0'",
-    "zero1 two": "'two'",
+    **{f"zero1 {given}": f"1 to 999, got '{given}'" for given in ("0", "two", "1000")},
     "NNODES=2 zero1 2": "RDZV_ENDPOINT",
     "NNODES=2 RDZV_ENDPOINT=localhost:29400 zero1 2": "NODE_RANK",
     "NNODES=2 RDZV_ENDPOINT=localhost:29400 NODE_RANK=2 zero1 2": "NODE_RANK=2",
     "NNODES=two zero1 2": "'two'",
+    "NNODES=2 check zero1": "check runs on one machine: unset NNODES",
     "PYTHON=/nowhere/python zero1 2": "/nowhere/python",
-    "ZERO_TIMEOUT=soon zero1 2": "'soon'",
+    **{f"ZERO_TIMEOUT={given} zero1 2": f"'{given}'" for given in ("soon", "²", "9999999")},
+    "OMP_NUM_THREADS=x zero1 2": "OMP_NUM_THREADS ... 1 or more, got 'x'",
     "train": "train needs a stage",
     "train zero4": "'zero4'",
     "train zero3 two": "'two'",
     "NNODES=2:1 train zero3": "'2:1'",
     "NNODES=1:2 train zero3": "RDZV_ENDPOINT",
-    "NNODES=2 RDZV_ENDPOINT=localhost train zero3": "host:port, got 'localhost'",
+    **{f"NNODES=2 RDZV_ENDPOINT={given} train zero3": f"host:port, got '{given}'" for given in ("host", "h:65536")},
     # The chapters.
     "zero1 -1": "unrecognized arguments: -1",
     "zero2 --bucket-mb -1": "--bucket-mb ... -1",
+    **{f"{of} --lr={n}": f"--lr ... {n}" for of in ("zero1", "compare", "train zero1") for n in ("nan", "inf", "-1")},
     "zero2 --preset gigantic": "'gigantic' ... tiny",
     "zero1 --batch 3 --accumulate 2": "--accumulate 2 ... 3",
     "zero3 --prefetch -1": "--prefetch ... -1",
@@ -56,8 +59,6 @@ REFUSED = {
     "train zero1 --steps 0": "--steps ... 0",
     "train zero1 --save-every 0": "--save-every",
     "train zero1 --clip -1": "--clip ... -1",
-    "train zero1 --lr nan": "--lr ... nan",
-    "train zero1 --lr inf": "--lr ... inf",
     "train zero1 --preset 7B": "'7B' ... (is '7b' meant?)",
     "train zero1 --preset 13b": "no preset '13b'; there are ... 70b",  # no other one is offered for it
     "train zero1 2 --batch 3 --accumulate 2": "--batch 3 ... 2 rank(s) ... --accumulate 2 ... 4",
@@ -159,7 +160,6 @@ def test_a_mistake_is_answered_in_one_line(line, said, status, tmp_path):
         (tmp_path / name).write_bytes(content)
     found, printed, mistake = typed(line.format(files=tmp_path))
     assert found == status and printed == "", mistake
-    *usage, last = mistake.splitlines()
-    assert not usage or usage[0].startswith("usage: "), mistake  # argparse's own answer
+    (last,) = mistake.splitlines()
     assert re.search(".*".join(map(re.escape, said.format(files=tmp_path).split(" ... "))), last), last
     assert {path.name for path in tmp_path.rglob("*")} == {*files}, "nothing was written"

@@ -4,7 +4,6 @@ Run it: ./launch.sh figures            all of them, from results/ to results/fig
         ./launch.sh figures memory --json results/memory-7b-8ranks.json --out /tmp
 """
 
-import argparse
 import json
 import os
 
@@ -13,7 +12,7 @@ from harness.measure.pictures_of_memory import live, memory, scaling, stages
 from harness.measure.pictures_of_steps import lanes, losses, sweeps
 from harness.measure.style import TIME_STYLES, headline, key, look, new, ruled, save
 from harness.run import journal
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 
 
 def run(lines: list[dict], theme: dict):
@@ -141,7 +140,7 @@ def draw(name: str, paths: list[str], out: str) -> list[str]:
 
 @one_line(ValueError, OSError)
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="figures", description=__doc__.splitlines()[0])
+    parser = Parser(prog="figures", description=__doc__.splitlines()[0])
     parser.add_argument("figures", nargs="*", help=f"any of {', '.join(FIGURES)} (default: all)")
     parser.add_argument("--json", nargs="+", help="draw one figure from this file (lanes, step-time: one or two)")
     parser.add_argument("--out", default="results/figures", help="folder to write to (default results/figures)")

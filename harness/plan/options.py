@@ -7,6 +7,7 @@ from dataclasses import replace
 from harness.plan.hardware import GPUS, NETWORKS, Cluster
 from harness.plan.one_rank import ENGINES, RECOMPUTED, Setup
 from harness.run import process_group
+from harness.run.ending import Parser
 from harness.run.model import PRESETS, GPTConfig, preset
 
 SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
@@ -17,8 +18,8 @@ CHOICES = {"gpu": GPUS, "network": NETWORKS, "precision": ("fp32", "bf16"), "che
            "sweep": SWEEPS}  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="plan", description="How long a step would take on hardware that is not here.")
+def parser() -> Parser:
+    made = Parser(prog="plan", description="How long a step would take on hardware that is not here.")
     add = made.add_argument
     add("--preset", default=None, help=f"model shape: {', '.join(PRESETS)} (default 7b)")
     for name, words in (

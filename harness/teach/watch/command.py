@@ -29,7 +29,7 @@ MOST_RANKS = 16  # more cells than these nobody can tell apart
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="watch", description=__doc__, formatter_class=form)
+    parser = common.Parser(prog="watch", description=__doc__, formatter_class=form)
     parser.add_argument("engine", nargs="?", help=f"that the page opens with: {', '.join(TITLES)} (default zero3)")
     parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
     engine_file.add_option(parser)
