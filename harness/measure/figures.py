@@ -26,7 +26,7 @@ def run(lines: list[dict], theme: dict):
     held_out = [line for line in steps if "held_out" in line]
     points = [line["step"] for line in held_out], [line["held_out"] for line in held_out]
     axes.plot(*points, "o", color=theme["ink"], markersize=6, label="loss on held-out text")
-    top = max(line["loss"] for line in steps)
+    top = max((line["loss"] for line in steps), default=0)
     for start in starts:
         text = f" {start['ranks']} rank{'s' * (start['ranks'] > 1)}"
         if start["step"] in restarts:
@@ -119,7 +119,7 @@ def load(name: str, paths: list[str]):
                 continue
             with open(path) as file:
                 loaded.append(json.load(file))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:  # not to be read, no text, or no JSON
             raise ValueError(f"figure {name!r} needs a measured JSON; {path}: {error}") from error
     if name == "lanes":
         return [(trace.get("otherData", {}).get("title", path), trace) for path, trace in zip(paths, loaded)]
@@ -130,10 +130,9 @@ def load(name: str, paths: list[str]):
 
 def draw(name: str, paths: list[str], out: str) -> list[str]:
     """Write the figure in both themes; returns the paths."""
-    results = load(name, paths)
     try:
-        return save(FIGURES[name][0], results, os.path.join(out, name))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        return save(FIGURES[name][0], load(name, paths), os.path.join(out, name))
+    except (LookupError, TypeError, AttributeError, StopIteration) as error:
         words = f"{', '.join(paths)} is not what figure {name!r} is drawn from"
         raise ValueError(f"{words}: {FIGURES[name][2]} writes that") from error
 

@@ -28,8 +28,9 @@ def main(argv: list[str] | None = None) -> None:
         try:
             with open(file) as opened:
                 reports.append(json.load(opened))
-            ratios(reports[-1:])
-        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            if not ratios(reports[-1:]):
+                raise ValueError("no two engines have been timed")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is no report of ./launch.sh compare --json FILE: {error}") from error
     print(f"{'step time':<38}median   lowest  highest  of {len(files)} launches")
     for name, values in ratios(reports).items():

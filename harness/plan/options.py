@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from dataclasses import replace
 
 from harness.plan.hardware import GPUS, NETWORKS, Cluster
@@ -76,6 +77,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if own := [name for name in ("alpha_us", "inter_GBps") if options.network and name in given]:
         raise ValueError(f"{_flag(own[0])} {given[own[0]]:g} is for a network of your own: leave out --network "
                          f"{options.network}, or give it alone")  # fmt: skip
+    asked = [name for name in ("validate", "scale", "sweep") if getattr(options, name)]
+    if len(asked) > 1:
+        raise ValueError(f"--{asked[0]} and --{asked[1]} are two questions: ask one, and leave out the other")
+    if options.sweep and os.path.isfile(options.out):
+        raise ValueError(f"--out {options.out!r} is a file: name a folder for the figures")
     options.network = options.network or "infiniband"
     options.engines = list(dict.fromkeys(name.strip() for name in options.engine.split(",") if name.strip()))
     for name in options.engines or [""]:

@@ -77,6 +77,8 @@ def settle(options: argparse.Namespace) -> None:
     TITLES.update({name: ENGINES[name].title for name in own})
     options.engine = options.engine or (own[0] if own else None)
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--only is empty; there are: {', '.join(TITLES)}")
     options.engine = options.engine or ("zero3" if options.only is None else [*names, "zero3"][0])
     options.names = list(dict.fromkeys([options.engine, *names]))
     if unknown := [name for name in options.names if name not in TITLES]:
