@@ -140,7 +140,7 @@ REFUSED = {
     "exercise zero9": "there are: zero1, zero1_2psi, zero2, zero3; not 'zero9'",
     "check zero2 1": "N must be 2 or more: with one rank nothing is cut",
     "check zero2 two": "N: invalid int value: 'two'",
-    "check zero2 2 --seconds 0": "--seconds must be above 0, got 0",
+    **{f"check zero2 2 --seconds {given}": f"--seconds must be above 0 ... got {given}" for given in ("0", "inf")},
     "check zero2 --file nowhere.py": "there is no nowhere.py",
     "check zero2 --device tpu --file {files}/empty.py": "--device must be auto, cpu or cuda, got 'tpu'",
 }  # fmt: skip

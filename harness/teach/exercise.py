@@ -201,7 +201,7 @@ def told(name: str, text: str) -> str:
     )
 
 
-@one_line(ValueError)
+@one_line(ValueError, OSError)
 def main(argv=None) -> None:
     parser = Parser(prog="exercise", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))

@@ -209,8 +209,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
     if number is not None and number < 2:
         raise ValueError(f"N must be 2 or more: with one rank nothing is cut, and everything would pass; got {number}")
-    if not options.seconds > 0:  # not a number is refused, too
-        raise ValueError(f"--seconds must be above 0, got {options.seconds}")
+    if not 0 < options.seconds <= 3600:  # not a number is refused, too
+        raise ValueError(f"--seconds must be above 0, an hour (3600) at most, got {options.seconds}")
     if (os.environ.get("NNODES") or "1") != "1":
         raise ValueError("check runs on one machine: unset NNODES")
     file = Path(options.file).resolve() if options.file else FOLDER / f"{name}.py"
