@@ -62,7 +62,7 @@ COMPARED = tuple(name for name in ENGINES if name != "hybrid")  # a grid of rank
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="fsdp2_compare.py", description=__doc__.splitlines()[0])
+    parser = common.Parser(prog="fsdp2_compare.py", description=__doc__.splitlines()[0])
     common.add(parser, "preset", "seq", "checkpoint-activations", "data", "lr", "seed", "backend", "device", "json")
     parser.add_argument("--steps", type=int, default=40, help="training steps per engine (default 40)")
     parser.add_argument("--timed-steps", type=int, default=12, help="steps to time per engine, 0 for none (default 12)")

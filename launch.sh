@@ -56,7 +56,7 @@ fail() {
 }
 
 # Everything that can be refused is refused before anything is installed.
-command=${1:-compare}
+command=${1-compare}
 [ $# -gt 0 ] && shift
 entry=() ranked=yes html= # what Python is given, and whether by torchrun
 case "$command" in
@@ -100,21 +100,26 @@ ranks=
 if [ -n "$ranked" ] && [ $# -gt 0 ] && [[ $1 != -* ]]; then
     ranks=$1
     shift
-    [[ $ranks =~ ^[1-9][0-9]{0,4}$ ]] || fail "N must be a number of ranks, 1 or more, got '$ranks'"
+    [[ $ranks =~ ^[1-9][0-9]{0,2}$ ]] || fail "N must be a number of ranks, 1 to 999, got '$ranks'"
 fi
-if [ "$command" = train ] && [ "${NNODES:-1}" != 1 ]; then
-    [[ $NNODES =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] && [ "${NNODES%:*}" -le "${NNODES#*:}" ] ||
+machines=${NNODES:-1}
+[ -n "$ranked" ] || machines=1 # the others start no ranks on several
+if [ "$command" = train ] && [ "$machines" != 1 ]; then
+    [[ $NNODES =~ ^[1-9][0-9]{0,4}(:[1-9][0-9]{0,4})?$ ]] && [ "${NNODES%:*}" -le "${NNODES#*:}" ] ||
         fail "NNODES must be a number of machines or a range as 1:2, got '$NNODES'"
     [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of one machine, reachable from all"
-elif [ "${NNODES:-1}" != 1 ]; then
-    [[ $NNODES =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a number of machines, got '$NNODES'"
+elif [ "$machines" != 1 ]; then
+    [[ $NNODES =~ ^[1-9][0-9]{0,4}$ ]] || fail "NNODES must be a number of machines, got '$NNODES'"
     [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of machine 0, reachable from all"
-    [[ ${NODE_RANK:-} =~ ^[0-9]+$ ]] || fail "NNODES=$NNODES needs NODE_RANK=0..$((NNODES - 1)), another on each machine"
+    [[ ${NODE_RANK:-} =~ ^[0-9]{1,5}$ ]] || fail "NNODES=$NNODES needs NODE_RANK=0..$((NNODES - 1)), another on each machine"
     [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK, but with NNODES=$NNODES the last one is $((NNODES - 1))"
 fi
-if [ "${NNODES:-1}" != 1 ]; then
-    [[ $RDZV_ENDPOINT =~ ^(\[.+\]|[^:]+):[0-9]{1,5}$ ]] || fail "RDZV_ENDPOINT must be host:port, got '$RDZV_ENDPOINT'"
+if [ "$machines" != 1 ]; then
+    [[ $RDZV_ENDPOINT =~ ^(\[.+\]|[^:]+):[0-9]{1,5}$ ]] && [ "${RDZV_ENDPOINT##*:}" -le 65535 ] ||
+        fail "RDZV_ENDPOINT must be host:port, got '$RDZV_ENDPOINT'"
 fi
+[[ ${OMP_NUM_THREADS:-1} =~ ^[1-9][0-9]*(,[1-9][0-9]*)*$ ]] ||
+    fail "OMP_NUM_THREADS must be a number of threads per rank, 1 or more, got '$OMP_NUM_THREADS'"
 
 # The environment: yours, or .venv with what requirements.txt pins, made once.
 if [ -n "${PYTHON:-}" ]; then
@@ -171,13 +176,15 @@ for option in "$@"; do # an answer that needs no ranks
 done
 
 # One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
-# the number of ranks (harness/run/process_group.py): first line N, second why.
+# the number of ranks (harness/run/process_group.py): the last two lines are N, and why.
 echo "checking the options (importing torch takes a few seconds)"
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
-ranks=${plan%%$'\n'*}
-echo "${plan#*$'\n'}"
+why=${plan##*$'\n'} ranks=${plan%$'\n'*}
+ranks=${ranks##*$'\n'} # what stands before these two lines a file of the user's has printed
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "the check of the options has ended without a number of ranks; it said '$plan'"
+echo "$why"
 torchrun=(torchrun) module=harness.run.torchrun
-if [ "${NNODES:-1}" = 1 ]; then
+if [ "$machines" = 1 ]; then
     where=(--standalone)
 elif [ "$command" = train ]; then
     where=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id train)

@@ -140,6 +140,8 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
         raise TypeError(
             f"an engine's clip_grad_norm_ takes the norm alone, as engine.clip_grad_norm_(1.0), got {type(max_norm)}"
         )
+    if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:  # not a number is refused, too
+        raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
     engine._reduce_gradients()
     buckets = engine.trained_buckets
     found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.pieces if piece.grad is not None]
@@ -181,6 +183,8 @@ def clip_grad_value_(engine, clip_value: float) -> None:
             "an engine's clip_grad_value_ takes the value alone, as in engine.clip_grad_value_(1.0), got "
             f"{type(clip_value)}"
         )
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must be 0 or more, got {clip_value}")
     engine._reduce_gradients()
     for bucket in engine.trained_buckets:
         if hasattr(bucket, "flat_gradient"):  # ZeRO-1's, whole: a later backward adds to it

@@ -56,6 +56,10 @@ class Interface:
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol):
+        way = "checkpoint.save(engine, folder) keeps it, and engine.full_state_dict() has whole weights"
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {way}")
+
     def no_sync(self):
         """`with engine.no_sync():` around all but the last of several backwards before a step.
 

@@ -1,5 +1,7 @@
 """What is wrong with an optimizer or its groups, found out before anything is changed."""
 
+from collections.abc import Iterable
+
 import torch
 
 from harness.engine.waiting import name_some
@@ -8,8 +10,11 @@ _LOOK_AT_WHOLE = {"Adafactor", "Muon", "Shampoo", "LBFGS", "LARS", "LAMB", "Lamb
 _CALLABLE = "pass a callable that takes a list of tensors, for example functools.partial(torch.optim.AdamW, lr=3e-4)"
 
 
-def check_optimizer(model, optimizer_cls, param_groups, on_host: bool = False) -> None:
-    """Raises for an `optimizer_cls` or `param_groups` that cannot work, found out on a few numbers."""
+def check_optimizer(model, optimizer_cls, param_groups, on_host: bool = False) -> tuple:
+    """Raises for an `optimizer_cls` or `param_groups` that cannot work, found out on a few numbers.
+
+    Returns its name and its numbers (lr and so on), which must be the same on all ranks.
+    """
     if not callable(optimizer_cls):
         raise TypeError(f"optimizer_cls is of type {type(optimizer_cls).__name__}, which cannot be called: {_CALLABLE}")
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -35,6 +40,8 @@ def check_optimizer(model, optimizer_cls, param_groups, on_host: bool = False) -
             f"the optimizer holds {foreign} tensor(s) that are not this rank's pieces: optimizer_cls must build it "
             "over the list that it is called with, not over model.parameters()"
         )
+    numbers = [(name, value) for name, value in optimizer.defaults.items() if isinstance(value, int | float | tuple)]
+    return type(optimizer).__name__, numbers
 
 
 def handed_out(like: torch.Tensor, pieces: dict, param_groups) -> list:
@@ -57,6 +64,8 @@ def _check_groups(named, param_groups) -> None:
     if param_groups is None:
         return
     names = {id(param): name for name, param in named}
+    if not isinstance(param_groups, Iterable):
+        raise TypeError(f"param_groups must be a list of dictionaries, got {param_groups!r}")
     seen = set()
     for number, group in enumerate(param_groups):
         if not isinstance(group, dict) or "params" not in group:

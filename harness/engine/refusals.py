@@ -26,22 +26,23 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
     group = place.everyone
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
-    problem = None
+    problem = optimizer = None
     try:
         _check_model(model, options, dist.get_backend(group))
         tensor_parallel.check(model, group, dtypes)
         _check_dtypes(model, dtypes, find_unused)
         _check_source(model, source, group)
-        check_optimizer(model, optimizer_cls, param_groups, on_host=place.offload is not None)
+        optimizer = check_optimizer(model, optimizer_cls, param_groups, on_host=place.offload is not None)
     except Exception as error:  # a damaged file, or the user's own code, may cause any: the other ranks must hear of it
         problem = error
     options |= {"dtypes": dtypes, "find_unused": find_unused, "offload": place.offload, "replicas": place.copies}
+    options["optimizer"] = optimizer
     agree(problem, "" if problem else _fingerprint(model, options), group, model)
 
 
 def _check_model(model: nn.Module, options: dict, backend: str) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {model!r}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: {repr(model)[:80]}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, which reduces gradients itself: pass its .module"
@@ -99,6 +100,9 @@ def _check_model(model: nn.Module, options: dict, backend: str) -> None:
     prefetch = options.get("prefetch", 0)
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(f"prefetch must be a whole number of units, 0 or more, got {prefetch!r}")
+    reshard = options.get("reshard_after_forward", True)
+    if not isinstance(reshard, bool):  # torch's fully_shard takes a number, too, which means something else
+        raise ValueError(f"reshard_after_forward must be True or False, got {reshard!r}")
     _check_units(model, options.get("units"))
 
 
@@ -244,6 +248,6 @@ def agree(problem, fingerprint: str, group, model=None) -> None:
     different = [other for other, value in enumerate(everyone) if value != everyone[0]]
     if different:
         raise ValueError(
-            f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad) or other options than "
-            "rank 0: every rank must build the same engine"
+            f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad), another optimizer (its "
+            "name and numbers) or other options than rank 0: every rank must build the same engine"
         )

@@ -35,7 +35,7 @@ COUNTERPARTS = dict(engines.PAIRS)
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__.splitlines()[0])
+    parser = common.Parser(prog="bench", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)

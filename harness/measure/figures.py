@@ -4,7 +4,6 @@ Run it: ./launch.sh figures            all of them, from results/ to results/fig
         ./launch.sh figures memory --json results/memory-7b-8ranks.json --out /tmp
 """
 
-import argparse
 import json
 import os
 
@@ -13,7 +12,7 @@ from harness.measure.pictures_of_memory import live, memory, scaling, stages
 from harness.measure.pictures_of_steps import lanes, losses, sweeps
 from harness.measure.style import TIME_STYLES, headline, key, look, new, ruled, save
 from harness.run import journal
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 
 
 def run(lines: list[dict], theme: dict):
@@ -27,7 +26,7 @@ def run(lines: list[dict], theme: dict):
     held_out = [line for line in steps if "held_out" in line]
     points = [line["step"] for line in held_out], [line["held_out"] for line in held_out]
     axes.plot(*points, "o", color=theme["ink"], markersize=6, label="loss on held-out text")
-    top = max(line["loss"] for line in steps)
+    top = max((line["loss"] for line in steps), default=0)
     for start in starts:
         text = f" {start['ranks']} rank{'s' * (start['ranks'] > 1)}"
         if start["step"] in restarts:
@@ -120,7 +119,7 @@ def load(name: str, paths: list[str]):
                 continue
             with open(path) as file:
                 loaded.append(json.load(file))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:  # not to be read, no text, or no JSON
             raise ValueError(f"figure {name!r} needs a measured JSON; {path}: {error}") from error
     if name == "lanes":
         return [(trace.get("otherData", {}).get("title", path), trace) for path, trace in zip(paths, loaded)]
@@ -131,17 +130,16 @@ def load(name: str, paths: list[str]):
 
 def draw(name: str, paths: list[str], out: str) -> list[str]:
     """Write the figure in both themes; returns the paths."""
-    results = load(name, paths)
     try:
-        return save(FIGURES[name][0], results, os.path.join(out, name))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        return save(FIGURES[name][0], load(name, paths), os.path.join(out, name))
+    except (LookupError, TypeError, AttributeError, StopIteration) as error:
         words = f"{', '.join(paths)} is not what figure {name!r} is drawn from"
         raise ValueError(f"{words}: {FIGURES[name][2]} writes that") from error
 
 
 @one_line(ValueError, OSError)
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="figures", description=__doc__.splitlines()[0])
+    parser = Parser(prog="figures", description=__doc__.splitlines()[0])
     parser.add_argument("figures", nargs="*", help=f"any of {', '.join(FIGURES)} (default: all)")
     parser.add_argument("--json", nargs="+", help="draw one figure from this file (lanes, step-time: one or two)")
     parser.add_argument("--out", default="results/figures", help="folder to write to (default results/figures)")

@@ -88,7 +88,7 @@ NOT_EXACT = (
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="memory", description=__doc__.splitlines()[0])
+    parser = common.Parser(prog="memory", description=__doc__.splitlines()[0])
     common.add(parser, "preset", "seq", "checkpoint-activations", "json", preset="7b")
     parser.add_argument("--ranks", type=int, default=8, help="world size N (default 8)")
     parser.add_argument("--up-to", type=int, help="instead of --ranks: 1, 2, 4, ... up to so many ranks, peaks only")

@@ -1,10 +1,9 @@
 """Step-time ratios over several launches of the referee: ./launch.sh ratios results/referee-cpu-2ranks-*.json"""
 
-import argparse
 import json
 import statistics
 
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 from harness.run.engines import PAIRS
 
 
@@ -21,7 +20,7 @@ def ratios(reports: list[dict]) -> dict[str, list[float]]:
 
 @one_line(ValueError)
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="ratios", description="Step-time ratios over launches of the referee.")
+    parser = Parser(prog="ratios", description="Step-time ratios over launches of the referee.")
     parser.add_argument("files", nargs="+", help="reports, as ./launch.sh compare --json FILE writes them")
     files = parser.parse_args(argv).files
     reports = []
@@ -29,8 +28,9 @@ def main(argv: list[str] | None = None) -> None:
         try:
             with open(file) as opened:
                 reports.append(json.load(opened))
-            ratios(reports[-1:])
-        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            if not ratios(reports[-1:]):
+                raise ValueError("no two engines have been timed")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is no report of ./launch.sh compare --json FILE: {error}") from error
     print(f"{'step time':<38}median   lowest  highest  of {len(files)} launches")
     for name, values in ratios(reports).items():

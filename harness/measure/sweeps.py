@@ -66,7 +66,7 @@ SWEEPS = {
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="sweeps", description=__doc__.splitlines()[0])
+    parser = common.Parser(prog="sweeps", description=__doc__.splitlines()[0])
     common.add(parser, "preset", "seq", "backend", "device", "json")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each sweep (default 15)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")

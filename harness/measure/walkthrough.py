@@ -32,7 +32,7 @@ WATCHED_STEPS = 3  # after the told one, for the line that says where the time g
 
 def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     own = inspect.signature(engine_cls).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser = common.Parser(description=doc.splitlines()[0])
     common.add(parser, "preset", "checkpoint-activations", "data", "lr", "seed", "backend", "device")
     parser.add_argument("--steps", type=int, default=5, help="training steps (default 5)")
     micro_batches.add_options(parser, 4)

@@ -2,11 +2,13 @@
 
 import argparse
 import math
+import os
 from dataclasses import replace
 
 from harness.plan.hardware import GPUS, NETWORKS, Cluster
 from harness.plan.one_rank import ENGINES, RECOMPUTED, Setup
 from harness.run import process_group
+from harness.run.ending import Parser
 from harness.run.model import PRESETS, GPTConfig, preset
 
 SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
@@ -17,8 +19,8 @@ CHOICES = {"gpu": GPUS, "network": NETWORKS, "precision": ("fp32", "bf16"), "che
            "sweep": SWEEPS}  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="plan", description="How long a step would take on hardware that is not here.")
+def parser() -> Parser:
+    made = Parser(prog="plan", description="How long a step would take on hardware that is not here.")
     add = made.add_argument
     add("--preset", default=None, help=f"model shape: {', '.join(PRESETS)} (default 7b)")
     for name, words in (
@@ -75,6 +77,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if own := [name for name in ("alpha_us", "inter_GBps") if options.network and name in given]:
         raise ValueError(f"{_flag(own[0])} {given[own[0]]:g} is for a network of your own: leave out --network "
                          f"{options.network}, or give it alone")  # fmt: skip
+    asked = [name for name in ("validate", "scale", "sweep") if getattr(options, name)]
+    if len(asked) > 1:
+        raise ValueError(f"--{asked[0]} and --{asked[1]} are two questions: ask one, and leave out the other")
+    if options.sweep and os.path.isfile(options.out):
+        raise ValueError(f"--out {options.out!r} is a file: name a folder for the figures")
     options.network = options.network or "infiniband"
     options.engines = list(dict.fromkeys(name.strip() for name in options.engine.split(",") if name.strip()))
     for name in options.engines or [""]:

@@ -27,7 +27,7 @@ import torch
 from harness.measure import tables
 from harness.properties.property import GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
 from harness.run import engine_file, engines, process_group, ranks
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 from harness.run.ranks import ROOT
 
 COLLECTIVE = 20  # seconds after which a collective in which ranks wait in vain is a hang; ZERO_TIMEOUT changes it
@@ -40,7 +40,7 @@ IN_WORDS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionE
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="conform", description=__doc__, formatter_class=form)
+    parser = Parser(prog="conform", description=__doc__, formatter_class=form)
     parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
     engine_file.add_option(parser)
     parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")

@@ -4,7 +4,9 @@ After a refusal the engine goes on, and is compared with plain PyTorch then.
 """
 
 import contextlib
+import copy
 import io
+import pickle
 from functools import partial
 
 import torch
@@ -37,6 +39,10 @@ TAKERS = (
     (lambda e: torch.optim.AdamW(e.parameters(), foreach=False).step(), ("engine.step()", "'embedding.weight'")),
     (lambda e: SGD(e.parameters()).zero_grad(), ("engine.zero_grad()", "'embedding.weight'")),
     (lambda e: e.step(lambda: 0.0), ("closure", "engine.step()")),
+    (lambda e: e.clip_grad_norm_(-1.0), ("max_norm", "-1.0")),
+    (lambda e: e.clip_grad_value_(float("nan")), ("clip_value", "nan")),
+    (copy.copy, ("cannot be copied", "checkpoint.save")),
+    (pickle.dumps, ("cannot be copied or pickled",)),
 )
 
 
@@ -46,7 +52,7 @@ def who_takes_gradients_past_the_engine_is_refused(engine):
     pair = Pair(engine, parts.OddModel)
     for step, (taker, words) in enumerate(TAKERS):
         pair.backward(step)
-        errors = (RuntimeError, TypeError, AssertionError)
+        errors = (RuntimeError, TypeError, ValueError, AssertionError)
         refused(lambda taker=taker: taker(pair.trained), *words, error=errors, step=4)
         pair.step()
         pair.same_weights()

@@ -71,6 +71,7 @@ UNITS = (
     (lambda e, m: e(m, ADAMW, units=[m.blocks]), ("'blocks'", "ModuleList", "entries")),
     (lambda e, m: e(m, ADAMW, units=3), ("units must be a list", "int")),
     (lambda e, m: e(m, ADAMW, prefetch=-1), ("prefetch", "-1")),
+    (lambda e, m: e(m, ADAMW, reshard_after_forward="no"), ("reshard_after_forward", "'no'")),
 )
 GROUPS = (
     (lambda m: groups_of(m)[:2], ("'head.weight'", "'head.bias'", "in no group")),
@@ -78,6 +79,7 @@ GROUPS = (
     (lambda m: [*groups_of(m), {"params": [m.frozen]}], ("(5,)",)),
     (lambda m: list(m.parameters()), ("param_groups[0]", "dictionary")),
     (lambda m: [{"params": [("theirs", torch.zeros(2))]}], ("param_groups[0]", "(2,)")),
+    (lambda m: 3, ("param_groups", "3")),
     (lambda m: [{"params": ["weight"]}], ("param_groups[0]", "'weight'")),
     (lambda m: [{"params": m.parameters()}], ("param_groups[0]",)),
 )
@@ -141,6 +143,7 @@ def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     refused(lambda: engine(odd().requires_grad_(not last), ADAMW), "trainable" if last else here)
     refused(lambda: engine(odd(), raising(1) if last else ADAMW), "of the caller's own" if last else here,
             error=Exception)  # fmt: skip
+    refused(lambda: engine(odd(), torch.optim.AdamW if last else ADAMW), here, "another optimizer", error=ValueError)
     for change in [*CHANGES, *(IN_UNITS if engine.like == "zero3" else IN_BUCKETS)]:
         model = odd()
         options = (change(model) or {}) if last else {}

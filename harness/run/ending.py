@@ -1,6 +1,8 @@
 """How a run ends, in one line: stopped by Ctrl-C, because a process was killed, or by what no restart mends."""
 
+import argparse
 import contextlib
+import os
 import signal
 import sys
 
@@ -40,6 +42,15 @@ def one_line(*mistakes: type[Exception]):
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # whoever reads this has enough, as `head` does
+        os._exit(128 + signal.SIGPIPE)
     except mistakes as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command's options. A mistake ends the command with one line and exit status 2, as all others do."""
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (--help lists what there is)\n")

@@ -57,7 +57,7 @@ def enter(paths: list[str], on: str, trial: bool = False) -> list[str]:
 
 def _enter(path: Path, on: str) -> None:
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError("it must be a Python file, FILE.py")
+        raise ValueError(f"it must be a Python file, FILE.py, and there is none at {path.resolve()}")
     if path.stem in ENGINES:
         raise ValueError(f"the name {path.stem!r} is taken, so rename the file")
     if "," in path.stem:

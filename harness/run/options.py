@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import math
 import sys
 
 from harness.run import process_group
+from harness.run.ending import Parser
 from harness.run.model import PRESETS, preset
 
 COMMON = {
@@ -20,7 +22,7 @@ COMMON = {
 }
 
 
-def add(parser: argparse.ArgumentParser, *names: str, **defaults) -> None:
+def add(parser: Parser, *names: str, **defaults) -> None:
     """Add these of the common options, with other `defaults` where they are given."""
     for name in names:
         more = {"default": defaults[name]} if name in defaults else {}
@@ -36,7 +38,7 @@ def at_least(options: argparse.Namespace, **least: float) -> None:
 
 
 def settle(options: argparse.Namespace, **least: float) -> None:
-    """Fill in `seq` from the preset, and check: the preset, `seq`, the file of --json, and `at_least`.
+    """Fill in `seq` from the preset, and check: the preset, `seq`, `lr`, `clip`, the file of --json, and `at_least`.
 
     Raises ValueError, with one clear line.
     """
@@ -46,6 +48,9 @@ def settle(options: argparse.Namespace, **least: float) -> None:
         options.seq = config.seq if options.seq is None else options.seq
         if options.seq > config.seq:
             raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
+    for name in ("lr", "clip"):
+        if not 0 <= getattr(options, name, 0) < math.inf:
+            raise ValueError(f"--{name} must be a finite number, 0 or more, got {getattr(options, name)}")
     process_group.check_writable("--json", getattr(options, "json", None))
 
 

@@ -94,7 +94,7 @@ def preflight(ranks: str, backend: str, device: str) -> None:
 
 def machines() -> int:
     """How many there may be: the larger number of NNODES=1:2."""
-    return int(os.environ.get("NNODES", "1").rpartition(":")[2])
+    return int((os.environ.get("NNODES") or "1").rpartition(":")[2])
 
 
 def ranks_here(ranks: str, backend: str, device: str) -> int:
@@ -103,10 +103,10 @@ def ranks_here(ranks: str, backend: str, device: str) -> int:
 
 
 def timeout() -> float:
-    """ZERO_TIMEOUT, in seconds. Raises ValueError if it is none."""
+    """ZERO_TIMEOUT, in seconds. Raises ValueError if it is none, or more than torch can count."""
     given = os.environ.get("ZERO_TIMEOUT", str(TIMEOUT_SECONDS))
-    if not given.replace(".", "", 1).isdigit() or float(given) == 0:
-        raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0, got {given!r}")
+    if not given.replace(".", "", 1).isdecimal() or not 0 < float(given) <= 1e6:
+        raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0, a million at most, got {given!r}")
     return float(given)
 
 

@@ -36,9 +36,8 @@ NUMBERS = {  # {name: (type, default, the smallest there may be, help)}
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    usage = "./launch.sh train STAGE [N] [options]"
     about = "A training run that comes back: the same line goes on."
-    parser = argparse.ArgumentParser(prog="train", usage=usage, description=about)
+    parser = common.Parser(usage="./launch.sh train STAGE [N] [options]", description=about)
     parser.add_argument("stage", help=", ".join(STAGES))
     parser.add_argument("--folder", help="checkpoints and losses.jsonl (default runs/STAGE-PRESET)")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="to compute in (default fp32)")
@@ -49,9 +48,6 @@ def arguments(argv=None) -> argparse.Namespace:
     if options.stage not in STAGES:
         raise ValueError(f"no stage {options.stage!r}; there are: {', '.join(STAGES)}")
     common.settle(options, **{name.replace("-", "_"): least for name, (_, _, least, _) in NUMBERS.items()})
-    for name in ("lr", "clip"):
-        if getattr(options, name) == math.inf:
-            raise ValueError(f"--{name} must be a finite number, got inf")
     options.folder = Path(options.folder or f"runs/{options.stage}-{options.preset}")
     if "ZERO_PREFLIGHT" in os.environ:
         check_batch(options, process_group.planned_world_size(options.backend, options.device))

@@ -4,7 +4,6 @@ A line-by-line diff of two files shows a method that has moved as one that went 
 methods of the same name. "The same" means the same code; words about it (docstrings, comments) may differ.
 """
 
-import argparse
 import ast
 import difflib
 import sys
@@ -12,7 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
@@ -88,7 +87,7 @@ def report(first: str, second: str) -> str:
 
 @one_line(ValueError)
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="changes", description=__doc__.splitlines()[0])
+    parser = Parser(prog="changes", description=__doc__.splitlines()[0])
     parser.add_argument("chapters", nargs="*", help="zero1 zero2, zero2 zero3 or zero1 zero3 (default: the first two)")
     chapters = parser.parse_args(argv).chapters
     if chapters and (len(chapters) != 2 or not set(chapters) <= set(CHAPTERS)):

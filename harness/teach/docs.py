@@ -10,7 +10,6 @@ What stands there is written by the function of that name in `BLOCKS`, from resu
 `./launch.sh docs --check` writes nothing and names what is stale.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -26,7 +25,7 @@ from harness.measure.report import page
 from harness.plan import validate
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
@@ -347,7 +346,7 @@ def generate(text: str, where: str = "a page") -> str:
 @one_line(ValueError, OSError, KeyError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
-    parser = argparse.ArgumentParser(prog="docs", description="Writes the generated parts of README.md and docs/.")
+    parser = Parser(prog="docs", description="Writes the generated parts of README.md and docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing, and say which pages are stale")
     options = parser.parse_args(argv)
     stale = 0

@@ -5,7 +5,6 @@ exercises.toml names functions, and the statements inside them that become a bla
 that its code begins with, as `self.flat =`. What is not found, or found twice, is an error.
 """
 
-import argparse
 import ast
 import hashlib
 import re
@@ -14,7 +13,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises"
@@ -202,9 +201,9 @@ def told(name: str, text: str) -> str:
     )
 
 
-@one_line(ValueError)
+@one_line(ValueError, OSError)
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(prog="exercise", description=__doc__.splitlines()[0])
+    parser = Parser(prog="exercise", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
     hints = f"hints above each blank; 0: its target alone (default {HINTS})"
     parser.add_argument("--hints", type=int, choices=(0, 1, 2), default=HINTS, help=hints)

@@ -20,14 +20,14 @@ from pathlib import Path
 from harness.measure.report import commands, page, process
 from harness.measure.report.commands import PARTS, Command
 from harness.measure.report.process import DONE, FAILED, INTERRUPTED, LEFT_OUT
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 
 FIGURES_SECONDS = 60
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command's options; the folder is there from here on. Raises ValueError for what cannot work."""
-    parser = argparse.ArgumentParser(prog="report", description=__doc__.splitlines()[0])
+    parser = Parser(prog="report", description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", help="where to write; a new folder (default: report-DATE-TIME)")
     parser.add_argument("--minutes", type=float, help="time for all parts together (default 10, with --quick 2)")
     parser.add_argument("--quick", action="store_true", help="small models and few steps")

@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from harness.measure import tables
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 from harness.run.process_group import check_writable
 from harness.teach.articles import CLAIMS, Claim
 
@@ -25,7 +25,7 @@ COLUMNS = ("article", "claim", "ran", "found", "verdict")
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command's options, `claims` among them. Raises ValueError for what cannot work."""
-    parser = argparse.ArgumentParser(prog="articles", description=__doc__.splitlines()[0])
+    parser = Parser(prog="articles", description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--only", default="", metavar="TEXT", help="only claims with TEXT in the claim or its article")
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub shows it")

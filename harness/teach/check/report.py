@@ -195,7 +195,7 @@ def tell_rest(checks, passed: int, told: int, text: str, hints: int, lines: dict
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """What was asked for, and where it runs. Raises ValueError."""
-    parser = argparse.ArgumentParser(prog="check", description=__doc__.splitlines()[0])
+    parser = common.Parser(prog="check", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
     parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: one per GPU, or 2)")
     hint = "the next hint for the step that is not passed; twice: the next two"
@@ -209,9 +209,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
     if number is not None and number < 2:
         raise ValueError(f"N must be 2 or more: with one rank nothing is cut, and everything would pass; got {number}")
-    if not options.seconds > 0:  # not a number is refused, too
-        raise ValueError(f"--seconds must be above 0, got {options.seconds}")
-    if os.environ.get("NNODES", "1") != "1":
+    if not 0 < options.seconds <= 3600:  # not a number is refused, too
+        raise ValueError(f"--seconds must be above 0, an hour (3600) at most, got {options.seconds}")
+    if (os.environ.get("NNODES") or "1") != "1":
         raise ValueError("check runs on one machine: unset NNODES")
     file = Path(options.file).resolve() if options.file else FOLDER / f"{name}.py"
     if not file.is_file():

@@ -23,7 +23,7 @@ from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.timeline import Timeline
 from harness.measure.traffic import TrafficLedger
 from harness.run import process_group, ranks
-from harness.run.ending import one_line
+from harness.run.ending import Parser, one_line
 from harness.run.shared_folder import shared_folder
 from harness.teach.museum.exhibits import EXHIBITS, PATCHED, Exhibit, exhibit_of, hand_out, load, save
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
@@ -204,7 +204,7 @@ def answer(exhibit: Exhibit) -> str:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bug", description=__doc__.splitlines()[0])
+    parser = Parser(prog="bug", description=__doc__.splitlines()[0])
     parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"how many ranks train (default {RANKS})")
     parser.add_argument("--hint", action="store_true", help="tell where to look, and run nothing")

@@ -29,7 +29,7 @@ MOST_RANKS = 16  # more cells than these nobody can tell apart
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="watch", description=__doc__, formatter_class=form)
+    parser = common.Parser(prog="watch", description=__doc__, formatter_class=form)
     parser.add_argument("engine", nargs="?", help=f"that the page opens with: {', '.join(TITLES)} (default zero3)")
     parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
     engine_file.add_option(parser)
@@ -77,6 +77,8 @@ def settle(options: argparse.Namespace) -> None:
     TITLES.update({name: ENGINES[name].title for name in own})
     options.engine = options.engine or (own[0] if own else None)
     names = list(TITLES) if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--only is empty; there are: {', '.join(TITLES)}")
     options.engine = options.engine or ("zero3" if options.only is None else [*names, "zero3"][0])
     options.names = list(dict.fromkeys([options.engine, *names]))
     if unknown := [name for name in options.names if name not in TITLES]:

@@ -31,7 +31,7 @@ def build(recordings: list[dict], run: str = "", event: int = 1, beside: str = "
 def recordings_of(file: Path | str) -> list[dict]:
     """The recordings in a page, or in a JSON file. Raises ValueError for a file that has none."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
     inside = re.search(r'<script type="application/json" id="recordings">(.*?)</script>', text, re.DOTALL)
