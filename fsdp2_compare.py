@@ -6,9 +6,9 @@
     zero2                       beside fsdp2_no_reshard, fully_shard(reshard_after_forward=False)
     zero3                       beside fsdp2, fully_shard
     fsdp1                       FullyShardedDataParallel around every block and the model, as fsdp2
-    fsdp1_article               the same with the wrap policy of the article "Scaling LLM Training", see `_fsdp1`
+    fsdp1_article               the same with the wrap policy of the article "Scaling LLM Training"
 
-The last two run only when asked for.
+The last two run only when asked for. harness/run/counterparts.py has how torch's own are built.
 
 Three passes. The first trains each engine alone, from the same weights on the same batches, and takes losses,
 bytes held, peak and traffic; nothing is timed. The second has all engines alive and gives each one step in
@@ -58,7 +58,7 @@ TOLERANCE = 1e-3
 # N = 2 does, with DDP over plain PyTorch's casts among the engines.
 TOLERANCE_BF16 = 1e-1
 
-COMPARED = tuple(name for name in ENGINES if name != "hybrid")  # a grid of ranks is no matter of this table
+COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  # a grid of ranks is no matter of ours
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -82,7 +82,7 @@ def a_unit_that_stays_gathered() -> None:
     """An engine that frees nothing holds, right after its forward, all that it has gathered."""
     alive = {}
     for leaks in (False, True):
-        engine = parts.ZeRO3(stack(), ADAMW, group=parts.silent_group())
+        engine = parts.STAGES["zero3"](stack(), ADAMW, group=parts.silent_group())
         x, y = parts.vector_batch(0, dist.get_rank(), 32)
         engine.training_step(x, y, F.mse_loss)
         if leaks:
@@ -230,7 +230,7 @@ def memory_and_spans_on_one_clock(folder: str) -> None:
         config, options = PRESETS["toy"], SimpleNamespace(trace=f"{folder}/trace.json", preset="toy", accumulate=1)
         batch = Batches(torch.arange(1000) % config.vocab, 1, config.seq, 0, torch.device("cpu"))(0, me.rank)
         with Timeline(device=me.device) as partition:
-            engine = parts.ZeRO3(GPT(config), ADAMW)
+            engine = parts.STAGES["zero3"](GPT(config), ADAMW)
         walkthrough._trace(engine, partition.spans, batch, me, options, {})
     if me.rank == 0:
         with open(options.trace) as file:
@@ -401,7 +401,7 @@ LISTINGS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 def the_pages_code() -> None:
     """docs/instruments.md: each listing runs, as it stands there, on an engine of the reader's."""
     inputs, targets = parts.vector_batch(0, dist.get_rank(), 32)
-    engine = parts.ZeRO3(stack(), ADAMW)
+    engine = parts.STAGES["zero3"](stack(), ADAMW)
     given = {"engine": engine, "inputs": inputs, "targets": targets, "loss_fn": F.mse_loss, "device": None}
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(said):

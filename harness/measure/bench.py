@@ -31,6 +31,7 @@ from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters
 
 ENGINES = engines.named("bench")
+BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in engines.ENGINES[name].takes)
 COUNTERPARTS = dict(engines.PAIRS)
 
 
@@ -45,7 +46,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of every engine (default 15)")
     parser.add_argument("--engines", help=f"any of {', '.join(ENGINES)}")
     engine_file.add_option(parser)
-    parser.add_argument("--bucket-mb", type=float, help="of zero1 and zero2 (default: their own)")
+    parser.add_argument("--bucket-mb", type=float, help=f"of {', '.join(BUCKETED)} (default: their own)")
     parser.add_argument("--host", action="store_true", help="the host's time per step, on many small parameters")
     parser.add_argument("--profile", metavar="ENGINE", help="with --host: where that engine's host time goes")
     common.add(parser, "json", "backend", "device")
@@ -74,7 +75,7 @@ def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str,
     built = {}
     for name in options.engines:
         model = GPT(config).to(me.device)
-        more = {"bucket_mb": options.bucket_mb} if name in ("zero1", "zero2") else {}
+        more = {"bucket_mb": options.bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
         built[name] = engines.build(name, model, adamw, me.device, **more)
     numel = number_of_parameters(config)
     me.print(f"a GPT of {numel:,} parameters, {me.world_size} ranks over {me.backend}; {options.rounds} rounds")

@@ -20,10 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero1
@@ -48,9 +46,10 @@ GPUS = (24, 40, 80, 141)  # GB of 10^9 bytes: RTX 4090, A100, A100 and H100, H20
 # moments in float32. The article ARTICLE has this count as a table for 7e9 parameters on 8 GPUs. No article has the
 # count for bf16 as it is here: bfloat16 weights (2Ψ) beside float32 ones (cut, where a stage cuts the optimizer state),
 # float32 gradients. (In DDP and ZeRO-3 the bfloat16 weights exist only while the model computes.)
+# One count for each number of things that are shared out: none, the optimizer state, the gradients too, all three.
 FORMULAS = {
-    "fp32": {"ddp": (16, 0), "zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16)},
-    "bf16": {"ddp": (16, 0), "zero1": (6, 12), "zero2": (2, 16), "zero3": (0, 16)},
+    "fp32": ((16, 0), (8, 8), (4, 12), (0, 16)),
+    "bf16": ((16, 0), (6, 12), (2, 16), (0, 16)),
 }
 ARTICLE = '"AI in Multiple GPUs: ZeRO & FSDP"'
 
@@ -191,10 +190,8 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
     offload, shards = options.offload, options.ranks // options.replicas
     # Made before there are fake tensors, which have no values to make it of.
     mesh = None
-    if options.replicas > 1 and name != "ddp":
+    if options.replicas > 1 and "mesh" in registry.ENGINES[name].takes:
         mesh = grid(options.ranks, options.replicas, device.type)
-    elif name.startswith("fsdp2"):
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     # Fake tensors cannot be pinned: what pinned memory takes besides is computed, by `pinned_bytes`.
     policy = CPUOffloadPolicy(pin_memory=real) if offload else None
     # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing. On the
@@ -311,7 +308,8 @@ def _beside(moment) -> int:
 
 def bytes_per_parameter(name: str, options: argparse.Namespace) -> tuple[float, float]:
     """What `name` holds by the formulas, in bytes per parameter: (on the device, on the host)."""
-    whole, cut = FORMULAS[options.precision].get(name) or FORMULAS[options.precision]["zero3"]
+    shared_out, _ = registry.ENGINES[name].promise
+    whole, cut = FORMULAS[options.precision][len(shared_out)]
     shards = options.ranks // options.replicas
     if options.offload:  # everything that is cut: float32 weights, gradients and AdamW's two moments
         return whole, 16 / shards

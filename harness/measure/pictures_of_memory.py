@@ -6,8 +6,7 @@ from harness.measure import tables
 from harness.measure.memory import GPUS, formula_name
 from harness.measure.parts import HELD, PARTS, STATE
 from harness.measure.style import IN_FULL, PART_COLOURS, PART_STYLES, bars, engine_look, headline, key, look, new, ruled
-
-NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+from harness.run.engines import ENGINES, STAGES
 
 
 def _unit(results: dict) -> tuple[str, float]:
@@ -30,7 +29,7 @@ def _short(number: float) -> str:
 
 def stages(results: dict, theme: dict):
     """What each rank keeps between steps under DDP and the stages: filled what it keeps, empty what the others keep."""
-    shown = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+    shown = {name: ENGINES[name].title for name in ("ddp", *STAGES)}
     figure, grid = new(theme, 1, len(shown), height=3.9, sharey=True)
     unit, size = _unit(results)
     whole, ranks, each = results["engines"]["ddp"]["held_bytes"], results["ranks"], results["parameters"]
@@ -123,7 +122,7 @@ def live(results: dict, theme: dict, parts=PARTS, levels: dict[str, float] | Non
         stand_in = " (stand-in)" if row.get("stand_in") else ""
         if len(rows) > 1:
             peak = f"peak {_short(row['peak_bytes'] / size)} {unit}"
-            axes.set_title(f"{NAMES.get(name, name)}{stand_in}: {peak}", loc="left")
+            axes.set_title(f"{ENGINES[name].title}{stand_in}\n{peak}", loc="left")
         ruled(axes)
     for axes in list(grid.flat)[len(rows) :]:
         axes.set_visible(False)
@@ -136,9 +135,9 @@ def live(results: dict, theme: dict, parts=PARTS, levels: dict[str, float] | Non
         axes.set_ylabel(f"live {IN_FULL[unit]}")
     peaks = {name: row["peak_bytes"] / size for name, row in rows.items()}
     most, least = max(peaks, key=peaks.get), min(peaks, key=peaks.get)
-    finding = f"{NAMES.get(least, least)} peaks at {_short(peaks[least])} {unit}"
+    finding = f"{ENGINES[least].title} peaks at {_short(peaks[least])} {unit}"
     if len(rows) > 1:
-        finding += f", {NAMES.get(most, most)} at {_short(peaks[most])}"
+        finding += f", {ENGINES[most].title} at {_short(peaks[most])}"
     if "zero2" in rows and "zero3" in rows:
         finding += ": ZeRO-2 climbs in stairs, ZeRO-3 goes up and down like a saw"
     absent = [part for part in HELD if part not in parts]
@@ -186,7 +185,7 @@ def scaling(results: dict, theme: dict):
     for name, rows in results["engines"].items():
         peaks = [rows[index]["peak_bytes"] / size for index in shown]
         axes.plot(ranks, peaks, markersize=4, linewidth=1.6, **engine_look(name, color=theme["ink"]))
-        text = f"{NAMES.get(name, name)}, {peaks[-1]:.0f} {unit}"
+        text = f"{ENGINES[name].title}, {peaks[-1]:.0f} {unit}"
         axes.annotate(text, (ranks[-1], peaks[-1]), (8, 0), textcoords="offset points", va="center", bbox=paper,
                       annotation_clip=False)  # fmt: skip
     axes.set_xscale("log", base=2)

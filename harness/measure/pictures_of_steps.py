@@ -183,14 +183,13 @@ def sweeps(results: dict, theme: dict):
         xs = range(len(rows))
         # Where there is room, how many collectives a step takes stands in the row's name.
         labels = [f"{label} ({row['collectives']})" for label, row in rows.items()]
-        stage = "zero1" if "zero1" in name else "zero2" if "zero2" in name else "zero3"
         above, below = grid[0][column], grid[1][column]
         lows, highs = ([row[f"step_ms_{end}"] for row in rows.values()] for end in ("lowest", "highest"))
         above.vlines(xs, lows, highs, color=theme["ink"], linewidth=1.2, alpha=0.6)
         above.plot(xs, [row["step_ms"] for row in rows.values()], "o", color=theme["ink"], markersize=7)
         for key_, style in (("peak_bytes", {}), ("short_peak_bytes", {"markerfacecolor": theme["paper"]})):
             below.plot(xs, [row[key_] / 1e6 for row in rows.values()], "o", color=theme["ink"], markersize=7, **style)
-        above.set_title(name.replace(", ", ",\n") if "," in name else f"{name},\n{stage}")
+        above.set_title(name.replace(", ", ",\n") if "," in name else f"{name},\nzero3")
         above.set_xticks(xs, [""] * len(labels))
         below.set_xticks(xs, labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
         for axes in (above, below):

@@ -22,12 +22,10 @@ from harness.measure.turns import take_turns
 from harness.run import options as common
 from harness.run import process_group
 from harness.run.data import Batches, load_text
+from harness.run.engines import ENGINES, named
 from harness.run.model import GPT, next_token_loss, preset
 from harness.run.process_group import Rank
 from harness.run.recompute import checkpoint_blocks
-from zero1 import ZeRO1
-from zero2 import ZeRO2
-from zero3 import ZeRO3
 
 
 def every_layer(model: GPT) -> list[nn.Module]:
@@ -42,25 +40,24 @@ def pairs_of_blocks(model: GPT) -> list[nn.Module]:
     return list(model.blocks)
 
 
-def _buckets(stage) -> dict[str, tuple]:
+def _buckets(name: str) -> dict[str, tuple]:
     sizes = {"one parameter": 0, "0.25 MiB": 0.25, "1 MiB": 1, "4 MiB": 4, "25 MiB": 25}
-    return {label: (stage, None, {"bucket_mb": size}) for label, size in sizes.items()}
+    return {label: (name, None, {"bucket_mb": size}) for label, size in sizes.items()}
 
 
-# sweep: {label: (engine class, what to do to the model, options)}; an option may be a function of the model.
+# sweep: {label: (engine, what to do to the model, options)}; an option may be a function of the model.
 SWEEPS = {
-    "bucket size, zero1": _buckets(ZeRO1),
-    "bucket size, zero2": _buckets(ZeRO2),
+    **{f"bucket size, {name}": _buckets(name) for name in named("sweeps")},
     "units": {
-        "layers": (ZeRO3, None, {"units": every_layer}),
-        "blocks": (ZeRO3, None, {}),
-        "pairs of blocks": (ZeRO3, None, {"units": pairs_of_blocks}),
-        "the whole model": (ZeRO3, None, {"units": lambda model: [model]}),
+        "layers": ("zero3", None, {"units": every_layer}),
+        "blocks": ("zero3", None, {}),
+        "pairs of blocks": ("zero3", None, {"units": pairs_of_blocks}),
+        "the whole model": ("zero3", None, {"units": lambda model: [model]}),
     },
-    "prefetch": {f"{ahead} ahead": (ZeRO3, None, {"prefetch": ahead}) for ahead in (0, 1, 2, 4)},
+    "prefetch": {f"{ahead} ahead": ("zero3", None, {"prefetch": ahead}) for ahead in (0, 1, 2, 4)},
     "activations": {
-        "activations kept": (ZeRO3, None, {}),
-        "recomputed": (ZeRO3, partial(checkpoint_blocks, casts=False), {}),
+        "activations kept": ("zero3", None, {}),
+        "recomputed": ("zero3", partial(checkpoint_blocks, casts=False), {}),
     },
 }
 
@@ -79,12 +76,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build(variant: tuple, options: argparse.Namespace, me: Rank):
-    stage, change, own = variant
+    name, change, own = variant
     model = GPT(preset(options.preset)).to(me.device)
     if change is not None:
         change(model)
-    own = {name: value(model) if callable(value) else value for name, value in own.items()}
-    return stage(model, partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu"), **own)
+    own = {key: value(model) if callable(value) else value for key, value in own.items()}
+    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
+    return ENGINES[name].build(model, adamw, me.device, **own)
 
 
 def peak_of(step: Callable[[], object], memory: MemoryLedger, before: int, on_gpu: bool) -> int:

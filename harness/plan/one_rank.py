@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -89,10 +87,8 @@ def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
 
 
 def mesh_for(setup: Setup):
-    """The mesh of FSDP2 and of hybrid sharding. It must be made before there are fake tensors."""
-    if setup.engine == "hybrid":
-        return grid(setup.ranks, setup.ranks // setup.row, "cpu")
-    return DeviceMesh.from_group(dist.group.WORLD, "cpu") if setup.engine.startswith("fsdp2") else None
+    """The grid of hybrid sharding, None for others. It must be made before there are fake tensors."""
+    return grid(setup.ranks, setup.ranks // setup.row, "cpu") if setup.row else None
 
 
 def build(setup: Setup, mesh):

@@ -9,6 +9,7 @@ from harness.plan.hardware import GPUS, NETWORKS, Cluster
 from harness.plan.one_rank import ENGINES, RECOMPUTED, Setup
 from harness.run import process_group
 from harness.run.ending import Parser
+from harness.run.engines import ENGINES as REGISTRY
 from harness.run.model import PRESETS, GPTConfig, preset
 
 SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
@@ -105,7 +106,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def different(engines: list[str], ranks: int, per_node: int) -> list[str]:
     """The engines without `hybrid` where all ranks are in one node: it would be zero3 there."""
-    return [name for name in engines if name != "hybrid" or ranks > per_node]
+    return [name for name in engines if not REGISTRY[name].rows or ranks > per_node]
 
 
 def check_ranks(ranks: int, per_node: int) -> None:
@@ -145,7 +146,7 @@ def _config(options: argparse.Namespace) -> GPTConfig:
 
 def setup_of(options: argparse.Namespace, engine: str, **changed) -> Setup:
     """What the options ask for under one engine; `changed` are fields of `Setup`."""
-    row = min(changed.get("ranks", options.ranks), options.ranks_per_node) if engine == "hybrid" else None
+    row = min(changed.get("ranks", options.ranks), options.ranks_per_node) if REGISTRY[engine].rows else None
     made = Setup(
         options.config, engine, options.ranks, options.precision, options.micro_batch, options.accumulate,
         recompute=options.checkpoint_activations, prefetch=options.prefetch, bucket_mb=options.bucket_mb, row=row,

@@ -8,10 +8,11 @@ from harness.plan.options import cluster_of
 from harness.plan.predict import predict
 from harness.plan.published import ROWS, Row
 from harness.plan.words import gpus
+from harness.run.engines import named
 from harness.run.model import preset
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
-ENGINES = ("zero1_2psi", "zero2", "zero3")
+ENGINES = named("scale")
 PRESETS = ("7b", "70b")
 COVERED = {"infiniband": 512, "efa": 128}  # GPUs of the largest published row; beyond nothing holds a line to account
 # Models that others ran on several numbers of GPUs with the same micro-batch: (model, engine, sequences).

@@ -4,6 +4,7 @@ What an engine documents nothing of is `NotApplicable`: there is nothing that co
 """
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,63 +14,65 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from harness.properties.property import STAGES, NotApplicable, Subject
-from harness.run import counterparts, engines
+from harness.run import engines
+from harness.run.counterparts import ddp, fsdp2, zero_redundancy_optimizer
+from harness.run.deepspeed_engine import build as deepspeed
 
-# What each documents of the options that a stage has, under the stage's names.
+# What each documents of the options that a stage has, under the stage's names: {who builds it in the registry: names}.
 OPTIONS = {
-    "ddp": {"bucket_mb", "param_groups", "group", "find_unused"},
-    "zero_redundancy_optimizer": {"param_groups", "group", "find_unused"},
-    "fsdp2": {"param_groups", "group", "param_dtype", "reduce_dtype"},
-    "deepspeed": {"param_groups"},
+    ddp: {"bucket_mb", "param_groups", "group", "find_unused"},
+    zero_redundancy_optimizer: {"param_groups", "group", "find_unused"},
+    fsdp2: {"param_groups", "group", "param_dtype", "reduce_dtype"},
+    deepspeed: {"param_groups"},
 }
 
 
 def subject(entry: engines.Engine) -> Subject:
     """The engine of that entry of the registry as a subject."""
-    family = next((family for family in OPTIONS if entry.name.startswith(family)), None)
-    like = entry.counterpart if entry.file and entry.counterpart in STAGES else None
+    family = getattr(entry.build, "func", entry.build)
+    like = entry.counterpart if entry.counterpart in STAGES else None
     takes = frozenset(OPTIONS.get(family, ()))
-    more = {"broadcasts": family in ("ddp", "zero_redundancy_optimizer")}
-    if family == "deepspeed":
+    more = {"broadcasts": family in (ddp, zero_redundancy_optimizer)}
+    if family is deepspeed:
         more |= {"dtype": torch.float32, "atol": 2e-5, "more": {"drops gradients": True, "to be destroyed": True}}
 
     def build(model, optimizer_cls, *, param_groups=None, **options):
         device, make = next(model.parameters()).device, entry.build
         options = _in_its_own_words(family, {k: v for k, v in options.items() if v is not None}, device)
-        if family == "zero_redundancy_optimizer":
+        if family is zero_redundancy_optimizer:
             if not isinstance(optimizer_cls, partial):
                 raise NotApplicable(f"{entry.name} is given an optimizer's class and options, and no function")
             # It is the optimizer over DDP's parameters.
             group = options.get("process_group")
             optimizer_cls = partial(ZeroRedundancyOptimizer, optimizer_class=optimizer_cls.func, process_group=group,
                                     **optimizer_cls.keywords)  # fmt: skip
-            make = counterparts.ddp
-        scalars = _without_scalars(model) if family in ("fsdp2", "deepspeed") else []
-        if family == "deepspeed":
+            make = ddp
+        scalars = _without_scalars(model) if family in (fsdp2, deepspeed) else []
+        if family is deepspeed:
             if len({param.dtype for param in model.parameters()}) > 1:
                 raise NotApplicable("DeepSpeed documents one dtype for a whole model")
             if next(model.parameters()).dtype is torch.float64:
                 model.float()  # it knows no other but lower ones
         if param_groups is not None:
-            optimizer_cls = _grouped(model, param_groups, optimizer_cls, family != "zero_redundancy_optimizer")
+            optimizer_cls = _grouped(model, param_groups, optimizer_cls, family is not zero_redundancy_optimizer)
         return Foreign(entry.name, make(model, optimizer_cls, device, **options), scalars)
 
     return Subject(entry.name, build, like, takes, **more)
 
 
-def _in_its_own_words(family: str | None, options: dict, device: torch.device) -> dict:
+def _in_its_own_words(family: Callable, options: dict, device: torch.device) -> dict:
     """The options of a stage as this engine calls them."""
     group, find_unused = options.pop("group", None), options.pop("find_unused", False)
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
-    if family == "fsdp2":
+    if family is fsdp2:
         policy = {key: options.pop(key) for key in ("param_dtype", "reduce_dtype") if key in options}
         options |= {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
         if group is not None:
             options["mesh"] = group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(group, device.type)
-    elif family in ("ddp", "zero_redundancy_optimizer"):
+    elif family in (ddp, zero_redundancy_optimizer):
         if isinstance(group, DeviceMesh):
-            raise NotApplicable(f"{family} documents no mesh of {group.ndim} dimensions")
+            raise NotApplicable(f"{family.__name__} documents no mesh of {group.ndim} dimensions")
         options |= {"process_group": group} if group is not None else {}
         options |= {"find_unused_parameters": True} if find_unused else {}
     return options

@@ -350,6 +350,16 @@ def zero2_clip(sheet: Sheet) -> None:
         sheet.none("collectives of clipping that are not in group=self.group", outside)
         means = "some numbers per rank, and no gradients"
         sheet.at_most("bytes of clipping's collectives", sum(sheet.sizes(issued)), 64 * sheet.world_size, means)
+    norm = torch.nn.utils.get_total_norm([each for each in sheet.gradients().values() if each is not None]).item()
+    for max_norm in (0.05, 1e6):
+        sheet.at = f", after clip_grad_norm_({max_norm:g}) of a norm of {norm:.3g}"
+        engine = sheet.build_odd()
+        sheet.backward(engine)
+        engine.clip_grad_norm_(max_norm)
+        arrived = "received before the norm is taken, as its gradients count too: self._reduce_gradients()"
+        sheet.expect(engine._in_flight is None, "the bucket in flight when backward ends", arrived, "not received")
+        sheet.right_gradients(engine, min(1, max_norm / (norm + 1e-6)))
+    sheet.at = ""
     for norm_type in (2.0, math.inf, 1.0):
         sheet.ask(loops.one_ranks_nan_is_in_every_ranks_norm, value=math.nan, norm_type=norm_type)
         sheet.ask(loops.clipping_takes_the_norm_of_the_whole_model, norm_type=norm_type)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.run.engines import STAGES  # noqa: F401  the cases use it as parts.STAGES
 from harness.run.small_models import (  # noqa: F401  the cases use them as parts.Stack and so on
     OddBlock,
     OddModel,
@@ -22,11 +23,6 @@ from harness.run.small_models import (  # noqa: F401  the cases use them as part
     vector_batch,
     whole,
 )
-from zero1 import ZeRO1
-from zero2 import ZeRO2
-from zero3 import ZeRO3
-
-STAGES = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05),

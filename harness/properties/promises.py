@@ -8,27 +8,15 @@ from harness.measure.ledger import held_bytes, optimizer_of
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts
 from harness.properties.property import NotApplicable, Subject, expect, holds
-
-STATE, GRADIENTS, ALL = ("optimizer",), ("gradients", "optimizer"), ("parameters", "gradients", "optimizer")
-# {engine: (what its ranks share out between steps, the Ψ (N-1)/N elements that a rank sends in a step)}
-PROMISES = {
-    "ddp": ((), 2),
-    "zero1": (STATE, 3),
-    "zero_redundancy_optimizer": (STATE, 3),
-    "zero2": (GRADIENTS, 2),
-    "fsdp2_no_reshard": (ALL, 2),
-    "zero3": (ALL, 3),
-    "fsdp2": (ALL, 3),
-    "deepspeed1": (STATE, 3),  # its default for these, `use_multi_rank_bucket_allreduce`, is said to all-reduce
-    "deepspeed2": (GRADIENTS, 3),
-    "deepspeed3": (ALL, 3),
-}
+from harness.run import engines
 
 
 def promised(engine: Subject):
-    if (engine.like or engine.name) not in PROMISES:
+    """(what its ranks share out between steps, how often Ψ (N-1)/N elements leave a rank in a step)."""
+    entry = engines.ENGINES.get(engine.like or engine.name)
+    if entry is None or entry.promise is None:
         raise NotApplicable(f"{engine.name} says nothing of its memory and traffic: COUNTERPART would")
-    return PROMISES[engine.like or engine.name]
+    return entry.promise
 
 
 def built(engine: Subject):

@@ -28,7 +28,7 @@ from harness.run import engines
 
 GROUPS = ("values", "bytes", "traffic", "order", "life", "misuse")
 STEPS = ("partition", "forward", "backward", "reduce gradients", "update the shard", "gather parameters")
-STAGES = ("zero1", "zero2", "zero3")
+STAGES = tuple(engines.STAGES)
 HERE = Path(__file__).parent
 
 
@@ -169,7 +169,7 @@ class Subject:
 def subject(name: str) -> Subject:
     """The engine `name` of the registry as a subject."""
     if name in STAGES:
-        return Subject(name, engines.ENGINES[name].build.args[0], like=name)
+        return Subject(name, engines.STAGES[name], like=name)
 
     from harness.properties import foreign
 

@@ -354,7 +354,7 @@ class Sheet:
             what = f"the gradient of this rank's piece of {name}"
             self.expect(piece.grad is not None, what, f"{piece.numel()} elements", None)
             if piece.grad is not None:
-                self.same(what, piece.grad, gradients[name].flatten()[part] * times, tolerance, int(times))
+                self.same(what, piece.grad, gradients[name].flatten()[part] * times, tolerance, max(1, int(times)))
 
     def traffic(self, issued: list[Issued], kinds: list[str], times: float, nbytes: float, when: str) -> None:
         """These kinds of collectives, in the order in which they are first met; not more than `times` Ψ (N-1)/N.

@@ -124,7 +124,8 @@ class Pair:
         """Both clip; the norms are the same, and returned."""
         expected = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm, norm_type)
         norm = self.trained.clip_grad_norm_(max_norm, norm_type)
-        same("the gradients' norm", norm, expected, self.atol * max(1.0, expected.item()), step=3)
+        what = f"the gradients' norm with norm_type {norm_type:g}"
+        same(what, norm, expected, self.atol * max(1.0, expected.item()), step=3)
         return norm
 
     def step(self) -> None:

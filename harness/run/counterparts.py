@@ -12,6 +12,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.engine import gradients, precision
 from harness.engine.units import default_units
@@ -146,7 +147,8 @@ def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mes
     if mesh is None:
         # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU. And
         # `init_device_mesh` may choose a GPU by itself, and add an NCCL group, which ranks on one GPU cannot have.
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+        with _disable_current_modes():  # a mesh needs the values of its ranks, which fake tensors do not have
+            mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     for block in getattr(model, "blocks", None) or default_units(model):
         fully_shard(block, mesh=mesh, **options)
     return PlainStep(fully_shard(model, mesh=mesh, **options), optimizer_cls)

@@ -72,8 +72,8 @@ def _enter(path: Path, on: str) -> None:
     if not isinstance(title, str) or not title:
         raise ValueError(f"TITLE is {title!r}, and must be a string that is not empty")
     ENGINES[path.stem] = Engine(
-        path.stem, title, partial(_built, build), frozenset([on]), frozenset(), counterpart,
-        line="--", mark="*", file=str(path),
+        path.stem, title, partial(_built, build), counterpart and ENGINES[counterpart].promise, frozenset([on]),
+        frozenset(), counterpart, line="--", mark="*", file=str(path),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
 
+STAGES = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}  # the chapters
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; gradients are reduced in float32
 
 
@@ -34,7 +35,9 @@ class Engine:
     `build(model, optimizer_cls, device, **options)` puts it around `model`; `optimizer_cls` is a torch optimizer class
     with its options bound, and of `options` those in `takes` are known: "dtype" to compute in, "mesh" (replicas,
     shards), "offload_policy", "bucket_mb" (MiB), "prefetch" (units). `counterpart` is the name of torch's own engine
-    that does the same. `on` are the commands that run it unasked. `casts` says that it computes in a low precision with
+    that does the same. `promise`: (what its ranks share out between steps, the Ψ (N-1)/N elements that a rank sends in
+    a step); None: nothing is known of it. `on` are the commands that run it unasked. `rows`: its ranks are rows that
+    are copies of each other, which only the planner lays out. `casts` says that it computes in a low precision with
     plain casts of its weights (`MixedModule`). `exact`: in two ranks it adds the same
     two numbers as DDP, and hands the same values to the same operations of the optimizer, so its losses must equal
     DDP's to the bit. `needs` is a package that `pip install .[peers]` brings, and `file` a file of
@@ -45,9 +48,11 @@ class Engine:
     name: str
     title: str
     build: Callable
+    promise: tuple[tuple[str, ...], int] | None
     on: frozenset[str]
     takes: frozenset[str]
     counterpart: str | None = None
+    rows: bool = False
     casts: bool = False
     exact: bool = True
     needs: str | None = None
@@ -57,38 +62,46 @@ class Engine:
     mark: str = "o"
 
 
-def _entry(name: str, title: str, build, on: str, takes: str, **more) -> tuple[str, Engine]:
-    return name, Engine(name, title, build, frozenset(on.split()), frozenset(takes.split()), **more)
+def _entry(name: str, title: str, build, promise, on: str, takes: str, **more) -> tuple[str, Engine]:
+    return name, Engine(name, title, build, promise, frozenset(on.split()), frozenset(takes.split()), **more)
 
 
 ALL = "compare memory bench plan watch report conform"
 BUCKETS, UNITS = "dtype mesh offload_policy bucket_mb", "dtype mesh offload_policy prefetch"
 DARK, MIDDLE, LIGHT = "#60656c", "#717680", "#888c92"
 
+NOTHING, STATE, GRADIENTS = (), ("optimizer",), ("gradients", "optimizer")
+ALL_PARTS = ("parameters", *GRADIENTS)
+
 ENGINES: dict[str, Engine] = dict([
-    _entry("single", "one process", single, "compare", "dtype", casts=True,
+    _entry("single", "one process", single, (NOTHING, 0), "compare", "dtype", casts=True,
            shade=LIGHT, line=":", mark="x"),
-    _entry("ddp", "DDP", ddp, ALL, "dtype bucket_mb", casts=True, shade=DARK),
-    _entry("zero1", "ZeRO-1", partial(_stage, ZeRO1), ALL, BUCKETS, counterpart="zero_redundancy_optimizer",
-           shade=LIGHT, mark="s"),
-    _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", partial(_stage, ZeRO1By2Psi), "plan", BUCKETS,
+    _entry("ddp", "DDP", ddp, (NOTHING, 2), ALL, "dtype bucket_mb", casts=True, shade=DARK),
+    _entry("zero1", "ZeRO-1", partial(_stage, ZeRO1), (STATE, 3), f"{ALL} sweeps", BUCKETS,
+           counterpart="zero_redundancy_optimizer", shade=LIGHT, mark="s"),
+    _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", partial(_stage, ZeRO1By2Psi), (STATE, 2), "plan scale", BUCKETS,
            line="-.", mark="v"),
-    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", zero_redundancy_optimizer,
+    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", zero_redundancy_optimizer, (STATE, 3),
            "compare bench report conform", "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
-    _entry("zero2", "ZeRO-2", partial(_stage, ZeRO2), ALL, BUCKETS, counterpart="fsdp2_no_reshard", mark="^"),
-    _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(fsdp2, reshard_after_forward=False),
+    _entry("zero2", "ZeRO-2", partial(_stage, ZeRO2), (GRADIENTS, 2), f"{ALL} sweeps scale", BUCKETS,
+           counterpart="fsdp2_no_reshard", mark="^"),
+    _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(fsdp2, reshard_after_forward=False), (ALL_PARTS, 2),
            "compare memory bench plan report conform", "dtype mesh offload_policy", line="--", mark="^"),
-    _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), "plan", UNITS,
+    _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), None, "plan", UNITS, rows=True,
            line="-.", mark="P"),
-    _entry("zero3", "ZeRO-3", partial(_stage, ZeRO3), ALL, UNITS, counterpart="fsdp2", shade=DARK, mark="D"),
-    _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), "watch",
+    _entry("zero3", "ZeRO-3", partial(_stage, ZeRO3), (ALL_PARTS, 3), f"{ALL} scale", UNITS, counterpart="fsdp2",
+           shade=DARK, mark="D"),
+    _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), (ALL_PARTS, 3), "watch",
            "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
-    _entry("fsdp2", "FSDP2", fsdp2, ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
-    _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({type(model.blocks[0])})), "", "dtype",
-           line=":", mark="<"),
-    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(fsdp1, by_size), "", "dtype", line=":", mark=">"),
-    *(_entry(f"deepspeed{stage}", f"DeepSpeed, stage {stage}", partial(deepspeed_engine.build, stage), "conform",
-             "dtype", line="-.", mark=mark, needs="deepspeed", exact=False) for stage, mark in zip((1, 2, 3), "s^D")),
+    _entry("fsdp2", "FSDP2", fsdp2, (ALL_PARTS, 3), ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
+    _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({type(model.blocks[0])})), (ALL_PARTS, 3),
+           "", "dtype", line=":", mark="<"),
+    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(fsdp1, by_size), (ALL_PARTS, 3), "", "dtype",
+           line=":", mark=">"),
+    # DeepSpeed's default for its first stage, `use_multi_rank_bucket_allreduce`, is said to all-reduce.
+    *(_entry(f"deepspeed{stage}", f"DeepSpeed, stage {stage}", partial(deepspeed_engine.build, stage), (parts, 3),
+             "conform", "dtype", line="-.", mark=mark, needs="deepspeed", exact=False)
+      for stage, parts, mark in zip((1, 2, 3), (STATE, GRADIENTS, ALL_PARTS), "s^D")),
 ])  # fmt: skip
 
 PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)

@@ -12,11 +12,10 @@ from harness.engine import checkpoint
 from harness.engine.safe_reader import Folder
 from harness.run import journal, process_group
 from harness.run import options as common
-from harness.run.engines import DTYPES
+from harness.run.engines import DTYPES, STAGES
 from harness.run.folder import lock, refuse_others
 from harness.run.model import GPT, preset
 
-STAGES = ("zero1", "zero2", "zero3")
 LEAVING = 5.0  # seconds, more than ranks need to notice that their launcher is gone, and to leave
 # What a run may change when it goes on, and what then is another run than the one without a break.
 KEPT = ("data", "steps", "batch", "accumulate", "dtype", "lr", "warmup", "clip", "seed")

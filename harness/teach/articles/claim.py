@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from harness.run.engines import ENGINES
+
 MULTIPLE_GPUS = "AI in Multiple GPUs: ZeRO & FSDP"
 SHARDING_STATE = "ZeRO and FSDP: Sharding Training State at Scale"
 FRAMEWORKS = "Training Frameworks: ZeRO, FSDP, and the Memory Math That Gets You Hired"
@@ -11,8 +13,7 @@ SCALING = "Scaling LLM Training: Deep Dive into ZeRO and FSDP for Multi-GPU Syst
 WORDPRESS = "The WordPress developer's piece on ZeRO Memory Optimization"  # our copy has no title
 ARTICLES = (MULTIPLE_GPUS, SHARDING_STATE, FRAMEWORKS, SCALING, WORDPRESS)
 
-NAMES = {"single": "unsharded", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
-         "fsdp1": "FSDP1", "fsdp2": "FSDP2"}  # fmt: skip
+NAMES = {name: engine.title for name, engine in ENGINES.items()} | {"single": "unsharded"}
 
 HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 

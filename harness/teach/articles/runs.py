@@ -15,11 +15,10 @@ from torch.nn.attention import sdpa_kernel
 from harness.measure.fake_ranks import fake_ranks, grid
 from harness.measure.ledger import MemoryLedger, held_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.run.engines import ENGINES
+from harness.run.engines import ENGINES, STAGES
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.recompute import checkpoint_blocks
 
-STAGES = ("zero1", "zero2", "zero3")
 SGD = partial(torch.optim.SGD, lr=0.01)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 GATHER, REDUCE, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"

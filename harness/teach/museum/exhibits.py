@@ -20,8 +20,8 @@ import zero2
 import zero3
 from harness.engine import checkpoint, gradients, guard, interface, optimizer, placement, unit_hooks
 from harness.engine.waiting import wait
+from harness.run.engines import STAGES
 
-STAGES = {"zero1": zero1.ZeRO1, "zero2": zero2.ZeRO2, "zero3": zero3.ZeRO3}
 ORACLE = "equals_one_process_on_the_whole_batch"
 
 

@@ -243,5 +243,5 @@ TASKS = {
     "wrap": Task(wrap, (
         "a unit of ZeRO-3 is a block; what is the module that holds everything else?",
         "fully_shard(module) changes the module in place; the blocks come first",
-    ), "fsdp2_compare.py does the same in `_fully_shard`"),
+    ), "`fsdp2` in harness/run/counterparts.py does the same"),
 }  # fmt: skip

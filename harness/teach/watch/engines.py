@@ -47,9 +47,7 @@ def of_engine(name: str, options) -> Run:
     bucket_mb = nbytes / 2**20 / 6 if options.bucket_mb is None else options.bucket_mb
 
     def build(me: Rank):
-        # Every rank has another start where the engine takes rank 0's; FSDP2 and files take what they are given.
-        own_start = not name.startswith("fsdp") and engines.ENGINES[name].file is None
-        model = GPT(config, seed=me.rank if own_start else 0).to(me.device)
+        model = GPT(config).to(me.device)
         adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
         more = {"bucket_mb": bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
         return engines.build(name, model, adamw, me.device, **more)
