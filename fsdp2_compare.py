@@ -34,8 +34,8 @@ import torch.distributed as dist
 from harness.measure import step_report, step_time
 from harness.measure.gpus import rates
 from harness.measure.ledger import held_bytes, let_go, warm_up
+from harness.measure.memory_parts import PartsLedger
 from harness.measure.out_of_memory import explained
-from harness.measure.parts import PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.measure.turns import take_turns
 from harness.run import engine_file, micro_batches, process_group

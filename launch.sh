@@ -40,6 +40,7 @@ Measure
 ./launch.sh docs [--check]               writes the tables of README.md and docs/ from results/; --check says what is stale
 
 Without N: one rank per GPU over NCCL where there are two GPUs or more, else two ranks over gloo.
+Paths in options begin at this file's folder, unless they begin with /.
 
 Environment:
   PYTHON=python3       use this Python as it is and install nothing (default: .venv, made on the first start)

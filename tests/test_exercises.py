@@ -22,8 +22,8 @@ import torch.distributed as dist
 from harness.properties import property as properties
 from harness.run import ranks as run_ranks
 from harness.teach import exercise
-from harness.teach.check import ranks as check_ranks
 from harness.teach.check import report as check
+from harness.teach.check import steps as check_steps
 from harness.teach.exercise import EXERCISES, ROOT, generate
 from zero3 import ZeRO3
 
@@ -61,8 +61,8 @@ def examine(pool, folder: Path, name: str, text: str, first: int = 0) -> check.R
     folder = Path(tempfile.mkdtemp(dir=folder))
     file = folder / f"{name}.py"
     file.write_text(text)
-    pool.run(check_ranks.examine, name=name, file=str(file), folder=str(folder), seconds=30, first=first)
-    report = check.Report(check_ranks.checks_of(name), file.name, text)
+    pool.run(check_steps.examine, name=name, file=str(file), folder=str(folder), seconds=30, first=first)
+    report = check.Report(check_steps.checks_of(name), file.name, text)
     report.verdicts = [{"status": "passed"}] * first
     while not report.over:
         report.add(run_ranks.said(folder, len(report.verdicts), pool.world_size))
@@ -71,7 +71,7 @@ def examine(pool, folder: Path, name: str, text: str, first: int = 0) -> check.R
 
 def fails(pool, folder: Path, capsys, name: str, text: str, step: str, *said: str) -> None:
     """`text` fails at the step whose title begins with `step`, and the report says `said`."""
-    titles = [each.title for each in check_ranks.checks_of(name)]
+    titles = [each.title for each in check_steps.checks_of(name)]
     place = next(number for number, title in enumerate(titles) if title.startswith(step))
     report = examine(pool, folder, name, text, first=place)
     assert report.verdicts[-1]["status"] in ("failed", "error") and len(report.verdicts) == place + 1, report.verdicts
@@ -110,7 +110,7 @@ def test_only_the_blanks_are_taken_out(name):
 @pytest.mark.parametrize("name", EXERCISES)
 def test_hints_come_in_levels(name):
     """At level 0 there are targets alone; a hint more at each level; and `check --hint` gives those that are left."""
-    *checks, last, _ = check_ranks.checks_of(name)
+    *checks, last, _ = check_steps.checks_of(name)
     assert [each.blank for each in checks] == [*EXERCISES[name].blanks]
     assert last.read in " ".join(check.next_hints(last, generate(name), 1))
     for level, many in itertools.product((0, 1, 2), (1, 2)):
@@ -212,7 +212,7 @@ def test_slips_are_found_at_their_step(ranks, tmp_path, capsys, name, slip):
 def test_the_checks_of_the_steps_are_properties():
     """tests/test_properties.py asks them of the chapters; the slips above show that they see a wrong class."""
     for name in EXERCISES:
-        assert {each.look.__name__ for each in check_ranks.checks_of(name)} <= set(properties.library())
+        assert {each.look.__name__ for each in check_steps.checks_of(name)} <= set(properties.library())
 
 
 # As a student runs it.
@@ -226,8 +226,8 @@ def test_the_reference_is_not_taken_for_the_students_file(tmp_path):
     ):
         file = tmp_path / "zero2.py"
         file.write_text(text)
-        with check_ranks.without_reference("zero2"), pytest.raises(check_ranks.Broken, match=said):
-            check_ranks.load("zero2", str(file))
+        with check_steps.without_reference("zero2"), pytest.raises(check_steps.Broken, match=said):
+            check_steps.load("zero2", str(file))
 
 
 def test_a_deadlock_names_what_every_rank_waits_in(tmp_path, capsys, monkeypatch, quick_python):
@@ -237,7 +237,7 @@ def test_a_deadlock_names_what_every_rank_waits_in(tmp_path, capsys, monkeypatch
     with pytest.raises(SystemExit) as leaving:
         check.main(["zero1", "2", "--file", str(file), "--seconds", "3", "--device", "cpu"])
     said, mistake = capsys.readouterr()
-    assert leaving.value.code == 1 and "HANGS     Step 0" in said and not mistake, said + mistake
+    assert leaving.value.code == 1 and "HANGS     the file itself" in said and not mistake, said + mistake
     assert "rank 0 waits in barrier, issued in line 4" in said, said
     assert "rank 1 waits in all_reduce of 12 bytes, issued in line 4" in said, said
     assert PART in said, said
@@ -269,15 +269,15 @@ def test_a_rank_that_skips_a_collective_is_told_by_its_line(second, said):
 
 def test_a_rank_that_waits_in_vain_does_not_wait_for_long(ranks, tmp_path):
     found = ranks(3).run(_wait_in_vain, folder=str(tmp_path))
-    assert found[0] == {"status": "hang", "line": None, "error": "waits in barrier"}
+    assert found[0] == {"status": "hang", "line": None, "error": "waits in barrier", "loading": True}
 
 
 def _wait_in_vain(folder: str):
     if dist.get_rank():
         return run_ranks.say(folder, 0, dist.get_rank(), {"status": "error"})
-    watch = check_ranks._Watch("student.py")
-    with mock.patch.object(os, "_exit"), mock.patch.object(check_ranks, "PATIENCE", 0.1), watch.inside("barrier"):
-        check_ranks._guard(threading.Event(), 60, watch, folder, 0)
+    watch = check_steps._Watch("student.py")
+    with mock.patch.object(os, "_exit"), mock.patch.object(check_steps, "PATIENCE", 0.1), watch.inside("barrier"):
+        check_steps._guard(threading.Event(), 60, watch, folder, 0)
     return run_ranks.said(folder, 0, 1)[0]
 
 
@@ -311,7 +311,7 @@ def test_hints_and_what_is_not_begun(tmp_path, monkeypatch, capsys):
 
         def run(name, *rest):
             assert passed is not None, "ranks were started"
-            report = check.Report(check_ranks.checks_of(name), "zero3.py", text)
+            report = check.Report(check_steps.checks_of(name), "zero3.py", text)
             report.verdicts = ([{"status": "passed"}] * passed + [{"status": "failed"}])[: len(report.checks)]
             return report
 

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from harness.measure import figures, style
-from harness.measure.parts import PARTS
+from harness.measure.memory_parts import PARTS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"

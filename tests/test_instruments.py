@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.measure import timeline as timelines
 from harness.measure import walkthrough
 from harness.measure.ledger import MemoryLedger, engine_tensors, held_bytes, storage_bytes
-from harness.measure.parts import PartsLedger
+from harness.measure.memory_parts import PartsLedger
 from harness.measure.timeline import Span, Timeline, chrome_trace
 from harness.measure.traffic import TrafficLedger
 from harness.properties import parts

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
 
 import fsdp2_compare as referee
-from harness.measure.parts import PARTS
+from harness.measure.memory_parts import PARTS
 from harness.run.model import GPT, preset
 from harness.run.process_group import Rank
 

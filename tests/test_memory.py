@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.measure import memory
 from harness.measure.fake_ranks import fake_ranks
-from harness.measure.parts import GRADIENTS, HELD, IN_FLIGHT, OPTIMIZER, PARAMETERS, PARTS, PartsLedger
+from harness.measure.memory_parts import GRADIENTS, HELD, IN_FLIGHT, OPTIMIZER, PARAMETERS, PARTS, PartsLedger
 from harness.properties import parts
 from harness.run.model import PRESETS, next_token_loss
-from harness.teach.articles.memory import dry as articles_dry
+from harness.teach.articles.on_memory import dry as articles_dry
 
 RESULTS = Path(__file__).parent.parent / "results"
 

@@ -11,7 +11,7 @@ import pytest
 from harness.measure import memory, pictures_of_plans, style
 from harness.measure.traffic import sent_bytes
 from harness.plan import __main__ as command
-from harness.plan import one_rank, options, record, repeat, sweep, validate, words
+from harness.plan import one_rank, plan_options, recorder, repeat, sweep, validate, words
 from harness.plan import predict as predict_module
 from harness.plan.allocator import reserved_bytes
 from harness.plan.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
@@ -214,7 +214,7 @@ def test_a_streams_memory_serves_no_other_stream():
 
 @cache
 def recorded(engine, **changed) -> Recording:
-    return record.record(Setup(SMALL, engine, 4, **changed))
+    return recorder.record(Setup(SMALL, engine, 4, **changed))
 
 
 def operations(found: Recording) -> list[Operation]:
@@ -256,7 +256,7 @@ def test_the_events_send_and_hold_what_the_dry_run_measures(engine):
     name, more, row = ("zero3", ["--replicas", "2"], 2) if engine == "hybrid" else (engine, [], None)
     words = ["--preset", "toy", "--ranks", "4", "--engines", name, "--precision", "bf16", *more]
     measured = memory.measure_all(memory.arguments(words))["engines"][name]
-    found = record.record(Setup(preset("toy"), engine, 4, row=row))
+    found = recorder.record(Setup(preset("toy"), engine, 4, row=row))
     across = {(one.kind, one.ranks, one.stride) for one in found.collectives() if one.stride > 1}
     assert across == ({("all-reduce", 2, 2)} if engine == "hybrid" else set())
     sent = Counter()
@@ -301,8 +301,8 @@ def test_prefetch_buckets_and_overlap_shorten_the_step():
 )
 def test_repeated_blocks_are_those_that_would_be_recorded(engine, changed, monkeypatch):
     setup = Setup(replace(SMALL, layers=8 + (engine == "zero3")), engine, 4, **changed)
-    plain, whole, asked = record.record, record.record(setup), []
-    monkeypatch.setattr(record, "record", lambda one: (asked.append(one.config.layers), plain(one))[1])
+    plain, whole, asked = recorder.record, recorder.record(setup), []
+    monkeypatch.setattr(recorder, "record", lambda one: (asked.append(one.config.layers), plain(one))[1])
     repeat.recording.cache_clear()
     found = repeat.recording(setup)
     if engine == "zero1_2psi":  # how many pieces a rank has of one bucket, and so counters of 4 bytes, grows unevenly
@@ -318,7 +318,7 @@ def test_repeated_blocks_are_those_that_would_be_recorded(engine, changed, monke
 @pytest.mark.parametrize("engine", ("ddp", "zero3"))  # one sends in the last micro-batch alone, one in each
 def test_repeated_micro_batches_are_those_that_would_be_recorded(engine):
     setup = Setup(replace(SMALL, layers=1), engine, 4, accumulate=6)
-    assert repeat.recording(setup) == record.record(setup)
+    assert repeat.recording(setup) == recorder.record(setup)
 
 
 def test_what_does_not_repeat_is_recorded_in_full():
@@ -326,7 +326,7 @@ def test_what_does_not_repeat_is_recorded_in_full():
     with pytest.raises(repeat.NotRepeating):
         repeat.extend(three, four, 2)
     setup = Setup(replace(SMALL, layers=8), "zero2", 4, bucket_mb=0.33)  # buckets end elsewhere in every block
-    assert repeat.recording(setup) == record.record(setup)
+    assert repeat.recording(setup) == recorder.record(setup)
 
 
 # What is said.
@@ -346,7 +346,7 @@ def test_the_command_predicts_every_engine(capsys):
 
 
 def planned(argv: str):
-    return options.arguments(argv.split())
+    return plan_options.arguments(argv.split())
 
 
 def made(engine: str, step: float, needed: float, fits: bool = True) -> Prediction:

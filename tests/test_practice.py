@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.teach import practice
-from harness.teach.practice import ranks, tasks
+from harness.teach.practice import tasks, threads
 
 
 def held(stage, parameters, ranks):
@@ -210,6 +210,6 @@ def test_the_threads_collectives_are_torchs():
         return before, shard.tolist(), gathered.tolist(), whole.tolist()
 
     total = [0.0, 11.0, 22.0, 33.0]
-    assert ranks.run(2, one) == [(False, total[2 * rank : 2 * rank + 2], total, total) for rank in (0, 1)]
+    assert threads.run(2, one) == [(False, total[2 * rank : 2 * rank + 2], total, total) for rank in (0, 1)]
     with pytest.raises(RuntimeError, match="rank 0 waits in all_reduce, and rank 1 never calls it"):
-        ranks.run(3, lambda rank, dist: dist.all_reduce(torch.ones(2)) if rank != 1 else None)
+        threads.run(3, lambda rank, dist: dist.all_reduce(torch.ones(2)) if rank != 1 else None)

@@ -8,7 +8,7 @@ import re
 import pytest
 from door import typed
 
-from harness.plan import options as plan
+from harness.plan import plan_options as plan
 
 NUMBERS = [name.replace("_", "-") for name in (*plan.WHOLE, *plan.ABOVE_0)]
 CHOICES = ("gpu", "network", "precision", "engine", "checkpoint-activations", "sweep")

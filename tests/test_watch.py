@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from test_figures import contrast
 
-from harness.measure import parts
-from harness.measure.parts import PARTS
+from harness.measure import memory_parts
+from harness.measure.memory_parts import PARTS
 from harness.measure.places import LAYERS
 from harness.run.process_group import Rank
 from harness.teach.museum.loop import Loop
-from harness.teach.watch import browser, page
+from harness.teach.watch import browser, html
 from harness.teach.watch.command import arguments
-from harness.teach.watch.engines import TITLES, of_engine, of_exhibit
 from harness.teach.watch.record import record
+from harness.teach.watch.recordable import TITLES, of_engine, of_exhibit
 from harness.teach.watch.recording import merge
 
 # On the ranks.
@@ -61,7 +61,7 @@ def recordings(ranks) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def written(recordings, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("watch") / "page.html"
-    file.write_text(page.build(list(recordings.values()), "zero3"), encoding="utf-8")
+    file.write_text(html.build(list(recordings.values()), "zero3"), encoding="utf-8")
     return file
 
 
@@ -155,6 +155,10 @@ def test_collectives_and_frees_know_their_unit(recordings, name):
             mine = [what for what, whose in events if whose == unit]
             assert mine.index("end all-gather") < mine.index("forward")
             assert mine.index("backward") < mine.index("issue reduce-scatter") < mine.index("free 1")
+            second = mine[mine.index("forward") + 1 :]
+            # ZeRO-3 waits before it computes; FSDP2's backward begins with what needs no weight.
+            asked = "issue all-gather" if name == "fsdp2" else "end all-gather"
+            assert second.index(asked) < second.index("backward") < len(second) - second[::-1].index("free 0")
         if name in IN_ORDER:  # in FSDP2 a thread of gloo's may keep for a moment what was gathered
             blocks = [f"{WORDS[what]} {unit[-1]}" for what, unit in events if what in WORDS and unit != "root"]
             assert ", ".join(blocks) == IN_ORDER[name]
@@ -186,7 +190,7 @@ def test_the_version_of_the_weights(recordings):
 
 def test_memory_that_is_let_go_of_while_a_step_begins():
     """A thread of gloo's lets go of a collective's buffer whenever it likes: here while `begin` looks at another."""
-    with parts.PartsLedger() as memory:
+    with memory_parts.PartsLedger() as memory:
         alive = [torch.ones(number) for number in (3, 5, 7)]
         memory.clock = lambda: float(len(alive) > 2 and bool(alive.pop().numel()))
         memory.begin()
@@ -451,7 +455,7 @@ def test_it_needs_nothing_from_outside(written, chromium):
     loaded = chromium.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert loaded == []
     assert written.stat().st_size < 150_000
-    frame = page.show(written, run="ddp", event=3)._repr_html_()
+    frame = html.show(written, run="ddp", event=3)._repr_html_()
     chromium.run("document.body.insertAdjacentHTML('beforeend', arguments[0])", frame)
     said = "document.querySelector('iframe').contentDocument?.querySelector('#said')?.textContent"
     wait_for(chromium, f"return Boolean({said})")
@@ -463,7 +467,7 @@ def test_it_needs_nothing_from_outside(written, chromium):
 
 def test_what_is_kept_and_what_is_gathered_differ_in_grey():
     """In both themes: the two layers of a column, and an empty cell, have other luminances; words can be read."""
-    light, dark = Path(page.__file__).with_name("page.css").read_text().split("prefers-color-scheme: dark")
+    light, dark = Path(html.__file__).with_name("page.css").read_text().split("prefers-color-scheme: dark")
     for css in (light, dark):
         colour = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css))
         for kept, whole in (("parameters", "gathered"), ("gradients", "whole-gradients")):
@@ -474,7 +478,7 @@ def test_what_is_kept_and_what_is_gathered_differ_in_grey():
 
 def test_the_ready_page_is_what_the_templates_make():
     """docs/watch.html needs nothing to be installed; it is made of the scripts as they are now."""
-    recordings = page.recordings_of(page.READY)
-    assert page.READY.read_text(encoding="utf-8") == page.build(recordings, "zero3")
+    recordings = html.recordings_of(html.READY)
+    assert html.READY.read_text(encoding="utf-8") == html.build(recordings, "zero3")
     assert {recording["run"] for recording in recordings} == set(TITLES)
     assert json.dumps(recordings)

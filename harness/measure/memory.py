@@ -31,7 +31,7 @@ from harness.measure import fake_gpu, tables
 from harness.measure.fake_ranks import build, fake_ranks, grid, waiting
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, needed_bytes
 from harness.measure.ledger import held_bytes, held_tensors, on_device, sizes_by_storage, warm_up
-from harness.measure.parts import HELD, PARTS, PartsLedger
+from harness.measure.memory_parts import HELD, PARTS, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run import engines as registry
 from harness.run import micro_batches, process_group

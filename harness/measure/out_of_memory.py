@@ -6,7 +6,7 @@ import torch
 
 from harness.measure import tables
 from harness.measure.ledger import held_bytes
-from harness.measure.parts import PartsLedger
+from harness.measure.memory_parts import PartsLedger
 from harness.measure.timeline import unit_names, unit_of
 
 

@@ -4,7 +4,7 @@ from matplotlib.patches import Patch
 
 from harness.measure import tables
 from harness.measure.memory import GPUS, formula_name
-from harness.measure.parts import HELD, PARTS, STATE
+from harness.measure.memory_parts import HELD, PARTS, STATE
 from harness.measure.style import IN_FULL, PART_COLOURS, PART_STYLES, bars, engine_look, headline, key, look, new, ruled
 from harness.run.engines import ENGINES, STAGES
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from harness.measure import step_report, step_time
+from harness.measure.memory_parts import PARTS, PartsLedger
 from harness.measure.out_of_memory import explained
-from harness.measure.parts import PARTS, PartsLedger
 from harness.measure.places import PlacesLedger, name_rows
 from harness.measure.story import BucketStory, UnitStory, held
 from harness.measure.timeline import Timeline, chrome_trace

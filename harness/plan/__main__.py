@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 from harness.plan import scale, sweep, validate, words
 from harness.plan.hardware import Cluster
-from harness.plan.options import arguments, cluster_of, different, setup_of
+from harness.plan.plan_options import arguments, cluster_of, different, setup_of
 from harness.plan.predict import Prediction, predict
 from harness.run import process_group
 from harness.run.ending import one_line

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from harness.engine import units
-from harness.plan import record
+from harness.plan import recorder
 from harness.plan.events import Collective, Event, Memory, Operation, Recording
 from harness.plan.one_rank import BUCKETED, BY_UNIT, DDP_BUCKET_MB, Setup, parameters_of
 
@@ -87,7 +87,7 @@ def recording(setup: Setup) -> Recording:
 def _blocks(setup: Setup) -> Recording:
     blocks = 4 + (setup.prefetch if setup.engine in BY_UNIT else 1)
     if setup.config.layers <= blocks + 2:
-        return record.record(setup)
+        return recorder.record(setup)
     key = strictly
     if setup.engine in BUCKETED:  # of one size for any number of blocks
         named = parameters_of(setup.config)
@@ -95,8 +95,8 @@ def _blocks(setup: Setup) -> Recording:
         setup = replace(setup, bucket_mb=bucket_mb)
         if 4 * sum(param.numel() for _, param in named) <= bucket_mb * 2**20:
             key = but_for_size
-    few, more = (record.record(replace(setup, config=replace(setup.config, layers=n))) for n in (blocks, blocks + 1))
+    few, more = (recorder.record(replace(setup, config=replace(setup.config, layers=n))) for n in (blocks, blocks + 1))
     try:
         return extend(few, more, setup.config.layers - blocks - 1, key)
     except NotRepeating:  # for example as buckets end elsewhere in every block
-        return record.record(setup)
+        return recorder.record(setup)

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 
 from harness.plan.one_rank import Setup
-from harness.plan.options import cluster_of
+from harness.plan.plan_options import cluster_of
 from harness.plan.predict import predict
 from harness.plan.published import ROWS, Row
 from harness.plan.words import gpus

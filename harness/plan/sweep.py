@@ -5,7 +5,7 @@ import os
 from bisect import bisect_left
 
 from harness.plan.one_rank import BUCKETED, BY_UNIT
-from harness.plan.options import cluster_of, setup_of
+from harness.plan.plan_options import cluster_of, setup_of
 from harness.plan.predict import Prediction, predict
 from harness.plan.words import gpus
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -140,8 +140,13 @@ class DDPStandIn(PlainStep):
             self._works.pop(0).wait()
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """A GPT's blocks; of another model ZeRO-3's units."""
+    return [*getattr(model, "blocks", ())] or default_units(model)
+
+
 def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mesh=None, **options) -> PlainStep:
-    """FSDP2 around every block of the model (of one without `blocks`: around ZeRO-3's units), and around the rest."""
+    """FSDP2 around every block of the model, and around the rest."""
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if mesh is None:
@@ -149,7 +154,7 @@ def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mes
         # `init_device_mesh` may choose a GPU by itself, and add an NCCL group, which ranks on one GPU cannot have.
         with _disable_current_modes():  # a mesh needs the values of its ranks, which fake tensors do not have
             mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    for block in getattr(model, "blocks", None) or default_units(model):
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, **options)
     return PlainStep(fully_shard(model, mesh=mesh, **options), optimizer_cls)
 
@@ -167,6 +172,10 @@ def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=Non
     policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
     options = {"device_id": device, "use_orig_params": True, "mixed_precision": policy, **options}
     return PlainStep(FullyShardedDataParallel(model, auto_wrap_policy=wrap(model), **options), optimizer_cls)
+
+
+def by_blocks(model: nn.Module) -> ModuleWrapPolicy:
+    return ModuleWrapPolicy({*map(type, blocks_of(model))})
 
 
 def by_size(model: nn.Module):

@@ -11,10 +11,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from harness.run import deepspeed_engine
-from harness.run.counterparts import ZeRO1By2Psi, by_size, ddp, fsdp1, fsdp2, single, zero_redundancy_optimizer
+from harness.run import counterparts, deepspeed_engine
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -74,30 +72,32 @@ NOTHING, STATE, GRADIENTS = (), ("optimizer",), ("gradients", "optimizer")
 ALL_PARTS = ("parameters", *GRADIENTS)
 
 ENGINES: dict[str, Engine] = dict([
-    _entry("single", "one process", single, (NOTHING, 0), "compare", "dtype", casts=True,
+    _entry("single", "one process", counterparts.single, (NOTHING, 0), "compare", "dtype", casts=True,
            shade=LIGHT, line=":", mark="x"),
-    _entry("ddp", "DDP", ddp, (NOTHING, 2), ALL, "dtype bucket_mb", casts=True, shade=DARK),
+    _entry("ddp", "DDP", counterparts.ddp, (NOTHING, 2), ALL, "dtype bucket_mb", casts=True, shade=DARK),
     _entry("zero1", "ZeRO-1", partial(_stage, ZeRO1), (STATE, 3), f"{ALL} sweeps", BUCKETS,
            counterpart="zero_redundancy_optimizer", shade=LIGHT, mark="s"),
-    _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", partial(_stage, ZeRO1By2Psi), (STATE, 2), "plan scale", BUCKETS,
-           line="-.", mark="v"),
-    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", zero_redundancy_optimizer, (STATE, 3),
+    _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", partial(_stage, counterparts.ZeRO1By2Psi), (STATE, 2),
+           "plan scale", BUCKETS, line="-.", mark="v"),
+    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", counterparts.zero_redundancy_optimizer, (STATE, 3),
            "compare bench report conform", "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
     _entry("zero2", "ZeRO-2", partial(_stage, ZeRO2), (GRADIENTS, 2), f"{ALL} sweeps scale", BUCKETS,
            counterpart="fsdp2_no_reshard", mark="^"),
-    _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(fsdp2, reshard_after_forward=False), (ALL_PARTS, 2),
-           "compare memory bench plan report conform", "dtype mesh offload_policy", line="--", mark="^"),
+    _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(counterparts.fsdp2, reshard_after_forward=False),
+           (ALL_PARTS, 2), "compare memory bench plan report conform", "dtype mesh offload_policy",
+           line="--", mark="^"),
     _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), None, "plan", UNITS, rows=True,
            line="-.", mark="P"),
     _entry("zero3", "ZeRO-3", partial(_stage, ZeRO3), (ALL_PARTS, 3), f"{ALL} scale", UNITS, counterpart="fsdp2",
            shade=DARK, mark="D"),
     _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), (ALL_PARTS, 3), "watch",
            "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
-    _entry("fsdp2", "FSDP2", fsdp2, (ALL_PARTS, 3), ALL, "dtype mesh offload_policy", shade=DARK, line="--", mark="D"),
-    _entry("fsdp1", "FSDP1", partial(fsdp1, lambda model: ModuleWrapPolicy({type(model.blocks[0])})), (ALL_PARTS, 3),
+    _entry("fsdp2", "FSDP2", counterparts.fsdp2, (ALL_PARTS, 3), ALL, "dtype mesh offload_policy",
+           shade=DARK, line="--", mark="D"),
+    _entry("fsdp1", "FSDP1", partial(counterparts.fsdp1, counterparts.by_blocks), (ALL_PARTS, 3),
            "", "dtype", line=":", mark="<"),
-    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(fsdp1, by_size), (ALL_PARTS, 3), "", "dtype",
-           line=":", mark=">"),
+    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(counterparts.fsdp1, counterparts.by_size),
+           (ALL_PARTS, 3), "", "dtype", line=":", mark=">"),
     # DeepSpeed's default for its first stage, `use_multi_rank_bucket_allreduce`, is said to all-reduce.
     *(_entry(f"deepspeed{stage}", f"DeepSpeed, stage {stage}", partial(deepspeed_engine.build, stage), (parts, 3),
              "conform", "dtype", line="-.", mark=mark, needs="deepspeed", exact=False)

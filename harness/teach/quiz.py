@@ -46,7 +46,7 @@ def reveal(votes: dict[int, str], claims: list[dict] = ()) -> int:
         right += vote == kind(row["verdict"])
         say(f"{number:2}. {row['claim']}")
         say(f"    you: {vote}, verdict: {row['verdict']} -> {'right' if vote == kind(row['verdict']) else 'no'}")
-        say(f"    measured ({where}): {row['measured']}")
+        say(f"    found ({where}): {row['found']}")
     for number, vote in votes.items():
         if vote and vote not in VOTES:
             say(f"{number:2}. the vote must be one of {', '.join(VOTES)}, it is {vote!r}")

@@ -4,12 +4,12 @@
 Our copies of the articles lack some numbers and formulas. A claim that was completed there says what is blank.
 """
 
-from harness.teach.articles import memory, predicted, printed, rest, traffic
+from harness.teach.articles import on_memory, on_traffic, predicted, printed, rest
 from harness.teach.articles.claim import ARTICLES, Claim
 
 # By article, and within each by subject: first what is said of ZeRO and FSDP, of memory and traffic.
 ZERO: list[Claim] = sorted(
-    memory.claims + traffic.claims + predicted.claims + printed.claims,
+    on_memory.claims + on_traffic.claims + predicted.claims + printed.claims,
     key=lambda claim: ARTICLES.index(claim.article),
 )
 OTHERS: list[Claim] = sorted(rest.claims, key=lambda claim: ARTICLES.index(claim.article))

@@ -16,7 +16,7 @@ from harness.engine import accelerator
 from harness.run import options as common
 from harness.run import process_group, ranks
 from harness.run.ending import one_line
-from harness.teach.check.ranks import checks_of
+from harness.teach.check.steps import checks_of
 from harness.teach.exercise import EXERCISES, FOLDER, ROOT
 
 SECONDS = 30  # for one step; each takes a second or two
@@ -53,7 +53,8 @@ def merge(verdicts: list[dict]) -> dict:
         worst = next(status for status in GONE if any(verdict["status"] == status for verdict in verdicts))
         done = [rank for rank in range(len(verdicts)) if rank not in gone]
         others += [f"rank {rank} is through with this step" for rank in done]
-        return {"status": worst, "others": others + parting([verdict.get("issued") for verdict in verdicts])}
+        others += parting([verdict.get("issued") for verdict in verdicts])
+        return {"status": worst, "others": others, "loading": any(verdict.get("loading") for verdict in verdicts)}
     return {"status": "passed"}
 
 
@@ -162,10 +163,10 @@ def run(name: str, world_size: int, seconds: float, backend: str, device: str, f
     """Start the ranks on `file`, and print the report."""
     shown = _shown(file)
     print(
-        f"+ torchrun {' '.join(ranks.torchrun(world_size)[2:])} -m harness.teach.check.ranks {name} {shown}\n",
+        f"+ torchrun {' '.join(ranks.torchrun(world_size)[2:])} -m harness.teach.check.steps {name} {shown}\n",
         flush=True,
     )
-    command = ["-m", "harness.teach.check.ranks", name, str(file), str(seconds), backend, device]
+    command = ["-m", "harness.teach.check.steps", name, str(file), str(seconds), backend, device]
     report = Report(checks_of(name), shown, file.read_text())
     together = 60 + (seconds + 5) * len(report.checks)
     variables = {"ZERO_TIMEOUT": str(12 * seconds + 60), "OMP_NUM_THREADS": "1"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.teach.practice.ranks import run
+from harness.teach.practice.threads import run
 
 
 class NotYet(Exception):

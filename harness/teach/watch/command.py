@@ -19,9 +19,9 @@ from harness.run.ending import one_line
 from harness.run.engines import ENGINES
 from harness.run.model import preset
 from harness.teach.museum.exhibits import exhibit_of
-from harness.teach.watch import animation, page
-from harness.teach.watch.engines import TITLES, Run, of_engine, of_exhibit
+from harness.teach.watch import animation, html
 from harness.teach.watch.record import record
+from harness.teach.watch.recordable import TITLES, Run, of_engine, of_exhibit
 from harness.teach.watch.recording import merge
 
 MOST_RANKS = 16  # more cells than these nobody can tell apart
@@ -84,7 +84,7 @@ def settle(options: argparse.Namespace) -> None:
     if unknown := [name for name in options.names if name not in TITLES]:
         raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
     options.opens = options.engine if options.bug is None else f"bug{options.bug}"
-    if options.source is not None and options.opens not in [each["run"] for each in page.recordings_of(options.source)]:
+    if options.source is not None and options.opens not in [each["run"] for each in html.recordings_of(options.source)]:
         raise ValueError(f"--from {options.source!r} has no recording of {options.opens!r}")
     if options.out is None and not (options.source and options.gif):
         options.out = f"watch-{options.opens}.html"
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     if options.on_ranks:
         process_group.run(partial(on_ranks, options, Path(options.on_ranks)))
-    recordings = page.recordings_of(options.source) if options.source else None
+    recordings = html.recordings_of(options.source) if options.source else None
     if recordings is None:
         several = len(runs_of(options))
         hint = f" (about a minute; --only {options.opens} records one)" if several > 2 else ""
@@ -150,13 +150,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(recordings, separators=(",", ":")) + "\n")
     if options.out:
-        text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
+        text = html.build(recordings, options.opens, beside="" if options.bug is None else "right")
         done = "replaced" if Path(options.out).exists() else "written"
         Path(options.out).write_text(text, encoding="utf-8")
         size = f"{len(text.encode()) / 1e3:.0f} kB"
         print(f"{done}: {Path(options.out).resolve()} ({size}; a double click opens it)")
     if options.gif:
         print("drawing the animation")
-        animation.draw(page.build(recordings, options.opens), Path(options.gif), options.dark)
+        animation.draw(html.build(recordings, options.opens), Path(options.gif), options.dark)
         print(f"written: {options.gif} ({Path(options.gif).stat().st_size / 1e3:.0f} kB)")
     return 0

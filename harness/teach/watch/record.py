@@ -11,7 +11,7 @@ from harness.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_
 from harness.measure.versions import Versions
 from harness.run import process_group
 from harness.run.process_group import Rank
-from harness.teach.watch.engines import Run
+from harness.teach.watch.recordable import Run
 from harness.teach.watch.recording import PHASES
 
 

@@ -5,7 +5,7 @@ All that the page shows is computed from it, by `stateAt` in state.js.
 
 from bisect import bisect_left
 
-from harness.measure.parts import PARTS
+from harness.measure.memory_parts import PARTS
 from harness.measure.traffic import sent_bytes
 from harness.measure.versions import versions
 

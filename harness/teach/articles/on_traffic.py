@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure.ledger import storage_bytes
-from harness.measure.parts import GATHERED, PartsLedger
+from harness.measure.memory_parts import GATHERED, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.teach.articles.claim import Claims, about, above, listed
 from harness.teach.articles.runs import (

@@ -69,7 +69,7 @@ class _Watch(Recorder):
     """Knows which collective this rank is in."""
 
     def __init__(self, file: str, note: Path | None = None):
-        self.file, self.now, self.last = file, "", ""
+        self.file, self.now, self.last, self.loading = file, "", "", True
         self._note = None if note is None else os.open(note, os.O_CREAT | os.O_WRONLY)
         self.count = 0  # of collectives
         self._log = None if note is None else os.open(f"{note}.issued", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -181,6 +181,7 @@ def examine(name, file: str, folder: str, seconds: float, device="cpu", first: i
             try:
                 if sheet is None:
                     sheet = sheet_of(name, load(name, file), device)
+                    watch.loading = False
                 with filled(sheet.chapter, blanks[number + 1 :], chapter):  # what the student may not have written yet
                     verdict = _findings(sheet.look(check.look)) or {"status": "passed"}
             except BaseException as error:
@@ -282,7 +283,7 @@ def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, nu
     where = f"waits in {watch.now}" if watch.now else "is in no collective"
     # Issued at one line, waited for at another.
     at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
-    hang = {"status": "hang", "line": line, "error": where + at}
+    hang = {"status": "hang", "line": line, "error": where + at, "loading": watch.loading}
     ranks.say(folder, number, rank, hang)
     ranks.everyone(folder, number, world_size, 5)
     os._exit(3)
