@@ -25,6 +25,7 @@ from harness.measure.report import page
 from harness.plan import validate
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
+from harness.run import journal
 from harness.run.ending import Parser, one_line
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
@@ -239,6 +240,24 @@ def machines() -> str:
     return tables.markdown(rows) if rows[1:] else "None yet."
 
 
+# A run that came back.
+
+KILLED = ("a rank is killed by `kill -9`", "launcher and rank of one machine are killed: N = 1",
+          "the machine comes back: N = 2")  # fmt: skip
+
+
+def restarts() -> str:
+    """How long each restart of a recorded run took, phase by phase."""
+    lines = journal.read(ROOT / "results" / "train-zero2-cpu.jsonl")
+    found = [line for line in lines if line.get("event") == "restart"]
+    rows = [["seconds, preset `tiny`, N = 2", *found[0]["seconds"], "in all", "steps made again"]]
+    for what, line in zip(KILLED, found, strict=True):
+        seconds = line["seconds"] | {"in all": sum(line["seconds"].values())}
+        cells = [f"{seconds[phase]:.1f}" if phase in seconds else "" for phase in rows[0][1:-1]]
+        rows.append([what, *cells, str(line["repeated"])])
+    return tables.markdown(rows)
+
+
 # The code about itself.
 
 
@@ -312,7 +331,7 @@ def exhibits_of(stage: str) -> str:
     return f"{numbers[0]} to {numbers[-1]}"
 
 
-MEASURED = referee, launches, slow_rank, sweep, machines
+MEASURED = referee, launches, slow_rank, sweep, machines, restarts
 COMPUTED = memory_peaks, memory_state, hybrid, offload, plan_validation, plan_summary, plan_groups, plan_missed
 SAID = article, other_claims, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
 BLOCKS: dict[str, Callable[..., str]] = {
