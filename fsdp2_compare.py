@@ -41,6 +41,7 @@ from harness.measure.turns import take_turns
 from harness.run import engine_file, micro_batches, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
+from harness.run.ending import SAID
 from harness.run.engines import DTYPES, ENGINES, build, named
 from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
 from harness.run.process_group import Rank
@@ -300,7 +301,7 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str =
         off, allowed = runs[name]["difference"], runs[name]["tolerance"]
         lines.append(f"DOES NOT MATCH: {name} is off by {off:.3g} from {reference}, allowed {allowed:g}.")
     if len(runs) == 1 and not wrong:
-        return "Only one engine ran: nothing was compared."
+        return f"Only {reference} came to its end: nothing was compared."
     if not wrong:
         lines.append("MATCH: all engines have the same losses.")
     if exact:
@@ -335,7 +336,8 @@ def main() -> None:
     for name in options.engines:
         started = time.perf_counter()
         runs[name] = engine_file.attempt(name, partial(referee.train, name), me, failed)
-        me.print(f"losses, memory and traffic of {name}: {time.perf_counter() - started:.1f} s")
+        done = f"{name} failed, after" if name in failed else f"losses, memory and traffic of {name}:"
+        me.print(f"{done} {time.perf_counter() - started:.1f} s")
     torch.use_deterministic_algorithms(False)
     runs = {name: run for name, run in runs.items() if run is not None}
     reference, match = referee.compare(runs)
@@ -377,7 +379,7 @@ def main() -> None:
         me.print(f"\nwritten: {options.json}")
     process_group.stop()
     if not result["match"]:
-        sys.exit(1)
+        sys.exit(SAID)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ class Bucket:
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], rank: int, world_size: int, dtypes=(None, None)):
         self.names, self.params = zip(*named_params)
         self.shapes = [local(param).shape for param in self.params]  # simply `param`, unless tensor parallelism is on
-        self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(self.params[0].dtype, *dtypes)
-        # Every parameter and every shard starts on a multiple of 16 bytes, on a GPU of 256. Unaligned tensors take
+        self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(self.params[0].dtype, *dtypes)  # None: its own
+        # Every parameter and every shard starts on a multiple of 16 bytes (256 on a GPU). Unaligned tensors take
         # other kernels, which round differently; aligned, our losses match plain PyTorch's to the bit.
         align = precision.alignment(self.params[0], self.param_dtype)  # in elements
         self.offsets, end = [], 0
@@ -103,8 +103,8 @@ class Bucket:
         self.flat = local(self.params[0]).new_zeros(self.numel)  # zeros: NCCL's check for NaN looks at padding, too
         for param, view in zip(map(local, self.params), self.views(self.flat)):
             view.copy_(param.detach())
-            # It stays the same object. From now on a collective that writes into `flat` writes into the weights, and
-            # autograd, which counts each tensor's changes, sees none: `param` keeps a counter of its own.
+            # It stays the same object. From now on a collective that writes into `flat` writes into the weights.
+            # (Autograd refuses saved tensors that were changed. It counts changes, and `param` has its own counter.)
             param.data = view
         self.shard = self.own_part(self.flat)
 
@@ -128,7 +128,7 @@ class Bucket:
     def make_pieces(self, placement: Placement) -> None:
         """Step 0: what the optimizer is handed, one piece per parameter, as each may have its own weight decay."""
         placement.adopt(self)  # sets `bucket.placement`; in mixed precision or offload the shard gets its own memory
-        trained = self.params[0].requires_grad
+        trained = self.params[0].requires_grad  # as with all others of this bucket
         # `detach` makes another tensor on the shard's memory: updating a piece updates the shard.
         self.pieces = [(index, part.detach().requires_grad_(trained)) for index, part in self.cut(self.shard)]
 
@@ -141,7 +141,7 @@ def gather_parameters(buckets: list[Bucket], group) -> None:
     """Step 5: every rank sends the shard that it has updated, and receives the others' straight into the weights."""
     works = []
     for bucket in buckets:
-        shard = precision.rounded_shard(bucket)  # in float32 `bucket.shard`, often a view of `flat`, as `sendable` is
+        shard = precision.rounded_shard(bucket)  # in float32 simply `bucket.shard`, and `sendable(flat)` simply `flat`
         # async_op: the collective is only started. All are queued before the first is waited for.
         works.append(dist.all_gather_single(precision.sendable(bucket.flat), shard, group=group, async_op=True))
     for bucket, work in zip(buckets, works):
@@ -187,14 +187,14 @@ class ZeRO1(Interface):
         all-reduce begins when backward is over, so nothing hides it. ZeRO-2 sends while backward computes.
         """
         if self.hooks.reduced:
-            return  # done since the last gradient came: `clip_grad_norm_` needs the averages, and has called this
+            return  # already done: `clip_grad_norm_` needs the averages and has called this; no gradient came since
         works = []
         for bucket in self.trained_buckets:
-            to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)  # itself; float16: over a part of N
+            to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)  # no change; float16: by a part of N
             works.append(dist.all_reduce(to_sum, group=self.group, async_op=True))
         for bucket, work in zip(self.trained_buckets, works):
             wait(work, "all-reduce", bucket)
-            precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # over the rest of N, in place
+            precision.mean_of_sum(bucket.flat_gradient, self.world_size)  # divided by (the rest of) N, in place
             own = bucket.own_part(bucket.flat_gradient)
             own = self.placement.final_shard(bucket, own)  # unchanged, but for replicas and offload
             for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(own)):
@@ -208,7 +208,7 @@ class ZeRO1(Interface):
     # The moment at which ZeRO-1 acts inside step 2, and what triggers it.
 
     def watch_gradients(self) -> None:
-        """Set up once: autograd calls a parameter's hook whenever backward has finished the parameter's gradient."""
+        """Set up once: autograd calls a parameter's hook, and that `on_gradient`, whenever its gradient is finished."""
         for bucket in self.trained_buckets:
             for index, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self.hooks.calling(self.on_gradient, bucket, index))
@@ -246,7 +246,7 @@ class ZeRO1(Interface):
         self.watch_gradients()
         self.zero_grad()
 
-    def _shards_changed(self) -> None:  # as `load_full_state_dict` does it
+    def _shards_changed(self) -> None:  # `load_full_state_dict` and others that write into shards call it
         gather_parameters(self.buckets, self.group)
 
 

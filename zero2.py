@@ -12,7 +12,7 @@ sends the bucket in a reduce-scatter. The rank keeps 1/N of the sum and frees th
 Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
     memory   4Ψ parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 38.5 GB)
-    peak     4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes: of this state alone, late in backward
+    peak     4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes; without activations, late in backward
     sent     Ψ reduce-scatter + Ψ all-gather = 2Ψ, as under DDP
 
 At that moment two buckets have whole gradients: the one that backward is finishing, and the one in flight. The former
@@ -119,19 +119,19 @@ class ZeRO2(Interface):
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
         self._receive()  # else the next step would receive it, and add it
         gradients.forget(self)
-        self._turns, self._complete = deque(self.trained_buckets), set()
+        self._turns, self._complete = deque(self.trained_buckets), set()  # in their order; those that are complete
 
     # The moments at which ZeRO-2 acts inside step 2, and what triggers them.
 
     def watch_gradients(self) -> None:
-        """Set up once: autograd calls a parameter's hook whenever backward has finished the parameter's gradient."""
+        """Set up once: autograd calls a parameter's hook, and that `on_gradient`, whenever its gradient is finished."""
         for bucket in self.trained_buckets:
             for index, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self.hooks.calling(self.on_gradient, bucket, index))
 
     def on_gradient(self, bucket: Bucket, index: int) -> None:
         """The gradient of `bucket.params[index]` is final."""
-        bucket.missing.discard(index)  # what backward has still to bring; `self.hooks` fills it when one begins
+        bucket.missing.discard(index)  # what backward has still to bring; `self.hooks` fills it when a backward begins
         if not bucket.missing:
             self.gradients_final(bucket)  # the last one has come: the bucket is complete
 
@@ -186,7 +186,7 @@ class ZeRO2(Interface):
         self.watch_gradients()
         self.zero_grad()
 
-    def _shards_changed(self) -> None:  # as `load_full_state_dict` does it
+    def _shards_changed(self) -> None:  # `load_full_state_dict` and others that write into shards call it
         gather_parameters(self.buckets, self.group)
 
 

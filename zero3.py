@@ -16,11 +16,11 @@ end of backward. **Prefetch** means to start the all-gather of the next unit bef
 Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
 
     memory   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 14 GB)
-    peak     16Ψ/N + R + 4U - (R + 2U)/N (R, U: bytes of root, equal units): of this state alone, late in backward
+    peak     16Ψ/N + R + 4U - (R + 2U)/N (R, U: bytes of root, equal units); no activations, late in backward
     sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
 
 At that moment these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and whole
-gradients of the unit at work and of the one in flight (2U). The parameters named here have no gradient shard yet, so
+gradients of the unit at work and of the one in flight (2U). Root and these two units have no gradient shard yet, so
 (R + 2U)/N is subtracted. Not counted are the root's own gradients (last norm, head), which stay whole until the
 embedding's has come. (Unequal units: `PEAK_FORMULAS` in harness/measure/memory.py.) With activations the peak comes
 early in backward as a rule. The root is gathered once per step, so a little less than 3Ψ is sent.
@@ -36,7 +36,7 @@ needs it, unit by unit. In the order of time, with prefetch 1, and under it the 
 A gather stands left of the computation that it hides behind: it is started first and waited for later. The last unit is
 freed although backward soon gathers it again: head and loss come in between, whose activations are among the largest.
 On a CPU a missing wait can leave every number right. On simulated GPUs (tests/simulated_gpu/) a detector names both
-operations and their streams: ./launch.sh bug 33.
+operations and their streams, as the answer to such a bug shows: ./launch.sh bug 33 --answer.
 
 Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. It frees little: for
 its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. Of 8 linear layers
@@ -141,7 +141,7 @@ class ZeRO3(Interface):
     # The moments of forward. Hooks on modules call them, the second one for units only: the root stays gathered.
 
     def before_forward(self, unit: Unit, upcoming: list[Unit]) -> None:
-        """`unit` is about to run. `upcoming`: the `prefetch` units that came after it in the last forward."""
+        """`unit` is about to run. `upcoming`: the `prefetch` units that came after it in the last forward, if any."""
         for each in (unit, *upcoming):
             self._gather(each)  # nothing to do if it was prefetched
         self._wait(unit)
@@ -158,7 +158,7 @@ class ZeRO3(Interface):
     def pack(self, tensor: torch.Tensor):
         """`self.hooks` has autograd call this when forward saves `tensor`, and keep what it returns."""
         unit = self.unit_of.get(storage_number(tensor))  # whose weight is it, or a view of? None: nobody's
-        return tensor, None if unit is None else self.hooks.visit(unit)  # this run of the unit
+        return tensor, (None if unit is None else self.hooks.visit(unit))  # `visit`: this run of the unit
 
     def unpack(self, saved) -> torch.Tensor:
         """`self.hooks` calls this in backward, right before autograd reads a tensor that `pack` has seen."""
@@ -175,7 +175,7 @@ class ZeRO3(Interface):
         self._wait(unit)
 
     def watch_gradients(self) -> None:
-        """Set up once: autograd calls a parameter's hook whenever backward has finished the parameter's gradient."""
+        """Set up once: autograd calls a parameter's hook, and that `on_gradient`, whenever its gradient is finished."""
         for unit in (*self.units, self.root):
             for bucket in unit.trained_buckets:
                 for index, param in enumerate(bucket.params):
@@ -185,7 +185,7 @@ class ZeRO3(Interface):
         """The gradient of `bucket.params[index]` is final: all that backward does with the weight is done."""
         bucket.missing.discard(index)  # as in ZeRO-2
         if not any(bucket.missing for bucket in unit.trained_buckets):  # the unit's last one
-            if len(unit.trained_buckets) == len(unit.buckets):  # with frozen ones `self.hooks` does it, later
+            if len(unit.trained_buckets) == len(unit.buckets):  # frozen ones tell nothing: `self.hooks` does it, later
                 self.after_backward(unit)
             self.gradients_final(unit)
 
@@ -211,7 +211,7 @@ class ZeRO3(Interface):
                 # On a GPU work runs in queues, called streams, and collectives have their own. The stream that computes
                 # frees this memory later, so it allocates it, too: the allocator can reuse it without a signal.
                 bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
-                with self.placement.copies_beside():  # offload only: a stream of its own for the copy up
+                with self.placement.copies_beside():  # offload only: a stream of its own for copies from the host
                     whole, shard = precision.sendable(bucket.flat), precision.rounded_shard(bucket)  # as in ZeRO-1
                     # Straight into the weights: the model's parameters are views of `flat`, so is what autograd saved.
                     unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
@@ -261,7 +261,7 @@ class ZeRO3(Interface):
         self.prepare(model, optimizer_cls, param_groups, own, (init_fn, state_dict), **options)
         self.reshard_after_forward = reshard_after_forward
         self.prefetch = prefetch if self.world_size > 1 else 0  # a rank that is alone waits for nothing
-        self.order = order.Sequence(self.placement.everyone)  # compares the ranks where a step differs from the last
+        self.order = order.Sequence(self.placement.everyone)  # where a step differs from the last, ranks compare theirs
         with record_function("step 0 partition"), torch.no_grad():
             self.units, self.root = make_units(model, own["units"], self.rank, self.world_size, self.dtypes)
             self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]

@@ -66,7 +66,7 @@ def _walk(engine_cls, doc: str) -> None:
     own = {name: getattr(options, name) for name in ("bucket_mb", "prefetch") if hasattr(options, name)}
     if hasattr(options, "prefetch"):
         own["reshard_after_forward"] = not options.no_reshard_after_forward
-    me.print(f"{engine_cls.__name__}: {doc.splitlines()[0]}")
+    me.print(doc.splitlines()[0])
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
         model = GPT(config, options.seed + me.rank).to(me.device)  # every rank another start: the engine takes rank 0's
@@ -151,7 +151,7 @@ def _partition(engine, limit: str) -> str:
         parts += " (a transformer block each) and the root (what belongs to no unit)"
     padding = sum(bucket.numel for bucket in engine.buckets) - sum(p.numel() for b in engine.buckets for p in b.params)
     shard = sum(bucket.shard_numel for bucket in engine.buckets)
-    own = f"This rank owns {shard:,} elements; {padding} of all elements are padding, zeros that make the shards equal."
+    own = f"This rank owns {shard:,} elements. In all {padding} are padding: zeros that make the shards equal."
     return f"{parts}, each cut into {engine.world_size} equal shards, one per rank.\n{own}"
 
 

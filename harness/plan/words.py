@@ -36,7 +36,7 @@ def table(predictions: Sequence[Prediction]) -> str:
     lines = tables.text(rows)
     del lines[1]  # the rule under the first row
     if any("†" in row[0] for row in rows):
-        lines.append("† no published measurement holds this engine to account")
+        lines.append("† no published measurement to check this engine against")
     return "\n".join(lines)
 
 
@@ -104,5 +104,6 @@ def assumptions(cluster: Cluster) -> str:
         f"  beside a collective, computation takes {cluster.slowdown:.0%} longer",
         "  reserved: what torch's caching allocator would take for the live bytes, by a model of it",
         f"  needed: live bytes, {GAPS:.0%} for the allocator's gaps, {CONTEXT_BYTES / GB:.0f} GB for CUDA and NCCL",
+        "  fits: whether the GPU has what is needed; exposed: the share of the step in which it waits for what is sent",
         "  every rank does the same at the same time: no stragglers, no loading of data, no checkpoints, no clipping",
     ])  # fmt: skip

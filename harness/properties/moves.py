@@ -49,7 +49,7 @@ def zero1_layout(sheet: Sheet) -> None:
     On a GPU they are of 256 bytes.
     """
     shapes_of = [*SHAPES, [(0,)], [(3,), (0, 2), (2,)]]
-    for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES, (1, 2, 3, 4, 7), shapes_of):
+    for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES, (2, 3, 4, 7, 1), shapes_of):
         sizes = [param.numel() for _, param in named]
         start = alignment(sheet.device.type)
         align = start // min(bucket.param_dtype.itemsize, named[0][1].dtype.itemsize)
@@ -73,7 +73,7 @@ def zero1_layout(sheet: Sheet) -> None:
 def zero1_cut(sheet: Sheet) -> None:
     """The parts of all ranks' shards are views, and hold every element of every parameter exactly once."""
     found = {}
-    for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES[:1], (1, 2, 3, 5), SHAPES):
+    for at, named, world_size, rank, bucket in _buckets(sheet, DTYPES[:1], (2, 3, 5, 1), SHAPES):
         found = [[] for _ in named] if rank == 0 else found
         flat = torch.arange(bucket.numel)
         cuts = bucket.cut(flat[bucket.start : bucket.start + bucket.shard_numel])

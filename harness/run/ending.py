@@ -7,6 +7,7 @@ import signal
 import sys
 
 NOT_AGAIN = 3  # exit status of a rank that would fail again: the launcher does not start it again
+SAID = 4  # exit status of ranks that did not fail, and have said what is wrong: the launcher adds nothing
 
 
 class NotAgain(RuntimeError):

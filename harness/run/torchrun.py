@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 
-from harness.run.ending import one_line, what_failed
+from harness.run.ending import SAID, one_line, what_failed
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -31,7 +31,7 @@ def stopped(number: int) -> str:
 
 
 def failed(failures: dict) -> tuple[str, int]:
-    return what_failed(failures), 1
+    return "" if SAID in [failure.exitcode for failure in failures.values()] else what_failed(failures), 1
 
 
 def main(arguments: list[str]) -> None:
@@ -69,7 +69,8 @@ def run(arguments: list[str], stopped, failed) -> None:
     except RendezvousError as error:
         words = f"the machines cannot agree on who takes part ({error}). Is the one at --rdzv-endpoint gone?"
         status = 1
-    say(words)
+    if words:
+        say(words)
     sys.exit(status)
 
 

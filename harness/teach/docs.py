@@ -225,7 +225,7 @@ def plan_missed() -> str:
 
 def machines() -> str:
     """A row per results/*/report.json: what it was, how many losses were DDP's there, how many tests passed."""
-    rows = [["machine", "torch", "ranks", "engines with DDP's losses", "tests"]]
+    rows = [["machine", "torch", "ranks", "runs of an engine with DDP's losses", "tests passed"]]
     for file in sorted((ROOT / "results").glob("*/report.json")):
         report = json.loads(file.read_text())
         runs = [job["results"] for job in page.jobs_with_results(report, "referee")]

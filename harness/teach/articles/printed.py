@@ -121,7 +121,7 @@ def printed_zero3_frees():
         resized = sum(bucket.flat.untyped_storage().nbytes() for bucket in engine.buckets)
         del loss
     measured = f"alive after forward of 8 linear layers: {assigned:,} of {step('zero3').parameter_bytes:,} gathered "
-    return f"{measured}bytes, by resizing storages as zero3.py and FSDP do {resized:,}", not assigned
+    return f"{measured}bytes, by resizing storages, as zero3.py and FSDP do: {resized:,}", not assigned
 
 
 @claims.multiple_gpus("the printed ZeRO-3 gets through forward and backward",

@@ -304,8 +304,8 @@ class LastMicroBatch(zero2.ZeRO2):
     "What the log said",
     differs={
         "peak in backward",
-        "of the reductions inside backward",
-        "reductions still in flight when the rank computes",
+        "reductions sent inside backward",
+        "reductions that travel while the rank computes",
     },
     diagnosis="The hook reduces nothing, and step() reduces everything: all gradients, unsharded, are alive when "
     "backward ends. Between steps 1/N of them is held, and that is what the log says. The peak tells the truth.",
@@ -414,7 +414,7 @@ class SteppedByItself(zero2.ZeRO2):
 
 @exhibit(
     "Safe is safe",
-    differs={"reductions still in flight when the rank computes"},
+    differs={"reductions that travel while the rank computes"},
     diagnosis="Each reduce-scatter is waited for right after it was sent. All is right but the order of events: "
     "backward stands still while a bucket travels. With a fast network that is hardly seen, and with a slow one this "
     "is the time that ZeRO-2 means to save. (The right engine has 17 of 20 in flight: behind the last three no matrix "

@@ -80,10 +80,8 @@ def train(loop: Loop, found: dict) -> None:
     found["counted"] = {
         **{f"{line}, kB": nbytes / 1e3 for line, nbytes in sizes.items()},
         **{f"{kind}s per step": kinds.count(kind) for kind in ("all-reduce", "reduce-scatter", "all-gather")},
-        "of the reductions inside backward": inside,
-        "reductions still in flight when the rank computes": sum(
-            seen.computed_meanwhile("all-reduce", "reduce-scatter")
-        ),
+        "reductions sent inside backward": inside,
+        "reductions that travel while the rank computes": sum(seen.computed_meanwhile("all-reduce", "reduce-scatter")),
     }
     found["finished"] = True
 
@@ -252,6 +250,8 @@ def show(exhibit: Exhibit, world_size: int = RANKS) -> int:
         "has a batch and a seed of its own: the engine brings rank 0's weights to all.\n"
     )
     print(report(found["right"], wrong))
+    if found["right"] == found["wrong"]:
+        print("\nNo number differs: that is what to explain.")
     print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --hint, and --answer")
     return 0
 
