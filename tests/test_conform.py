@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from harness.properties.conform import OUTCOMES, cases_on, size_of, together, versions, without_places
+from harness.properties.conform import OUTCOMES, cases_on, in_names, size_of, together, versions, without_places
 from harness.properties.property import STAGES, library
 from harness.run.engines import installed
-from tests.test_engine_file import LISTING, ROOT
+from tests.test_engine_file import LISTING, ROOT, STEP
 
-STEP = "    def step(self):\n"
 LAST = "        dist.all_reduce(self.gradients)\n"
 # {engine: (what is put into the page's listing, and where; the outcome; words of it)}
 ENGINES = {
     "fine": (STEP, STEP, "right", ""),
     "sums": ("        self.gradients /= self.world_size\n", "", "wrong", "the mean of gradients"),
-    "refuses": (STEP, STEP + "        raise ValueError('not today')\n", "refused", "not today"),
+    "refuses": (STEP, STEP + "        raise TypeError('not today')\n", "refused", "not today"),
+    "trips": (STEP, STEP + "        None + 1\n", "crash", "TypeError: unsupported operand"),
     "dies": (STEP, STEP + "        __import__('os')._exit(3)\n", "crash", ""),
     "parts": (LAST, f"        if dist.get_rank() == 0:\n    {LAST}", "hang", ""),
 }
@@ -27,12 +27,12 @@ ENGINES = {
 
 def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
     """Engines of files on one property: a start of ranks for each, so a test asks no more than it needs."""
-    files = [str(tmp_path / f"{name}.py") for name in names]
-    for name, file in zip(names, files):
+    files = {name: tmp_path / f"{name}.py" for name in names}
+    for name, file in files.items():
         old, new, *_ = ENGINES[name]
         assert old in LISTING
-        Path(file).write_text(LISTING.replace(old, new))
-    words = [*files, "2", "--only", "a_step_on_integers", "--json", str(tmp_path / "found.json")]
+        file.write_text(LISTING.replace(old, new))
+    words = [*map(str, files.values()), "2", "--only", "a_step_on_integers", "--json", str(tmp_path / "found.json")]
     environment = os.environ | {"PYTHON": python, "ZERO_TIMEOUT": "3"}
     run = subprocess.run(["./launch.sh", "conform", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
     found = json.loads((tmp_path / "found.json").read_text())
@@ -47,7 +47,7 @@ def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
 
 
 def test_wrong_crash_and_hang_are_told_apart_and_the_others_engines_go_on(quick_python, tmp_path):
-    run = conform(quick_python, tmp_path, "sums", "dies", "parts")
+    run = conform(quick_python, tmp_path, "sums", "dies", "trips", "parts")
     assert run.returncode == 1, run.stdout + run.stderr
 
 
@@ -83,6 +83,7 @@ def test_every_property_is_asked_of_every_engine():
     for name, each in library().items():
         size = size_of(each, 2)
         assert cases_on(each, size, "ddp"), name
+        assert not any("<" in in_names(case) for _, _, case in each.asked(thorough=True)), name  # no raw Python
         assert all(cases_on(each, size, stage) for stage in STAGES if stage in each.engines), name
 
 

@@ -12,12 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from harness.properties import foreign
 from harness.run.engine_file import NoEngine, _built, enter, one_line
 from harness.run.engines import ENGINES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "your-engine.md").read_text()
 LISTING = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).group(1)
+STEP = "    def step(self):\n"
 DIES = "        if dist.get_rank() == 1:\n            raise LookupError('out of luck')\n"
 
 
@@ -41,7 +43,7 @@ def test_a_right_a_wrong_and_a_failing_engine_each_get_their_line(quick_python, 
     assert gather in LISTING
     files = [
         engine_file("my_zero1.py", LISTING),
-        engine_file("dies.py", LISTING.replace("    def step(self):\n", "    def step(self):\n" + DIES)),
+        engine_file("dies.py", LISTING.replace(STEP, STEP + DIES)),
         engine_file("no_gather.py", LISTING.replace(gather, "")),
         engine_file("diverges.py", LISTING.replace("self.model(*inputs)", "self.model(*inputs) * float('nan')")),
     ]
@@ -83,9 +85,6 @@ def test_what_is_no_engine_is_refused_before_ranks_are_started(monkeypatch, engi
     assert "--engine-file" in str(refused.value) and "\n" not in str(refused.value)
 
 
-STEP = "    def step(self):\n"
-
-
 @pytest.mark.thorough
 def test_a_hang_of_one_rank_ends_the_run_in_words(quick_python, engine_file, monkeypatch):
     """Without an end of its own: the other rank would wait for it to say how it has fared."""
@@ -104,11 +103,15 @@ def test_a_training_step_must_return_a_loss(returned):
         _built(lambda *_: engine, model, None, None).training_step(None, None, None)
 
 
+def test_nobody_clips_for_an_engine_that_has_no_clipping():
+    with pytest.raises(foreign.NotApplicable, match="mine has no clip_grad_norm_"):
+        foreign.Foreign("mine", SimpleNamespace(model=None, optimizer=None), [], False).clip_grad_norm_(1.0)
+
+
 def test_an_exception_in_a_file_is_one_line_that_names_it(engine_file):
     """As `bench` and `watch` say it."""
     with patch.dict(ENGINES):
-        enter(
-            [str(engine_file("fails.py", LISTING.replace("return MyZeRO1", "raise LookupError('luck')  #")))], "bench"
-        )
+        file = engine_file("fails.py", LISTING.replace("return MyZeRO1", "raise LookupError('luck')  #"))
+        enter([str(file)], "bench")
         with pytest.raises(RuntimeError, match=r"^fails.py, line 45: LookupError: luck$"), one_line():
             ENGINES["fails"].build(None, None, None)

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -36,6 +37,7 @@ OUTCOMES = ("right", "refused", "wrong", "crash", "hang", "not applicable")
 SIGNS = dict(zip(OUTCOMES, ("ok", "refused", "WRONG", "CRASH", "HANG", "-")))
 WORST = ("crash", "hang", "wrong", "refused", "right", "not applicable")  # of several cases or ranks
 IN_WORDS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
+ACCIDENTS = (TypeError, AttributeError, KeyError, IndexError, NameError)  # no words, unless a file itself raises them
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -112,10 +114,24 @@ def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
         if process_group.lost(said):
             return "hang", said.splitlines()[0]
         # A RuntimeError comes out of torch's C++, which has no line. Others of a property's own line are no words.
-        ours = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == HERE
+        last, file = traceback.extract_tb(error.__traceback__)[-1], engines.ENGINES[engine].file
+        ours = Path(last.filename).parent == HERE
         words = isinstance(error, IN_WORDS) and str(error) and (not ours or isinstance(error, RuntimeError))
+        if file and isinstance(error, ACCIDENTS):
+            words = Path(last.filename).resolve() == Path(file).resolve() and last.line.startswith("raise")
         return ("refused" if words else "crash"), said
-    return ("wrong", f"{findings[0]}\n  asked     {case}") if findings else ("right", "")
+    return ("wrong", f"{findings[0]}\n  asked     {in_names(case)}") if findings else ("right", "")
+
+
+def in_names(case) -> str:
+    """A case as text: classes and functions by their names, and an optimizer's class with its options."""
+    if isinstance(case, partial):
+        return f"{case.func.__name__}({in_names(case.keywords)})"
+    if isinstance(case, dict):
+        return ", ".join(f"{key}={in_names(value)}" for key, value in case.items()) or "without options"
+    if isinstance(case, tuple | list):
+        return f"({', '.join(map(in_names, case))})"
+    return getattr(case, "__name__", str(case))
 
 
 def on_ranks(engine: str, file: str, names: str, folder: str) -> None:

@@ -25,6 +25,7 @@ OPTIONS = {
     fsdp2: {"param_groups", "group", "param_dtype", "reduce_dtype"},
     deepspeed: {"param_groups"},
 }
+OF_TORCH = (ddp, zero_redundancy_optimizer, fsdp2)  # used with torch's own clipping
 
 
 def subject(entry: engines.Engine) -> Subject:
@@ -55,7 +56,7 @@ def subject(entry: engines.Engine) -> Subject:
                 model.float()  # it knows no other but lower ones
         if param_groups is not None:
             optimizer_cls = _grouped(model, param_groups, optimizer_cls, family is not zero_redundancy_optimizer)
-        return Foreign(entry.name, make(model, optimizer_cls, device, **options), scalars)
+        return Foreign(entry.name, make(model, optimizer_cls, device, **options), scalars, family in OF_TORCH)
 
     return Subject(entry.name, build, like, takes, **more)
 
@@ -109,10 +110,10 @@ def _grouped(model: nn.Module, groups, optimizer_cls, takes_names: bool):
 
 
 class Foreign:
-    """`engine`, anything with `model`, `optimizer`, and a step, called `name`."""
+    """`engine`, anything with `model`, `optimizer`, and a step, called `name`; perhaps one that is torch's own."""
 
-    def __init__(self, name: str, engine, scalars=()):
-        self._name, self._engine, self._scalars = name, engine, scalars
+    def __init__(self, name: str, engine, scalars: list[str], of_torch: bool):
+        self._name, self._engine, self._scalars, self._of_torch = name, engine, scalars, of_torch
         self.optimizer = engine.optimizer
         self.model = getattr(engine.model, "module", engine.model)  # DDP's own is inside of it
 
@@ -133,15 +134,20 @@ class Foreign:
         if hasattr(self._engine, "full_state_dict"):
             state = self._engine.full_state_dict()
         else:
-            state = {name: whole(value).detach().cpu().clone() for name, value in self.model.state_dict().items()}
+            state = {
+                name: whole(value).detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in self.model.state_dict().items()
+            }
         return state | {name: state[name].reshape(()) for name in self._scalars}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """torch's own, which DDP and FSDP2 are used with."""
+        """torch's own for its own engines: their documentation says so. Others may average gradients only in `step`."""
         if hasattr(self._engine, "clip_grad_norm_"):
             return self._engine.clip_grad_norm_(max_norm, norm_type)
         if hasattr(self._engine, "held_tensors"):
             raise NotApplicable(f"{self._name} clips by its configuration, and not by a call")
+        if not self._of_torch:
+            raise NotApplicable(f"{self._name} has no clip_grad_norm_")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
         return whole(norm)
 

@@ -154,7 +154,8 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         same("the copy's state", twin.state_dict(), before)
         for param, own in zip(twin.parameters(), model.parameters()):
-            plain = type(param) is nn.Parameter and isinstance(own, EngineParameter) and param.grad is None
+            marked = engine.foreign or isinstance(own, EngineParameter)  # the copies of others must be plain, too
+            plain = type(param) is nn.Parameter and marked and param.grad is None
             plain = plain and param.requires_grad == own.requires_grad
             expect(plain, "the copy's parameter", "an nn.Parameter of its own", type(param).__name__)
         # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
