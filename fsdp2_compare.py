@@ -33,15 +33,15 @@ import torch.distributed as dist
 
 from harness.measure import step_report, step_time
 from harness.measure.gpus import rates
-from harness.measure.ledger import held_bytes, let_go, warm_up
-from harness.measure.memory_parts import PartsLedger
+from harness.measure.interleaved import take_turns
+from harness.measure.ledger import let_go
+from harness.measure.memory_parts import HELD, PartsLedger
 from harness.measure.out_of_memory import explained
-from harness.measure.traffic import TrafficLedger
-from harness.measure.turns import take_turns
+from harness.measure.watched_step import Seen, allocator_of, watched_step
 from harness.run import engine_file, micro_batches, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
-from harness.run.ending import SAID
+from harness.run.endings import SAID
 from harness.run.engines import DTYPES, ENGINES, build, named
 from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
 from harness.run.process_group import Rank
@@ -151,62 +151,46 @@ class Referee:
         `held_bytes` are those right before the optimizer's step, when all gradients are there, as the articles'
         tables count; peak and traffic those of one whole step, the third, when all states exist.
         """
-        measured = min(2, self.options.steps - 1)
-        losses, held, peak, sent = [], {"parameters": 0, "gradients": 0, "optimizer": 0}, 0, 0
-        reserved = 0
-        started, allocator = time.perf_counter(), torch.accelerator  # which is that of a GPU
         let_go(self.me.device)
-        if self.mine(name):
-            batches = [self.batch(name, step) for step in range(self.options.steps)]
-            if self.me.device.type != "cpu":
-                warm_up(self.me.device)
-                allocator.empty_cache()  # what the allocator has reserved for the engine before is not this one's
-                before, reserved_before = allocator.memory_allocated(), allocator.memory_reserved()
-            with PartsLedger() as memory:
-                with explained(f"the construction of {name}", None, memory):
-                    engine = self.build(name)
-
-                def look(optimizer, *_):
-                    held.update(held_bytes(engine))
-
-                for step in range(measured):
-                    memory.begin(engine)
-                    with explained(f"training step {step + 1} of {name}", engine, memory):
-                        losses.append(self.step(engine, batches[step]))
-                memory.begin(engine)
-                if self.me.device.type != "cpu":
-                    allocator.reset_peak_memory_stats()
-                handle = engine.optimizer.register_step_pre_hook(look)
-                with TrafficLedger() as traffic, explained(f"training step {measured + 1} of {name}", engine, memory):
-                    losses.append(self.step(engine, batches[measured]))
-                handle.remove()
-                if not any(held.values()):  # an engine of a file, which does not step its optimizer
-                    held.update(held_bytes(engine))
-                peak, sent = memory.peak, traffic.sent_bytes
-                if self.me.device.type != "cpu":
-                    peak = allocator.max_memory_allocated() - before
-                    reserved = allocator.max_memory_reserved() - reserved_before
-            for batch in batches[measured + 1 :]:
-                with explained(f"training step {len(losses) + 1} of {name}", engine):
-                    losses.append(self.step(engine, batch))
-                if time.perf_counter() - started > 2:
-                    whose = "loss" if name == "single" else "rank 0's loss"  # of its own batch
-                    at = f"step {len(losses)} of {self.options.steps}"
-                    self.me.print(f"  {name}: {at}, {whose} {losses[-1].item():.4f}")
-                    started = time.perf_counter()
-            del engine, look, handle, memory
+        losses, seen = self._watched_training(name) if self.mine(name) else ([], Seen())
         gc.collect()
         self.meet(name)
-        everyone = self.over_ranks([*held.values(), peak, sent, reserved])
+        held = [seen.held.get(part, 0) for part in HELD]
+        *held, peak, sent, reserved = self.over_ranks([*held, seen.peak, seen.sent_bytes, seen.reserved])
         result = {
             "losses": [round(loss.item(), 10) for loss in losses],
-            "held_bytes": dict(zip(held, everyone)),
-            "peak_bytes": everyone[3],
-            "sent_bytes": everyone[4],
+            "held_bytes": dict(zip(HELD, held)),
+            "peak_bytes": peak,
+            "sent_bytes": sent,
         }
         if self.me.device.type != "cpu":
-            result["reserved_bytes"] = everyone[5]  # what the allocator has taken from the GPU, fragments included
+            result["reserved_bytes"] = reserved
         return result
+
+    def _watched_training(self, name: str) -> tuple[list[torch.Tensor], Seen]:
+        """(loss of every step, what was seen of the third one) of the engine `name` on this rank."""
+        batches = [self.batch(name, step) for step in range(self.options.steps)]
+        number = min(2, self.options.steps - 1)
+        allocator, losses = allocator_of(self.me.device), []
+        with PartsLedger() as memory:
+            with explained(f"the construction of {name}", None, memory):
+                engine = self.build(name)
+            for step, batch in enumerate(batches[:number], 1):
+                memory.begin(engine)
+                with explained(f"training step {step} of {name}", engine, memory):
+                    losses.append(self.step(engine, batch))
+            told = explained(f"training step {number + 1} of {name}", engine, memory)
+            with watched_step(engine, memory, allocator) as seen, told:
+                losses.append(self.step(engine, batches[number]))
+        said = time.perf_counter()
+        for step, batch in enumerate(batches[number + 1 :], number + 2):
+            with explained(f"training step {step} of {name}", engine):
+                losses.append(self.step(engine, batch))
+            if time.perf_counter() - said > 2:
+                whose = "loss" if name == "single" else "rank 0's loss"  # of its own batch
+                self.me.print(f"  {name}: step {step} of {self.options.steps}, {whose} {losses[-1].item():.4f}")
+                said = time.perf_counter()
+        return losses, seen
 
     def meet(self, name: str) -> None:
         """After the work of `name`: where rank 0 did it alone, the others wait for it here, and in no collective."""
@@ -221,47 +205,41 @@ class Referee:
         """Fill in `difference` (largest, over steps and ranks) and `match`; returns (reference, all match)."""
         reference = "ddp" if "ddp" in runs else next(iter(runs))
         everyone = [None] * self.me.world_size
-        dist.all_gather_object(everyone, [run["losses"] or [0.0] * self.options.steps for run in runs.values()])
-        everyone = torch.tensor(everyone, dtype=torch.float64)  # (rank, engine, step)
-        index = {name: position for position, name in enumerate(runs)}
-        mean = everyone.mean(0)
+        mine = {name: run["losses"] or [0.0] * self.options.steps for name, run in runs.items()}
+        dist.all_gather_object(everyone, mine)
+        losses, means = {}, {}  # (rank, step); and over the ranks: the loss of the whole batch
+        for name in runs:
+            losses[name] = torch.tensor([of_rank[name] for of_rank in everyone], dtype=torch.float64)
+            means[name] = losses[name][0] if name == "single" else losses[name].mean(0)
         for name, run in runs.items():
-            if "single" in (name, reference):
-                # its loss is the mean over the whole batch: compare it with the mean of the ranks' losses
-                a = everyone[0, index[name]] if name == "single" else mean[index[name]]
-                b = everyone[0, index[reference]] if reference == "single" else mean[index[reference]]
-            else:
-                a, b = everyone[:, index[name]], everyone[:, index[reference]]
+            compared = means if "single" in (name, reference) else losses
             # Micro-batches: some engines average over the ranks before they add up, others after.
-            exact = self.me.world_size <= 2 and self.options.accumulate == 1 and "single" not in (name, reference)
-            exact = exact and ENGINES[name].exact
+            exact = compared is losses and self.me.world_size <= 2 and self.options.accumulate == 1
+            run["tolerance"] = 0.0 if exact and ENGINES[name].exact else self.tolerance
+            run["difference"] = (compared[name] - compared[reference]).abs().max().item()
             # NaN compares false with everything: a run that diverged does not match
-            difference = (a - b).abs().max().item()
-            run["tolerance"] = 0.0 if exact else self.tolerance
-            run["difference"] = difference
-            run["match"] = difference <= run["tolerance"]
-            run["losses"] = (everyone[0] if name == "single" else mean)[index[name]].tolist()
+            run["match"] = run["difference"] <= run["tolerance"]
+            run["losses"] = means[name].tolist()
         return reference, all(run["match"] for run in runs.values())
 
     def time(self, runs: dict[str, dict]) -> None:
         """Second pass: the engines take turns; fills in `step_ms` (median of the slowest rank), `tokens_per_s` and what
         follows from it; and the third: `step_time`, what a step's time is spent on (harness/measure/step_time.py).
         """
-        names, rounds = list(runs), self.options.timed_steps
-        groups = [names] if self._all_fit(runs) else [[name] for name in names]
-        for group in groups:
+        rounds = self.options.timed_steps
+        for group in [[*runs]] if self._all_fit(runs) else [[name] for name in runs]:
             self.me.print(f"timing {rounds} rounds of {', '.join(group)}" + (", interleaved" if len(group) > 1 else ""))
             engines = {name: self.build(name) for name in group if self.mine(name)}
-            batches = {name: self.batch(name, 0) for name in engines}
-            steps = {name: partial(self.timed_step, engines[name], batches[name]) if name in engines else None
-                     for name in group}  # fmt: skip
+            steps = dict.fromkeys(group)
+            for name in engines:
+                steps[name] = partial(self.timed_step, engines[name], self.batch(name, 0))
             times = take_turns(steps, rounds, self.me, self.meet, self.me.print)
             for name in group:
-                runs[name]["step_ms"] = round(statistics.median(times[name]) * 1000, 3)
-                tokens = self.options.batch * self.options.seq * self.me.world_size
-                runs[name]["tokens_per_s"] = round(tokens / statistics.median(times[name]), 1)
-                runs[name] |= self.rates(name, runs[name]["tokens_per_s"])
-                runs[name]["step_time"] = self.watch(name, engines.get(name), batches.get(name))
+                seconds = statistics.median(times[name])
+                tokens_per_s = round(self.options.batch * self.options.seq * self.me.world_size / seconds, 1)
+                runs[name] |= {"step_ms": round(seconds * 1000, 3), "tokens_per_s": tokens_per_s}
+                runs[name] |= self.rates(name, tokens_per_s)
+                runs[name]["step_time"] = self.watch(name, engines.get(name), steps[name])
             del engines, steps
             gc.collect()
 
@@ -270,11 +248,10 @@ class Referee:
         return rates(tokens_per_s, preset(self.options.preset), self.options.seq, self.options.dtype,
                      1 if name == "single" else self.me.world_size, self.me.device)  # fmt: skip
 
-    def watch(self, name: str, engine, batch) -> dict:
+    def watch(self, name: str, engine, train) -> dict:
         """Third pass, one engine: some steps on a timeline, one after the other as in training. A collective."""
         self._offset = step_time.clock_offset() if self._offset is None else self._offset
         steps = max(1, min(WATCHED_STEPS, self.options.timed_steps))
-        train = None if engine is None else partial(self.timed_step, engine, batch)
         meet = partial(self.meet, name)
         found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self._offset[0], meet))
         unsure = process_group.largest([self._offset[1]], self.me)[0]
@@ -314,66 +291,69 @@ def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str =
     return "\n".join(lines)
 
 
-def main() -> None:
-    options = arguments()
-    text = load_text(options.data, options.seq)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    me = process_group.start(options.backend, options.device)
-    referee = Referee(options, text, me)
-    parameters = number_of_parameters(preset(options.preset))
-    file = options.json if me.rank == 0 else None
-    me.print(
-        f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
-        f"GPT {options.preset}: {parameters:,} parameters; {options.batch} x {options.seq} tokens per rank and step"
-        f"{micro_batches.words(options)}{', activations recomputed' * options.checkpoint_activations}, "
-        f"{options.steps} steps, AdamW lr {options.lr:g}, "
-        + ("float32" if referee.dtype is None else "bfloat16 with float32 reduction and master weights")
-        + f", TF32 {'on' if process_group.tf32() else 'off'}" * (me.device.type == "cuda")
-    )
-    runs, failed = {}, {}
-    deterministic = me.device.type != "cpu"
-    torch.use_deterministic_algorithms(deterministic)  # CUDA adds atomically in some backwards, in any order
-    for name in options.engines:
-        started = time.perf_counter()
-        runs[name] = engine_file.attempt(name, partial(referee.train, name), me, failed)
-        done = f"{name} failed, after" if name in failed else f"losses, memory and traffic of {name}:"
-        me.print(f"{done} {time.perf_counter() - started:.1f} s")
-    torch.use_deterministic_algorithms(False)
-    runs = {name: run for name, run in runs.items() if run is not None}
-    reference, match = referee.compare(runs)
-    for run in runs.values():
-        run["step_ms"] = run["tokens_per_s"] = None
-    result = {
+CONDITIONS = ("preset", "batch", "accumulate", "checkpoint_activations", "slow_rank", "seq", "steps", "timed_steps",
+              "seed", "dtype")  # fmt: skip
+
+
+def conditions(options: argparse.Namespace, me: Rank) -> dict:
+    """What was compared, and where, for the JSON."""
+    return {
         "device": me.device.type,
         "hardware": process_group.hardware(me.device),
         "backend": me.backend,
         "world_size": me.world_size,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "preset": options.preset,
-        "parameters": parameters,
-        "batch": options.batch,
-        "accumulate": options.accumulate,
-        "checkpoint_activations": options.checkpoint_activations,
-        "slow_rank": options.slow_rank,
-        "seq": options.seq,
-        "steps": options.steps,
-        "timed_steps": options.timed_steps,
-        "seed": options.seed,
-        "dtype": options.dtype,
+        "parameters": number_of_parameters(preset(options.preset)),
         "tf32": process_group.tf32() if me.device.type == "cuda" else None,
         "command": common.command("compare", os.environ["LOCAL_WORLD_SIZE"]),
-        "runs": runs,
-        "failed": failed,
-        "match": match and not failed,
-    }
+    } | {name: getattr(options, name) for name in CONDITIONS}
+
+
+def headline(about: dict, options: argparse.Namespace, me: Rank) -> str:
+    """What is compared, and where, in words."""
+    recomputed = ", activations recomputed" if options.checkpoint_activations else ""
+    precision = "float32" if options.dtype == "fp32" else "bfloat16 with float32 reduction and master weights"
+    tf32 = "" if about["tf32"] is None else f", TF32 {'on' if about['tf32'] else 'off'}"
+    return (
+        f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
+        f"GPT {options.preset}: {about['parameters']:,} parameters; {options.batch} x {options.seq} tokens per rank "
+        f"and step{micro_batches.words(options)}{recomputed}, {options.steps} steps, AdamW lr {options.lr:g}, "
+        f"{precision}{tf32}"
+    )
+
+
+def first_pass(referee: Referee, me: Rank) -> dict[str, dict]:
+    """{engine: its run} of every engine, one after the other."""
+    runs = {}
+    torch.use_deterministic_algorithms(me.device.type != "cpu")  # CUDA adds atomically in some backwards, in any order
+    for name in referee.options.engines:
+        started = time.perf_counter()
+        runs[name] = referee.train(name)
+        me.print(f"losses, memory and traffic of {name}: {time.perf_counter() - started:.1f} s")
+    torch.use_deterministic_algorithms(False)
+    return runs
+
+
+@engine_file.named_in_errors()
+def main() -> None:
+    options = arguments()
+    text = load_text(options.data, options.seq)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    me = process_group.start(options.backend, options.device)
+    referee, about = Referee(options, text, me), conditions(options, me)
+    me.print(headline(about, options, me))
+    runs = first_pass(referee, me)
+    reference, match = referee.compare(runs)
+    for run in runs.values():
+        run["step_ms"] = run["tokens_per_s"] = None
+    result = about | {"runs": runs, "match": match}
+    file = options.json if me.rank == 0 else None
     common.write_json(file, result)  # for whoever has no time for the second pass
     if options.timed_steps:
         referee.time(runs)
     me.print("\n" + step_report.results(result, reference))
     me.print(verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16"))
-    for name, said in failed.items():
-        me.print(f"FAILED: {name}: {said}")
     common.write_json(file, result)
     if options.json:
         me.print(f"\nwritten: {options.json}")

@@ -7,47 +7,31 @@ cd "$here"
 usage() {
     cat <<'TEXT'
 Learn
-./launch.sh zero1|zero2|zero3 [N] [options]   a chapter runs: a few steps, then one told event by event
-                                         (--trace FILE: a step for chrome://tracing; --help lists all options)
-./launch.sh watch [zero3] [N] [options]  records a step of every engine, as a page to watch in a browser (--bug 19)
-./launch.sh changes [zero1 zero2]        what changes from a chapter's class to the next one's, method by method
-./launch.sh articles [options]           the articles' claims, each run or added up here: holds, holds when ..., does not
-./launch.sh notebooks [options]          opens Jupyter Lab in notebooks/ (options are Jupyter's); --html [FOLDER]: executed
-                                         copies as HTML pages, for those who only read (minutes)
-./launch.sh exercise NAME [--hints 1]    writes exercises/NAME.py with blanks: zero1, zero1_2psi, zero2 or zero3
-./launch.sh check NAME [N] [--hint]      says of an exercise, step by step: passed, or what was expected and found
-./launch.sh bug [NUMBER] [--hint|--answer]    the museum of bugs: run one and see the symptom; without NUMBER the list
+./launch.sh zero1|zero2|zero3 [N] [options]  a chapter: a few steps, then one told event by event
+./launch.sh changes [zero1 zero2]       what changes from a chapter's class to the next one's
+./launch.sh articles [options]          the articles' claims, each run or added up here
+./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
+./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks: zero1, zero2, zero3
+./launch.sh check NAME [N] [--hint]     of an exercise, step by step: passed, or expected and found
+./launch.sh bug [NUMBER] [--clue]       the museum of bugs: one (--hint, --answer), or the list
 
-Run
-./launch.sh                              the referee: one GPT under one process, DDP, the stages and torch's own
-./launch.sh compare [N] [options]        the same on N ranks (--help lists the options)
-./launch.sh train STAGE [N] [options]    a training run that comes back: ranks that die or hang are started again, and the
-                                         same line goes on where it stopped (--help lists the options)
-./launch.sh test [pytest options]        the tests
-./launch.sh test --simulated-gpus N      the GPU path on GPUs that exist on paper, searched for races (tests/simulated_gpu/)
-./launch.sh help                         this text
+Run and measure
+./launch.sh compare [N] [options]       the referee: one GPT under DDP, our stages and torch's own
+./launch.sh train STAGE [N] [options]   a training run that goes on after a rank dies or hangs
+./launch.sh memory [options]            what each engine holds, needs, sends at 7B; needs no GPU
+./launch.sh bench [N] [options]         step times side by side; --sweeps, --host, --ratios FILE...
+./launch.sh conform [ENGINE|FILE.py ...] [N]  who trains right, who refuses, who is silently wrong
+./launch.sh report [FOLDER] [--quick]   all that is worth knowing of this machine, as a page
+./launch.sh docs [--check]              writes tables and figures of the pages, out of results/
+./launch.sh test [options]              the tests; options are pytest's
+./launch.sh help                        this text; COMMAND --help lists the options of a command
+Extras: ./launch.sh watch (a step as a page for a browser), ./launch.sh plan (step times elsewhere)
+and ./launch.sh test --simulated-gpus N (the GPU path without a GPU)
 
-Measure
-./launch.sh report [FOLDER] [--minutes 10] [--quick]   all that is worth knowing of this machine, as a page to send
-./launch.sh memory [options]             what each engine holds, needs and sends at 7B, without a GPU (--help lists options)
-./launch.sh plan [options]               predicted step times on GPUs that you do not have; --validate, --sweep
-./launch.sh sweeps [N] [options]         bucket size, units, prefetch, recomputation: step time, peak and collectives
-./launch.sh bench [N] [options]          step times of all engines, interleaved, on a model of your size; --host: the host's part
-./launch.sh conform [ENGINE|FILE.py ...] [N] [options]   who trains right, who refuses, who is silently wrong: every
-                                         property, asked of ours, of torch's own, of DeepSpeed and of yours
-./launch.sh ratios FILE...               ratios of step times over several launches of the referee, from their --json files
-./launch.sh figures [options]            draws what is in results/ to results/figures/
-./launch.sh docs [--check]               writes the tables of README.md and docs/ from results/; --check says what is stale
-
-Without N: one rank per GPU over NCCL where there are two GPUs or more, else two ranks over gloo.
-Paths in options begin at this file's folder, unless they begin with /.
-
-Environment:
-  PYTHON=python3       use this Python as it is and install nothing (default: .venv, made on the first start)
-  NNODES, NODE_RANK, RDZV_ENDPOINT=host:port    the same line on every machine; N is then the ranks per machine
-                       train needs no NODE_RANK, and takes a range: NNODES=1:2 goes on with one machine of two
-  OMP_NUM_THREADS      threads per rank (default 1: the ranks share the cores)
-  ZERO_TIMEOUT         seconds until a collective that somebody never joins is an error (default 120)
+Without a command: compare. Without N: a rank per GPU over NCCL, or two over gloo.
+Paths begin at this file's folder. Variables: PYTHON (used as it is, nothing is installed), NNODES,
+NODE_RANK and RDZV_ENDPOINT=host:port (several machines; N is then the ranks of each),
+OMP_NUM_THREADS (default 1), ZERO_TIMEOUT (seconds in which all ranks must join a collective: 120).
 TEXT
 }
 
@@ -73,14 +57,17 @@ train)
     shift
     ;;
 zero1 | zero2 | zero3) entry=("$command.py") ;;
-sweeps | bench) entry=(-m "harness.measure.$command") ;;
+bench) entry=(-m harness.measure.bench) ;;
 memory) entry=(-m harness.measure.memory) ranked= ;;
 bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
 report) entry=(-m harness.measure.report) ranked= ;; # and so does this
-plan) entry=(-m harness.plan) ranked= ;;
+plan) entry=(-m extra.planner) ranked= ;;
+watch) entry=(-m extra.watch) ranked= ;; # it starts its ranks itself
 conform) entry=(-m harness.properties.conform) ranked= ;;
-figures | ratios) entry=(-m "harness.measure.$command") ranked= ;;
-articles | changes | docs | exercise | check | watch) entry=(-m "harness.teach.$command") ranked= ;;
+sweeps) fail "sweeps is an option now: ./launch.sh bench --sweeps" ;;
+ratios) fail "ratios is an option now: ./launch.sh bench --ratios FILE..." ;;
+figures) fail "figures are drawn by ./launch.sh docs, one of them by docs --figure NAME" ;;
+articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
 notebooks)
     entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked=
     if [ "${1:-}" = --html ]; then
@@ -92,8 +79,8 @@ notebooks)
     ;;
 test) ranked= ;;
 *)
-    fail "no command '$command'; there are: zero1, zero2, zero3, watch, changes, articles, notebooks, exercise, check," \
-        "bug, compare, train, test, help, report, memory, plan, sweeps, bench, conform, ratios, figures, docs"
+    fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
+        "compare, train, memory, bench, conform, report, docs, test, help, watch, plan"
     ;;
 esac
 
@@ -105,19 +92,10 @@ if [ -n "$ranked" ] && [ $# -gt 0 ] && [[ $1 != -* ]]; then
 fi
 machines=${NNODES:-1}
 [ -n "$ranked" ] || machines=1 # the others start no ranks on several
-if [ "$command" = train ] && [ "$machines" != 1 ]; then
-    [[ $NNODES =~ ^[1-9][0-9]{0,4}(:[1-9][0-9]{0,4})?$ ]] && [ "${NNODES%:*}" -le "${NNODES#*:}" ] ||
-        fail "NNODES must be a number of machines or a range as 1:2, got '$NNODES'"
+if [ "$machines" != 1 ]; then # torchrun itself says what else is wrong with these
     [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of one machine, reachable from all"
-elif [ "$machines" != 1 ]; then
-    [[ $NNODES =~ ^[1-9][0-9]{0,4}$ ]] || fail "NNODES must be a number of machines, got '$NNODES'"
-    [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of machine 0, reachable from all"
-    [[ ${NODE_RANK:-} =~ ^[0-9]{1,5}$ ]] || fail "NNODES=$NNODES needs NODE_RANK=0..$((NNODES - 1)), another on each machine"
-    [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK, but with NNODES=$NNODES the last one is $((NNODES - 1))"
-fi
-if [ "$machines" != 1 ]; then
-    [[ $RDZV_ENDPOINT =~ ^(\[.+\]|[^:]+):[0-9]{1,5}$ ]] && [ "${RDZV_ENDPOINT##*:}" -le 65535 ] ||
-        fail "RDZV_ENDPOINT must be host:port, got '$RDZV_ENDPOINT'"
+    [ "$command" = train ] || [ "${NODE_RANK:-}" -lt "$NNODES" ] 2>/dev/null ||
+        fail "NNODES=$NNODES needs NODE_RANK, another on each machine, the first 0, got '${NODE_RANK:-}'"
 fi
 [[ ${OMP_NUM_THREADS:-1} =~ ^[1-9][0-9]*(,[1-9][0-9]*)*$ ]] ||
     fail "OMP_NUM_THREADS must be a number of threads per rank, 1 or more, got '$OMP_NUM_THREADS'"
@@ -126,9 +104,9 @@ fi
 if [ -n "${PYTHON:-}" ]; then
     python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not a command"
     # By what is installed and not by importing it, which takes seconds.
-    "$python" -c 'from importlib.metadata import version; assert [*map(int, version("torch").split(".")[:2])] >= [2, 11]' \
-        2>/dev/null ||
-        fail "PYTHON=$PYTHON has no torch, or one before 2.11; unset PYTHON to have .venv made"
+    "$python" -c 'from importlib.metadata import version; version("psutil")
+assert [*map(int, version("torch").split(".")[:2])] >= [2, 11]' 2>/dev/null ||
+        fail "PYTHON=$PYTHON has no psutil, or no torch from 2.11 on; unset PYTHON to have .venv made"
 else
     python=$here/.venv/bin/python
     wanted=$(cksum <requirements.txt)
@@ -146,7 +124,7 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 if [ "$command" = test ] && [ "${1:-}" = --simulated-gpus ]; then
     shift
-    exec "$python" tests/simulated_gpu/run.py "$@"
+    exec "$python" -m extra.simulated_gpu.run "$@"
 fi
 if [ "$command" = test ]; then
     # All of them: two at a time, as many wait for their ranks or compute in one process (groups: tests/conftest.py).
@@ -173,7 +151,7 @@ if [ -z "$ranked" ]; then # one process is enough
     exec "$python" "${entry[@]}" "$@"
 fi
 for option in "$@"; do # an answer that needs no ranks
-    case "$option" in -h | --help) exec "$python" "${entry[@]}" "$@" ;; esac
+    case "$option" in -h | --help | --host | --ratios) exec "$python" "${entry[@]}" "$@" ;; esac
 done
 
 # One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
@@ -184,14 +162,19 @@ why=${plan##*$'\n'} ranks=${plan%$'\n'*}
 ranks=${ranks##*$'\n'} # what stands before these two lines a file of the user's has printed
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "the check of the options has ended without a number of ranks; it said '$plan'"
 echo "$why"
-torchrun=(torchrun) module=harness.run.torchrun
 if [ "$machines" = 1 ]; then
-    where=(--standalone)
+    how=(--standalone)
 elif [ "$command" = train ]; then
-    where=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id train)
+    how=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id train)
 else
-    where=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
+    how=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
-[ "$command" != train ] || torchrun=(python -m harness.run.restarts) module=harness.run.restarts
-echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS ${torchrun[*]} ${where[*]} --nproc-per-node $ranks ${entry[*]} $*"
-exec "$python" -m "$module" "${where[@]}" --nproc-per-node "$ranks" "${entry[@]}" "$@"
+if [ "$command" = train ]; then
+    # Ranks that are asked to stop get that signal, and may take their time to save. A machine that is gone is missed
+    # after ten seconds, and new ranks meet at a store of their own: in the old one lies what the old ranks have left.
+    how+=(--max-restarts 3 --signals-to-handle SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT)
+    how+=(--rdzv-conf last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10)
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+fi
+echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${how[*]} --nproc-per-node $ranks ${entry[*]} $*"
+exec "$python" -m harness.run.torchrun "${how[@]}" --nproc-per-node "$ranks" "${entry[@]}" "$@"

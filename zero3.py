@@ -13,104 +13,186 @@ keeps its shard, which has memory of its own. Backward does both once more.
 What belongs to no unit (embedding, last norm, head) is the **root**. It stays gathered from the start of forward to the
 end of backward. **Prefetch** means to start the all-gather of the next unit before the present one computes.
 
-Per rank, in bytes (float32 and AdamW), and sent per step, in elements:
+Per rank, in bytes (float32 and AdamW, one backward per step), and sent per step, in elements:
 
     memory   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 14 GB)
     peak     16Ψ/N + R + 4U - (R + 2U)/N (R, U: bytes of root, equal units); no activations, late in backward
     sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
 
 At that moment these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and whole
-gradients of the unit at work and of the one in flight (2U). Root and these two units have no gradient shard yet, so
-(R + 2U)/N is subtracted. Not counted are the root's own gradients (last norm, head), which stay whole until the
-embedding's has come. (Unequal units: `PEAK_FORMULAS` in harness/measure/memory.py.) With activations the peak comes
-early in backward as a rule. The root is gathered once per step, so a little less than 3Ψ is sent.
+gradients of the unit at work and of the one in flight (2U). Root, the unit at work and the one prefetched have no
+gradient shard yet, so (R + 2U)/N is subtracted. Not counted are the root's own gradients (last norm, head), which stay
+whole until the embedding's has come. The root is gathered once per step, so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
-needs it, unit by unit. In the order of time, with prefetch 1, and under it the bytes that are gathered:
+needs it, unit by unit. In the order of time, for three units and prefetch 1, and under it what is gathered:
 
-    forward   gather root, 0 | embedding | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | ...
-              R + U            R + U       R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U
-    backward  ... | gather 0 | compute 1 | free 1, reduce 1 | compute 0 | free 0, reduce 0 | embed | free, reduce root
-                    R + 2U     R + 2U      R + U              R + U       R                  R       0
+    forward   gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2, free 2
+              R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
+    backward  gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | ... | compute 0 | free 0, reduce 0 | ..
+              R + U      R + U   R + 2U     R + 2U      R + U                    R + U       R                  R
 
 A gather stands left of the computation that it hides behind: it is started first and waited for later. The last unit is
 freed although backward soon gathers it again: head and loss come in between, whose activations are among the largest.
-On a CPU a missing wait can leave every number right. On simulated GPUs (tests/simulated_gpu/) a detector names both
-operations and their streams, as the answer to such a bug shows: ./launch.sh bug 33 --answer.
+On a CPU a missing wait can leave every number right (./launch.sh bug 33).
 
 Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. It frees little: for
 its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. Of 8 linear layers
-7/8 of the gathered bytes stayed (./launch.sh articles --only "has gathered"). Backward multiplies by these views. So
-they stay, and the memory under them goes: `storage.resize_(0)` gives it back, and every tensor on it keeps its shape.
-Resized to its old size and gathered into, the storage fills all of them again. FSDP does so, too. To read a tensor that
-has no bytes would crash the process: harness/engine/guard.py makes it an error.
+7/8 of the gathered bytes stayed (all but the first, whose input needs no gradient). Backward multiplies by these views.
+So they stay, and the memory under them goes: `storage.resize_(0)` gives it back, and every tensor on it keeps its
+shape. Resized to its old size and gathered into, the storage fills all of them again. FSDP2 resizes, too. To read a
+tensor that has no bytes raises an error or crashes the process: harness/engine/safety/guard.py makes it an error.
 
 The other words are those of zero1.py. What changes from chapter 2: ./launch.sh changes zero2 zero3
 Paper: ZeRO (Rajbhandari et al., 2020), sections 5.3 "P_os+g+p" (memory) and 7 (traffic). Article: "AI in Multiple GPUs:
 ZeRO & FSDP", class `ZeRO_3`. Run it: ./launch.sh zero3 2
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
-from harness.engine import gradients, guard, meta, optimizer, order, precision, state
-from harness.engine.interface import Interface
-from harness.engine.unit_hooks import UnitHooks, storage_number
-from harness.engine.units import default_units, parameters_by_unit
-from harness.engine.waiting import wait
-from zero1 import Bucket
+from zero1 import Bucket, over_pieces, share_the_rest
 from zero2 import Reduction
 
 
-class Unit:
-    """A module whose parameters are gathered and freed together.
+class Unit(Bucket):
+    """A module whose parameters are gathered and freed together: a bucket whose `flat` has memory at times only."""
 
-    It has one bucket as a rule, and one per kind if it mixes dtypes, or frozen and trained parameters.
-    """
+    def __init__(self, name, module, named_params, group):
+        dtypes = {param.dtype for _, param in named_params}
+        if len(dtypes) > 1:
+            raise ValueError(f"unit {name!r} has parameters of {dtypes}: pass units= of one dtype, or take ZeRO3Engine")
+        super().__init__(named_params, group)
+        self.name = name
+        self.module = module
+        self.shard = self.shard.clone()  # so far a view of `flat`; it must survive when `flat` is freed
+        self.pieces = self.make_pieces()
+        self.following = []  # units to gather with it in forward: those that run next
+        self.preceding = []  # units to gather with it in backward
+        self.work = None  # its all-gather in flight
+        self.gathered = True  # `flat` has memory
+        self.free()
 
-    def __init__(self, name: str, module: nn.Module, named_params, rank: int, world_size: int, dtypes):
-        self.name, self.module = name, module
-        kinds = {}
-        for param_name, param in named_params:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((param_name, param))
-        self.buckets = [Bucket(kind, rank, world_size, dtypes) for kind in kinds.values()]
-        for bucket in self.buckets:
-            bucket.label = f"unit {name!r}"  # in messages
-        self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
-        self.params = [param for bucket in self.buckets for param in bucket.params]
-        self.gathered = True  # its buffers have memory; what is in flight may still be missing. False: freed
-        self.works = []  # its all-gathers in flight
+    def start_gather(self):
+        """Step 5, first half. Nobody may use the unit before `wait`."""
+        if not self.gathered:
+            with record_function("step 5 gather parameters"):
+                self.flat.untyped_storage().resize_(self.flat.nbytes)
+                self.work = self.gather()
+            self.gathered = True
+
+    def wait(self):
+        """Step 5, second half: from here on the unit may compute."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def free(self):
+        """Give back the memory of the gathered parameters. This rank's shard stays."""
+        if self.gathered:
+            self.wait()  # never free a buffer that a collective still writes into
+            self.flat.untyped_storage().resize_(0)
+            self.gathered = False
 
 
-def make_units(model: nn.Module, modules, rank: int, world_size: int, dtypes) -> tuple[list[Unit], Unit]:
-    """(units, root): every parameter is in exactly one of them. One that several units use belongs to the root.
+def default_units(module):
+    """The modules that become units: the entries of every outermost ModuleList or Sequential."""
+    found = []
+    for child in module.children():
+        is_entry = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if is_entry and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # those are never called themselves
+            found.append(child)
+        else:
+            found += default_units(child)
+    return found
 
-    `modules` are the units' modules (None: the entries of every outermost ModuleList or Sequential).
-    """
-    modules = default_units(model) if modules is None else list(modules)
-    held, rest = parameters_by_unit(model, modules)
+
+def make_units(model, modules, group):
+    """(units, root or None): every trained parameter is in exactly one. One that several units use is the root's."""
+    modules = dict.fromkeys(default_units(model) if modules is None else modules)  # each once
+    units_of = {}  # parameter -> the units that use it; None stands for what lies in no unit
+    inside = {}  # module -> the units in which it lies
+    for unit in modules:
+        for module in unit.modules():
+            inside.setdefault(module, []).append(unit)
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            units_of.setdefault(param, set()).update(inside.get(module, [None]))
+    held = {module: [] for module in (None, *modules)}
+    for name, param in model.named_parameters():
+        users = units_of[param]
+        home = users.pop() if len(users) == 1 else None
+        if param.requires_grad:
+            held[home].append((name, param))
+    units = []
     names = {module: name for name, module in model.named_modules()}
-    units = [Unit(names[each], each, held[each], rank, world_size, dtypes) for each in modules if held[each]]
-    return units, Unit("root", model, rest, rank, world_size, dtypes)
+    for module in modules:
+        if held[module]:
+            units.append(Unit(names[module], module, held[module], group))
+    root = None
+    if held[None]:
+        root = Unit("root", model, held[None], group)
+    return units, root
 
 
-class ZeRO3(Interface):
+def line_up(units, root, prefetch):
+    """Prefetch: who is gathered with whom. Behind the root's first weight come units, in backward the last ones."""
+    for place, unit in enumerate(units):
+        unit.following = units[place + 1 : place + 1 + prefetch]
+        before = units[max(0, place - prefetch) : place]
+        unit.preceding = before[::-1]
+    if root is not None:
+        root.following = units[:prefetch]
+        root.preceding = units[::-1][:prefetch]
+
+
+class ZeRO3:
     """Data-parallel training of `model` with optimizer state, gradients and parameters cut into N.
 
-    Step 0, the set-up of all that the other steps use, stands last: `__init__`. Options are ZeRO-1's, with `units` in
-    the place of buckets: the modules to gather and free as one (default: see `make_units`). `prefetch` is how many
-    units ahead to gather. With `reshard_after_forward=False` a unit stays gathered from forward to backward: 2Ψ are
-    sent and not 3Ψ, and all parameters are gathered in between.
-    With k backwards before a step a rank sends 3kΨ, or (2k+1)Ψ if all but the last run under `no_sync()`, which keeps
-    whole gradients, 4Ψ bytes. A model on torch's device `meta` has shapes and no memory. It gets its memory unit by
-    unit, and its values by `init_fn(name, tensor)`, which fills a tensor in place, or from `state_dict`.
+    Arguments are ZeRO-1's, with `units`, the modules to gather and free as one (default: `default_units`), in the place
+    of buckets. `prefetch` is how many units ahead to gather. Call the engine, not the model. With k backwards before a
+    step a rank sends 3kΨ. What it cannot see, beside ZeRO-1's list: a part of a unit that is recomputed alone, a unit
+    that is called outside of forward, weights that forward writes into or keeps without autograd. `ZeRO3Engine` can.
     """
 
-    # The steps.
+    def __init__(self, model, optimizer_cls, *, units=None, prefetch=1, group=None):
+        self.model = model
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.prefetch = prefetch if self.world_size > 1 else 0  # a rank that is alone waits for nothing
+        self.units, self.root, self.unit_of = self.partition(units)
+        self.all_units = [*self.units, *filter(None, [self.root])]
+        self.optimizer = over_pieces(optimizer_cls, self.all_units)
+        self.in_flight = None  # the `Reduction` that was sent and not received
+        self.backward_number = -1  # autograd's number of the backward that was noticed last
+        self.watch_forward()
+        self.watch_gradients()
+        self.zero_grad()
 
-    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+    def partition(self, units):
+        """Step 0: who owns what."""
+        with record_function("step 0 partition"), torch.no_grad():
+            units, root = make_units(self.model, units, self.group)
+            line_up(units, root, self.prefetch)
+            share_the_rest(self.model, self.group)
+        unit_of = {storage_of(unit.flat): unit for unit in (*units, root) if unit is not None}
+        return units, root, unit_of
+
+    def __call__(self, *args, **kwargs):
+        # Forward saves tensors for backward, weights among them, and backward asks for each when it gets there.
+        with saved_tensors_hooks(self.pack, self.unpack):
+            output = self.model(*args, **kwargs)
+        if not torch.is_grad_enabled():  # an evaluation: no backward will free the root
+            self.free_all()
+        return output
+
+    def training_step(self, inputs, targets, loss_fn):
         """One whole step on this rank's batch. Returns this rank's loss, 0-d and detached."""
         with record_function("step 1 forward"):
             loss = loss_fn(self(inputs), targets)  # and step 5 inside it, unit by unit
@@ -120,177 +202,148 @@ class ZeRO3(Interface):
         self.zero_grad()
         return loss.detach()
 
-    def step(self) -> None:
+    def step(self):
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
         with record_function("step 3 reduce gradients"):
-            self._reduce_gradients()
+            self.reduce_gradients()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
-        self._free_all()  # what is still gathered has the old values
+        self.free_all()  # what is still gathered has the old values
 
-    def _reduce_gradients(self) -> None:
-        """The end of step 3. Normally nothing is left: at the end of backward `self.hooks` has called `_receive`."""
-        self._receive()  # what a backward that stopped short has left in flight
-        gradients.require_all(self)  # without `find_unused` an error for a parameter that got no gradient
+    def reduce_gradients(self):
+        """The end of step 3: see that all units were sent. The last one was received at the end of backward."""
+        for unit in self.all_units:
+            unit.require_gradients()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self):
         """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
-        self._receive()  # else the next step would receive it, and add it
-        gradients.forget(self)
+        self.receive()  # else the next step would receive it, and add it
+        self.begin_backward()
+        for unit in self.all_units:
+            unit.drop_gradients()
 
-    # The moments of forward. Hooks on modules call them, the second one for units only: the root stays gathered.
+    # The moments of forward.
 
-    def before_forward(self, unit: Unit, upcoming: list[Unit]) -> None:
-        """`unit` is about to run. `upcoming`: the `prefetch` units that came after it in the last forward, if any."""
-        for each in (unit, *upcoming):
-            self._gather(each)  # nothing to do if it was prefetched
-        self._wait(unit)
+    def watch_forward(self):
+        """Set up once: torch calls these right before a unit's forward, and right after. The root is freed later."""
+        for unit in self.all_units:
+            unit.module.register_forward_pre_hook(partial(self.before_forward, unit))
+        for unit in self.units:
+            unit.module.register_forward_hook(partial(self.after_forward, unit))
 
-    def after_forward(self, unit: Unit) -> None:
-        """`unit` has run, and backward will come back to it."""
-        if self.reshard_after_forward:
-            self._free(unit)
+    def before_forward(self, unit, module, inputs):
+        if in_backward():  # recomputation: backward runs the unit's forward once more
+            return self.before_backward(unit)
+        for each in (unit, *unit.following):
+            each.start_gather()
+        unit.wait()
 
-    # The moments of backward. Forward saves tensors for backward, weights among them, and backward asks for each when
-    # it gets there. `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` shows both. (The article has backward
-    # hooks on modules: they miss what does not pass through a module's output.) A unit is done with its last gradient.
+    def after_forward(self, unit, module, inputs, output):
+        if in_backward():
+            return  # a recomputed unit stays: its own backward comes now
+        unit.free()
+        if isinstance(output, torch.Tensor) and output.requires_grad:  # backward has come here when its gradient comes
+            output.register_hook(lambda gradient: self.before_backward(unit))
 
-    def pack(self, tensor: torch.Tensor):
-        """`self.hooks` has autograd call this when forward saves `tensor`, and keep what it returns."""
-        unit = self.unit_of.get(storage_number(tensor))  # whose weight is it, or a view of? None: nobody's
-        return tensor, (None if unit is None else self.hooks.visit(unit))  # `visit`: this run of the unit
+    # The moments of backward.
 
-    def unpack(self, saved) -> torch.Tensor:
-        """`self.hooks` calls this in backward, right before autograd reads a tensor that `pack` has seen."""
-        tensor, visit = saved
-        if visit is not None and visit not in self.asked:  # `self.hooks` empties `asked` for each backward
-            self.asked.add(visit)  # it asks for the unit's first weight: it has come to the unit
-            self.before_backward(visit.unit, visit.before)  # `before`: the `prefetch` units that ran before it
+    def pack(self, tensor):
+        """Autograd calls this when forward saves `tensor`, and keeps what it returns.
+
+        That is not the tensor itself: an operation that keeps its own result would never be freed.
+        """
+        unit = self.unit_of.get(storage_of(tensor))  # whose weight is it, or a view of? None: nobody's
+        return unit, tensor.detach(), tensor._version
+
+    def unpack(self, saved):
+        """Autograd calls this in backward, right before it reads a tensor that `pack` has seen."""
+        unit, tensor, version = saved
+        if tensor._version != version:
+            raise RuntimeError(f"a saved tensor of shape {tuple(tensor.shape)} was changed in place before backward")
+        if unit is not None:
+            self.before_backward(unit)
         return tensor
 
-    def before_backward(self, unit: Unit, upcoming: list[Unit]) -> None:
-        """Backward asks for a weight of `unit`. `upcoming` are the `prefetch` units that ran before it in forward."""
-        for each in (unit, *upcoming):
-            self._gather(each)
-        self._wait(unit)
+    def before_backward(self, unit):
+        """Backward has come to `unit`: it asks for a weight, or runs it again. The unit before is next.
 
-    def watch_gradients(self) -> None:
-        """Set up once: autograd calls a parameter's hook, and that `on_gradient`, whenever its gradient is finished."""
-        for unit in (*self.units, self.root):
-            for bucket in unit.trained_buckets:
-                for index, param in enumerate(bucket.params):
-                    param.register_post_accumulate_grad_hook(self.hooks.calling(self.on_gradient, unit, bucket, index))
+        The first weight asked for is the head's, the root's: then the last unit is gathered while the head computes.
+        """
+        self.notice_backward()
+        unit.start_gather()
+        for each in unit.preceding:
+            if each.missing:  # else backward has been there already
+                each.start_gather()
+        unit.wait()
 
-    def on_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
-        """The gradient of `bucket.params[index]` is final: all that backward does with the weight is done."""
-        bucket.missing.discard(index)  # as in ZeRO-2
-        if not any(bucket.missing for bucket in unit.trained_buckets):  # the unit's last one
-            if len(unit.trained_buckets) == len(unit.buckets):  # frozen ones tell nothing: `self.hooks` does it, later
-                self.after_backward(unit)
-            self.gradients_final(unit)
+    def notice_backward(self):
+        """Called at everything that backward does: the first time it has just begun."""
+        number = torch._C._current_graph_task_id()
+        if self.backward_number != number:
+            self.backward_number = number
+            self.begin_backward()
+            Variable._execution_engine.queue_callback(self.end_backward)  # autograd calls it when all is done
 
-    def after_backward(self, unit: Unit) -> None:
-        """Nobody will ask for the weights of `unit` any more."""
-        self._free(unit)
+    def begin_backward(self):
+        """All gradients are still to come."""
+        for unit in self.all_units:
+            unit.missing = set(range(len(unit.params)))
 
-    def gradients_final(self, unit: Unit) -> None:
-        """All gradients of `unit` are final. No turns as in ZeRO-2: units are done in the order of gathers."""
-        self.order.next("reduce-scatter", unit)  # an error if the ranks' orders differ
-        for bucket in unit.trained_buckets:
-            self._send(bucket)  # `Reduction` needs only the size of `flat`, which may be freed
+    def watch_gradients(self):
+        """Set up once: autograd calls `on_gradient` whenever it has finished a `param.grad`."""
+        for unit in self.all_units:
+            unit.watch(self.on_gradient)
 
-    # The moves.
+    def on_gradient(self, unit, index, param):
+        """Inside step 2: `param.grad` is finished. With the last one of a unit, backward is through with the unit.
 
-    def _gather(self, unit: Unit) -> None:
-        """Step 5, first half: start to gather `unit`. Nobody may use it before `_wait`."""
-        if unit.gathered:
-            return
-        self.order.next("all-gather", unit)  # an error if another rank gathers another unit
-        with record_function("step 5 gather parameters"):
-            for bucket in unit.buckets:
-                # On a GPU work runs in queues, called streams, and collectives have their own. The stream that computes
-                # frees this memory later, so it allocates it, too: the allocator can reuse it without a signal.
-                bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
-                with self.placement.copies_beside():  # offload only: a stream of its own for copies from the host
-                    whole, shard = precision.sendable(bucket.flat), precision.rounded_shard(bucket)  # as in ZeRO-1
-                    # Straight into the weights: the model's parameters are views of `flat`, so is what autograd saved.
-                    unit.works.append(dist.all_gather_single(whole, shard, group=self.group, async_op=True))
-        unit.gathered = True
+        No turns as in ZeRO-2: units are gathered in the order of computation, so all ranks must have the same anyway.
+        """
+        self.notice_backward()
+        unit.missing.remove(index)
+        if not unit.missing:
+            unit.free()
+            self.send(unit)  # `Reduction` needs only the size of `flat`, not its memory
 
-    def _wait(self, unit: Unit) -> None:
-        """Step 5, second half: from here on `unit` may compute."""
-        if unit.works:
-            while unit.works:
-                wait(unit.works.pop(0), "all-gather", unit.buckets[0])
-            guard.open(unit.params)  # using them was an error up to here
+    def end_backward(self):
+        """Nothing is asked for any more. Normally one reduction is left to receive, the root's."""
+        self.receive()
+        self.free_all()
 
-    def _free(self, unit: Unit) -> None:
-        """Give back the memory of the gathered parameters. This rank's shard stays."""
-        if not unit.gathered:
-            return
-        self._wait(unit)  # never free a buffer that a collective still writes to
-        for bucket in unit.buckets:
-            bucket.flat.untyped_storage().resize_(0)
-        unit.gathered = False
-        guard.close(unit.params)  # using them is an error from here on
+    def free_all(self):
+        for unit in self.all_units:
+            unit.free()
 
-    def _free_all(self) -> None:
-        for unit in (*self.units, self.root):
-            self._free(unit)
-
-    _shards_changed = _free_all  # new values were loaded into all shards: what is gathered has the old ones
-
-    def _send(self, bucket: Bucket) -> None:
-        """Step 3, first half, as in ZeRO-2: receive the bucket before, then send this one."""
+    def send(self, unit):
+        """Step 3, first half, as in ZeRO-2: receive the unit before, then send this one."""
         with record_function("step 3 reduce gradients"):
-            self._receive()
-            self._in_flight = Reduction(bucket, self.group)
+            self.receive()
+            self.in_flight = Reduction(unit)
 
-    def _receive(self) -> None:
-        """Step 3, second half: receive the bucket in flight, if there is one."""
-        if self._in_flight is not None:
-            self._in_flight.finish(self.world_size)
-            self._in_flight = None
-
-    # The set-up.
-
-    def __init__(self, model: nn.Module, optimizer_cls, *, units=None, prefetch: int = 1, param_groups=None,
-                 reshard_after_forward: bool = True, init_fn=None, state_dict=None, **options):  # fmt: skip
-        own = {"units": units, "prefetch": prefetch, "reshard_after_forward": reshard_after_forward}
-        # What cannot work raises here, on every rank, before anything is changed. Sets `rank`, `world_size`, `group`.
-        self.prepare(model, optimizer_cls, param_groups, own, (init_fn, state_dict), **options)
-        self.reshard_after_forward = reshard_after_forward
-        self.prefetch = prefetch if self.world_size > 1 else 0  # a rank that is alone waits for nothing
-        self.order = order.Sequence(self.placement.everyone)  # where a step differs from the last, ranks compare theirs
-        with record_function("step 0 partition"), torch.no_grad():
-            self.units, self.root = make_units(model, own["units"], self.rank, self.world_size, self.dtypes)
-            self.buckets = [bucket for unit in (*self.units, self.root) for bucket in unit.buckets]
-            self.trained_buckets = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
-            source = meta.Source(model, self.placement.everyone, init_fn, state_dict)  # of the values, if on `meta`
-            for unit in (*self.units, self.root):
-                for bucket in unit.buckets:
-                    self._shard(bucket, source)
-                self._free(unit)  # the memory is gone already; now it counts as freed
-            source.finish()
-            state.broadcast_buffers(model, self.placement.everyone)  # what the model registered as buffers stays whole
-        self.optimizer = optimizer.over_pieces(self, optimizer_cls, param_groups)
-        self._in_flight = None  # the `Reduction` that was sent and not received
-        self.unit_of = {storage_number(b.flat): unit for unit in (*self.units, self.root) for b in unit.buckets}
-        self.hooks = UnitHooks(self)  # calls the moments of forward, `pack` and `unpack`, and knows the hard cases
-        self.watch_gradients()
-        self.zero_grad()
-
-    def _shard(self, bucket: Bucket, source: meta.Source) -> None:
-        """Step 0 of one bucket: flatten it, and keep this rank's shard alone."""
-        source.flatten(bucket)  # `bucket.flatten()`, and values for parameters on `meta`
-        dist.broadcast(precision.sendable(bucket.flat), group_src=0, group=self.placement.everyone)
-        bucket.shard = bucket.shard.clone()  # so far a view of `flat`; it must survive when `flat` is freed
-        bucket.flat.untyped_storage().resize_(0)
-        bucket.make_pieces(self.placement)
-        guard.adopt(bucket, self)  # from here on a wrong use of the parameters is an error
+    def receive(self):
+        """Step 3, second half: receive the unit in flight, if there is one."""
+        if self.in_flight is not None:
+            self.in_flight.finish()
+            self.in_flight = None
 
 
-def main() -> None:
+def storage_of(tensor):
+    """The same for all views of one storage, with memory or without."""
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage()._cdata
+    return None  # a sparse tensor has several
+
+
+def in_backward():
+    return torch._C._current_graph_task_id() != -1
+
+
+# Without `clone` a shard would lie in the memory that is freed. Without `wait` a unit computes with half its weights.
+# Without `free` in `on_gradient` all units would be whole at the end of backward. Without `free_all` in `step` the next
+# forward would find the root gathered, if an evaluation has left it there, and compute with the weights of before.
+
+
+def main():
     from harness.measure import walkthrough
 
     walkthrough.run(ZeRO3, __doc__)

@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.measure.ledger import MemoryLedger, let_go, warm_up
-from harness.properties import parts
+from harness.properties import fixtures
+from harness.properties.overlap import spoilt_until_they_run
 from harness.properties.property import same
 
-ADAMW = partial(torch.optim.AdamW, lr=0.01)
+FUSED = partial(torch.optim.AdamW, lr=0.01, fused=True)
 CYCLES = 20_000_000  # of the GPU's clock: some 10 ms, far longer than any kernel here
 LAYERS = 8
 WIDTH = 1024  # a layer of 4 MiB: what the allocator adds to it is little
@@ -32,17 +33,14 @@ def allocated_before_a_case() -> int:
 def wide() -> nn.Module:
     """Layers without biases: hardly anything but weights."""
 
-    def build():
-        model = parts.Stack(LAYERS, WIDTH)
-        for layer in model.layers:
-            layer.bias = None
-        return model
-
-    return parts.seeded(build, dtype=torch.float32, device="cuda")
+    model = fixtures.seeded(lambda: fixtures.Stack(LAYERS, WIDTH), dtype=torch.float32, device="cuda")
+    for layer in model.layers:
+        layer.bias = None
+    return model
 
 
 def own_batch(step: int, width: int = WIDTH):
-    return [tensor.cuda() for tensor in parts.vector_batch(step, dist.get_rank(), width)]
+    return [tensor.cuda() for tensor in fixtures.vector_batch(step, dist.get_rank(), width)]
 
 
 def allocators_peak(stage: str) -> float:
@@ -50,7 +48,7 @@ def allocators_peak(stage: str) -> float:
     batches = [own_batch(step) for step in range(3)]
     before = allocated_before_a_case()
     with MemoryLedger() as memory:
-        engine = parts.STAGES[stage](wide(), partial(ADAMW, fused=True))
+        engine = fixtures.STAGES[stage](wide(), FUSED)
         for batch in batches[:2]:
             engine.training_step(*batch, F.mse_loss)
         memory.reset_peak()
@@ -58,7 +56,7 @@ def allocators_peak(stage: str) -> float:
         engine.training_step(*batches[2], F.mse_loss)
         allocated, ledger = torch.cuda.max_memory_allocated() - before, memory.peak
     # What the ledger cannot see: workspaces inside kernels, and gloo's copy of a reduce-scatter's input.
-    bucket = max(bucket.numel * bucket.flat.element_size() for bucket in engine.buckets)
+    bucket = max(bucket.numel * bucket.flat.element_size() for bucket in engine.all_buckets)
     unseen = 2 * bucket if dist.get_backend() == "gloo" else 0
     assert ledger <= allocated + 2**16, f"the ledger counts {ledger - allocated} bytes that were never allocated"
     assert allocated <= 1.25 * ledger + 8 * 2**20 + unseen, (allocated, ledger)
@@ -92,25 +90,23 @@ class _Sleep(torch.autograd.Function):
         return gradient.clone(), None
 
 
-class Sleepy(parts.Stack):
+class Sleepy(fixtures.Stack):
     """A stack that computes slowly, so that whoever does not wait for it reads what was there before."""
 
     cycles = 0
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x)
-            if self.cycles:
-                x = _Sleep.apply(x, self.cycles)
+            x = _Sleep.apply(layer(x), self.cycles) if self.cycles else layer(x)
         return x
 
 
 def _train(stage: str, options: dict, cycles: int = 0, steps: int = 4) -> dict[str, torch.Tensor]:
     """Weights after some steps of a `Sleepy` model. Every step leaves other weights, so old ones show."""
-    model = parts.seeded(lambda: Sleepy(4, 256), dtype=torch.float32, device="cuda")
+    model = fixtures.seeded(lambda: Sleepy(4, 256), dtype=torch.float32, device="cuda")
     model.cycles = cycles
     own = {"bucket_mb": 0.3} if stage != "zero3" else {}  # a bucket per layer
-    engine = parts.STAGES[stage](model, partial(ADAMW, fused=True), **own, **options)
+    engine = fixtures.STAGES[stage](model, FUSED, **own, **options)
     if cycles:
         engine.optimizer.register_step_pre_hook(lambda *_: torch.cuda._sleep(cycles))
     for step in range(steps):
@@ -133,37 +129,22 @@ def compute_waits_for_collectives(stage: str, options: dict) -> bool:
     """Collectives that end late, on the GPU and not on the host: what is computed before their end reads NaN.
 
     Each is issued from a stream that sleeps first. The stream that computes does not, so it runs ahead until it waits.
-    Returns whether the weights are those of prompt collectives. (That each wait is needed: tests/test_simulated.py.)
+    Returns whether the weights are those of prompt collectives. (That each wait is needed: extra/simulated_gpu/.)
     """
     expected = _train(stage, options)
-    real = {name: getattr(dist, name) for name in ("all_gather_single", "reduce_scatter_single", "all_reduce")}
     kept = []
 
-    def late(name):
-        def issue(output, *inputs, async_op=False, **more):
-            if not async_op:
-                return real[name](output, *inputs, **more)
-            if inputs:
-                own = inputs[0].clone()
-                output.fill_(torch.nan)
-                inputs[0].copy_(own)  # it may be a part of the output
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(CYCLES)
-                work = real[name](output, *inputs, async_op=True, **more)
-            kept.append((side, work))
-            return work
+    def start(name, run):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            work = run(async_op=True)
+        kept.append((side, work))
+        return work
 
-        return issue
-
-    for name in real:
-        setattr(dist, name, late(name))
-    try:
+    with spoilt_until_they_run(start):
         found = _train(stage, options)
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
     torch.cuda.synchronize()
     assert kept, "no collective was asynchronous: nothing was late"
     return all(torch.equal(found[name], expected[name]) for name in expected)

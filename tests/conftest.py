@@ -11,6 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from harness.run.starter import end_with_starter  # noqa: E402  it lies there, and torch wants these variables first
+
+end_with_starter()  # xdist's worker with xdist, and all that tests start with the test run
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: tests send it to some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -77,7 +80,7 @@ def pytest_configure(config):
 # They share the runs of 7b, and what is predicted of it; and the ranks with those who ask for ranks.
 TOGETHER = {"test_memory": "dry runs", "test_articles": "dry runs", "test_train": "2 ranks"}
 # What takes longest begins first, so that both workers end together. The others are short.
-LONGEST = ["2 ranks", "dry runs", "test_report", "test_conform", "test_notebooks", "test_plan", "test_exercises"]
+LONGEST = ["2 ranks", "dry runs", "test_report", "test_conform", "test_notebooks", "test_exercises"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names

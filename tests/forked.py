@@ -27,6 +27,7 @@ from pathlib import Path
 from pool import forking
 
 from harness.run import ranks
+from harness.run.starter import end_with_starter
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -140,6 +141,7 @@ def _as_python(executable: str, arguments: list[str], folder: str, environment: 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    end_with_starter()
     sys.executable = executable  # what this one starts goes the same way
     prefixes = (sys.prefix, sys.base_prefix, *filter(lambda path: path.endswith("-packages"), sys.path))  # a .pth's
     of_the_installation = [path for path in sys.path if path.startswith(prefixes)]

@@ -8,6 +8,8 @@ import tempfile
 import traceback
 from datetime import timedelta
 
+from harness.run.starter import STARTER, end_with_starter
+
 TIMEOUT = 60  # seconds for a collective
 
 # What every rank imports. torch takes a second and a half of it; the first optimizer imports torch._dynamo, a second
@@ -34,7 +36,7 @@ def _destroy_what_the_last_case_made() -> None:
     """Every group of gloo has threads that wake up a hundred times a second: hundreds of them are a core's work.
 
     Groups with a description stay: those of meshes, whose names torch keeps for other meshes of the same shape
-    (`parts.mesh` makes each shape once), and what `check` makes for all exercises. So do those that their ranks made
+    (`fixtures.mesh` makes each shape once), and what `check` makes for all exercises. So do those that their ranks made
     among themselves (`use_local_synchronization`): torch would give the next one the same name, and it would look for
     its ranks where the old one's were. Torch numbers the others.
     """
@@ -46,6 +48,8 @@ def _destroy_what_the_last_case_made() -> None:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
+    os.environ[STARTER] = str(multiprocessing.parent_process().pid)  # and not the server, which outlives it
+    end_with_starter()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
     gc.freeze()  # what was imported is no garbage: a collection, of which the tests make many, need not look at it
     gc.set_threshold(7000)  # and a tenth as many of them

@@ -1,11 +1,63 @@
-"""The benchmark: what it compares. That it runs is held by tests/test_report.py. (No test asserts a time.)"""
+"""The benchmark: what it compares, and that each way of it runs. (No test asserts a time.)"""
+
+import json
+
+import forked
 
 from harness.measure import bench
 
 
-def test_ratios_are_of_medians_of_one_run():
-    times = {"ddp": [10.0, 20.0, 90.0], "zero3": [30.0, 10.0, 50.0], "fsdp2": [60.0, 60.0, 60.0]}
-    rows = {line.split()[0]: line.split()[1:] for line in bench.table(times, "ddp").split("\n")[1:]}
-    assert rows["ddp"] == ["20.0", "10.0", "90.0", "1.00"]
-    assert rows["zero3"] == ["30.0", "10.0", "50.0", "1.50", "0.50", "x", "fsdp2"]
-    assert rows["fsdp2"][3] == "3.00"
+def test_ratios_are_of_steps_of_one_round():
+    """What disturbs a round disturbs all of it: one engine's time over another's in the same round."""
+    times = {"ddp": [0.01, 0.02, 0.09], "zero3": [0.03, 0.01, 0.045], "fsdp2": [0.06, 0.06, 0.06]}
+    rows = bench.rows_of_times(times)
+    assert [row["ratio"] for row in rows.values()] == [1, 0.5, 3]
+    assert (rows["zero3"]["step_ms"], rows["zero3"]["step_ms_lowest"], rows["zero3"]["step_ms_highest"]) == (30, 10, 45)
+    lines = bench.table_of_steps("engine", rows).splitlines()
+    assert [line.split()[:4] for line in lines[1:3]] == [
+        ["ddp", "20.0", "10.0", "90.0"],
+        ["zero3", "30.0", "10.0", "45.0"],
+    ]
+
+
+def run_on_ranks(file, *words) -> tuple[dict, str]:
+    """What it has written and printed."""
+    result = forked.launch("bench", "2", "--preset", "toy", "--rounds", "1", *words, "--json", str(file))
+    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr[-3000:]
+    return json.loads(file.read_text())["sweeps"], result.stdout
+
+
+def test_engines_are_measured_beside_each_other(tmp_path):
+    names = ["ddp", "zero1", "zero3", "fsdp2"]
+    found, printed = run_on_ranks(tmp_path / "bench.json", "--engines", ",".join(names))
+    rows = found["engines"]
+    assert list(rows) == names and all(name in printed for name in names)
+    assert all(row["step_ms"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
+    sent = [row["sent_bytes"] for row in rows.values()]
+    assert sent[0] < sent[1] and sent[2] == sent[3]
+
+
+def test_every_sweep_runs_and_its_choices_differ_in_what_they_say(tmp_path):
+    found, printed = run_on_ranks(tmp_path / "sweeps.json", "--sweeps")
+    assert {sweep: [*rows] for sweep, rows in found.items()} == {sweep: [*rows] for sweep, rows in bench.SWEEPS.items()}
+    assert all(sweep in printed for sweep in found)
+
+    def of(sweep: str, what: str) -> list[int]:
+        return [row[what] for row in found[sweep].values()]
+
+    for sweep in ("bucket size, zero1", "bucket size, zero2", "units"):
+        collectives = of(sweep, "collectives")  # larger buckets and units: fewer
+        assert collectives == sorted(collectives, reverse=True) and collectives[0] > collectives[-1], sweep
+    for sweep in ("prefetch", "activations"):
+        assert len({*zip(of(sweep, "collectives"), of(sweep, "sent_bytes"))}) == 1, sweep  # the order or the time only
+    kept, recomputed = of("activations", "peak_bytes")
+    assert recomputed < kept
+
+
+def test_the_hosts_part_has_all_engines_that_run_without_others(tmp_path):
+    file = tmp_path / "host.json"
+    result = forked.launch("bench", "--host", "zero3", "--rounds", "1", "--json", str(file))
+    assert result.returncode == 0 and "costliest functions" in result.stdout, result.stderr[-3000:]
+    rows = json.loads(file.read_text())["host"]
+    assert {"plain", "ddp", "zero1", "zero2", "zero3", "fsdp2"} <= {*rows}
+    assert all(row["step_ms"] > 0 for row in rows.values())

@@ -4,12 +4,14 @@ import inspect
 import re
 from itertools import combinations, pairwise
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from harness.properties import parts
+from harness.properties import fixtures
+from harness.run.engines import CHAPTERS
 from harness.teach import changes
 
 OLD = '''
@@ -102,7 +104,7 @@ def test_every_method_is_told_once_and_what_stays_stays_in_order():
         told = [name for names in table.values() for name in names]
         written = {
             name
-            for cls in (parts.STAGES[first], parts.STAGES[second])
+            for cls in (CHAPTERS[first], CHAPTERS[second])
             for name, value in vars(cls).items()
             if inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod)
         }
@@ -114,29 +116,35 @@ def test_every_method_is_told_once_and_what_stays_stays_in_order():
         assert "training_step" in same, "one training step reads the same in every chapter"
 
 
-def test_no_chapter_inherits_another_and_a_loop_calls_the_same_in_every_stage():
+@pytest.mark.parametrize("stages, more", (
+    (CHAPTERS, set()),
+    (fixtures.STAGES, {"no_sync", "clip_grad_norm_", "full_state_dict"}),
+), ids=("chapters", "engines"))  # fmt: skip
+def test_a_loop_calls_the_same_in_every_stage(stages, more):
     """A script goes from one stage to another by its name alone. (A later stage has more: its moments, its options.)"""
-    first, *others = parts.STAGES.values()
-    for cls in parts.STAGES.values():
-        assert not any(issubclass(cls, other) for other in parts.STAGES.values() if other is not cls)
-        assert {"training_step", "step"} <= set(vars(cls)), "the steps stand in the chapter itself"
-    loop = [name for name in dir(first) if not name.startswith(("_", "on_")) and callable(getattr(first, name))]
-    assert {"training_step", "step", "zero_grad", "no_sync", "clip_grad_norm_", "full_state_dict"} <= set(loop)
+    first, *others = stages.values()
+    loop = {"training_step", "step", "zero_grad", "__call__", *more}
     for other in others:
+        assert not issubclass(other, first)
         for name in loop:
             assert inspect.signature(getattr(other, name)) == inspect.signature(getattr(first, name)), name
         options, theirs = (inspect.signature(cls.__init__).parameters for cls in (first, other))
-        # `Interface.prepare` has the other ones.
-        assert {"model", "optimizer_cls", "param_groups", "options"} <= set(options) & set(theirs)
         assert all(theirs[name].default == options[name].default for name in options if name in theirs)
+
+
+def test_the_steps_stand_in_the_chapter_itself():
+    for cls in CHAPTERS.values():
+        assert cls.__bases__ == (object,)
+        assert {"training_step", "step", "__init__"} <= set(vars(cls))
+        assert {"model", "optimizer_cls", "group"} <= set(inspect.signature(cls).parameters)
 
 
 def labels_of_a_step(stage: str) -> list[tuple[str, str | None]]:
     """(label, the label around it) of building an engine and one training step, in the order of their beginnings."""
-    model = parts.seeded(parts.OddModel, dtype=torch.float32)
-    inputs, targets = parts.token_batch(0, dist.get_rank())
+    model = fixtures.seeded(fixtures.OddModel, dtype=torch.float32)
+    inputs, targets = fixtures.token_batch(0, dist.get_rank())
     with profile(activities=[ProfilerActivity.CPU]) as watched:
-        engine = parts.STAGES[stage](model, parts.OPTIMIZERS["adamw"])
+        engine = CHAPTERS[stage](model, fixtures.OPTIMIZERS["adamw"])
         engine.training_step(inputs, targets, F.cross_entropy)
     found = []
     for event in sorted(watched.events(), key=lambda event: event.time_range.start):
@@ -152,7 +160,7 @@ def test_the_steps_have_the_same_numbers_and_names_in_every_stage(ranks):
     """Seen from outside, as a profile shows them: 0 to 5. What moves inside another step is what a stage is about."""
     inside = {"zero1": set(), "zero2": {("3", "2")}, "zero3": {("3", "2"), ("5", "1"), ("5", "2")}}
     labels = {}
-    for stage in parts.STAGES:
+    for stage in CHAPTERS:
         (found,) = ranks(1).run(labels_of_a_step, stage=stage)
         number = {label: re.fullmatch(r"step (\d) .+", label)[1] for label, _ in found}
         labels[stage] = sorted(number)

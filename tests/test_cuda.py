@@ -6,13 +6,14 @@ GPUs alone.
 
 import argparse
 import gc
+import itertools
 
 import cases_cuda as cases
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from harness.properties import parts
+from harness.properties import fixtures
 from harness.properties.property import examine
 
 GPUS = torch.cuda.device_count()
@@ -24,7 +25,7 @@ SIZES = [
 ]
 ZERO3 = [("zero3", {"prefetch": 0}), ("zero3", {}), ("zero3", {"reshard_after_forward": False})]
 LAYOUTS = [("zero1", {}), ("zero2", {}), *ZERO3]
-OFFLOADED = [(stage, {"offload_policy": CPUOffloadPolicy()}) for stage in parts.STAGES]
+OFFLOADED = [(stage, {"offload_policy": CPUOffloadPolicy()}) for stage in fixtures.STAGES]
 OF_ALL_STAGES = [
     ("held_bytes_equal_the_theory", {}),
     ("held_bytes_equal_the_theory", {"param_dtype": torch.bfloat16}),
@@ -33,8 +34,8 @@ OF_ALL_STAGES = [
 ]
 ON_A_GPU = [
     # On more than two ranks in float64, to 1e-10: there sums have another order.
-    *(("equals_ddp_and_fsdp2", stage, {"options": options}) for stage, options in LAYOUTS),
-    *((name, stage, case) for name, case in OF_ALL_STAGES for stage in parts.STAGES),
+    *(("equals_ddp_and_fsdp2", stage, options) for stage, options in LAYOUTS),
+    *((name, stage, case) for (name, case), stage in itertools.product(OF_ALL_STAGES, fixtures.STAGES)),
     ("the_same_seed_gives_the_same_weights_on_meta", "zero3", {}),
     ("zero1_layout", "zero1", {}),
     ("zero3_order", "zero3", {}),
@@ -49,7 +50,7 @@ def test_holds_on_a_gpu(on_gpus, size, name, stage, case):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("stage", parts.STAGES)
+@pytest.mark.parametrize("stage", fixtures.STAGES)
 def test_the_allocators_peak_is_the_ledgers(on_gpus, size, stage):
     for ratio in on_gpus(size).run(cases.allocators_peak, stage=stage):
         assert 0.99 < ratio < 2
@@ -73,7 +74,7 @@ def test_kernels_wait_for_slow_collectives(on_gpus, size, stage, options):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("stage", parts.STAGES)
+@pytest.mark.parametrize("stage", fixtures.STAGES)
 def test_offload_changes_nothing(on_gpus, size, stage):
     """Shards, gradients and the update on the host; copies have streams of their own."""
     on_gpus(size).run(cases.offload_changes_nothing, stage=stage)

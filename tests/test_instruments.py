@@ -23,11 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.measure import timeline as timelines
 from harness.measure import walkthrough
-from harness.measure.ledger import MemoryLedger, engine_tensors, held_bytes, storage_bytes
+from harness.measure.held import engine_tensors, storage_bytes
+from harness.measure.ledger import MemoryLedger
 from harness.measure.memory_parts import PartsLedger
 from harness.measure.timeline import Span, Timeline, chrome_trace
 from harness.measure.traffic import TrafficLedger
-from harness.properties import parts
+from harness.properties import fixtures
 from harness.run.counterparts import PlainStep
 from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS
@@ -39,16 +40,16 @@ from harness.run.process_group import Rank
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 
 
-def stack() -> parts.Stack:
-    return parts.seeded(lambda: parts.Stack(6, 32), dtype=torch.float32)
+def stack() -> fixtures.Stack:
+    return fixtures.seeded(lambda: fixtures.Stack(6, 32), dtype=torch.float32)
 
 
 def ledgers_agree_on_an_open_engine() -> None:
     """A ledger that was there from the start, and one that is opened on the finished engine, count the same bytes."""
-    batch = parts.vector_batch(0, dist.get_rank(), 32)
-    for stage in parts.STAGES.values():
+    batch = fixtures.vector_batch(0, dist.get_rank(), 32)
+    for stage in fixtures.STAGES.values():
         with MemoryLedger() as early:
-            engine = stage(stack(), ADAMW, group=parts.silent_group())
+            engine = stage(stack(), ADAMW, group=fixtures.silent_group())
             engine.training_step(*batch, F.mse_loss)
         with MemoryLedger(engine) as late:
             assert late.live == storage_bytes(engine_tensors(engine)) == early.live
@@ -61,38 +62,19 @@ STEPS = ["0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 upda
 
 def the_timeline_of_a_step() -> None:
     """It has all six steps and every unit, and the collectives that the traffic ledger has."""
-    batch = parts.vector_batch(0, dist.get_rank(), 32)
-    for stage in parts.STAGES.values():
+    batch = fixtures.vector_batch(0, dist.get_rank(), 32)
+    for stage in fixtures.STAGES.values():
         with Timeline() as construction:
             engine = stage(stack(), ADAMW)
         with TrafficLedger() as traffic, Timeline(engine) as timeline:
             engine.training_step(*batch, F.mse_loss)
         assert {span.name for span in construction.spans + timeline.spans if span.lane == "steps"} == {*STEPS}
-        collectives = [span for span in timeline.spans if span.lane == "collectives"]
         expected = [(c.kind, c.whole_bytes, c.step.removeprefix("step ")) for c in traffic.collectives]
-        assert [(span.name, span.nbytes, span.step) for span in collectives] == expected and expected
+        found = timeline.collectives
+        assert [(span.name, span.nbytes, span.step) for span in found] == expected and expected
+        assert all(0 <= span.start < span.end for span in found)
         units = {span.name for span in timeline.spans if span.lane == "compute"}
         assert {f"layers.{index}" for index in range(6)} <= units and "optimizer" in units, units
-        last = max(span.end for span in timeline.spans)
-        assert all(0 <= span.start <= span.end <= last for span in timeline.spans)
-        assert all(span.end > span.start for span in collectives)
-
-
-def a_unit_that_stays_gathered() -> None:
-    """An engine that frees nothing holds, right after its forward, all that it has gathered."""
-    alive = {}
-    for leaks in (False, True):
-        engine = parts.STAGES["zero3"](stack(), ADAMW, group=parts.silent_group())
-        x, y = parts.vector_batch(0, dist.get_rank(), 32)
-        engine.training_step(x, y, F.mse_loss)
-        if leaks:
-            engine._free = lambda unit: None
-        with PartsLedger(engine) as memory:
-            outputs = engine(x)
-        alive[leaks] = list(memory.moments())[-1].parts["gathered units"]
-        del outputs
-        gathered = sum(bucket.numel * 4 for bucket in engine.buckets)
-    assert alive == {False: 0, True: gathered}, (alive, gathered)
 
 
 def a_collectives_span() -> None:
@@ -230,8 +212,8 @@ def memory_and_spans_on_one_clock(folder: str) -> None:
         config, options = PRESETS["toy"], SimpleNamespace(trace=f"{folder}/trace.json", preset="toy", accumulate=1)
         batch = Batches(torch.arange(1000) % config.vocab, 1, config.seq, 0, torch.device("cpu"))(0, me.rank)
         with Timeline(device=me.device) as partition:
-            engine = parts.STAGES["zero3"](GPT(config), ADAMW)
-        walkthrough._trace(engine, partition.spans, batch, me, options, {})
+            engine = fixtures.STAGES["zero3"](GPT(config), ADAMW)
+        walkthrough._trace(engine, partition.spans, batch, me, options)
     if me.rank == 0:
         with open(options.trace) as file:
             trace = json.load(file)
@@ -297,15 +279,6 @@ def test_what_autograd_saved_is_alive():
     assert storage_bytes([weight, weight.grad, weight.t(), weight[0]]) == 2 * 4 * 50 * 50
 
 
-def test_held_bytes_of_plain_adamw():
-    model = torch.nn.Linear(10, 10)
-    engine = type("Engine", (), {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
-    assert held_bytes(engine) == {"parameters": 440, "gradients": 0, "optimizer": 0}
-    model(torch.ones(1, 10)).sum().backward()
-    engine.optimizer.step()
-    assert held_bytes(engine) == {"parameters": 440, "gradients": 440, "optimizer": 880 + 2 * 4}
-
-
 def count_by_hand() -> list:
     n = dist.get_world_size()
     whole, shard = torch.zeros(6 * n), torch.zeros(6)
@@ -319,7 +292,7 @@ def count_by_hand() -> list:
         dist.all_gather(list(whole.chunk(n)), shard)
         dist.barrier()
         whole.add_(1)
-    parts.seeded(parts.OddModel)  # nothing is counted outside
+    fixtures.seeded(fixtures.OddModel)  # nothing is counted outside
     return [(c.kind, c.whole_bytes, c.sent_bytes, c.step) for c in traffic.collectives] + [traffic.sent_bytes]
 
 
@@ -394,14 +367,14 @@ def test_what_is_run_again_is_an_activation_if_backward_needs_it():
     assert second[-1] <= 4_000 + 8 and 8_000 <= max(second) <= 8_000 + 8, second
 
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "instruments.md").read_text()
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "measurements.md").read_text()
 LISTINGS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def the_pages_code() -> None:
-    """docs/instruments.md: each listing runs, as it stands there, on an engine of the reader's."""
-    inputs, targets = parts.vector_batch(0, dist.get_rank(), 32)
-    engine = parts.STAGES["zero3"](stack(), ADAMW)
+    """docs/measurements.md: each listing runs, as it stands there, on an engine of the reader's."""
+    inputs, targets = fixtures.vector_batch(0, dist.get_rank(), 32)
+    engine = fixtures.STAGES["zero3"](stack(), ADAMW)
     given = {"engine": engine, "inputs": inputs, "targets": targets, "loss_fn": F.mse_loss, "device": None}
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(said):
@@ -417,7 +390,6 @@ ON_TWO_RANKS = (
     the_pages_code,
     ledgers_agree_on_an_open_engine,
     the_timeline_of_a_step,
-    a_unit_that_stays_gathered,
     a_collectives_span,
     gloo_on_the_second_gpu,
     a_collective_without_a_work,
@@ -431,6 +403,15 @@ def test_on_two_ranks(ranks, case):
 
 def test_a_trace_has_memory_and_spans_on_one_clock(ranks, tmp_path):
     ranks(2).run(memory_and_spans_on_one_clock, folder=str(tmp_path))
+
+
+def test_memory_that_is_let_go_of_while_a_step_begins():
+    """A thread of gloo's lets go of a collective's buffer whenever it likes: here while `begin` looks at another."""
+    with PartsLedger() as memory:
+        alive = [torch.ones(number) for number in (3, 5, 7)]
+        memory.clock = lambda: float(len(alive) > 2 and bool(alive.pop().numel()))
+        memory.begin()
+        assert memory.live == 4 * (3 + 5) == [*memory.moments()][-1].live
 
 
 def test_a_gpu_that_waits_for_a_slow_host_does_not_compute():
@@ -461,25 +442,34 @@ def test_the_timeline_of_an_unsharded_engine():
 
 
 def test_the_trace_is_what_chrome_reads():
+    gather, reduce = ("collectives", "all-gather"), ("collectives", "reduce-scatter")
     spans = [
         Span("steps", "1 forward", 0.0, 0.5),
-        Span("compute", "blocks.0", 0.1, 0.2, "1 forward"),
-        Span("collectives", "all-gather", 0.05, 0.15, "5 gather parameters", 4000, unit="blocks.3"),
-        Span("collectives", "all-gather", 0.12, 0.2, "5 gather parameters", 4000),  # while the other is under way
-        Span("collectives", "all-gather", 0.2, 0.3, "5 gather parameters", 4000),
+        Span(*gather, 0.05, 0.15, "5 gather parameters", 4000, unit="blocks.3"),
+        Span(*gather, 0.12, 0.2),  # while the other is under way
+        Span(*reduce, 0.15, 0.2),
+        Span(*gather, 0.2, 0.3),
     ]
     alive = {"parameters": 1_000_000, "gradients": 500_000}
     trace = chrome_trace([spans, spans[:1]], [[(0.1, alive)], []], title="a title")
-    events = trace["traceEvents"]
-    named = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
-    lanes = ("steps", "compute", "all-gather", "all-gather 2")
-    assert named == {(0, "rank 0"), (1, "rank 1"), (1, "steps"), *((0, lane) for lane in lanes)}
-    complete = [(e["pid"], e["name"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert complete[0] == (0, "step 1 forward", 500_000.0) and complete[5] == (1, "step 1 forward", 500_000.0)
-    gathers = [e["tid"] for e in events if e["ph"] == "X" and e["name"] == "all-gather"]
-    assert gathers[0] == gathers[2] != gathers[1]
-    gather = next(e for e in events if e["name"] == "all-gather")
-    assert (gather["ts"], gather["dur"]) == (50_000.0, 100_000.0)  # microseconds
-    assert gather["args"] == {"step": "5 gather parameters", "bytes": 4000, "unit": "blocks.3"}
-    assert [e["args"] for e in events if e["ph"] == "C"] == [{"MB": 1.5}, {"parameters": 1.0, "gradients": 0.5}]
     assert trace["otherData"] == {"title": "a title"}
+    threads, complete, counters = {}, [], []
+    for event in trace["traceEvents"]:
+        if event["name"] == "thread_name":
+            threads[event["pid"], event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "C":
+            counters.append(event["args"])
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            complete.append((event["pid"], threads[event["pid"], event["tid"]], event["ts"], event["dur"]))
+    assert complete == [  # in microseconds
+        (0, "steps", 0, 500_000),
+        (0, "all-gather", 50_000, 100_000),
+        (0, "all-gather 2", 120_000, 80_000),
+        (0, "reduce-scatter", 150_000, 50_000),
+        (0, "all-gather", 200_000, 100_000),
+        (1, "steps", 0, 500_000),
+    ]
+    said = next(event["args"] for event in trace["traceEvents"] if event.get("cat") == "collectives")
+    assert said == {"step": "5 gather parameters", "bytes": 4000, "unit": "blocks.3"}
+    assert counters == [{"MB": 1.5}, {"parameters": 1.0, "gradients": 0.5}]

@@ -17,9 +17,9 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
-from door import starts
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
+from typed_commands import starts
 
 import fsdp2_compare as referee
 from harness.measure.memory_parts import PARTS
@@ -153,7 +153,6 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
         ("zero1", [], "zero1"),
         ("zero3", [], "zero3"),
         ("train", ["zero2"], "harness.run.train"),
-        ("sweeps", [], "harness.measure.sweeps"),
         ("bench", [], "harness.measure.bench"),
     ),
 )
@@ -163,20 +162,24 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(command, s
     for ranks in ("4", None):
         _, ((asked, checked), (nothing, words)) = starts(command, *stage, *([ranks] if ranks else []), *own)
         assert (asked, nothing) == (ranks or "auto", "")
-        assert words[:2] == ["-m", "harness.run.restarts" if command == "train" else "harness.run.torchrun"]
+        assert words[:2] == ["-m", "harness.run.torchrun"]
         found = parse_args(words[2:])
+        assert found.max_restarts == (3 if command == "train" else 0)
         assert found.nproc_per_node == "3" and found.standalone  # as the check has said
         assert found.training_script.removesuffix(".py") == started and importlib.util.find_spec(started)
         program = [*(["-m"] if found.module else []), found.training_script]
         assert [*program, *found.training_script_args] == [*program, *stage, *own] == checked
     _, ((asked, words),) = starts(command, *stage, "--help")  # which needs no ranks
-    assert asked == "" and words[-1] == "--help" and not {"harness.run.torchrun", "harness.run.restarts"} & {*words}
+    assert asked == "" and words[-1] == "--help" and "harness.run.torchrun" not in words
 
 
 def test_a_command_without_ranks_is_one_process():
-    for command in ("memory", "plan", "bug", "report", "articles", "changes", "docs", "exercise", "check", "watch"):
+    for command in ("memory", "plan", "bug", "report", "articles", "changes", "docs", "exercise", "check"):
         _, ((asked, words),) = starts(command, "one", "--two")
         assert asked == "" and words[0] == "-m" and importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
+    for option in ("--host", "--ratios"):
+        _, ((asked, words),) = starts("bench", "--json", "file", option)
+        assert asked == "" and words == ["-m", "harness.measure.bench", "--json", "file", option]
 
 
 def test_a_mistake_in_the_options_ends_it_before_torchrun():
@@ -197,14 +200,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from harness.run import process_group
-from zero{stage} import ZeRO{stage}
+from harness.engine import ZeRO{stage}Engine
 
 def main():
     me = process_group.start()
     numbers = [None] * me.world_size
     dist.all_gather_object(numbers, os.getpid())
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-    engine = ZeRO{stage}(model, partial(torch.optim.SGD, lr=0.1))
+    engine = ZeRO{stage}Engine(model, partial(torch.optim.SGD, lr=0.1))
     for step in range(3):
         if step == 2 and me.rank == me.world_size - 1:
             {fate}
@@ -293,16 +296,3 @@ def test_two_machines_on_loopback():
     # One job of two ranks and not two of one: what is shared, what is sent, and who speaks.
     assert "2 rank(s), gloo" in first.stdout and "3.000 Ψ x (N-1)/N" in first.stdout, first.stdout
     assert "training step" not in second.stdout
-
-
-def test_sweeps(tmp_path):
-    file = tmp_path / "sweeps.json"
-    options = ("--preset", "toy", "--rounds", "1", "--only", "prefetch", "--json", str(file))
-    result = forked.launch("sweeps", "2", *options)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "Warning" not in result.stderr
-    (rows,) = json.loads(file.read_text())["sweeps"].values()
-    assert list(rows) == ["0 ahead", "1 ahead", "2 ahead", "4 ahead"]
-    assert all(row["step_ms"] > 0 for row in rows.values())
-    assert len({(row["collectives"], row["sent_bytes"]) for row in rows.values()}) == 1  # only the order differs
-    assert "1 ahead" in result.stdout

@@ -1,5 +1,6 @@
 """The notebooks: committed without outputs, they open anywhere, run to the end at toy size, and become pages."""
 
+import html
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from harness.engine import accelerator
-from harness.teach import anywhere, notebook, quiz
+from harness.teach import anywhere, notebook, quiz, watch_page
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -91,6 +92,19 @@ def test_it_runs_to_the_end(file, executed):
         assert "2.000 Ψ x (N-1)/N" in texts
 
 
+def test_the_recorded_step_is_shown_as_it_was_asked_for(tmp_path):
+    """In a frame stands the whole page of docs/, opened elsewhere; and a file that is no such page is refused."""
+    shown = watch_page.show(run="zero3", event=7, beside='"><b>')._repr_html_()
+    (inside,) = re.findall(r'srcdoc="([^"]*)"', shown)
+    opened = re.compile(r'<body data-run="([^"]*)" data-event="([^"]*)" data-beside="([^"]*)">')
+    page, ready = html.unescape(inside), watch_page.READY.read_text()
+    assert [html.unescape(word) for word in opened.search(page).groups()] == ["zero3", "7", '"><b>']
+    assert opened.sub("", page) == opened.sub("", ready)
+    (tmp_path / "empty.html").write_text("<body></body>")
+    with pytest.raises(ValueError, match="has no recordings"):
+        watch_page.show(tmp_path / "empty.html")
+
+
 # What stands before all else.
 
 
@@ -144,9 +158,9 @@ def test_ready_chooses_the_cpu_and_says_what_is_missing(monkeypatch, capsys):
 def test_a_command_is_run_as_typed_shown_or_quiet_and_says_why_it_fails(tmp_path, capfd, monkeypatch, quick_python):
     returned = notebook.run("./launch.sh help")
     assert capfd.readouterr().out == f"$ ./launch.sh help\n{returned}" and "zero1|zero2|zero3" in returned
-    assert notebook.part(returned, "Environment", "  NNODES").splitlines()[0] == "Environment:"
-    with pytest.raises(ValueError, match="no lines from 'Environment' to 'nothing'"):
-        notebook.part(returned, "Environment", "nothing")
+    assert notebook.part(returned, "Run", "Extras").splitlines()[0] == "Run and measure"
+    with pytest.raises(ValueError, match="no lines from 'Run' to 'nothing'"):
+        notebook.part(returned, "Run", "nothing")
     with pytest.raises(RuntimeError, match=r"ended with exit status 2:\n.*no command 'zero4'"):
         notebook.run("./launch.sh zero4 2", show=False)
     monkeypatch.setattr(sys, "executable", quick_python)

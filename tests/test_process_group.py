@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from harness.properties import parts
+from harness.properties import fixtures
 from harness.run import process_group
 
 
-@pytest.mark.parametrize("stage", parts.STAGES.values(), ids=parts.STAGES)
+@pytest.mark.parametrize("stage", fixtures.STAGES.values(), ids=fixtures.STAGES)
 def test_no_process_group(stage):
     with pytest.raises(RuntimeError, match="init_process_group"):
-        stage(parts.seeded(parts.OddModel), parts.OPTIMIZERS["adamw"])
+        stage(fixtures.seeded(fixtures.OddModel), fixtures.OPTIMIZERS["adamw"])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.run import ranks
@@ -18,7 +19,7 @@ import os, signal, sys, time
 from harness.run import ranks
 folder = sys.argv[-1]
 rank = ranks.begin(folder)
-ranks.say(folder, "first", rank, {"status": "passed", "of": rank})
+ranks.say(folder, "first", rank, {"of": rank, "pid": os.getpid()})
 ranks.everyone(folder, "first", 2, 60)
 """
 
@@ -34,18 +35,14 @@ def start(tmp_path, monkeypatch, quick_python):
     return of
 
 
-def alive(pids: list[int]) -> list[int]:
-    """Those of the processes that are there; what has ended and is not yet asked for does not count."""
-    found = subprocess.run(["ps", "-o", "pid=,stat=", "-p", ",".join(map(str, pids))], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in found.stdout.splitlines() if "Z" not in line.split()[1]]
-
-
 def all_end(pids: list[int]) -> bool:
-    """What was killed is gone a moment later."""
+    """What was killed is gone a moment later; what nobody has asked for yet stays listed."""
     until = time.monotonic() + 60
-    while alive(pids) and time.monotonic() < until:
+    while there := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+        if time.monotonic() > until:
+            return False
         time.sleep(0.05)
-    return not alive(pids)
+    return not there
 
 
 def test_what_the_ranks_say_arrives_item_by_item(start):
@@ -78,7 +75,7 @@ def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
         for item, verdicts in there.verdicts(["first", "second"]):
             found[item] = verdicts
             there.until = time.monotonic()  # both have begun: their time is over
-        pids = [int((there.folder / f"pid.{rank}").read_text()) for rank in (0, 1)]
+    pids = [verdict["pid"] for verdict in found["first"]]
     said = "had not come to its end after 300 s, and was ended"
     assert [verdict["error"] for verdict in found["second"]] == [said] * 2, found
     assert all_end(pids)
@@ -92,25 +89,35 @@ def test_ranks_that_never_begin_say_nothing_and_their_last_words_are_kept(start,
     assert "NameError: name 'nonsense' is not defined" in there.text
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)))
-def test_they_end_with_the_process_that_has_started_them(tmp_path, quick_python, number):
-    """Even though they are in a session of their own."""
-    (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")
-    (tmp_path / "starts.py").write_text(f"""\
-import signal, sys
+STARTS_RANKS = """
+import sys
 from harness.run import ranks
-sys.executable = {quick_python!r}
-signal.signal({int(number)}, signal.SIG_DFL)  # under nohup it is ignored, by all that is started
-with ranks.Ranks([{str(tmp_path / "ranks.py")!r}], 2, 100) as there:
-    for item, _ in there.verdicts(["first", "second"]):
-        print(*[(there.folder / f"pid.{{rank}}").read_text() for rank in (0, 1)], flush=True)
-""")
-    with subprocess.Popen([sys.executable, tmp_path / "starts.py"], stdout=subprocess.PIPE, text=True) as process:
+sys.executable = {python!r}
+with ranks.Ranks([{file!r}], 2, 100) as there:
+    for _, verdicts in there.verdicts(["first", "second"]):
+        print(*[verdict["pid"] for verdict in verdicts], there.process.pid, flush=True)
+"""
+STARTS_A_POOL = """
+import signal
+from pool import Pool
+ranks = Pool(2)
+print(*[process.pid for process in ranks._ranks], flush=True)
+ranks.run(signal.pause)
+"""
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGKILL))
+@pytest.mark.parametrize("text", (STARTS_RANKS, STARTS_A_POOL), ids=("ranks", "pool"))
+def test_they_end_with_the_process_that_has_started_them(tmp_path, quick_python, text, number):
+    """Even though they are in sessions of their own, or forks of a server; and after kill -9, which nobody hears."""
+    (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")
+    program = text.format(python=quick_python, file=str(tmp_path / "ranks.py"))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         pids = [int(word) for word in process.stdout.readline().split()]
-        assert len(alive(pids)) == 2
-        os.kill(process.pid, number)
-        process.communicate(timeout=100)
-    assert process.returncode == 128 + number and all_end(pids)
+        assert len(pids) >= 2 and all(psutil.pid_exists(pid) for pid in pids)
+        process.send_signal(number)
+        process.wait(100)
+        assert all_end(pids)
 
 
 def test_how_ranks_have_ended(tmp_path):
@@ -119,8 +126,8 @@ def test_how_ranks_have_ended(tmp_path):
         (tmp_path / f"crash.{rank}").write_text(crash)
     Path(tmp_path, "now.0").write_text("barrier")
     there = ranks.Ranks([], 5, 1, file="a.py")
-    report = "rank : {0} (local_rank: {0})\n exitcode : {1} (pid: 9)\n"
-    there.folder, there.late, there.text = tmp_path, False, report.format(1, -9) + report.format(3, 5)
+    there.folder, there.late = tmp_path, False
+    (tmp_path / "ended").write_text('{"1": -9, "3": 5}')
     assert there.deaths() == {
         0: "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
         "was in: barrier",

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fsdp2_compare
 import fsdp2_compare as referee
 from harness.measure import step_report, step_time, timeline
 from harness.measure.timeline import Span, Wait
@@ -290,7 +289,7 @@ def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
     ids=str,
 )
 def test_a_batch_is_micro_batches_times_their_number(given, settled):
-    options = fsdp2_compare.arguments(given)
+    options = referee.arguments(given)
     assert (options.batch, options.micro_batch, options.accumulate) == settled
 
 

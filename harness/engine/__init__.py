@@ -1,4 +1,9 @@
-"""Engine: what every stage needs and none teaches. Imports torch and nothing else.
+"""Engine: what real training adds to a stage. `from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine`.
 
-Start with `gradient_hooks`: it knows when a stage has to act.
+An engine is a subclass of its chapter's class, and inherits its steps. Start with `stages.py`, then `unit_life.py`.
 """
+
+from harness.engine.stages import ZeRO1Engine, ZeRO2Engine
+from harness.engine.unusual import ZeRO3Engine
+
+__all__ = ["ZeRO1Engine", "ZeRO2Engine", "ZeRO3Engine"]

@@ -9,24 +9,13 @@ Plain functions over an engine or its buckets (see `zero1.Bucket`). Each bucket 
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from harness.engine import accelerator, guard, tensor_parallel
-from harness.engine.precision import common_dtype
-from harness.engine.waiting import name_some, waiting_for
-
-
-def forget(engine) -> None:
-    """Drop all gradients, and what is known of their way: `zero_grad()` of every stage."""
-    engine.placement.finish()  # else the next step would wait for it, and add it
-    for bucket in engine.trained_buckets:
-        guard.drop_gradients(bucket.params)
-        for _, piece in bucket.pieces:
-            piece.grad = None
-        bucket.used, bucket.missing, bucket.kept = set(), set(range(len(bucket.params))), {}
-    vars(engine).pop("divisor", None)
-    engine.hooks.reset()
+from harness.engine import accelerator
+from harness.engine.options import tensor_parallel
+from harness.engine.options.precision import common_dtype
+from harness.engine.safety import guard
+from harness.engine.safety.waiting import name_some, waiting_for
 
 
 def take(bucket) -> list[torch.Tensor]:
@@ -54,8 +43,8 @@ def keep(bucket, index: int) -> None:
         bucket.kept[index] = gradient
 
 
-def refuse(bucket, index: int, param: nn.Parameter) -> None:
-    """A gradient would be reduced wrongly: nobody waits for it any more, or it is sparse. Raises RuntimeError."""
+def refuse_wrong(bucket, index: int) -> None:
+    """Raise RuntimeError for a gradient that would be reduced wrongly: it came a second time, or it is sparse."""
     if index not in bucket.missing:
         raise RuntimeError(
             f"a second gradient of {bucket.names[index]!r} came before its bucket was reduced: the backward before "
@@ -63,7 +52,8 @@ def refuse(bucket, index: int, param: nn.Parameter) -> None:
             "backward on their sum, or all but the last under engine.no_sync(). A step that leaves parameters unused: "
             "build the engine with find_unused=True. After an error: call engine.zero_grad() before the next forward"
         )
-    refuse_sparse(bucket, index)
+    if guard.gradient_of(bucket.params[index]).layout is not torch.strided:
+        refuse_sparse(bucket, index)
 
 
 def refuse_sparse(bucket, index: int) -> None:
@@ -79,10 +69,8 @@ def require_all(engine) -> None:
     """
     engine.placement.finish_all()
     names, left = [], []  # of parameters that no backward since `zero_grad()` has reached, or not the last one
-    for bucket in engine.trained_buckets:
-        # `missing` are all of its parameters between two backwards, and some when one stopped short.
-        short = bucket.missing if len(bucket.missing) < len(bucket.params) else ()
-        names += [name for i, name in enumerate(bucket.names) if i not in bucket.used or i in short]
+    for bucket in engine.buckets:
+        names += [name for i, name in enumerate(bucket.names) if i not in bucket.used or i in bucket.missing]
         left += [bucket.names[i] for i in (*bucket.kept, *guard.with_gradient(bucket.params))]
     if names and not engine.find_unused:
         raise RuntimeError(
@@ -98,17 +86,18 @@ def require_all(engine) -> None:
             f"gradients of {name_some(left)} were not reduced: the last backward before step() must run outside "
             "no_sync() and reach the same buckets as those before it, or the engine be built with find_unused=True"
         )
-    lost = guard.written([p for b in engine.trained_buckets for p in b.params if b.flat.untyped_storage().nbytes()])
+    lost = guard.written([p for b in engine.buckets for p in b.params if b.flat.untyped_storage().nbytes()])
     if lost:
         raise RuntimeError(
             f"{name_some(lost)} was written to before step(), by a forward that writes into its weights or "
             "an optimizer that steps inside backward. The ranks' weights would part: only engine.step() may write"
         )
-    if engine.find_unused and not engine.hooks.reduced:
-        drop_unused(engine.trained_buckets, engine.placement.everyone)
-    engine.hooks.reduced = True
-    if divisor := vars(engine).pop("divisor", None):  # a pipeline's: engine/pipelines.py
-        scale(engine.trained_buckets, torch.tensor(1 / divisor, dtype=torch.float64))
+    if engine.find_unused and not engine.gradients_are_reduced:
+        drop_unused(engine.buckets, engine.placement.everyone)
+    engine.gradients_are_reduced = True
+    if engine.divisor is not None:
+        scale(engine.buckets, torch.tensor(1 / engine.divisor, dtype=torch.float64))
+        engine.divisor = None
 
 
 def drop_unused(buckets, group) -> None:
@@ -125,7 +114,7 @@ def drop_unused(buckets, group) -> None:
     for bucket in buckets:
         # Also by another rank alone: a later backward adds to the mean that ZeRO-1's buffer holds by now.
         bucket.used = {index for index in range(len(bucket.params)) if next(flags)}
-        for index, piece in bucket.pieces:
+        for index, piece in bucket.numbered(bucket.pieces):
             if index not in bucket.used:
                 piece.grad = None
 
@@ -142,9 +131,9 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
         )
     if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:  # not a number is refused, too
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-    engine._reduce_gradients()
-    buckets = engine.trained_buckets
-    found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.pieces if piece.grad is not None]
+    engine.reduce_gradients()
+    buckets = engine.buckets
+    found = [(piece.grad, b.params[i]) for b in buckets for i, piece in b.numbered(b.pieces) if piece.grad is not None]
     dtype, cut = common_dtype(buckets), tensor_parallel.dimension(buckets)
     counted = [gradient for gradient, param in found if tensor_parallel.counts(param, cut)]
     norms = [torch.linalg.vector_norm(gradient, norm_type).to(dtype) for gradient in counted]
@@ -164,9 +153,9 @@ def clip_grad_norm_(engine, max_norm: float, norm_type: float = 2.0) -> torch.Te
 def scale(buckets, factor: torch.Tensor) -> None:
     """Multiply all gradients, which were reduced, by `factor` (0-d)."""
     # ZeRO-1's gradients are views of a whole buffer, to which a later backward adds: all of it is scaled.
-    buffers = [bucket.flat_gradient for bucket in buckets if hasattr(bucket, "flat_gradient")]
+    buffers = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
     storages = {buffer.untyped_storage()._cdata for buffer in buffers}
-    for piece in (piece for bucket in buckets for _, piece in bucket.pieces if piece.grad is not None):
+    for piece in (piece for bucket in buckets for piece in bucket.pieces if piece.grad is not None):
         if piece.grad.untyped_storage()._cdata not in storages:
             piece.grad.mul_(factor.to(piece.grad.device))
     for buffer in buffers:
@@ -185,11 +174,11 @@ def clip_grad_value_(engine, clip_value: float) -> None:
         )
     if not clip_value >= 0:
         raise ValueError(f"clip_value must be 0 or more, got {clip_value}")
-    engine._reduce_gradients()
-    for bucket in engine.trained_buckets:
-        if hasattr(bucket, "flat_gradient"):  # ZeRO-1's, whole: a later backward adds to it
-            bucket.flat_gradient.clamp_(-clip_value, clip_value)
-        for _, piece in bucket.pieces:
+    engine.reduce_gradients()
+    for bucket in engine.buckets:
+        if bucket.gradient is not None:  # ZeRO-1's, whole: a later backward adds to it
+            bucket.gradient.clamp_(-clip_value, clip_value)
+        for piece in bucket.pieces:
             if piece.grad is not None:
                 piece.grad.clamp_(-clip_value, clip_value)
 
@@ -217,15 +206,15 @@ class GradScaler(torch.amp.GradScaler):
         _require_engine(engine)
         if not self.is_enabled():
             return
-        engine._reduce_gradients()
+        engine.reduce_gradients()
         super().unscale_(engine.optimizer)
         found = self._found_inf_per_device(engine.optimizer)  # nothing on a rank that owns only padding
-        device = engine.trained_buckets[0].flat.device
+        device = engine.buckets[0].flat.device
         nothing = torch.zeros((), dtype=torch.float32, device=device)
         anywhere = torch.stack([nothing, *(flag.to(device) for flag in found.values())]).amax()
         with waiting_for("the all-reduce of whether gradients are finite"):
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=engine.group)
-        cut = tensor_parallel.dimension(engine.trained_buckets)
+        cut = tensor_parallel.dimension(engine.buckets)
         found[device] = tensor_parallel.over_dimension(anywhere, cut).amax()
 
     def step(self, engine) -> None:
@@ -244,5 +233,5 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _require_engine(engine) -> None:
-    if not hasattr(engine, "trained_buckets"):
+    if not hasattr(engine, "all_buckets"):
         raise TypeError(f"expected the engine, got {type(engine).__name__}: the ranks must decide together")

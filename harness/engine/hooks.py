@@ -1,10 +1,13 @@
 """Hooks that hold nobody alive and that a copy of the model does not inherit, and two questions to autograd."""
 
 import contextlib
+import dataclasses
 import weakref
 
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 # `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph:
 # it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. The mark is
@@ -30,7 +33,7 @@ class WeakHook:
 
 
 class GradientHook(WeakHook):
-    """On a parameter: calls `on_gradient(*where)` of an engine, unless its `hooks` keep the call for themselves."""
+    """On a parameter: calls `on_gradient(*where, param)` of an engine. `where` ends with the parameter's number."""
 
     def __init__(self, on_gradient, *where):
         super().__init__(on_gradient, *where[:-1])
@@ -43,8 +46,7 @@ class GradientHook(WeakHook):
             where = (*(argument() for argument in self._first), self._index)
             # A backward that builds a graph must not record what happens here.
             with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-                if engine.hooks.came(*where):
-                    self._function(engine, *where)
+                self._function(engine, *where, param)
 
 
 def nothing(*args, **kwargs) -> None:
@@ -65,3 +67,22 @@ def when_backward_ends(callback) -> int:
     """Have autograd call `callback()` when the backward that is running is over; returns that backward's number."""
     Variable._execution_engine.queue_callback(callback)
     return backward_now()
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists, dictionaries, dataclasses and other plain objects, each once."""
+    found: dict[int, torch.Tensor] = {}
+    _search(value, found, set())  # no inner function: one that calls itself is a cycle, and would keep tensors alive
+    return list(found.values())
+
+
+def _search(value, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault(id(leaf), leaf)
+        elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
+            seen.add(id(leaf))
+            if dataclasses.is_dataclass(leaf):
+                _search([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], found, seen)
+            elif hasattr(leaf, "__dict__"):
+                _search(list(vars(leaf).values()), found, seen)

@@ -52,13 +52,13 @@ def nested(values: dict[tuple, object]):
 
 def first_element(bucket, index: int) -> int:
     """Which element of parameter `index` is the first in this rank's shard."""
-    return max(0, bucket.start - bucket.offsets[index])
+    return max(0, bucket.own.start - bucket.offsets[index])
 
 
 def pieces(engine):
     """(name, piece, shape of the parameter, first element) of what this rank's optimizer has."""
-    for bucket in engine.trained_buckets:
-        for index, piece in bucket.pieces:
+    for bucket in engine.buckets:
+        for index, piece in bucket.numbered(bucket.pieces):
             yield plain_name(bucket.names[index]), piece, bucket.shapes[index], first_element(bucket, index)
 
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
 from harness.engine import state
-from harness.engine.optimizer_refusals import handed_out
+from harness.engine.safety.optimizer_refusals import handed_out
 
 
 class Piece(torch.Tensor):
@@ -23,7 +23,7 @@ class Piece(torch.Tensor):
     def grad(self):
         if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":
             engine = self.zero_engine()
-            if engine is not None and "hooks" in vars(engine) and not engine.hooks.reduced:
+            if engine is not None and vars(engine) and not engine.gradients_are_reduced:
                 raise RuntimeError(
                     "torch's clipping over the optimizer's pieces would miss gradients that are not reduced yet, and "
                     "see this rank's shard alone: call engine.clip_grad_norm_(max_norm) or "
@@ -45,10 +45,10 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
 
     `param_groups` are the dictionaries that a torch optimizer takes, over the model's own parameters; a group
     of which this rank owns nothing stays, empty, so that every rank has the same groups. A rank that owns only
-    padding hands in one empty tensor. What can be wrong with it was found out before, in engine/optimizer_refusals.py.
+    padding hands in one empty tensor. What can be wrong with it was found out before, in safety/optimizer_refusals.py.
     """
-    buckets = engine.trained_buckets
-    pieces = {id(b.params[index]): piece for b in buckets for index, piece in b.pieces}
+    buckets = engine.buckets
+    pieces = {id(b.params[index]): piece for b in buckets for index, piece in b.numbered(b.pieces)}
     optimizer = failed = None
     groups = handed_out(buckets[0].shard, pieces, param_groups)
     for piece in [*pieces.values(), *(groups if param_groups is None else ())]:
@@ -61,11 +61,11 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     state.agree_or_restore(engine, failed)
     this = weakref.ref(engine)
     # What an optimizer's state of one rank fits: the stage, the ranks, and which elements this rank owns.
-    owned = [(b.names[index], piece.numel()) for b in buckets for index, piece in b.pieces]
+    owned = [(b.names[index], piece.numel()) for b in buckets for index, piece in b.numbered(b.pieces)]
     layout = {"stage": type(engine).__name__, "world_size": engine.world_size, "rank": engine.rank, "pieces": owned}
 
     def before_step(optimizer, args, kwargs):
-        if this() is not None and not vars(this()).get("updating", False):
+        if this() is not None and vars(this()) and not this().updating:
             for left in ("grad_scale", "found_inf"):  # by torch's GradScaler
                 vars(optimizer).pop(left, None)
             raise RuntimeError(
@@ -76,15 +76,18 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
 
     def after_step(optimizer, args, kwargs):
         if this() is not None:
-            this().hooks.stepped()
+            this().stepped()
 
     def saved(optimizer, state):
         state["zero_layout"] = layout
 
     def about_to_load(optimizer, state):
-        found = _state_problem(optimizer, state, layout)
-        if found is not None:
-            raise ValueError(found)
+        if state.get("zero_layout") != layout:
+            raise ValueError(
+                "this is not the optimizer's state of this rank: one rank's state fits the same stage, number of "
+                "ranks, bucket size and units only. Build the engine as it was saved, or save and load by "
+                "harness.engine.checkpoint, whose checkpoints fit any stage and number of ranks"
+            )
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
@@ -94,26 +97,3 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     # The pieces' gradients alone are not all that a stage keeps of a step.
     optimizer.zero_grad = lambda set_to_none=True: this().zero_grad()
     return optimizer
-
-
-def _state_problem(optimizer, state, own: dict) -> str | None:
-    found = state.get("zero_layout")
-    here = f"{own['stage']}, rank {own['rank']} of {own['world_size']}"
-    there = f"{found['stage']}, rank {found['rank']} of {found['world_size']}" if found else "no engine of this project"
-    groups, mine, what = state.get("param_groups", []), optimizer.param_groups, None
-    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in mine]
-    if found is not None and found != own:
-        what = "is of other pieces of the parameters" if there == here else "is another rank's, or another engine's"
-    elif sizes[0] != sizes[1]:
-        what = f"has groups of {sizes[0]} tensors and not {sizes[1]}"
-    else:
-        for group, ours in zip(groups, mine):
-            for key, piece in zip(group["params"], ours["params"]):
-                for name, value in state.get("state", {}).get(key, {}).items():
-                    if torch.is_tensor(value) and value.dim() and value.shape != piece.shape:
-                        what = f"has {name!r} of shape {tuple(value.shape)} and not {tuple(piece.shape)}"
-    return what and (
-        f"the optimizer's state {what}: it is of {there}, and this is {here}. One rank's state fits the same stage, "
-        "number of ranks, bucket size and units only: build the engine as it was saved, or save and load by "
-        "harness.engine.checkpoint, whose checkpoints fit any stage and number of ranks"
-    )

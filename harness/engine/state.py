@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from harness.engine import guard, refusals, tensor_parallel
+from harness.engine.all_or_none import all_or_none, on_all
 from harness.engine.layout import extra_states, first_element, plain_name
-from harness.engine.precision import sendable
-from harness.engine.together import on_all, together
-from harness.engine.waiting import label, not_alike, waiting_for
+from harness.engine.options import tensor_parallel
+from harness.engine.options.precision import sendable
+from harness.engine.safety import guard
+from harness.engine.safety.agreement import agree
+from harness.engine.safety.waiting import label, not_alike, waiting_for
 
 
 def broadcast_buffers(model, group) -> None:
@@ -45,7 +47,7 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     model, group = engine.model, engine.group
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
-        for bucket in engine.buckets:
+        for bucket in engine.all_buckets:
             flat = gather_whole(bucket, group)
             for param, view in zip(bucket.params, bucket.views(flat)):
                 values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
@@ -53,7 +55,7 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
         extras = extra_states(model)
         extras = {key: value for key, value in state.items() if plain_name(key) in extras}
         extras = tree_map_only(torch.Tensor, torch.Tensor.cpu, extras)
-        state.update(together(lambda: extras, engine.placement.everyone)[0] if extras else {})
+        state.update(all_or_none(lambda: extras, engine.placement.everyone)[0] if extras else {})
         for key, tensor in state.items():
             if id(tensor) in values:
                 state[key] = values[id(tensor)]
@@ -71,7 +73,7 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     and ValueError for another shape, on every rank, before anything is written; so does what modules raise that take
     their part by `set_extra_state()`.
     """
-    refusals.agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model)
+    agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model)
     own = engine.model.state_dict(keep_vars=True)
     modules = extra_states(engine.model)
     extras = {key: modules[plain_name(key)] for key in own if plain_name(key) in modules}
@@ -80,9 +82,9 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
         sharded = set()
-        for bucket in engine.buckets:
+        for bucket in engine.all_buckets:
             sharded.update(id(param) for param in bucket.params)
-            for index, part in bucket.cut(bucket.shard):
+            for index, part in bucket.numbered(bucket.cut(bucket.shard)):
                 param = bucket.params[index]
                 value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
                 first = first_element(bucket, index)
@@ -90,7 +92,7 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
         for key, tensor in own.items():
             if key not in extras and isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
                 tensor.copy_(state[key])
-    engine._shards_changed()
+    engine.shards_changed()
 
 
 def set_extra_states(engine, values: list[tuple]) -> None:
@@ -129,7 +131,7 @@ def close(engine) -> None:
     All hooks are gone, and the engine cannot be used any more. Another one may be built on the model.
     """
     engine.zero_grad()
-    engine.hooks.close()
+    engine.remove_hooks()
     _restore(engine)
     vars(engine).clear()
 
@@ -137,7 +139,7 @@ def close(engine) -> None:
 def agree_or_restore(engine, problem: Exception | None) -> None:
     """The build has come far, and may have failed on some rank: then it fails on all, and the model is plain again."""
     try:
-        refusals.agree(problem, "", engine.placement.everyone, engine.model)
+        agree(problem, "", engine.placement.everyone, engine.model)
     except Exception:
         _restore(engine)
         raise
@@ -145,7 +147,7 @@ def agree_or_restore(engine, problem: Exception | None) -> None:
 
 @torch.no_grad()
 def _restore(engine) -> None:
-    for bucket in engine.buckets:
+    for bucket in engine.all_buckets:
         guard.open(bucket.params)
         guard.release(bucket.params)
         for param, view in zip(bucket.params, bucket.views(gather_whole(bucket, engine.group))):

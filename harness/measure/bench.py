@@ -1,132 +1,172 @@
-"""`./launch.sh bench`: step times of all engines in one run, on a model of your size, and the host's time per step.
+"""`./launch.sh bench`: what a step costs, of engines and options that make their steps in turn, in one run.
 
-    ./launch.sh bench 2                     step times, interleaved: a GPT of 5.3 million parameters by default
-    ./launch.sh bench 2 --layers 12 --width 768 --heads 12
-    ./launch.sh bench 1 --host              the host's time on many small parameters, rank 0 of 8 without the others
+    ./launch.sh bench 2                     all engines; --layers 12 --width 768 and others for a model of your size
+    ./launch.sh bench 2 --sweeps            bucket size, units, prefetch, recomputation; --sweeps units: these alone
+    ./launch.sh bench --host                the host's part, on many small parameters; --host zero3: where it goes
+    ./launch.sh bench --ratios FILE...      ratios of step times over several launches of the referee
 
-Interleaved means: all engines are alive, and each makes one step in turn. What is printed was measured in this run, and
-a ratio compares two engines of it.
+What is printed was measured in this run. Peaks and collectives are taken before, with one engine alive at a time.
 """
 
 import argparse
 import cProfile
 import gc
-import os
 import pstats
 import statistics
-import time
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.engine import accelerator
-from harness.measure import tables
-from harness.measure.fake_ranks import build, fake_ranks
-from harness.measure.turns import take_turns
+from harness.measure import fake_ranks, tables
+from harness.measure.interleaved import take_turns
+from harness.measure.ledger import MemoryLedger
+from harness.measure.ratios import lines_of_ratios
+from harness.measure.sweeps import SWEEPS, Variant, with_options
+from harness.measure.watched_step import allocator_of, watched_step
 from harness.run import engine_file, engines, process_group
 from harness.run import options as common
+from harness.run.command_line import one_line
 from harness.run.data import Batches, load_text
-from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters
+from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
+from harness.run.process_group import Rank
 
 ENGINES = engines.named("bench")
-BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in engines.ENGINES[name].takes)
-COUNTERPARTS = dict(engines.PAIRS)
+ON_HOST = ("plain", *(name for name in ENGINES if "memory" in engines.ENGINES[name].on))  # they run without others
+SHAPE = {"layers": 1, "width": 1, "heads": 1, "vocab": 256}  # and the least of each; text is bytes
+MEANINGS = """
+step ms      time of a step on the slowest rank, median over the rounds; lowest, highest
+relative     time relative to the first row, median over the rounds
+peak MB      the most that was alive at once in a step, in 10^6 bytes
+8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing
+"""
+TIMES = " | step ms | lowest | highest | relative"
+CELLS_OF_TIMES = "{label} | {step_ms:.1f} | {step_ms_lowest:.1f} | {step_ms_highest:.1f} | {ratio:.3f}"
+BYTES = " | peak MB | 8 tokens MB | collectives | all-gathers"
+CELLS_OF_BYTES = " | {peak:.2f} | {short:.2f} | {collectives} | {all_gathers}"
 
 
 def arguments(argv=None) -> argparse.Namespace:
     parser = common.Parser(prog="bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=1024, help="256 or more, as the text is bytes (default 1024)")
-    parser.add_argument("--seq", type=int, default=128, help="tokens per sequence (default 128)")
+    common.add(parser, "preset", "seq", "backend", "device", "json")
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="in place of the preset's")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of every engine (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each engine (default 15)")
     parser.add_argument("--engines", help=f"any of {', '.join(ENGINES)}")
     engine_file.add_option(parser)
-    parser.add_argument("--bucket-mb", type=float, help=f"of {', '.join(BUCKETED)} (default: their own)")
-    parser.add_argument("--host", action="store_true", help="the host's time per step, on many small parameters")
-    parser.add_argument("--profile", metavar="ENGINE", help="with --host: where that engine's host time goes")
-    common.add(parser, "json", "backend", "device")
+    instead = parser.add_mutually_exclusive_group()
+    help = f"what options cost; those with WORDS in their name: {'; '.join(SWEEPS)}"
+    instead.add_argument("--sweeps", nargs="?", const="", metavar="WORDS", help=help)
+    help = "the host's time per step, on many small parameters; of ENGINE also where it goes"
+    instead.add_argument("--host", nargs="?", const="", metavar="ENGINE", help=help)
+    instead.add_argument("--ratios", nargs="+", metavar="FILE", help="of step times, out of files of compare --json")
     options = parser.parse_args(argv)
-    common.settle(options, layers=1, width=1, heads=1, vocab=256, seq=1, batch=1, rounds=1)
-    if options.width % options.heads:
-        raise ValueError(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
+    common.settle(options, rounds=1, batch=1, seq=1, **SHAPE)
+    given = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
+    options.config = replace(preset(options.preset), **given)
+    if options.host:
+        engines.chosen(options.host, "bench", ON_HOST)
+    if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
+        raise ValueError(f"--sweeps {options.sweeps!r} is in none of: {'; '.join(SWEEPS)}")
     options.engines = engine_file.chosen(options, "bench", ENGINES)
-    if options.profile:
-        engines.chosen(options.profile, "bench", (*ENGINES, "plain"))
-    if options.host and options.profile and options.profile not in ("plain", *options.engines):
-        raise ValueError(f"--profile {options.profile}, but --engines has {', '.join(options.engines)}")
-    if options.host and options.engine_file:
-        raise ValueError("--host is of our engines and torch's, without other ranks: leave out --engine-file")
-    if options.host and options.device not in ("auto", "cpu") and not accelerator.count():
-        raise ValueError(f"--device {options.device}, but torch sees no GPU here: use --device cpu")
     return options
 
 
-@engine_file.one_line()
-def step_times(options: argparse.Namespace, me: process_group.Rank) -> dict[str, list[float]]:
-    """{engine: milliseconds of each timed step, of the slowest rank}. A collective."""
-    config = GPTConfig(options.layers, options.width, options.heads, options.vocab, options.seq, tied=False)
+def build(variant: Variant, config: GPTConfig, me: Rank):
+    name, prepare = variant
+    model = GPT(config).to(me.device)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
-    batch = Batches(load_text(None, config.seq), options.batch, config.seq, 0, me.device)(0, me.rank)
-    built = {}
-    for name in options.engines:
-        model = GPT(config).to(me.device)
-        more = {"bucket_mb": options.bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
-        built[name] = engines.build(name, model, adamw, me.device, **more)
-    numel = number_of_parameters(config)
-    me.print(f"a GPT of {numel:,} parameters, {me.world_size} ranks over {me.backend}; {options.rounds} rounds")
-    steps = {name: partial(engine.training_step, *batch, next_token_loss) for name, engine in built.items()}
-    times = take_turns(steps, options.rounds, me)
-    return {name: [seconds * 1e3 for seconds in values] for name, values in times.items()}
+    return engines.ENGINES[name].build(model, adamw, me.device, **prepare(model))
 
 
-class Small(nn.Module):
-    """Many small parameters: 34 units of 6 linear layers, 408 tensors, whose kernels take no time."""
+def bytes_of(variant: Variant, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
+    """Peaks, the largest of the ranks', and collectives of a step.
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))) for _ in range(34))
+    The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
+    """
+    allocator = allocator_of(me.device)
+    with MemoryLedger() as memory:
+        engine = build(variant, config, me)
+        step = partial(engine.training_step, *batch, next_token_loss)
+        step()
+        step()
+        with watched_step(engine, memory, allocator) as seen:
+            step()
+        with watched_step(engine, memory, allocator) as short:
+            engine.training_step(*(tensor[:1, :8] for tensor in batch), next_token_loss)
+    peak, short_peak = process_group.largest([seen.peak, short.peak], me)
+    return {
+        "peak_bytes": int(peak),
+        "short_peak_bytes": int(short_peak),
+        "collectives": len(seen.collectives),
+        "all_gathers": sum(collective.kind == "all-gather" for collective in seen.collectives),
+        "sent_bytes": seen.sent_bytes,
+    }
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+
+def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
+    """{label: step times in ms}; `ratio`: the median over the rounds of the time over the first one's in that round."""
+    rows, first = {}, next(iter(times.values()))
+    for label, seconds in times.items():
+        row = rows[label] = {"ratio": round(statistics.median(a / b for a, b in zip(seconds, first)), 4)}
+        for name, of in (("step_ms", statistics.median), ("step_ms_lowest", min), ("step_ms_highest", max)):
+            row[name] = round(of(seconds) * 1000, 3)
+    return rows
 
 
-def host_times(options: argparse.Namespace) -> dict[str, list[float]]:
-    """{engine: milliseconds of the host per step} of rank 0 of 8, whose collectives move nothing.
+@engine_file.named_in_errors()
+def measure(variants: dict[str, Variant], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
+    """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
+    found = {}
+    for label, variant in variants.items():
+        found[label] = bytes_of(variant, batch, options.config, me)
+        gc.collect()
+    alive = {label: build(variant, options.config, me) for label, variant in variants.items()}
+    steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
+    times = rows_of_times(take_turns(steps, options.rounds, me))
+    del alive, steps
+    gc.collect()
+    return {label: found[label] | times[label] for label in variants}
+
+
+def many_small_parameters() -> nn.Module:
+    """34 units of 6 linear layers, 408 tensors, whose kernels take no time."""
+    blocks = []
+    for _ in range(34):
+        blocks.append(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
+    return nn.Sequential(*blocks)
+
+
+def host_times(options: argparse.Namespace) -> dict[str, dict]:
+    """{engine: the host's time per step} of rank 0 of 8, whose collectives move nothing.
 
     On a GPU (`--device cuda`) a step ends when its last kernel is launched, not when it has run; the host waits for the
     GPU before the next one.
     """
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
-    device = torch.device("cpu") if options.device in ("auto", "cpu") else torch.device(options.device, 0)
+    device = torch.device("cpu" if options.device == "auto" else options.device)
+    x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
 
-    def build_small(name):
-        return build("single" if name == "plain" else name, Small().to(device), adamw, device)
+    def wait_for_gpu(name: str) -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
 
-    chosen = [name for name in ENGINES if name in options.engines and "memory" in engines.ENGINES[name].on]
-    with fake_ranks(8):  # a group that moves nothing
-        built = {name: build_small(name) for name in ["plain", *chosen]}
-        x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
-        times = {name: [] for name in built}
-        for turn in range(-3, options.rounds):
-            for name, engine in built.items():
-                if device.type != "cpu":
-                    torch.accelerator.synchronize()
-                started = time.perf_counter()
-                engine.training_step(x, y, F.mse_loss)
-                if turn >= 0:
-                    times[name].append((time.perf_counter() - started) * 1e3)
-        if options.profile:
-            profile(options.profile, partial(built[options.profile].training_step, x, y, F.mse_loss))
-        built.clear()
+    steps = {}
+    with fake_ranks.fake_ranks(8):
+        for name in ON_HOST:
+            model = many_small_parameters().to(device)
+            engine = fake_ranks.build("single" if name == "plain" else name, model, adamw, device)
+            steps[name] = partial(engine.training_step, x, y, F.mse_loss)
+        me = Rank(0, 8, torch.device("cpu"), "fake", "")
+        times = take_turns(steps, options.rounds, me, meet=wait_for_gpu)
+        if options.host:
+            profile(options.host, steps[options.host])
+        del engine, steps
         gc.collect()  # DDP's reducer, before its group
-    return times
+    return rows_of_times(times)
 
 
 def profile(name: str, step) -> None:
@@ -140,43 +180,61 @@ def profile(name: str, step) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(10)
 
 
-def table(times: dict[str, list[float]], reference: str) -> str:
-    """Medians, ranges and ratios, one line per engine."""
-    medians = {name: statistics.median(values) for name, values in times.items()}
+def table_of_steps(title: str, rows: dict[str, dict]) -> str:
+    """What was measured, a line for each label."""
+    titles, cells = title + TIMES, CELLS_OF_TIMES
+    if "peak_bytes" in next(iter(rows.values())):
+        titles, cells = titles + BYTES, cells + CELLS_OF_BYTES
+    things = []
+    for label, row in rows.items():
+        peaks = {"peak": row.get("peak_bytes", 0) / 1e6, "short": row.get("short_peak_bytes", 0) / 1e6}
+        things.append(row | peaks | {"label": label})
+    return "\n".join(tables.text(tables.filled(titles, cells, things), rule=False))
 
-    def over(name: str, other: str | None, words: str = "") -> str:
-        return f"{medians[name] / medians[other]:.2f}{words}" if other in medians else ""
 
-    columns = {
-        "engine": lambda name, values: name,
-        "ms": lambda name, values: f"{medians[name]:.1f}",
-        "lowest": lambda name, values: f"{min(values):.1f}",
-        "highest": lambda name, values: f"{max(values):.1f}",
-        f"x {reference}": lambda name, values: over(name, reference),
-        "beside torch's own": lambda name, values: over(name, COUNTERPARTS.get(name), f" x {COUNTERPARTS.get(name)}"),
-    }
-    return "\n".join(tables.text(tables.rows_of(columns, times), left=(0, 5), rule=False))
+def variants_of(options: argparse.Namespace) -> dict[str, dict[str, Variant]]:
+    """{title: what stands in the table below it}."""
+    if options.sweeps is None:
+        return {"engines": {name: (name, with_options) for name in options.engines}}
+    return {sweep: variants for sweep, variants in SWEEPS.items() if options.sweeps in sweep}
+
+
+def on_ranks(options: argparse.Namespace) -> None:
+    """Measure, print and write what is asked for. A collective."""
+    text = load_text(None, options.config.seq)
+    me = process_group.start(options.backend, options.device)
+    batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
+    me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
+    shape = f"GPT of {number_of_parameters(options.config):,} parameters"
+    me.print(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
+    me.print(MEANINGS)
+    found = {}
+    for title, variants in variants_of(options).items():
+        found[title] = measure(variants, batch, options, me)
+        me.print(table_of_steps(title, found[title]) + "\n")
+    if me.rank == 0:
+        results = {"hardware": process_group.hardware(me.device), "torch": torch.__version__}
+        results |= {"backend": me.backend, "ranks": me.world_size}
+        results |= {name: getattr(options, name) for name in ("preset", "batch", "seq")}
+        results |= {"command": common.command("bench", me.world_size), "sweeps": found}
+        common.write_json(options.json, results)
+    process_group.stop()
 
 
 def main(argv=None) -> None:
-    options = arguments(argv)
+    with one_line(ValueError):
+        options = arguments(argv)
+        if options.ratios:
+            return print("\n".join(lines_of_ratios(options.ratios)))
     gc.collect()
     gc.disable()  # it would come in one engine's step, and not in another's
-    if options.host and "ZERO_PREFLIGHT" not in os.environ:
-        times = host_times(options)
-        reference, about = "plain", {"what": "host time per step", "ranks": 8, "device": options.device}
+    if options.host is not None:
+        rows = host_times(options)
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
+        print(table_of_steps("engine", rows))
+        common.write_json(options.json, {"torch": torch.__version__, "command": common.command("bench"), "host": rows})
     else:
-        me = process_group.start(options.backend, options.device)
-        times, reference = step_times(options, me), "ddp"
-        about = {"what": "step time", "ranks": me.world_size, "hardware": process_group.hardware(me.device)}
-        if me.rank:
-            return process_group.stop()
-    print(table(times, reference))
-    about |= {"torch": torch.__version__, "command": common.command("bench"), "ms": times}
-    common.write_json(options.json, about)
-    if not options.host:
-        process_group.stop()
+        on_ranks(options)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,10 +48,3 @@ def all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[to
     future = torch.futures.Future(devices=[tensor.device] if tensor.device.type != "cpu" else None)
     future.set_result(tensor)
     return future
-
-
-def waiting(device: torch.device):
-    """On a GPU the fake group's `wait` waits, as NCCL's does: offload starts its gathers from another stream."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return mock.patch.object(torch._C._distributed_c10d.FakeWork, "wait", lambda *_: torch.cuda.synchronize() or True)

@@ -31,11 +31,17 @@ NO_MODEL = re.compile(r"nvidia|tesla|geforce|\d+gb|hbm3e?|sxm[456]")
 # Assumed beside the live storages that a GPU must hold: CUDA's context, NCCL's buffers, and the allocator's gaps.
 CONTEXT_BYTES = 2e9
 GAPS = 0.05
+GPUS = (24, 40, 80, 141)  # GB of 10^9 bytes: RTX 4090, A100, A100 and H100, H200
 
 
 def needed_bytes(peak: float) -> float:
     """Bytes that a GPU must have for `peak` live bytes. `memory` and `plan` both say "fits" by it."""
     return peak * (1 + GAPS) + CONTEXT_BYTES
+
+
+def fits_on(peak: float) -> list[int]:
+    """The GPUs, in GB, on which a peak of so many live bytes fits."""
+    return [gigabytes for gigabytes in GPUS if needed_bytes(peak) <= gigabytes * 1e9]
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

@@ -1,4 +1,4 @@
-"""The memory ledger: which bytes are alive, now and at the worst moment, and what is held between steps.
+"""The memory ledger: which bytes are alive, now and at the worst moment.
 
 Memory means live storages: whole ones, each counted once, whoever keeps it alive (a variable, the model, or
 autograd for backward). On CUDA use the allocator's own peak, which sees temporaries of kernels as well.
@@ -10,18 +10,15 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-
-def tensors_in(tree) -> list[torch.Tensor]:
-    """The tensors among an operation's arguments or results, however they are nested."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The storage under `tensor`, also where that is a freed parameter; of a DTensor this rank's part."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+from harness.measure.held import (  # noqa: F401  some import held_bytes, optimizer_of and storage_bytes from here
+    engine_tensors,
+    held_bytes,
+    optimizer_of,
+    storage_bytes,
+    storage_of,
+    tensors_in,
+)
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -30,17 +27,20 @@ class MemoryLedger(TorchDispatchMode):
     It sees every operation's results, so it must be open when the storages are made. Or
     `with MemoryLedger(engine) as memory: engine.training_step(...)`, which starts from what can be reached of an
     engine (anything with `model` and `optimizer`); `track` adds other tensors. Resizing a storage, which is
-    no operation, is watched as well. With `device`, "cpu" or "cuda" for example, it counts what is on such a device.
+    no operation, is watched as well.
     """
 
-    def __init__(self, engine=None, device: str | None = None):
+    def __init__(self, engine=None):
         super().__init__()
-        self._device = device
         self.live = self.peak = 0
         self._bytes: dict[int, int] = {}  # a storage's address -> its bytes
         self._references: dict[int, weakref.ref] = {}
         for tensor in [] if engine is None else engine_tensors(engine):
             self.track(tensor)
+
+    def begin(self, engine=None) -> None:
+        """A step of `engine` begins."""
+        self.reset_peak()
 
     def reset_peak(self) -> None:
         """Forget earlier peaks: from now on `peak` is the most since this call."""
@@ -51,8 +51,6 @@ class MemoryLedger(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own part
             if tensor.is_meta and type(tensor) is torch.Tensor or tensor.layout != torch.strided:
-                return
-            if self._device not in (None, tensor.device.type):
                 return
             storage = tensor.untyped_storage()
         key = storage._cdata
@@ -112,59 +110,6 @@ class MemoryLedger(TorchDispatchMode):
     def __exit__(self, *exception):
         torch.UntypedStorage.resize_ = self._plain_resize
         return super().__exit__(*exception)
-
-
-def storage_bytes(tensors) -> int:
-    """Bytes of the storages under `tensors`: whole, each once, of a DTensor this rank's part."""
-    return sum(sizes_by_storage(tensors).values())
-
-
-def sizes_by_storage(tensors) -> dict[int, int]:
-    """{address: bytes} of the storages under `tensors`."""
-    return {storage._cdata: storage.nbytes() for storage in map(storage_of, tensors)}
-
-
-def optimizer_of(engine) -> torch.optim.Optimizer:
-    """The optimizer that has the state: ZeroRedundancyOptimizer wraps it."""
-    return getattr(engine.optimizer, "optim", engine.optimizer)
-
-
-def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
-    """{"parameters", "gradients", "optimizer"}: what this rank holds now, of anything with model and optimizer.
-
-    Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
-    frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
-    An engine that keeps them elsewhere has a `held_tensors` of its own, whose values may be nested.
-    """
-    if hasattr(engine, "held_tensors"):
-        return {kind: tensors_in(tree) for kind, tree in engine.held_tensors().items()}
-    inner = optimizer_of(engine)
-    params = list(engine.model.parameters()) + [p for group in inner.param_groups for p in group["params"]]
-    params += [bucket.shard for bucket in getattr(engine, "buckets", ())]
-    state = [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
-    gradients = [param.grad for param in params if param.grad is not None]
-    for bucket in getattr(engine, "trained_buckets", ()):  # ZeRO-1's buffer, and what `no_sync` keeps
-        gradients += [*getattr(bucket, "kept", {}).values()]
-        gradients += [bucket.flat_gradient] if hasattr(bucket, "flat_gradient") else []
-    return {"parameters": params, "gradients": gradients, "optimizer": state}
-
-
-def held_bytes(engine, device: str | None = None) -> dict[str, int]:
-    """{"parameters", "gradients", "optimizer"}: bytes of `held_tensors`, with `device` of those on such a device."""
-    held = held_tensors(engine)
-    return {part: storage_bytes(on_device(tensors, device)) for part, tensors in held.items()}
-
-
-def on_device(tensors, device: str | None) -> list[torch.Tensor]:
-    """Those of `tensors` that are on such a device: all for None."""
-    with torch._C.DisableTorchFunctionSubclass():  # a freed parameter may be asked for its device
-        return [tensor for tensor in tensors if device in (None, tensor.device.type)]
-
-
-def engine_tensors(engine) -> list[torch.Tensor]:
-    """All that can be reached from an engine: what it holds, and its buffers."""
-    tensors = [tensor for held in held_tensors(engine).values() for tensor in held]
-    return [*tensors, *engine.model.buffers()]
 
 
 def let_go(device: torch.device) -> None:

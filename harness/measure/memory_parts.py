@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from harness.measure.ledger import MemoryLedger, held_tensors, optimizer_of, tensors_in
-from harness.measure.where import Where
+from harness.measure.held import held_shards, optimizer_of, tensors_in
+from harness.measure.ledger import MemoryLedger
+from harness.measure.position_in_step import PositionInStep
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, IN_FLIGHT = "gathered units", "gradients in flight"
@@ -41,6 +42,9 @@ class Moment:
         return sum(self.parts[part] for part in STATE)
 
 
+NOTHING = Moment(0, "", "", "", 0.0, Counter(), Counter())
+
+
 class PartsLedger(MemoryLedger):
     """`with PartsLedger(engine) as memory: engine.training_step(...)`; then `memory.peak_moment()`, `memory.moments()`.
 
@@ -59,16 +63,16 @@ class PartsLedger(MemoryLedger):
     `timeline.seconds(moment.when)` is the GPU's time, as its spans have it: the host may be far ahead.
     """
 
-    def __init__(self, engine=None, device: str | None = None):
+    def __init__(self, engine=None):
         self._counter, self._number = 0, {}  # storage -> the number it has
         self.clock: Callable[[], object] = time.perf_counter
         self._events: list[tuple] = []  # (number, bytes from now on, phase, step, module, when)
         self._part: dict[int, str] = {}  # number -> part
         self._maker: dict[int, str] = {}  # number -> the operation that made it
         self._growing: set[int] = set()  # storages made since the forward began
-        self._operation, self._handles, self._engine, self._where = "", [], engine, Where()
+        self._operation, self._handles, self._engine, self._where = "", [], engine, PositionInStep()
         self.failed: Moment | None = None  # what was alive when an operation found no memory
-        super().__init__(engine, device)
+        super().__init__(engine)
 
     def begin(self, engine=None) -> None:
         """A step begins: forget the one before. Called on entering; again for the next step."""
@@ -106,14 +110,10 @@ class PartsLedger(MemoryLedger):
 
     def peak_moment(self, of=lambda moment: moment.live) -> Moment:
         """The moment with the most of something: bytes in all by default. (The first of several.)"""
-        return max(self.moments(), key=of, default=Moment(0, "", "", "", 0.0, Counter(), Counter()))
+        return max(self.moments(), key=of, default=NOTHING)
 
     def _sort_held(self) -> None:
-        held = held_tensors(self._engine)
-        if hasattr(self._engine, "units"):  # ZeRO-3's model has whole parameters or none: what is held are the shards
-            own = {id(param) for param in self._engine.model.parameters()}
-            held[PARAMETERS] = [tensor for tensor in held[PARAMETERS] if id(tensor) not in own]
-        for part, tensors in held.items():
+        for part, tensors in held_shards(self._engine).items():
             self._put(tensors, part, anew=True)
 
     def _watch_gradient(self, param: nn.Parameter):
@@ -159,9 +159,10 @@ class PartsLedger(MemoryLedger):
         if torch.is_grad_enabled():
             for key in self._growing:  # forward has not come to the end that would show it
                 self._part.setdefault(self._number[key], ACTIVATIONS)
-        now = [*self.moments()][-1:] or [Moment(0, "", "", "", 0.0, Counter(), Counter())]
+        for now in self.moments():  # the last one
+            self.failed = now
         place = {"phase": self._where.phase, "step": self._where.step, "module": self._where.module()}
-        self.failed = replace(now[0], **place)
+        self.failed = replace(self.failed or NOTHING, **place)
 
     def _note(self, key: int, nbytes: int) -> None:
         if nbytes == self._bytes.get(key, 0):

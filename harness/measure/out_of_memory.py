@@ -5,9 +5,8 @@ import contextlib
 import torch
 
 from harness.measure import tables
-from harness.measure.ledger import held_bytes
+from harness.measure.held import held_bytes, unit_names, unit_of
 from harness.measure.memory_parts import PartsLedger
-from harness.measure.timeline import unit_names, unit_of
 
 
 @contextlib.contextmanager

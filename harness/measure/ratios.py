@@ -1,9 +1,8 @@
-"""Step-time ratios over several launches of the referee: ./launch.sh ratios results/referee-cpu-2ranks-*.json"""
+"""Ratios of step times over several launches of the referee, for `./launch.sh bench --ratios FILE...`."""
 
 import json
 import statistics
 
-from harness.run.ending import Parser, one_line
 from harness.run.engines import PAIRS
 
 
@@ -18,11 +17,8 @@ def ratios(reports: list[dict]) -> dict[str, list[float]]:
     return found
 
 
-@one_line(ValueError)
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(prog="ratios", description="Step-time ratios over launches of the referee.")
-    parser.add_argument("files", nargs="+", help="reports, as ./launch.sh compare --json FILE writes them")
-    files = parser.parse_args(argv).files
+def lines_of_ratios(files: list[str]) -> list[str]:
+    """What is printed of the ratios in these files. Raises ValueError for a file that has none."""
     reports = []
     for file in files:
         try:
@@ -32,10 +28,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError("no two engines have been timed")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is no report of ./launch.sh compare --json FILE: {error}") from error
-    print(f"{'step time':<38}median   lowest  highest  of {len(files)} launches")
+    lines = [f"{'step time':<38}median   lowest  highest  of {len(files)} launches"]
     for name, values in ratios(reports).items():
-        print(f"{name:<38}{statistics.median(values):>6.2f} {min(values):>8.2f} {max(values):>8.2f}")
-
-
-if __name__ == "__main__":
-    main()
+        lines.append(f"{name:<38}{statistics.median(values):>6.2f} {min(values):>8.2f} {max(values):>8.2f}")
+    return lines

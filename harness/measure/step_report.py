@@ -28,52 +28,61 @@ def columns(runs: dict[str, dict], reference: str) -> dict:
     } | (on_gpu if "reserved_bytes" in runs[reference] else {})
 
 
+HELD = "Held: after the gradients are reduced and before the optimizer's step."
 NO_RESHARD = (
     "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
-    "and 1/N of them otherwise: it is not quite ZeRO-2.\n"
+    "and 1/N of them otherwise: it is not quite ZeRO-2."
 )
-MFU = (
-    "MFU: the model's FLOPs (6 per parameter and token, and attention in full; not what is recomputed) as a share of\n"
-    "what the GPU can do at most, by its data sheet; -: a GPU that is not in the list. Reserved: by the allocator.\n"
-)
+SENT = "Sent: logical bytes of the collectives issued, per rank."
+MFU = """MFU: the model's FLOPs (6 per parameter and token, and attention in full; not what is recomputed) as a share of
+what the GPU can do at most, by its data sheet; -: a GPU that is not in the list. Reserved: by the allocator."""
+PARTS_OF_A_STEP = """\
+own work: computation, optimizer, and the host between operations. waiting: another rank has not come to the
+collective yet. exposed: bytes are on their way, and nothing is computed. overlapped: bytes are on their way
+beside own work, which costs no time; in %: of all the time in which bytes are."""
 
 
 def results(result: dict, reference: str) -> str:
     """Everything that the referee prints before its verdict, from the result that it writes as JSON."""
-    held = "\nHeld: after the gradients are reduced and before the optimizer's step. "
-    held += NO_RESHARD * ("fsdp2_no_reshard" in result["runs"])
-    peak = "the GPU allocator's" if result["device"] != "cpu" else "all live storages of one step"
-    words = f"{held}Peak: {peak}. Sent: logical bytes of the collectives issued, per rank.\n"
-    words += MFU * (result["device"] != "cpu")
-    lines = [*tables.text(tables.rows_of(columns(result["runs"], reference), result["runs"])), words]
-    return "\n".join([*lines, report(result) + "\n"] if result["timed_steps"] else lines)
+    on_gpu, runs = result["device"] != "cpu", result["runs"]
+    lines = tables.text(tables.rows_of(columns(runs, reference), runs))
+    peak = "the GPU allocator's" if on_gpu else "all live storages of one step"
+    peak = f"Peak: {peak}. {SENT}"
+    lines += ["", f"{HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{HELD} {peak}"]
+    lines += [MFU, ""] if on_gpu else [""]
+    return "\n".join([*lines, where_time_goes(result) + "\n"] if result["timed_steps"] else lines)
 
 
-def report(result: dict) -> str:
+def where_time_goes(result: dict) -> str:
     """Everything that the referee prints of the second and third pass, from the result that it writes as JSON."""
-    runs = {name: run for name, run in result["runs"].items() if run.get("step_time")}
-    delay = result["slow_rank"]
-    steps = next(iter(runs.values()))["step_time"]["steps"]
+    runs = {name: run["step_time"] for name, run in result["runs"].items() if run.get("step_time")}
+    steps = next(iter(runs.values()))["steps"]
+    rows, clear, unclear = [_HEAD], [], []
+    for name, found in runs.items():
+        rows += _rank_rows(name, found)
+        if stands_out(found):
+            clear.append(f"{name}: {slowest_words(found)}")
+        elif name != "single":
+            unclear.append(name)
     lines = [
         f"Where the time of a step goes, per rank, in ms: means of {steps} more step(s), which were watched.",
         "Look at own work: in synchronous training all ranks take as long as the slowest, so their step times are",
         "equal; but a slow rank works longer, and the others wait for it.",
         "",
-        *tables.text([_HEAD, *(row for name, run in runs.items() for row in _rank_rows(name, run["step_time"]))]),
-        "own work: computation, optimizer, and the host between operations. waiting: another rank has not come to the",
-        "collective yet. exposed: bytes are on their way, and nothing is computed. overlapped: bytes are on their way",
-        "beside own work, which costs no time; in %: of all the time in which bytes are.",
-        *(f"{name}: {slowest_words(run['step_time'])}" for name, run in runs.items() if stands_out(run["step_time"])),
+        *tables.text(rows),
+        PARTS_OF_A_STEP,
+        *clear,
     ]
-    if nobody := [name for name, run in runs.items() if name != "single" and not stands_out(run["step_time"])]:
-        lines.append(f"No rank stands out: {', '.join(nobody)}.")
-    if delay:
-        lines.append(f"--slow-rank: rank {delay[0]} was delayed by {delay[1] * 1e3:g} ms in every timed step.")
+    if unclear:
+        lines.append(f"No rank stands out: {', '.join(unclear)}.")
+    if result["slow_rank"]:
+        rank, seconds = result["slow_rank"]
+        lines.append(f"--slow-rank: rank {rank} was delayed by {seconds * 1e3:g} ms in every timed step.")
         if "single" in runs:
             lines.append("single was not delayed: it is one process.")
-    if unsure := max(run["step_time"]["clocks_unsure_by_ms"] for run in runs.values()):
+    if unsure := max(found["clocks_unsure_by_ms"] for found in runs.values()):
         lines.append(f"The ranks' clocks are of several machines: waiting and exposed are right to {unsure:.3f} ms.")
-    if any(rank["told_late"] for run in runs.values() for rank in run["step_time"]["ranks"]):
+    if any(row[-2].startswith("<=") for row in rows):
         lines.append("<=: the backend does not say when these end, but when they are waited for: at most so long.")
     return "\n".join(lines)
 

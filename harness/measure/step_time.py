@@ -192,26 +192,28 @@ def summary(ranks: list[list[dict]]) -> dict:
     one that did the most own work, "slowest_in_steps": numbers of the steps, from 1, in which it was, "lead_ms": by how
     much more than the next}; the medians of the steps decide. The last three are None where only one rank took part.
     """
-    rows = []
-    for rank, steps in enumerate(ranks):
-        if not steps:
-            continue
-        row = {"rank": rank, "step_ms": _mean(step["step"] for step in steps), "own_ms": _mean(map(own_work, steps))}
-        row |= {f"{part}_ms": _mean(step[part] for step in steps) for part in (*OWN, "waiting")}
-        for which in ("exposed", "overlapped"):
-            kinds = sorted({kind for step in steps for kind in step["exposed"] | step["overlapped"]})
-            row[f"{which}_ms"] = {kind: _mean(step[which].get(kind, 0.0) for step in steps) for kind in kinds}
-        row["told_late"] = sorted({kind for step in steps for kind in step["told_late"]})
-        row["steps_own_ms"] = [round(own_work(step) * 1e3, 3) for step in steps]
-        rows.append(row)
-    slowest = in_steps = lead = None
-    if len(rows) > 1:
-        leads = {row["rank"]: _leads(row, rows) for row in rows}
-        slowest = max(leads, key=lambda rank: statistics.median(leads[rank]))
-        in_steps = [number for number, more in enumerate(leads[slowest], 1) if more > 0]
-        lead = round(statistics.median(leads[slowest]), 3)
-    return {"steps": max(map(len, ranks)), "ranks": rows, "slowest_rank": slowest, "slowest_in_steps": in_steps,
-            "lead_ms": lead}  # fmt: skip
+    rows = [_of_rank(rank, steps) for rank, steps in enumerate(ranks) if steps]
+    found = {"steps": max(map(len, ranks)), "ranks": rows}
+    if len(rows) < 2:
+        return found | {"slowest_rank": None, "slowest_in_steps": None, "lead_ms": None}
+    leads = {row["rank"]: _leads(row, rows) for row in rows}
+    slowest = max(leads, key=lambda rank: statistics.median(leads[rank]))
+    return found | {
+        "slowest_rank": slowest,
+        "slowest_in_steps": [number for number, more in enumerate(leads[slowest], 1) if more > 0],
+        "lead_ms": round(statistics.median(leads[slowest]), 3),
+    }
+
+
+def _of_rank(rank: int, steps: list[dict]) -> dict:
+    row = {"rank": rank, "step_ms": _mean(step["step"] for step in steps), "own_ms": _mean(map(own_work, steps))}
+    row |= {f"{part}_ms": _mean(step[part] for step in steps) for part in (*OWN, "waiting")}
+    for which in ("exposed", "overlapped"):
+        kinds = set().union(*(step["exposed"] | step["overlapped"] for step in steps))
+        row[f"{which}_ms"] = {kind: _mean(step[which].get(kind, 0.0) for step in steps) for kind in sorted(kinds)}
+    row["told_late"] = sorted(set().union(*(step["told_late"] for step in steps)))
+    row["steps_own_ms"] = [round(own_work(step) * 1e3, 3) for step in steps]
+    return row
 
 
 def _leads(row: dict, rows: list[dict]) -> list[float]:

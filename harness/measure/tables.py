@@ -1,7 +1,7 @@
 """A table is rows of cells, said once; here are the two ways to show it: text in a terminal, and Markdown."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 def rows_of(columns: dict[str, Callable[[str, dict], str]], things: dict[str, dict]) -> list[list[str]]:
@@ -10,6 +10,12 @@ def rows_of(columns: dict[str, Callable[[str, dict], str]], things: dict[str, di
     So a column stands in one place: its title, and how its cell is written.
     """
     return [list(columns), *([cell(name, one) for cell in columns.values()] for name, one in things.items())]
+
+
+def filled(titles: str, cells: str, things: Iterable[dict]) -> list[list[str]]:
+    """The rows of `things`: titles and a row's cells have " | " between them; "{name:.2f}" in a cell is a value."""
+    form = cells.split(" | ")
+    return [titles.split(" | "), *([cell.format_map(one) for cell in form] for one in things)]
 
 
 def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True) -> list[str]:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engine.units import default_units
+from harness.measure.held import unit_names, unit_of
+from harness.measure.position_in_step import PositionInStep
 from harness.measure.traffic import group_of, kind_of, was_async, whole_bytes, works_in
-from harness.measure.where import Where
 
 STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")  # the work that a collective can hide behind
@@ -24,7 +24,7 @@ class Span:
     in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
     `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
     not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
-    unit or bucket of a collective, where somebody has found it out (`name_rows` in harness/measure/places.py). `later`
+    unit or bucket of a collective, where somebody has found it out (harness/measure/collective_names.py). `later`
     says of a collective that it was issued to be waited for later (`async_op`).
 
     While the timeline is open `start` and `end` are moments of its clock, and `end` is None of what has not ended.
@@ -69,7 +69,7 @@ class Timeline(TorchDispatchMode):
         self.spans: list[Span] = []
         model = None if engine is None else engine.model
         self._units = set() if model is None else unit_names(model)
-        self._where, self._model = Where(), model
+        self._where, self._model = PositionInStep(), model
         self._device = device
         self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
         self._begun: list = []  # when each of the labels was entered that are open
@@ -82,7 +82,8 @@ class Timeline(TorchDispatchMode):
         self.marks: list[float] = []
         self._futures: list[tuple] = []  # (future, span) of collectives under way
         self._waited: list[tuple] = []  # (start, end, the collective's span), of waits that Python has called
-        self._order: list[tuple] = []  # what is issued, waited for and multiplied: (what, the collective's span)
+        self._products = 0  # matrix products until now
+        self._products_at: list[list] = []  # their number when each collective was issued, and when it was waited for
         self._stream = None  # on CUDA the one that computes
         self.on_wait = lambda number: None  # called with a collective's number when somebody has waited for it
 
@@ -128,7 +129,7 @@ class Timeline(TorchDispatchMode):
                 self._collective(kind, args, result, start, was_async(func, args))
             return result
         if func._schema.name in PRODUCTS:
-            self._order.append(("product", None))
+            self._products += 1
         begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has come to it, the host launched it
         last = self._computing
         if last is None or (last.name, last.step) != at_work:
@@ -148,11 +149,9 @@ class Timeline(TorchDispatchMode):
         """For each collective of these kinds that was issued to be waited for later, in order: has this rank multiplied
         matrices before somebody waited for it?"""
         found = []
-        for place, (what, span) in enumerate(self._order):
-            if what == "issued" and span.name in kinds and span.later:
-                after = [(what, other is span) for what, other in self._order[place:]]
-                end = after.index(("waited", True)) if ("waited", True) in after else len(after)
-                found.append(("product", False) in after[:end])
+        for span, (issued, waited) in zip(self.collectives, self._products_at):
+            if span.name in kinds and span.later:
+                found.append((self._products if waited is None else waited) > issued)
         return found
 
     def _collective(self, kind: str, args, result, start, later: bool) -> None:
@@ -160,7 +159,7 @@ class Timeline(TorchDispatchMode):
         span = Span(COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, later=later)
         self.spans.append(span)
         self.collectives.append(span)
-        self._order.append(("issued", span))
+        self._products_at.append([self._products, None])
         for work in works_in(result):
             if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
                 self._computing = None
@@ -206,7 +205,7 @@ class Timeline(TorchDispatchMode):
             finally:
                 _, span, number = timeline._under_way.pop(id(work), (None, None, None))
                 if span is not None:
-                    timeline._order.append(("waited", span))
+                    timeline._products_at[number][1] = timeline._products
                     timeline._ended(span)
                     if timeline._is_computing():
                         timeline._waited.append((start, timeline.now(), span))
@@ -269,19 +268,6 @@ class Timeline(TorchDispatchMode):
         if isinstance(moment, float):  # of the host's clock
             return moment - self.opened
         return self._origin.elapsed_time(moment) / 1000
-
-
-def unit_of(module: str, units: set[str]) -> str:
-    """The unit among `units` that the module named `module` lies in, or ""."""
-    parts = module.split(".")
-    prefixes = (".".join(parts[: end + 1]) for end in range(len(parts)))
-    return next((prefix for prefix in prefixes if prefix in units), "")
-
-
-def unit_names(model) -> set[str]:
-    """The names of the modules that are units by default."""
-    units = {id(unit) for unit in default_units(model)}
-    return {name for name, module in model.named_modules() if id(module) in units}
 
 
 def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None, **about) -> dict:

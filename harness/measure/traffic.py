@@ -1,5 +1,6 @@
 """The collective ledger: which collectives an engine really issued, in which step, and how many bytes they send."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -7,8 +8,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.measure.ledger import tensors_in
-from harness.measure.where import Where
+from harness.measure.held import tensors_in
+from harness.measure.position_in_step import PositionInStep
 
 KINDS = {  # as torch dispatches them
     "allreduce_": "all-reduce",
@@ -76,7 +77,7 @@ class TrafficLedger(TorchDispatchMode):
         """`on_event(what, depth, collective)` is called for every label entered or left, and every collective."""
         super().__init__()
         self.collectives: list[Collective] = []
-        self._where = Where()
+        self._where = PositionInStep()
         self._on_event = on_event or (lambda what, depth, collective: None)
 
     @property
@@ -88,6 +89,11 @@ class TrafficLedger(TorchDispatchMode):
     def sent_elements(self) -> int:
         """Elements this rank sent while the ledger was open, rounded."""
         return round(sum(collective.sent_elements for collective in self.collectives))
+
+    @property
+    def count(self) -> Counter:
+        """How many collectives of each kind."""
+        return Counter(collective.kind for collective in self.collectives)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if said := self._where.see(func, args):

@@ -28,10 +28,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from harness.engine import checkpoint, checkpoint_write, contents, layout
-from harness.engine.rectangles import rectangles
-from harness.properties import parts
-from harness.properties.property import expect, holds, refused, same
+from harness.engine import checkpoint, layout
+from harness.engine.checkpoint import contents, files
+from harness.engine.checkpoint.rectangles import rectangles
+from harness.properties import fixtures
+from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
@@ -57,7 +58,7 @@ class Remembers(torch.optim.Optimizer):
 
 
 OPTIMIZERS = {
-    **parts.OPTIMIZERS,
+    **fixtures.OPTIMIZERS,
     "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "adadelta": partial(torch.optim.Adadelta, lr=0.5),
     "remembers": Remembers,
@@ -111,9 +112,9 @@ def groups_of(model) -> list[dict]:
     ]
 
 
-def zoo_under(engine, optimizer=parts.ADAMW, seed: int = 0, odd: bool = True, dtype=torch.float64, **options):
+def zoo_under(engine, optimizer=fixtures.ADAMW, seed: int = 0, odd: bool = True, dtype=torch.float64, **options):
     norm = nn.LayerNorm if "param_dtype" in options else nn.BatchNorm1d  # torch's cannot compute in bfloat16 on a CPU
-    model = parts.seeded(partial(Zoo, odd, norm), seed, dtype)
+    model = fixtures.seeded(partial(Zoo, odd, norm), seed, dtype)
     options = {"param_groups": groups_of(model), "find_unused": True, **options}
     if engine.like != "zero3":
         options = {"bucket_mb": 0.0005, **options}
@@ -122,7 +123,7 @@ def zoo_under(engine, optimizer=parts.ADAMW, seed: int = 0, odd: bool = True, dt
 
 def train(trained, steps, rank: int | None = None) -> list:
     """A step on the batch of each of `steps`, which is another on every rank, or that of `rank`; returns the losses."""
-    batches = [parts.token_batch(step, dist.get_rank() if rank is None else rank) for step in steps]
+    batches = [fixtures.token_batch(step, dist.get_rank() if rank is None else rank) for step in steps]
     return [trained.training_step(*batch, lambda out, y: F.cross_entropy(out.double(), y)) for batch in batches]
 
 
@@ -132,7 +133,7 @@ def state_of(trained, buffers: bool = True) -> dict:
     Buffers are every rank's own, and after loading rank 0's.
     """
     optimizer, state = trained.optimizer, {"weights": trained.full_state_dict()}
-    state["shards"] = [bucket.shard for bucket in trained.buckets]
+    state["shards"] = [bucket.shard for bucket in trained.all_buckets]
     state["buffers"] = list(trained.model.buffers()) if buffers else []
     for number, group in enumerate(optimizer.param_groups):
         state[number] = {key: value for key, value in group.items() if key != "params"}
@@ -141,10 +142,14 @@ def state_of(trained, buffers: bool = True) -> dict:
     return {keystr(path): v.detach().clone() if torch.is_tensor(v) else v for path, v in leaves}
 
 
-@holds("life", further_sizes=(3,), cases=(
-    {}, {"in_background": True, "first": ("zero1",)}, {"mixed": True, "first": ("zero3",)},
-    {"optimizer": "remembers", "on": ("zero2",)}),
-    further_cases=tuple({"optimizer": name, "on": ("zero3",)} for name in OPTIMIZERS))  # fmt: skip
+@holds(
+    "life",
+    ask(),
+    ask("zero1", more_engines=STAGES, in_background=True),
+    ask("zero3", more_engines=STAGES, mixed=True),
+    ask("zero2", optimizer="remembers"),
+    *[ask_thorough("zero3", optimizer=name) for name in OPTIMIZERS],
+)
 def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_background=False, mixed=False):
     """A run that is loaded trains on to the bit as the one that was saved, on an engine that had trained otherwise.
 
@@ -186,18 +191,21 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
 # Journeys. A station is who loads and saves, and on how many ranks; `file` is torch's conversion into one and back.
 JOURNEY = "engine@3 other@2 file@1 engine@1 plain@1 engine@2"
 BY_FSDP2 = "engine@3 fsdp2@2 engine@2"
+TOLD = {"step": 3, "draws": torch.arange(3.0), "schedule": {"last": [0.1, 0.2], "by": "step"}}
 ON_A_GRID = "grid@4 engine@4 grid@4 other@2"
 
 
-@holds("life", sizes=(3, 4), cases=(
-    {"journey": JOURNEY, "at": (3,), "first": ("zero1", "zero3")},
-    {"journey": ON_A_GRID, "at": (4,), "first": ("zero2",)}),
-    further_cases=({"journey": BY_FSDP2, "at": (3,)},))  # fmt: skip
+@holds(
+    "life",
+    ask(("zero1", "zero3"), 3, more_engines=STAGES, journey=JOURNEY),
+    ask("zero2", 4, more_engines=STAGES, journey=ON_A_GRID),
+    ask_thorough(ranks=3, journey=BY_FSDP2),
+)
 def a_checkpoint_travels(engine, journey):
     """Loading and saving again changes no bit, whoever does it where; training comes out where one process does."""
     stations = [station.split("@") for station in journey.split()]
     groups = {size: dist.new_group(range(size)) for size in range(1, 5) if size <= dist.get_world_size()}
-    odd, source, steps = "fsdp2" not in journey, None, 0
+    odd, source, steps, told = "fsdp2" not in journey, None, 0, {}
     with shared_folder() as folder:
         for number, (kind, size) in enumerate(stations):
             here, copied, group = Path(folder, f"{number}"), Path(folder, f"{number} again"), groups[int(size)]
@@ -205,13 +213,14 @@ def a_checkpoint_travels(engine, journey):
             if dist.get_rank() < int(size):
                 if kind in ("engine", "other", "grid"):
                     own = engine if kind != "other" else engine.another()
-                    group = parts.grid() if kind == "grid" else group
+                    group = fixtures.grid() if kind == "grid" else group
                     trained = zoo_under(own, seed=5 if source else 0, odd=odd, group=group)
                     if source:
-                        checkpoint.load(trained, source)
-                        checkpoint.save(trained, copied)
+                        found = checkpoint.load(trained, source)
+                        same(f"the caller's values at station {number}, {kind}", found, told)
+                        checkpoint.save(trained, copied, **found)
                     train(trained, todo, rank=0)  # the same batch everywhere
-                    checkpoint.save(trained, here)
+                    checkpoint.save(trained, here, **TOLD)
                 elif kind == "file":
                     dcp_to_torch_save(checkpoint.newest(source), f"{here}.pt")
                     torch_save_to_dcp(f"{here}.pt", here)
@@ -221,9 +230,11 @@ def a_checkpoint_travels(engine, journey):
             if copied.exists():
                 same(f"what is saved again at station {number}, {kind}", flat(copied), flat(source))
             source, steps = here, todo.stop
+            if kind != "file":  # torch's own classes know nothing of the caller's values
+                told = {} if kind in ("plain", "fsdp2") else TOLD
         found = flat(source)
-    model = parts.seeded(lambda: Zoo(odd))
-    optimizer = parts.ADAMW(groups_of(model))
+    model = fixtures.seeded(lambda: Zoo(odd))
+    optimizer = fixtures.ADAMW(groups_of(model))
     for step in range(steps):
         plain_step(model, optimizer, step)
     expected = model.state_dict()
@@ -234,7 +245,7 @@ def a_checkpoint_travels(engine, journey):
 
 
 def plain_step(model, optimizer, step: int) -> None:
-    tokens, targets = parts.token_batch(step, 0)
+    tokens, targets = fixtures.token_batch(step, 0)
     F.cross_entropy(model(tokens).double(), targets).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -242,12 +253,12 @@ def plain_step(model, optimizer, step: int) -> None:
 
 def without_an_engine(sharded: bool, group, source, folder, steps, odd: bool) -> None:
     """torch's own classes load, train and save."""
-    model = parts.seeded(partial(Zoo, odd), 5)
+    model = fixtures.seeded(partial(Zoo, odd), 5)
     if sharded:
         mesh = DeviceMesh.from_group(group, "cpu")
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
-    optimizer = parts.ADAMW(groups_of(model))
+    optimizer = fixtures.ADAMW(groups_of(model))
     state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, checkpoint_id=checkpoint.newest(source), planner=planner, process_group=group)
@@ -277,7 +288,7 @@ def flat(folder) -> dict:
     return {key: found[key] for key in sorted(found, key=str) if "empty" not in key[0]}
 
 
-@holds("life", sizes=(3,))
+@holds("life", ask(ranks=3))
 def groups_of_ranks_have_checkpoints_of_their_own(engine):
     """Each group of ranks saves and loads its own engine, one group after the other and several at once."""
     rank = dist.get_rank()
@@ -310,21 +321,27 @@ class Runs:
 
 def of_other_runs(engine, folder: Path) -> None:
     """Checkpoints that an engine of a `Zoo` under AdamW must not load: they are of something else, or run code."""
-    model = parts.seeded(Zoo)
-    adamw, sgd = parts.ADAMW(groups_of(model)), torch.optim.SGD(groups_of(model), lr=0.01)
-    plain = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, adamw)}
-    names = {id(param): name for name, param in model.named_parameters()}
-    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in sgd.param_groups]
-    evil = [{**group, "lr": Runs(folder / "item ran")} for group in plain["optim"]["param_groups"]]
-    dcp.save({**plain, "optim": {"state": {}, "param_groups": groups}}, checkpoint_id=folder / "torch's SGD")
-    dcp.save({**plain, "optim": {**plain["optim"], "param_groups": evil}}, checkpoint_id=folder / "an item that runs")
-    dcp.save(plain["model"], checkpoint_id=folder / "weights alone")
-    checkpoint.save(zoo_under(engine, OPTIMIZERS["adam"]), folder / "Adam and not AdamW")
-    checkpoint.save(zoo_under(engine, dtype=torch.float32), folder / "another dtype")
-    checkpoint.save(zoo_under(engine, odd=False), folder / "fewer names")
-    checkpoint.save(zoo_under(engine, param_groups=None), folder / "other groups")
+    model = fixtures.seeded(Zoo)
+    adamw, sgd = fixtures.ADAMW(groups_of(model)), torch.optim.SGD(groups_of(model), lr=0.01)
+    weights, optim = get_model_state_dict(model), get_optimizer_state_dict(model, adamw)
+    evil = [{**group, "lr": Runs(folder / "item ran")} for group in optim["param_groups"]]
+    theirs = {
+        "torch's SGD": {"model": weights, "optim": get_optimizer_state_dict(model, sgd)},
+        "an item that runs": {"model": weights, "optim": {**optim, "param_groups": evil}},
+        "weights alone": weights,
+    }
+    for name, state in theirs.items():
+        dcp.save(state, checkpoint_id=folder / name)
     model.mix = nn.Parameter(torch.zeros(5, 3, 5, dtype=torch.float64))
-    checkpoint.save(engine(model, parts.ADAMW, param_groups=groups_of(model)), folder / "another shape")
+    ours = {
+        "Adam and not AdamW": zoo_under(engine, OPTIMIZERS["adam"]),
+        "another dtype": zoo_under(engine, dtype=torch.float32),
+        "fewer names": zoo_under(engine, odd=False),
+        "other groups": zoo_under(engine, param_groups=None),
+        "another shape": engine(model, fixtures.ADAMW, param_groups=groups_of(model)),
+    }
+    for name, trained in ours.items():
+        checkpoint.save(trained, folder / name)
 
 
 def flipped(content: bytes) -> bytes:
@@ -332,28 +349,15 @@ def flipped(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def cut_off(content: bytes) -> bytes:
-    return content[:-1]
-
-
-def gone(content: bytes) -> None:
-    return None
-
-
-DAMAGES = (  # a file, what is done to it, and how loading fails: the error, its words
-    ("__1_0.distcp", flipped, checkpoint.Damaged, "__1_0.distcp' is not what was written"),
-    (".metadata", flipped, checkpoint.Damaged, ".metadata' is damaged"),
-    ("__0_0.distcp", cut_off, checkpoint.Damaged, "__0_0.distcp' was cut off"),
-    ("__1_0.distcp", gone, checkpoint.Damaged, "__1_0.distcp' cannot be read", "No such file"),
-    ("SHA256SUMS", gone, checkpoint.Damaged, "SHA256SUMS' is missing"),
-    (".metadata", gone, FileNotFoundError, "no complete checkpoint"),
-)
 NOT_LOADED = {  # checkpoint: (error, its words)
-    **{f"{file} {change.__name__}": fails for file, change, *fails in DAMAGES},
+    "flipped __1_0.distcp": (checkpoint.Damaged, "__1_0.distcp' is not what was written"),
+    "flipped .metadata": (checkpoint.Damaged, ".metadata' is not what was written"),
+    "cut off __0_0.distcp": (checkpoint.Damaged, "__0_0.distcp' was cut off"),
+    "without __1_0.distcp": (checkpoint.Damaged, "__1_0.distcp", "No such file"),
+    "without SHA256SUMS": (checkpoint.Damaged, "SHA256SUMS' is missing"),
+    "without .metadata": (FileNotFoundError, "no complete checkpoint"),
     "a list that runs": (checkpoint.Unsafe, "it asks for ", ".open"),
     "an item that runs": (checkpoint.Unsafe, "tensors and plain values"),
-    "nothing there": (FileNotFoundError, "no complete checkpoint"),
-    "torch's, truncated": (checkpoint.Damaged, "cut off"),
     "torch's SGD": (ValueError, "another class than AdamW"),
     "weights alone": (ValueError, "another model: missing"),
     "Adam and not AdamW": (ValueError, "is of Adam, and here is AdamW"),
@@ -366,29 +370,30 @@ NOT_LOADED = {  # checkpoint: (error, its words)
 
 def damage(good: Path, folder: Path) -> None:
     """Copies of the checkpoint `good` under the names of NOT_LOADED, each damaged in another way."""
-    for file, change, *_ in DAMAGES:
-        copied = shutil.copytree(good, folder / f"{file} {change.__name__}") / file
-        content = change(copied.read_bytes())
-        copied.unlink() if content is None else copied.write_bytes(content)
+    for name in NOT_LOADED:
+        how, _, file = name.rpartition(" ")
+        if how in ("flipped", "cut off", "without"):
+            copied = shutil.copytree(good, folder / name) / file
+            content = copied.read_bytes()
+            copied.unlink()
+            if how != "without":
+                copied.write_bytes(flipped(content) if how == "flipped" else content[:-1])
     copied = shutil.copytree(good, folder / "a list that runs")
     (copied / ".metadata").write_bytes(pickle.dumps(Runs(folder / "list ran")))
     (copied / "SHA256SUMS").unlink()
-    (folder / "nothing there").mkdir()
-    copied = shutil.copytree(folder / "weights alone", folder / "torch's, truncated")
-    os.truncate(copied / "__0_0.distcp", 2000)
 
 
 @holds("misuse")
 def what_cannot_be_loaded_changes_nothing(engine):
     """A checkpoint that is damaged, of another run, or that runs code is refused; the next good one loads."""
-    trained, rank = zoo_under(engine), dist.get_rank()
+    trained = zoo_under(engine)
     train(trained, [0])
     with shared_folder() as folder:
         folder = Path(folder)
         checkpoint.save(trained, folder / "good", step=1)
         good = state_of(trained, buffers=False)
         of_other_runs(engine, folder)
-        if rank == 0:
+        if dist.get_rank() == 0:
             damage(folder / "good" / "000001", folder)
         dist.barrier()
         train(trained, [1])
@@ -400,7 +405,7 @@ def what_cannot_be_loaded_changes_nothing(engine):
             with torch.device("meta"):
                 model = Zoo().double()
             path = folder / "a list that runs"
-            refused(lambda: engine(model, parts.ADAMW, state_dict=path), "it asks for ", error=checkpoint.Unsafe)
+            refused(lambda: engine(model, fixtures.ADAMW, state_dict=path), "it asks for ", error=checkpoint.Unsafe)
         same("what a checkpoint has run", [path.name for path in folder.glob("* ran")], [])
         same("what was saved beside the weights", checkpoint.load(trained, folder / "good"), {"step": 1})
         same("what was loaded at last", state_of(trained, buffers=False), good)
@@ -418,106 +423,141 @@ def no_space(*_):
     raise OSError(28, "No space left on device")
 
 
+@contextlib.contextmanager
+def files_of_at_most(nbytes: int):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @holds("misuse")
 def what_one_rank_cannot_write_nobody_has(engine):
     """An error in one rank's files is one on all, in the same words; nothing is left over, and the last one is good."""
     trained, rank = zoo_under(engine), dist.get_rank()
     train(trained, [0])
-    expected, (soft, hard) = state_of(trained, buffers=False), resource.getrlimit(resource.RLIMIT_FSIZE)
+    expected, said = state_of(trained, buffers=False), ""
     with shared_folder() as folder:
         folder = Path(folder)
-        saves = (
-            lambda: checkpoint.save(trained, folder / "run", step=2),
-            lambda: checkpoint.async_save(trained, folder / "run", step=2).result(),
-        )
-        # In the background, so that its group is there: to make it takes the store, which may be a file.
-        checkpoint.async_save(trained, folder / "run", step=1).result()
+
+        def save(to: str = "run"):
+            return checkpoint.save(trained, folder / to, step=3)
+
+        def save_in_background():
+            return checkpoint.async_save(trained, folder / "run", step=1).result()
+
+        save_in_background()  # so that its group is there: to make it takes the store, which may be a file
         train(trained, [1])
-        with warnings.catch_warnings(record=True) as warned:
+        with (
+            files_of_at_most(2_000) if rank == 1 else contextlib.nullcontext(),
+            warnings.catch_warnings(record=True) as warned,
+        ):
             warnings.simplefilter("always")
-            if rank == 1:  # the second rank cannot write more than 2,000 bytes
-                resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
-            try:
-                for save in saves:
-                    refused(save, "rank 1: ", "File too large", "earlier ones are as they were", error=RuntimeError)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            for each in (save_in_background, save):  # the thread warns a moment after its future has its error
+                said += refused(each, "rank 1: ", "File too large", "earlier ones are as they were", error=RuntimeError)
         same("warnings of what fails in the background", ["rank 1: " in str(each.message) for each in warned], [True])
         dist.barrier()
         same("checkpoints after a full disk", os.listdir(folder / "run"), ["000001"])
         same("what was saved beside the weights", checkpoint.load(trained, folder / "run"), {"step": 1})
         same("what was loaded", state_of(trained, buffers=False), expected)
-        checkpoint.save(trained, folder / "run", step=3)
+        save()
         same("checkpoints at last", sorted(os.listdir(folder / "run")), ["000001", "000002"])
         if rank == 0:
             (folder / "file").write_text("")
         dist.barrier()
-        with patch.object(checkpoint_write, "_sync", no_space):
-            said = refused(lambda: checkpoint.save(trained, folder / "full"), "rank 0: ", "No space left")
+        with patch.object(files, "_sync", no_space):
+            said += refused(lambda: save("full"), "rank 0: ", "No space left")
         with patch.object(contents, "read", no_space):  # rank 0 looks whether the new checkpoint can be read
-            said += refused(lambda: checkpoint.save(trained, folder / "unread"), error=checkpoint.Damaged)
-        for path in (folder / "file", folder / "file" / "inside"):
-            said += refused(lambda path=path: checkpoint.save(trained, path), "rank 0: ")
+            said += refused(lambda: save("unread"), error=checkpoint.Damaged)
+        said += refused(lambda: save("file"), "rank 0: ") + refused(lambda: save("file/inside"), "rank 0: ")
         words = [None] * dist.get_world_size()
         dist.all_gather_object(words, said)
         same("what the ranks say", words, [said] * len(words))
         same("what is left", os.listdir(folder / "full") + os.listdir(folder / "unread"), [])
 
 
+NOT_PLAIN = {  # what the option `note` or the caller's value is, and the name by which it is refused
+    "note": (len.__call__, (x for x in ()), numpy.zeros(2)),
+    "note.a": ({"a": Runs(Path("ran"))},),
+}
+NOT_TOGETHER = (  # the optimizer's state of one parameter, on one rank alone or on all
+    {"kept": torch.zeros(2, 2)},
+    {"kept": [torch.zeros(2)]},
+    {1: torch.zeros(2)},
+    {"a": {"b": 1}, "a.b": 2},
+)
+
+
 @holds("misuse")
 def what_cannot_be_loaded_is_not_saved(engine):
     """A value that could not be read again is refused by its name, on all ranks, before a folder is made."""
+    rank = dist.get_rank()
     with shared_folder() as folder:
         folder, trained = Path(folder, "new"), zoo_under(engine, param_groups=None)
         other = checkpoint.save(trained, f"{folder}, and other").path
         refused(lambda: checkpoint.save(trained, other), "is a checkpoint itself", error=ValueError)
         refused(lambda: checkpoint.save(trained, folder, keep=0), "keep must be a number", error=ValueError)
-        for name, value in (
-            ("note", len.__call__),
-            ("note", (x for x in ())),
-            ("note", numpy.zeros(2)),
-            ("note.a", {"a": Runs(folder.with_name("own"))}),
-        ):
-            # Rank 0 alone has the option: the others say so all the same.
-            (group,) = trained.optimizer.param_groups
-            group["note"] = value if dist.get_rank() == 0 else 1
-            refused(lambda: checkpoint.save(trained, folder), f"'param_groups.0.{name}'", error=ValueError)
-            group["note"] = 1
-            words = "'what", ": a checkpoint takes tensors"
-            refused(lambda value=value: checkpoint.save(trained, folder, what=value), *words, error=ValueError)
-        trained = zoo_under(engine, parts.SGD, param_groups=None)
-        piece = trained.optimizer.param_groups[0]["params"][0]
-        for state in ({"kept": torch.zeros(2, 2)}, {"kept": [torch.zeros(2)]}, {1: piece.clone()}):
-            trained.optimizer.state[piece] = state
+        (group,) = trained.optimizer.param_groups
+        for name, values in NOT_PLAIN.items():
+            for value in values:
+                # Rank 0 alone has the option: the others say so all the same.
+                group["note"] = value if rank == 0 else 1
+                refused(lambda: checkpoint.save(trained, folder), f"'optim.param_groups.0.{name}'", error=ValueError)
+                group["note"] = 1
+                words = "'what", ": a checkpoint takes tensors"
+                refused(lambda value=value: checkpoint.save(trained, folder, what=value), *words, error=ValueError)
+        trained = zoo_under(engine, fixtures.SGD, param_groups=None)
+        for state in NOT_TOGETHER:
+            trained.optimizer.state[fixtures.pieces_of(trained)[0]] = state
             refused(lambda: checkpoint.save(trained, folder), "in the optimizer's state", error=ValueError)
+        for state in ({"kept": rank}, {"kept": {"a": 1} if rank else {}}):  # a parameter may lie on two ranks
+            trained.optimizer.state.update(dict.fromkeys(fixtures.pieces_of(trained), state))
+            refused(lambda: checkpoint.save(trained, folder), "ranks disagree on ", error=ValueError)
         expect(not folder.exists(), "the folder of what cannot be saved", "none", "it is there")
 
 
 @holds("life")
 def old_checkpoints_go(engine):
-    """The newest `keep` checkpoints stay, each loads by its own name, and nothing else in the folder is touched."""
+    """The newest `keep` checkpoints stay, also after kills, each loads by its name; the user's own is not touched."""
     trained = zoo_under(engine)
     with shared_folder() as folder:
-        os.makedirs(Path(folder, "notes"), exist_ok=True)  # not ours
-        for step in range(5):
+        folder, first = Path(folder), dist.get_rank() == 0
+        if first:
+            (folder / "notes").mkdir()
+            (folder / "3song.partial").write_text("")
+        checkpoint.save(trained, folder, keep=2, step=1)
+        if first:
+            for number in (2, 3, 4):  # what runs leave that are killed before they delete
+                shutil.copytree(folder / "000001", folder / f"{number:06d}")
+        with patch.object(files, "_finish", no_space):  # the next one dies amid its save
+            refused(lambda: checkpoint.save(trained, folder, keep=2), "No space left")
+        dist.barrier()
+        whole = ["000003", "000004", "3song.partial", "notes"]
+        same("what is in the folder after a save that failed", sorted(os.listdir(folder)), whole)
+        dist.barrier()
+        for step in (5, 6):
             checkpoint.save(trained, folder, keep=2, step=step)
         dist.barrier()
-        same("what is in the folder", sorted(os.listdir(folder)), ["000004", "000005", "notes"])
-        same("what the older one holds", checkpoint.load(trained, Path(folder, "000004")), {"step": 3})
+        same("what is in the folder", sorted(os.listdir(folder)), ["000005", "000006", "3song.partial", "notes"])
+        same("what the older one holds", checkpoint.load(trained, folder / "000005"), {"step": 5})
 
 
-@holds("bytes", sizes=(2, 4), cases=({"at": (2, 3)}, {"hybrid": True, "at": (4,)}), further_sizes=(3,))
+@holds("bytes", ask(), ask(ranks=4, hybrid=True))
 def each_rank_writes_its_part(engine, hybrid=False):
     """A rank writes its shards and their moments, and torch's header of less than 2 kB for each rectangle and option.
 
     ZeRO-1 and -2 have whole parameters, and each rank writes its shard of them all the same. Of replicas one writes.
     """
-    model = parts.seeded(lambda: parts.Stack(layers=4, width=256), dtype=torch.float32)
-    trained = engine(model, parts.ADAMW, group=parts.grid() if hybrid else None)
-    trained.training_step(*parts.vector_batch(0, dist.get_rank(), 256), F.mse_loss)
+    model = fixtures.seeded(lambda: fixtures.Stack(layers=4, width=256), dtype=torch.float32)
+    trained = engine(model, fixtures.ADAMW, group=fixtures.grid() if hybrid else None)
+    trained.training_step(*fixtures.vector_batch(0, dist.get_rank(), 256), F.mse_loss)
     with shared_folder() as folder:
         written = checkpoint.save(trained, folder).nbytes
     runs = [rectangles(shape, first, first + piece.numel()) for _, piece, shape, first in layout.pieces(trained)]
-    own = sum(3 * 4 * bucket.shard.numel() for bucket in trained.buckets) if not hybrid or dist.get_rank() < 2 else 0
+    own = 0
+    if not hybrid or dist.get_rank() < 2:
+        own = sum(3 * 4 * bucket.shard.numel() for bucket in trained.all_buckets)
     most = own + 2_000 * (sum(3 * len(run) + 1 for run in runs) + 40)
     expect(own < written < most, "bytes that this rank has written", f"{own:,} to {most:,}", f"{written:,}")

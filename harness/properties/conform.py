@@ -28,8 +28,7 @@ import torch
 from harness.measure import tables
 from harness.properties.property import GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
 from harness.run import engine_file, engines, process_group, ranks
-from harness.run.ending import Parser, one_line
-from harness.run.ranks import ROOT
+from harness.run.command_line import Parser, one_line
 
 COLLECTIVE = 20  # seconds after which a collective in which ranks wait in vain is a hang; ZERO_TIMEOUT changes it
 STARTING = 60  # seconds that ranks may take until they begin
@@ -57,7 +56,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.engines = [given for given in options.engines if not given.endswith(".py")]
     os.environ.setdefault("ZERO_TIMEOUT", str(COLLECTIVE))
     process_group.timeout()  # raises, too
-    own = engine_file.enter(options.engine_file, "conform", trial=True)
+    own = engine_file.enter(options.engine_file, "conform")
     if not options.engines and not own:
         options.engines = [name for name in engines.named("conform") if engines.installed(name)]
     options.names = engines.chosen(",".join([*options.engines, *own]), "conform")
@@ -82,11 +81,14 @@ def outcome(name: str, engine: str, size: int) -> dict:
     if engine in STAGES and engine not in each.engines:
         return {"outcome": "not applicable", "says": f"it is of {', '.join(each.engines)} alone", "seconds": 0.0}
     for case in cases_on(each, size, engine):
-        found.append(_of_case(name, engine, case))
-        if found[-1][0] in ("crash", "hang"):
+        found.append(dict(zip(("outcome", "says"), _of_case(name, engine, case))))
+        if found[-1]["outcome"] in ("crash", "hang"):
             break
-    worst = min(found, key=lambda pair: WORST.index(pair[0]))
-    return {"outcome": worst[0], "says": worst[1], "seconds": round(time.perf_counter() - started, 2)}
+    return worst(found) | {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def worst(verdicts: list[dict]) -> dict:
+    return min(verdicts, key=lambda verdict: WORST.index(verdict["outcome"]))
 
 
 def cases_on(each, size: int, engine: str) -> list[dict]:
@@ -101,7 +103,7 @@ def cases_on(each, size: int, engine: str) -> list[dict]:
 def size_of(each, wanted: int) -> int:
     """On how many ranks it is asked: as many as wanted, if that is one of its sizes."""
     sizes = {size for size, _, _ in each.asked(thorough=True)}
-    return wanted if wanted in sizes else next(iter(each.asked()))[0]
+    return wanted if wanted in sizes else next(each.asked(thorough=not list(each.asked())))[0]
 
 
 def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
@@ -174,7 +176,7 @@ def ask(engine: str, file: str | None, names: list[str], size: int, tell) -> dic
         began = len(found)
         with ranks.Ranks(command, size, STARTING + 2 * longest(), quiet=True) as running:
             for name, verdicts in running.verdicts(left):
-                found[name] = together(verdicts)
+                found[name] = over_the_ranks(verdicts)
                 tell(engine, name, found[name])
                 if found[name]["outcome"] in ("crash", "hang"):
                     break
@@ -188,28 +190,21 @@ def ask(engine: str, file: str | None, names: list[str], size: int, tell) -> dic
     return found
 
 
-def together(verdicts: list[dict]) -> dict:
+def over_the_ranks(verdicts: list[dict]) -> dict:
     """One outcome of all ranks': the worst, and of a death what killed them."""
     for verdict in verdicts:
         if verdict.get("status") == "died":
             late = "had not come to its end" in verdict["error"]
             verdict.update(outcome="hang" if late else "crash", says=verdict["error"], seconds=longest() * late)
-    worst = min(verdicts, key=lambda verdict: WORST.index(verdict["outcome"]))
+    one = worst(verdicts)
     seconds = max(verdict["seconds"] for verdict in verdicts)
-    return {"outcome": worst["outcome"], "says": without_places(worst["says"]), "seconds": seconds}
+    return {"outcome": one["outcome"], "says": without_places(one["says"]), "seconds": seconds}
 
 
 def without_places(said: str) -> str:
-    """`said`, without what is of this machine alone: where files lie, and addresses in memory."""
-    said = re.sub(r"\b0x[0-9a-f]{6,}", "0x...", said.replace(f"{ROOT}/", ""))
-    return re.sub(r"(?<![\w:/.])/[^\s\"',:;()]+", lambda path: _shortened(Path(path[0])), said)
-
-
-def _shortened(path: Path) -> str:
-    """From site-packages on, or the file's name alone."""
-    parts = path.parts
-    start = parts.index("site-packages") if "site-packages" in parts else -1
-    return "/".join(parts[start:])
+    """`said`, without what is of this machine alone: of files their names stay, of addresses in memory nothing."""
+    said = re.sub(r"\b0x[0-9a-f]{6,}", "0x...", said)
+    return re.sub(r"(?<![\w:/.])/[^\s\"',:;()]+", lambda path: Path(path[0]).name, said)
 
 
 def versions() -> dict[str, str]:
@@ -244,7 +239,7 @@ def main() -> None:
             first = found["says"].replace("\n", " ")
             print(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}", flush=True)
 
-    results = {}
+    results, bad = {}, False
     for engine in options.names:
         started = time.perf_counter()
         print(engine, flush=True)
@@ -257,12 +252,12 @@ def main() -> None:
             report = {"versions": versions(), "ranks": options.ranks, "engines": results}
             Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
         count = Counter(found["outcome"] for found in results[engine].values())
+        bad = bad or any(count[each] for each in ("wrong", "crash", "hang"))
         said = ", ".join(f"{count[each]} {each}" for each in OUTCOMES if count[each])
         print(f"  {said}; {time.perf_counter() - started:.0f} s", flush=True)
     print("\n" + table(results, options.properties))
     if options.json:
         print(f"written: {options.json}")
-    bad = any(f["outcome"] in ("wrong", "crash", "hang") for found in results.values() for f in found.values())
     sys.exit(1 if bad else 0)
 
 

@@ -5,17 +5,14 @@ import copy
 import io
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
-from harness.properties import parts
-from harness.properties.property import STAGES, holds, refused, same
+from harness.properties.fixtures import ADAMW, OddModel, odd, own_tokens, seeded
+from harness.properties.property import ask, ask_thorough, holds, refused, same
 from harness.properties.training import Pair
 from harness.properties.unused import forked
-
-ADAMW = parts.ADAMW
 
 
 class Trip(torch.autograd.Function):
@@ -49,15 +46,20 @@ def trip(pair: Pair, where: str) -> None:
         handle.remove()
 
 
-@holds("life", engines=STAGES, further_sizes=(1, 3),
-       cases=({"options": {}}, {"options": {"bucket_mb": 0}, "on": ("zero2",)}, {"options": {}, "build": forked}),
-       further_cases=({"options": {"find_unused": True}},))  # fmt: skip
-def faults_reach_the_caller_and_training_goes_on(engine, options, build=None):
+@holds(
+    "life",
+    ask(more_ranks=(1, 3)),
+    ask("zero2", more_ranks=(1, 3), bucket_mb=0),
+    ask(more_ranks=(1, 3), build=forked),
+    ask_thorough(ranks=(1, 2, 3), find_unused=True),
+    of_stages=True,
+)
+def faults_reach_the_caller_and_training_goes_on(engine, build=None, **options):
     """An exception anywhere in a step reaches the caller as it is; after `zero_grad` training goes on.
 
     Also where buckets wait for gradients of unused parameters, which do not come.
     """
-    pair = build(engine, ADAMW) if build else Pair(engine, parts.OddModel, ADAMW, **options)
+    pair = build(engine, ADAMW) if build else Pair(engine, OddModel, ADAMW, **options)
     for step, where in enumerate((None, "forward", "loss", "backward", "no_sync", "forward")):
         if where:
             refused(lambda where=where: trip(pair, where), f"tripped in {where}", error=ZeroDivisionError, step=2)
@@ -76,12 +78,12 @@ def faults_reach_the_caller_and_training_goes_on(engine, options, build=None):
     pair.same_weights()
 
 
-@holds("misuse", engines=("zero3",), further_sizes=(1,))
+@holds("misuse", ask("zero3", more_ranks=1), of_stages=True)
 def looking_at_freed_weights_is_an_error_and_no_crash(engine):
     """Every way to look at or use a freed weight says so and names the way out; what needs no values still answers."""
-    trained = engine(parts.seeded(parts.OddModel), ADAMW)
+    trained = odd(engine)
     model, x = trained.model, torch.ones(2, 5, dtype=torch.float64)
-    weight, whole = model.blocks[0].up.weight, parts.seeded(parts.OddModel).blocks[0].up.weight
+    weight, whole = model.blocks[0].up.weight, seeded(OddModel).blocks[0].up.weight
     for moment in range(2):  # right after construction, and after a step
         for action in (
             lambda: model.state_dict(),
@@ -101,22 +103,16 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
             lambda: model.to(torch.float32),
         ):
             refused(action, "sharded", "full_state_dict", error=RuntimeError, step=1)
-        for ask in (
-            len,
-            lambda p: p.type(),
-            lambda p: (
-                p.data.shape,
-                p.data.dtype,
-                torch.empty_like(p).shape,
-                torch.empty_like(p, dtype=torch.int8).dtype,
-            ),
-            lambda p: (p.size(), p.size(0), p.stride(), p.dim(), p.numel(), p.element_size(), p.is_contiguous()),
-            lambda p: (p.shape, p.dtype, p.device, p.layout, p.ndim, p.requires_grad, p.is_leaf, p.grad, p.grad_fn),
-            lambda p: (isinstance(p, nn.Parameter), p.is_shared(), p.is_inference()),
-        ):
-            same("what a freed weight answers", ask(weight), ask(whole), step=1)
+        for name in ["shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn"]:
+            same(f"what a freed weight answers: {name}", getattr(weight, name), getattr(whole, name), step=1)
+        methods = "__len__ type size stride dim numel element_size is_contiguous is_shared is_inference"
+        for name in methods.split():
+            same(f"what a freed weight answers: {name}()", getattr(weight, name)(), getattr(whole, name)(), step=1)
+        for of in (weight, torch.empty_like(weight), torch.empty_like(weight, dtype=torch.float64), weight.data):
+            same("shape and dtype of what is like a freed weight", (of.shape, of.dtype), (whole.shape, whole.dtype))
+        assert isinstance(weight, nn.Parameter) and weight.size(0) == len(whole)
         assert isinstance(weight._version, int) and isinstance(weight.data_ptr(), int)
         same("the bytes under a freed weight", weight.untyped_storage().nbytes(), 0, step=1)
         assert len(list(model.parameters())) == len(list(model.named_parameters())) and "OddBlock" in repr(model)
-        trained.training_step(*parts.token_batch(moment, dist.get_rank()), F.cross_entropy)
-    parts.OddModel().double().load_state_dict(trained.full_state_dict())
+        trained.training_step(*own_tokens(moment), F.cross_entropy)
+    OddModel().double().load_state_dict(trained.full_state_dict())

@@ -114,20 +114,12 @@ class Foreign:
 
     def __init__(self, name: str, engine, scalars: list[str], of_torch: bool):
         self._name, self._engine, self._scalars, self._of_torch = name, engine, scalars, of_torch
-        self.optimizer = engine.optimizer
+        self.optimizer, self.step, self.zero_grad = engine.optimizer, engine.step, engine.zero_grad
+        self.training_step = engine.training_step
         self.model = getattr(engine.model, "module", engine.model)  # DDP's own is inside of it
 
     def __call__(self, *args, **kwargs):
         return self._engine(*args, **kwargs)
-
-    def step(self) -> None:
-        self._engine.step()
-
-    def zero_grad(self) -> None:
-        self._engine.zero_grad()
-
-    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
-        return self._engine.training_step(inputs, targets, loss_fn)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """{name: whole tensor on the CPU}. Who shards parameters in a way of its own has this method, too."""

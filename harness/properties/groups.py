@@ -1,30 +1,41 @@
-"""A group of some ranks: trained over alone, beside others, or as one dimension of a mesh."""
+"""A group of some ranks, alone or beside others; grids of replicas, tensor parallelism and pipelines beside a stage."""
+
+import functools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional as F
 
-from harness.engine.gradients import GradScaler
-from harness.properties import parts
-from harness.properties.property import holds, refused, same
-from harness.properties.training import Pair
+from harness.engine import checkpoint
+from harness.measure.traffic import TrafficLedger
+from harness.properties import fixtures
+from harness.properties.fixtures import (
+    ADAMW,
+    DECAY,
+    SGD,
+    Branches,
+    OddModel,
+    byte_batch,
+    grid,
+    odd,
+    of_bytes,
+    pieces_of,
+    seeded,
+    token_batch,
+    vector_batch,
+)
+from harness.properties.precision import scaler_of
+from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
+from harness.properties.training import EXACT, Pair
+from harness.run.model import next_token_loss
 
 
-class Branches(nn.Module):
-    """Three heads, of which a group uses one and nobody the third, and a buffer."""
-
-    def __init__(self, shift: float = 0.0):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
-        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
-        self.register_buffer("shift", torch.full((5,), shift))
-
-    def forward(self, x, head):
-        return self.heads[head](torch.tanh(self.blocks[0](x)) + self.shift)
-
-
-@holds("values", sizes=(4,))
+@holds("values", ask(ranks=4))
 def groups_keep_to_themselves(engine):
     """Two groups side by side that differ in buffers, unused parameters, norms and overflows see nothing of each other.
 
@@ -35,14 +46,14 @@ def groups_keep_to_themselves(engine):
     side, who = rank % 2, rank // 2
 
     def batch(step, who):
-        x, y = parts.vector_batch(step, 2 * who + side, 5, torch.float64)
+        x, y = vector_batch(step, 2 * who + side, 5, torch.float64)
         return x, y[:, :3], torch.inf if step == 1 and who == 1 and side == 0 else 1.0
 
     # Rank 0 of each group has the right one.
-    built = parts.seeded(lambda: Branches(side), side), parts.seeded(lambda: Branches(rank), rank)
-    pair = Pair(engine, built, parts.DECAY, batch=batch, group=groups[side], find_unused=True,
+    built = seeded(lambda: Branches(side), side), seeded(lambda: Branches(rank), rank)
+    pair = Pair(engine, built, DECAY, batch=batch, group=groups[side], find_unused=True,
                 loss=lambda model, x, y, factor: F.mse_loss(model(x, side), y) * factor)  # fmt: skip
-    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler = scaler_of(engine, init_scale=4.0)
     for step in range(3):
         pair.scaled_step(step, scaler, 0.1, skipped=step == 1 and side == 0)
     same("the scale of the group's loss scaler", scaler.get_scale(), 2.0 if side == 0 else 4.0, step=4)
@@ -53,26 +64,235 @@ def groups_keep_to_themselves(engine):
     trained.load_full_state_dict(trained.full_state_dict())
     same("the buffer of the group", trained.model.shift, pair.plain.shift, step=0)
     dist.barrier()
-    refused(lambda: engine(parts.seeded(parts.OddModel), parts.ADAMW, group=groups[1 - side]), "group")
+    refused(lambda: odd(engine, group=groups[1 - side]), "group")
     dist.barrier()
 
 
-@holds("values", sizes=(4,))
-def one_dimension_of_a_mesh_is_a_group(engine):
+@holds("values", ask(ranks=4, chapters=STAGES, of_mesh=False), ask(ranks=4, of_mesh=True))
+def one_dimension_of_a_mesh_is_a_group(engine, of_mesh):
     """A mesh of one dimension, or its group, may be given: of four ranks as 2 x 2 each pair trains alone."""
-    rank = dist.get_rank()
-    mesh = parts.mesh(2, 2, names=("tensor", "data"))
-    row = mesh.get_local_rank("tensor")
-    for group in (mesh.get_group("data"), mesh["data"]):
-        pair = Pair(engine, parts.OddModel, parts.DECAY, seed=row, group=group,
-                    batch=lambda step, who: parts.token_batch(step, 2 * row + who))  # fmt: skip
-        if not engine.foreign:
-            same("world size and rank", (pair.trained.world_size, pair.trained.rank), (2, rank % 2), step=0)
-        for step in range(3):
-            pair.backward(step)
+    square = fixtures.mesh(2, 2, names=("tensor", "data"))
+    row = square.get_local_rank("tensor")
+    group = square["data"] if of_mesh else square.get_group("data")
+
+    def batch(step, who):
+        return token_batch(step, 2 * row + who)
+
+    pair = Pair(engine, OddModel, DECAY, seed=row, group=group, batch=batch)
+    for step in range(3):
+        pair.backward(step)
+        pair.step()
+        dist.barrier()
+    pair.same_weights()
+    if not (engine.foreign or engine.chapter):
+        trained = pair.trained
+        same("world size and rank", (trained.world_size, trained.rank), (2, dist.get_rank() % 2), step=0)
+        shards = sum(bucket.shard_numel for bucket in trained.all_buckets)
+        same("elements of all buckets", sum(bucket.numel for bucket in trained.all_buckets), 2 * shards, step=0)
+
+
+# Grids of replicas and shards.
+
+
+@holds("values", ask(ranks=(2, 4)))
+def a_grid_trains_as_one_process(engine):
+    """On 2 x 2, 1 x 2 and 2 x 1 ranks the engine trains as one process on all data, from what rank 0 begins with.
+
+    Also if it clips twice in a step: what was averaged stays averaged when a later backward adds to it.
+    """
+    for shape in ((2, 2),) if dist.get_world_size() == 4 else ((1, 2), (2, 1)):
+        plain, model = seeded(OddModel), seeded(OddModel, seed=dist.get_rank())
+        model.shift.add_(dist.get_rank())  # a buffer, which comes from rank 0 as well, and not from a row's first rank
+        pair = Pair(engine, (plain, model), DECAY, group=grid(*shape))
+        same("rank and size of the row", (pair.trained.rank, pair.trained.world_size), (pair.rank % shape[1], shape[1]))
+        pair.train(2)
+        for step in range(2, 4):
+            for part in range(2):
+                pair.backward(2 * step + part)
+                pair.clip(0.1)
             pair.step()
-            dist.barrier()
         pair.same_weights()
-        buckets = [] if engine.foreign else pair.trained.trained_buckets
-        shards = sum(bucket.shard_numel for bucket in buckets)
-        same("elements of all buckets", sum(bucket.numel for bucket in buckets), 2 * shards, step=0)
+
+
+@holds("life", ask("zero2", 3), of_stages=True)
+def a_grid_over_some_of_the_ranks_needs_no_other(engine):
+    """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything.
+
+    With NCCL and a device that the world is bound to, torch would split the new group off the world's connections, and
+    wait for rank 2.
+    """
+    world, bound = dist.group.WORLD, torch.device("cuda", dist.get_rank())
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
+    world.bound_device_id = bound
+    try:
+        if dist.get_rank() < 2:
+            split = AssertionError("the new group would be split off the world's")
+            with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=split):
+                trained = odd(engine, group=mesh)
+            same("the ranks of both dimensions", dist.get_process_group_ranks(trained.placement.everyone), [0, 1])
+        same("the device that the world is bound to", world.bound_device_id, bound)
+    finally:
+        world.bound_device_id = None
+
+
+# Tensor parallelism.
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """The MLP of a transformer: a matrix to be cut by columns, and one by rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def small() -> nn.Module:
+    head = nn.Linear(WIDTH, 256, bias=False)
+    return nn.Sequential(nn.Embedding(256, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), head)
+
+
+def cut_by(mesh, sequence: bool) -> nn.Module:
+    """Megatron's cut of each block; with `sequence` the norms are DTensors too, and work on a part of the sequence."""
+    model = seeded(small)
+    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+    if sequence:
+        norm, part = parallel.SequenceParallel(use_local_output=True), Shard(1)
+        plan = {
+            "norm": norm,
+            "up": parallel.ColwiseParallel(input_layouts=part),
+            "down": parallel.RowwiseParallel(output_layouts=part),
+        }
+        outside = {  # the embedding's output is cut, and the logits are whole again
+            "0": parallel.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=part),
+            "3": norm,
+            "4": parallel.ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
+        }
+        parallel.parallelize_module(model, mesh, outside)
+    for block in (model[1], model[2]):
+        parallel.parallelize_module(block, mesh, plan)
+    return model
+
+
+@holds("values", ask(ranks=4, sequence=True), ask_thorough(ranks=4, sequence=False))
+def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
+    """Losses, norms and weights are those of one process; an overflow in one part is heard; each shards its own part.
+
+    Products are cut, and their sums have another order: in float64, to 1e-11.
+    """
+    mesh = fixtures.mesh(2, 2, names=("data", "tensor"))
+    built = seeded(small), cut_by(mesh["tensor"], sequence)
+    pair = Pair(engine, built, ADAMW, loss=of_bytes, batch=byte_batch, atol=1e-11,
+                group=mesh["data"])  # fmt: skip
+    trained, model = pair.trained, built[1]
+    assert isinstance(model[1].up.weight, DTensor), "nothing is parallel"
+
+    def spoil(trained):
+        trained.clip_grad_norm_(1e9)  # the gradients are averaged then
+        if dist.get_rank() == 3:  # in one part of one rank
+            pieces_of(trained)[0].grad[0] = torch.inf
+
+    scaler = scaler_of(engine, init_scale=4.0)
+    pair.scaled_step(0, scaler, 0.5)
+    pair.scaled_step(1, scaler, 0.5, skipped=True, spoil=spoil)
+    pair.scaled_step(2, scaler, 0.5)
+    same("the scale", scaler.get_scale(), 2.0, step=4)
+    pair.same_weights()
+    other = {name: value + 1 for name, value in trained.full_state_dict().items()}
+    trained.load_full_state_dict(other)
+    same("the state that was loaded", trained.full_state_dict(), other, step=5)  # copies
+
+    # Each rank has a quarter of what both dimensions cut, and half of the rest.
+    cut = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor) and p.placements[0].is_shard())
+    least = cut / 4 + (sum(p.numel() for p in model.parameters()) - cut) / 2
+    most = least + 2 * 8 * len(list(model.parameters()))  # with padding
+    held = sum(bucket.shard_numel for bucket in trained.all_buckets)
+    expect(least <= held <= most, "elements of this rank's shards", f"{least:.0f} to {most:.0f}", held, step=0)
+    row, column = (tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in ("data", "tensor"))
+    with TrafficLedger() as traffic:
+        trained.training_step(*byte_batch(9, pair.rank), next_token_loss)
+    own = [one for one in traffic.collectives if one.step.startswith(("step 3", "step 5"))]
+    same("who sends gradients and parameters", {one.ranks for one in own} | {column}, {row, column}, step=3)
+    kinds = {one.kind for one in own if one.ranks == row and one.whole_bytes > 8 * WIDTH}
+    reduced = "all-reduce" if engine.like == "zero1" else "reduce-scatter"
+    same("collectives of the data dimension", kinds, {"all-gather", reduced}, step=3)
+    # Sequence parallelism leaves the norms' gradients as parts of a sum: that is all that crosses the tensor dimension.
+    across = {one.whole_bytes for one in own if one.ranks == column} - ({8 * WIDTH} if sequence else set())
+    same("bytes of what else crosses the tensor dimension", across, set(), step=3)
+    for act in (checkpoint.save, checkpoint.load):
+        refused(lambda act=act: act(trained, "/nowhere"), "full_state_dict", error=ValueError)
+    trained.close()
+    expect(isinstance(model[1].up.weight, DTensor), "the closed model's weights", "DTensors", "other tensors")
+
+
+# Pipelines.
+
+
+@holds(
+    "values",
+    ask(("zero1", "zero3"), 4, more_engines=STAGES, more_ranks=8, kind="GPipe", optimizer=SGD),
+    ask(("zero2", "zero3"), 4, more_engines=STAGES, more_ranks=8, kind="1F1B", optimizer=ADAMW, scaled=False),
+    ask_thorough(ranks=(4, 8), kind="1F1B", optimizer=SGD),
+    ask_thorough(ranks=(4, 8), kind="GPipe", optimizer=ADAMW),
+    ask_thorough(ranks=8, kind="1F1B", optimizer=SGD, sequence=True),
+    of_stages=True,  # who wraps the model, as DDP does, is handed over in another way
+)
+def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=True, sequence=False):
+    """The parts of a pipeline train as the whole model does in one process; with 8 ranks they are cut by tensor too.
+
+    By default the schedule divides the gradients by the number of micro-batches itself, once all have come back.
+    Without `scaled` the loss is divided. With `sequence` all parameters of the last part are DTensors.
+    """
+    mesh = fixtures.mesh(2, 2, dist.get_world_size() // 4, names=("stages", "data", "tensor"))
+    cut = mesh["tensor"].size() > 1
+    model = cut_by(mesh["tensor"], sequence) if cut else seeded(small)
+    index, count = mesh.get_local_rank("stages"), 4
+    batch = functools.partial(byte_batch, rows=2 * count)
+    built = seeded(small), (model[:2], model[2:])[index]
+    pair = Pair(engine, built, optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=mesh["data"])
+    stage = pipelining.PipelineStage(
+        pair.trained.model, index, 2, torch.device("cpu"), group=mesh.get_group("stages")
+    )  # what the pipeline calls is the model, with the engine's hooks
+
+    def loss(logits, targets):
+        return next_token_loss(logits, targets) / (1 if scaled else count)
+
+    schedule = pipelining.schedules.get_schedule_class(kind)(stage, count, loss_fn=loss, scale_grads=scaled)
+
+    def way(model, batch, scale):
+        if model is pair.plain:
+            return (of_bytes(model, *batch) * scale).backward()
+        schedule.step(*batch[:1] if index == 0 else (), target=batch[1] if index else None)
+
+    for step in range(3):
+        pair.backward_by(way, step)
+        pair.step()
+    found = pair.trained.full_state_dict()
+    assert found, "this part has no weights"
+    same("the weights", found, {name: pair.plain.state_dict()[name] for name in found}, pair.atol, step=5)
+
+
+@holds("misuse", ask(ranks=4))
+def meshes_that_do_not_fit_are_refused(engine):
+    """A mesh of three dimensions, replicas with other options, and DTensors in the stage's own dimension are refused.
+
+    All before anything could hang. Beside DTensors mixed precision is refused as well.
+    """
+    cube = fixtures.mesh(2, 2, 1, names=("replicas", "shards", "c"))
+    others = {"group": cube["replicas", "shards"], "find_unused": dist.get_rank() > 1}
+    mesh = fixtures.mesh(2, 2, names=("data", "tensor"))
+    for tensor, options, word in (
+        (False, {"group": cube}, "3 dimensions"),
+        (False, others, "rank(s) [2, 3]"),
+        (True, {}, "another* dimension"),
+        (True, {"group": mesh["tensor"]}, "another* dimension"),
+        (True, {"group": mesh["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
+    ):
+        model = cut_by(mesh["tensor"], sequence=False) if tensor else seeded(small)
+        refused(lambda m=model, o=options: engine(m, ADAMW, **o), word, error=ValueError)
+    engine(seeded(small), ADAMW, group=cube["replicas", "shards"])  # two of three will do

@@ -1,18 +1,63 @@
 """What an engine holds and sends, to the byte, against arithmetic done here; and what steps leave behind."""
 
+import math
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.ledger import MemoryLedger, held_bytes
+from harness.measure.ledger import MemoryLedger, held_bytes, optimizer_of
 from harness.measure.traffic import TrafficLedger
-from harness.properties import parts
-from harness.properties.layout import alignment, owned, padded, sizes_by_bucket
-from harness.properties.models import Lanes
-from harness.properties.property import STAGES, holds, same
+from harness.properties import fixtures
+from harness.properties.fixtures import ADAMW, Lanes, OddModel, Stack, grid, odd, own_tokens, seeded, vector_batch
+from harness.properties.property import NotApplicable, Subject, ask, ask_thorough, expect, holds, same
 from harness.properties.training import Pair, of_vectors, vectors
+from harness.run import engines
 
-ADAMW = parts.ADAMW
+# How parameters lie in their buffers: aligned, padded, each element owned once.
+
+
+def alignment(device: str) -> int:
+    """Parameters and shards start on multiples of so many bytes."""
+    return 16 if device == "cpu" else 256
+
+
+def padded(sizes, world_size: int, align: int = 4) -> tuple[int, int]:
+    """(elements of the buffer, elements of a shard) of these sizes; each starts on a multiple of `align`."""
+    end = sum(math.ceil(size / align) * align for size in sizes)
+    shard = math.ceil(end / (world_size * align)) * align
+    return shard * world_size, shard
+
+
+def owned(sizes, rank: int, world_size: int, align: int = 4) -> list[int]:
+    """How many elements of each parameter lie in this rank's shard; only those with any."""
+    _, shard = padded(sizes, world_size, align)
+    found, offset = [], 0
+    for size in sizes:
+        overlap = min(offset + size, (rank + 1) * shard) - max(offset, rank * shard)
+        if overlap > 0:
+            found.append(overlap)
+        offset += math.ceil(size / align) * align
+    return found
+
+
+def sizes_by_bucket(model: nn.Module, stage: str) -> list[list[int]]:
+    """The layout, worked out anew: one bucket in reverse order for ZeRO-1 and -2, units and root for ZeRO-3."""
+    named = [(n, p.numel()) for n, p in model.named_parameters() if p.requires_grad]
+    if stage != "zero3":
+        return [[size for _, size in reversed(named)]]
+    frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
+    children = [name for name, module in model.named_children() if isinstance(module, nn.ModuleList)]
+    units = {}
+    for name, size in named:
+        inside = name.split(".")[0] in children
+        units.setdefault(".".join(name.split(".")[:2]) if inside else "root", []).append(size)
+    root = units.pop("root", None)
+    return [*units.values(), *([root] if root else []), *([frozen] if frozen else [])]
+
+
+# What our stages hold and send.
 
 
 def mixed(param_dtype) -> dict:
@@ -20,7 +65,12 @@ def mixed(param_dtype) -> dict:
     return {"param_dtype": param_dtype, "reduce_dtype": torch.float32} if param_dtype else {}
 
 
-@holds("bytes", engines=STAGES, cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3, 4))
+@holds(
+    "bytes",
+    ask(more_ranks=(1, 3, 4)),
+    ask(more_ranks=(1, 3, 4), param_dtype=torch.bfloat16),
+    of_stages=True,
+)
 def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
     """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive.
 
@@ -28,21 +78,21 @@ def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
     """
     stage, low = engine.like, param_dtype is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = parts.seeded(parts.OddModel, dtype=torch.float32, device=device)
+    model = seeded(OddModel, dtype=torch.float32, device=device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     layout = sizes_by_bucket(model, stage)
-    batches = [[part.to(device) for part in parts.token_batch(step, rank)] for step in range(2)]
+    batches = [[part.to(device) for part in fixtures.token_batch(step, rank)] for step in range(2)]
     held = {}
     with MemoryLedger() as memory:
         memory.track(model.shift)
-        for tensor in [t for batch in batches for t in batch]:
+        for tensor in (*batches[0], *batches[1]):
             memory.track(tensor)
         outside = memory.live
         for param in model.parameters():
             memory.track(param)
-        trained = engine(model, ADAMW, group=parts.silent_group(), **mixed(param_dtype))
-        trained.training_step(*batches[0], parts.in_float32)
-        loss = parts.in_float32(trained(batches[1][0]), batches[1][1])
+        trained = engine(model, ADAMW, group=fixtures.silent_group(), **mixed(param_dtype))
+        trained.training_step(*batches[0], fixtures.in_float32)
+        loss = fixtures.in_float32(trained(batches[1][0]), batches[1][1])
         loss.backward()
 
         def look(optimizer, *_):
@@ -56,7 +106,9 @@ def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
     lengths = [padded(sizes, world_size, align) for sizes in trainable]
     whole, shard = (sum(each) for each in zip(*lengths))
     all_whole, all_shard = (sum(each) for each in zip(*lengths, padded([frozen], world_size, align)))
-    pieces = [size for sizes in trainable for size in owned(sizes, rank, world_size, align)]
+    pieces = []
+    for sizes in trainable:
+        pieces += owned(sizes, rank, world_size, align)
     in_use = 0 if stage == "zero3" else (2 if low else 4) * all_whole
     expected = {
         # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
@@ -77,12 +129,10 @@ def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
 @holds("life")
 def steps_leave_no_hooks_behind(engine):
     """The engine's hooks are set once: steps of every kind leave as many as they found."""
-    model = parts.seeded(parts.OddModel)
-    trained = engine(model, ADAMW, find_unused=True)
-    tokens, targets = parts.token_batch(0, dist.get_rank())
-
+    trained = odd(engine, find_unused=True)
+    model, (tokens, targets) = trained.model, own_tokens(0)
     trained.training_step(tokens, targets, F.cross_entropy)  # some set theirs in the first one
-    before = parts.hooks_on(model, trained.optimizer)
+    before = fixtures.hooks_on(model, trained.optimizer)
     for _ in range(2):
         trained.training_step(tokens, targets, F.cross_entropy)
         with torch.no_grad():
@@ -95,21 +145,25 @@ def steps_leave_no_hooks_behind(engine):
         trained.zero_grad()
         if not engine.foreign:
             trained.load_full_state_dict(trained.full_state_dict())
-        same("hooks after a step", parts.hooks_on(model, trained.optimizer), before)
+        same("hooks after a step", fixtures.hooks_on(model, trained.optimizer), before)
 
 
-@holds("traffic", engines=STAGES, sizes=(2, 3, 4), further_sizes=(1,),
-       cases=({"at": (1, 2, 3)}, {"hybrid": True, "at": (4,)}),
-       further_cases=({"param_dtype": torch.bfloat16, "at": (1, 2, 3)},))  # fmt: skip
+@holds(
+    "traffic",
+    ask(ranks=(2, 3), more_ranks=1),
+    ask(ranks=4, hybrid=True),
+    ask_thorough(ranks=(1, 2, 3), param_dtype=torch.bfloat16),
+    of_stages=True,
+)
 def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
     """Kind, bytes, order, step and ranks of every collective of a training step, and what they send in all.
 
     On a grid of 2 x 2 it is the same within a row, and across replicas only the shards' gradients go.
     """
     rank, layers, width = dist.get_rank(), 4, 12
-    group = parts.grid() if hybrid else None
+    group = grid() if hybrid else None
     row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
-    model, world_size = parts.seeded(lambda: parts.Stack(layers, width), dtype=torch.float32), len(row)
+    model, world_size = seeded(lambda: Stack(layers, width), dtype=torch.float32), len(row)
     sizes = [width * width, width]
     whole = padded(sizes, world_size, 8 if param_dtype else 4)[0]
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * sum(sizes) / 2**20}
@@ -117,7 +171,7 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
     trained = engine(model, ADAMW, **mixed(param_dtype), **options)
 
     def step(number):
-        trained.training_step(*parts.vector_batch(number, rank, width), lambda out, y: F.mse_loss(out.float(), y))
+        trained.training_step(*vector_batch(number, rank, width), lambda out, y: F.mse_loss(out.float(), y))
 
     step(0)
     step(1)
@@ -146,7 +200,7 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
         same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent, step=3)
 
 
-@holds("order", engines=("zero2",), sizes=(2, 3), cases=({"reverse": False}, {"reverse": True}))
+@holds("order", ask("zero2", (2, 3), reverse=False), ask("zero2", (2, 3), reverse=True), of_stages=True)
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
     pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, batch=vectors(8), loss=of_vectors)
@@ -159,5 +213,55 @@ def buckets_are_reduced_in_one_order(engine, reverse):
             pair.backward(step)
             pair.step()
         sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
-        same("bytes of the reduce-scatters, each once, in the order of self.trained_buckets", sizes, expected, step=3)
+        same("bytes of the reduce-scatters, each once, in the order of self.buckets", sizes, expected, step=3)
     pair.same_weights()
+
+
+# What every engine says of itself, ours and others: to the order.
+
+
+def promised(engine: Subject):
+    """(what its ranks share out between steps, how often Ψ (N-1)/N elements leave a rank in a step)."""
+    entry = engines.ENGINES.get(engine.like or engine.name)
+    if entry is None or entry.promise is None:
+        raise NotApplicable(f"{engine.name} says nothing of its memory and traffic: COUNTERPART would")
+    return entry.promise
+
+
+def built(engine: Subject):
+    """(the engine, the bytes of its parameters, a function that takes a step)."""
+    trained = engine(seeded(lambda: Stack(4, 32), dtype=torch.float32), ADAMW)
+    whole = sum(param.nbytes for param in Stack(4, 32).parameters())
+    return trained, whole, lambda n: trained.training_step(*vector_batch(n, dist.get_rank(), 32), F.mse_loss)
+
+
+@holds("bytes", ask(ranks=4))
+def what_is_shared_out_is_no_more_than_twice_there(engine):
+    """Of what the ranks share out, all four together have two copies at most before the update, and not four."""
+    kinds, _ = promised(engine)
+    trained, whole, step = built(engine)
+    inner, held = getattr(trained, "_engine", trained) if engine.foreign else trained, {}
+    optimizer_of(inner).register_step_pre_hook(lambda *_: held.update(held_bytes(inner)))
+    for number in range(2):
+        step(number)
+    for kind in kinds:
+        copy = whole * (1 + (kind == "optimizer"))  # AdamW has two moments
+        total = torch.tensor(float(held[kind]))
+        dist.all_reduce(total)
+        most = 2.1 * copy
+        if kind == "gradients":  # an engine may document a buffer that gradients go through, of a size of its own
+            most += dist.get_world_size() * getattr(inner, "bucket_bytes", 0)
+        expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item(), step=4)
+
+
+@holds("traffic", ask(more_ranks=4))
+def a_step_sends_no_more_than_is_promised(engine):
+    """A step sends the 2Ψ or 3Ψ (N-1)/N elements that the engine's documentation says, and 1 % for notes."""
+    _, times = promised(engine)
+    _, whole, step = built(engine)
+    step(0)
+    step(1)
+    with TrafficLedger() as traffic:
+        step(2)
+    most = 1.01 * times * whole * (1 - 1 / dist.get_world_size())
+    expect(traffic.sent_bytes <= most, "bytes that a rank sends in a step", f"{most:.0f} at most", traffic.sent_bytes)

@@ -8,16 +8,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.ledger import storage_bytes
-from harness.properties import parts
+from harness.properties.fixtures import MOMENTUM, OddModel, own_tokens, seeded, token_batch
 from harness.properties.overlap import late_collectives
-from harness.properties.property import STAGES, NotApplicable, holds, same
+from harness.properties.property import NotApplicable, ask, ask_thorough, holds, same
 from harness.properties.training import EXACT, Pair
 
 
-@holds("life", engines=STAGES, further_sizes=(3,), cases=({"late": True},), further_cases=({"late": False},))
+@holds("life", ask(late=True), ask_thorough(late=False), of_stages=True)
 def hooks_find_the_units_weights(engine, late):
     """Hooks around a unit's and the model's forward find the weights gathered, whenever they were registered."""
-    model, found = parts.seeded(parts.OddModel), []
+    model, found = seeded(OddModel), []
 
     def looks(kind, name):
         return lambda *_: found.append((kind, name, model.get_parameter(name).detach().clone()))
@@ -30,13 +30,13 @@ def hooks_find_the_units_weights(engine, late):
         model.register_forward_hook(looks(f"behind the model's forward, {when}", root))
 
     register("registered before the build", first=False)
-    trained = engine(model, parts.MOMENTUM)
+    trained = engine(model, MOMENTUM)
     register("registered after the build", first=True)
     for step in range(3):
         right = trained.full_state_dict()
         found.clear()
         with late_collectives() if late else contextlib.nullcontext():
-            trained.training_step(*parts.token_batch(step, dist.get_rank()), F.cross_entropy)
+            trained.training_step(*own_tokens(step), F.cross_entropy)
         same("hooks that ran", len({kind for kind, _, _ in found}), 8, step=1)
         for kind, name, weight in found:
             same(f"what a hook finds ({kind})", weight, right[name], step=1)  # copies of the same shards
@@ -44,14 +44,20 @@ def hooks_find_the_units_weights(engine, late):
             same("bytes that a hook keeps gathered", storage_bytes(model.parameters()), 0, step=2)
 
 
-@holds("life", engines=STAGES, further_sizes=(3,), cases=({"before": True}, {"before": False}),
-       further_cases=tuple({"before": b, "bucket_mb": 0, "on": ("zero2",)} for b in (True, False)))  # fmt: skip
+@holds(
+    "life",
+    ask(before=True),
+    ask(before=False),
+    ask_thorough("zero2", before=True, bucket_mb=0),
+    ask_thorough("zero2", before=False, bucket_mb=0),
+    of_stages=True,
+)
 def hooks_find_this_ranks_gradients(engine, before, **options):
     """A post-accumulate-grad hook finds this rank's gradient of every parameter, whenever it was registered.
 
     C++ goes through the hooks in the order of insertion, which `OrderedDict.move_to_end` does not change.
     """
-    plain, model, found = parts.seeded(parts.OddModel), parts.seeded(parts.OddModel), {}
+    plain, model, found = seeded(OddModel), seeded(OddModel), {}
 
     def register():
         for name, param in model.named_parameters():
@@ -62,12 +68,12 @@ def hooks_find_this_ranks_gradients(engine, before, **options):
 
     if before:
         register()
-    trained = engine(model, parts.MOMENTUM, **options)
+    trained = engine(model, MOMENTUM, **options)
     if not before:
         register()
     for step in range(2):
         found.clear()
-        tokens, targets = parts.token_batch(step, dist.get_rank())
+        tokens, targets = own_tokens(step)
         plain.load_state_dict(trained.full_state_dict())
         plain.zero_grad()
         F.cross_entropy(plain(tokens), targets).backward()
@@ -76,12 +82,12 @@ def hooks_find_this_ranks_gradients(engine, before, **options):
         same("gradients that hooks find", {name: found.get(name) for name in expected}, expected, EXACT, step=3)
 
 
-@holds("values", further_sizes=(3,))
+@holds("values")
 def hooks_that_change_gradients_count(engine):
     """A tensor's hook that scales or masks a gradient counts, whenever it was registered."""
 
     def halved():
-        model = parts.OddModel().double()
+        model = OddModel().double()
         model.head.weight.register_hook(lambda gradient: gradient * 0.5)
         return model
 
@@ -111,7 +117,7 @@ class PassesOn(nn.Module):
         return self.head(torch.tanh(first + second + leaf).mean(1) + shift), leaf, self.shift
 
 
-@holds("life", further_sizes=(3,))
+@holds("life")
 def hooks_do_not_pile_up_on_what_passes_through(engine):
     """A leaf and a parameter that go through units have no more hooks after some steps, and the leaf its gradient."""
     # The engine's, and one for each rank of the plain side.
@@ -126,7 +132,7 @@ def hooks_do_not_pile_up_on_what_passes_through(engine):
         found = [len(tensor._backward_hooks or ()) for tensor in (leaf, *pair.trained.model.parameters())]
         return [*found, len(leaf._post_accumulate_grad_hooks or ())]
 
-    pair = Pair(engine, PassesOn, loss=loss, batch=lambda step, rank: (*parts.token_batch(step, rank), rank))
+    pair = Pair(engine, PassesOn, loss=loss, batch=lambda step, rank: (*token_batch(step, rank), rank))
     before = hooks()
     pair.alike(4)
     same("hooks on the leaf and on each parameter", hooks(), before, step=2)

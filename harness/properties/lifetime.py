@@ -12,28 +12,30 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.engine.gradients import GradScaler
-from harness.engine.guard import EngineParameter
-from harness.properties import parts
-from harness.properties.property import STAGES, NotApplicable, expect, holds, in_turn, refused, same
+from harness.engine.safety.guard import EngineParameter
+from harness.properties import fixtures
+from harness.properties.property import STAGES, NotApplicable, ask, ask_each, expect, holds, refused, same
 from harness.properties.training import Pair
-from harness.properties.values import PLAIN
-
-HOW = ("trained", "mixed precision", "between forward and backward", "after an error", "closed")
 
 
-@holds("life", cases=in_turn(how=HOW))
+@holds(
+    "life",
+    *ask_each("how", ("trained", "after an error"), "zero1", more_engines=STAGES),
+    *ask_each("how", ("mixed precision", "closed"), "zero2", more_engines=STAGES),
+    ask("zero3", more_engines=STAGES, how="between forward and backward"),
+)
 def an_engine_that_goes_leaves_nothing_alive(engine, how):
     """After `del` and a collection nothing of an engine is alive: itself, its model, parameters, shards, optimizer."""
     gone, rank = [], dist.get_rank()
     for _ in range(3):
-        model = parts.seeded(parts.OddModel)
+        model = fixtures.seeded(fixtures.OddModel)
         options = {"param_dtype": torch.bfloat16} if how == "mixed precision" else {}
-        trained = engine(model, parts.ADAMW, **options)
+        trained = engine(model, fixtures.ADAMW, **options)
         scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
-        tokens, targets = parts.token_batch(0, rank)
+        tokens, targets = fixtures.token_batch(0, rank)
         if how == "mixed precision":
             scaler = GradScaler("cpu")
-            scaler.scale(parts.in_float32(trained(tokens), targets)).backward()
+            scaler.scale(fixtures.in_float32(trained(tokens), targets)).backward()
             scaler.step(trained)
             del scaler
         else:
@@ -49,10 +51,10 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
         if "to be destroyed" in engine.more:
             raise NotApplicable(f"{engine.name} goes by a call, `destroy`")
         if how != "closed" and not engine.foreign:
-            buckets = trained.buckets
-            gone += [weakref.ref(thing) for thing in (trained.optimizer, trained.hooks)]
+            buckets = trained.all_buckets
+            gone += [weakref.ref(thing) for thing in (trained.optimizer,)]
             gone += [weakref.ref(tensor) for bucket in buckets for tensor in (bucket.shard, bucket.flat)]
-            gone += [weakref.ref(piece) for bucket in buckets for _, piece in bucket.pieces]
+            gone += [weakref.ref(piece) for bucket in buckets for piece in bucket.pieces]
             del buckets
         del trained, model, scheduler
     gc.collect()
@@ -68,16 +70,20 @@ class Tagged(nn.Parameter):
 
 
 def own_class() -> nn.Module:
-    model = parts.Twice()
+    model = fixtures.Twice()
     model.head.weight = model.embedding.weight = Tagged(model.head.weight.detach())
     return model
 
 
-@holds("life", engines=STAGES, further_sizes=(3,),
-       cases=(PLAIN, {"options": {"reshard_after_forward": False}, "on": ("zero3",)}))  # fmt: skip
-def closing_gives_a_plain_model(engine, options):
+@holds(
+    "life",
+    ask(),
+    ask("zero3", reshard_after_forward=False),
+    of_stages=True,
+)
+def closing_gives_a_plain_model(engine, **options):
     """`close()` gives a plain model with the trained values, its objects and ties; another engine may follow."""
-    pair, fresh = Pair(engine, own_class, **options), parts.seeded(own_class)
+    pair, fresh = Pair(engine, own_class, **options), fixtures.seeded(own_class)
     model, trained = pair.trained.model, pair.trained
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
     objects = dict(model.named_parameters())
@@ -96,25 +102,25 @@ def closing_gives_a_plain_model(engine, options):
         # Memory of its own, and no bucket's: moves and `param.data` are as ever.
         same(f"bytes of the storage under {name}", param.untyped_storage().nbytes(), param.nbytes)
     expect(model.head.weight is model.embedding.weight, "the tied weight", "one object", "two")
-    same("hooks that are left", parts.hooks_on(model), parts.hooks_on(fresh) + 1)
+    same("hooks that are left", fixtures.hooks_on(model), fixtures.hooks_on(fresh) + 1)
     for asked in (lambda: trained.step(), lambda: trained(1), lambda: trained.full_state_dict(), trained.close):
         refused(asked, "closed", error=AttributeError)
     twin = copy.deepcopy(model)
     Pair(engine.another(), (twin, model)).alike()
 
 
-@holds("life", cases=({"mixed": False}, {"mixed": True}), further_sizes=(3,))
+@holds("life", ask(mixed=False), ask(mixed=True))
 def closing_drops_gradients_and_takes_the_shards_values(engine, mixed):
     """Between backward and step `close()` leaves nothing in flight; a model in mixed precision is float32 then."""
-    model = parts.seeded(parts.OddModel, dtype=torch.float32)
-    trained = engine(model, parts.ADAMW, param_dtype=torch.bfloat16 if mixed else None)
-    tokens, targets = parts.token_batch(0, dist.get_rank())
+    model = fixtures.seeded(fixtures.OddModel, dtype=torch.float32)
+    trained = engine(model, fixtures.ADAMW, param_dtype=torch.bfloat16 if mixed else None)
+    tokens, targets = fixtures.token_batch(0, dist.get_rank())
 
-    trained.training_step(tokens, targets, parts.in_float32)
+    trained.training_step(tokens, targets, fixtures.in_float32)
     before = trained.full_state_dict()
     with trained.no_sync():
-        parts.in_float32(trained(tokens), targets).backward()
-    parts.in_float32(trained(tokens), targets).backward()
+        fixtures.in_float32(trained(tokens), targets).backward()
+    fixtures.in_float32(trained(tokens), targets).backward()
     trained.close()
     same("the plain model's state", model.state_dict(), before, step=5)
     same("parameters with a gradient", [n for n, p in model.named_parameters() if p.grad is not None], [])
@@ -132,17 +138,24 @@ def through_a_file(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@holds("life", engines=STAGES, cases=in_turn(copied=(copy.deepcopy, through_a_file), mixed=(False, True)))
+@holds(
+    "life",
+    ask("zero1", more_engines=STAGES, copied=copy.deepcopy, mixed=False),
+    ask("zero2", more_engines=STAGES, copied=copy.deepcopy, mixed=True),
+    ask("zero3", more_engines=STAGES, copied=through_a_file, mixed=False),
+    ask("zero1", more_engines=STAGES, copied=through_a_file, mixed=True),
+    of_stages=True,
+)
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
 
     def build():
-        model = parts.seeded(parts.OddModel, dtype=torch.float32)
-        return engine(model, parts.MOMENTUM, param_dtype=torch.bfloat16 if mixed else None)
+        model = fixtures.seeded(fixtures.OddModel, dtype=torch.float32)
+        return engine(model, fixtures.MOMENTUM, param_dtype=torch.bfloat16 if mixed else None)
 
     def step_both(step):
         for each in (trained, untouched):
-            each.training_step(*parts.token_batch(step, dist.get_rank()), parts.in_float32)
+            each.training_step(*fixtures.token_batch(step, dist.get_rank()), fixtures.in_float32)
 
     trained, untouched = build(), build()
     model = trained.model
@@ -160,8 +173,8 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
             expect(plain, "the copy's parameter", "an nn.Parameter of its own", type(param).__name__)
         # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
         optimizer = torch.optim.SGD([param for param in twin.parameters() if param.requires_grad], lr=0.1)
-        tokens, targets = parts.token_batch(3, dist.get_rank())
-        parts.in_float32(twin(tokens), targets).backward()
+        tokens, targets = fixtures.token_batch(3, dist.get_rank())
+        fixtures.in_float32(twin(tokens), targets).backward()
         assert nn.utils.clip_grad_norm_(twin.parameters(), 1e9) > 0
         optimizer.step()
         optimizer.zero_grad()
@@ -170,7 +183,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
         if mixed:  # a copy is plain: moved to float32 it computes in float32
             same("the dtype that the moved copy computes in", twin.float()(tokens).dtype, torch.float32)
         else:  # it may have an engine of its own
-            engine(twin, parts.MOMENTUM).training_step(tokens, targets, parts.in_float32)
+            engine(twin, fixtures.MOMENTUM).training_step(tokens, targets, fixtures.in_float32)
     step_both(1)
     # The same engine on the same data: the same operations.
     same("the weights, beside an engine's whose model was never copied", trained.full_state_dict(),
@@ -195,19 +208,21 @@ class Branching(nn.Module):
         return torch.sigmoid(self.head(x))
 
 
-WAYS = ("forward alone", "a branch that the loss leaves out", "a graph that is retained")
-
-
-@holds("life", cases=in_turn(way=WAYS))
+@holds(
+    "life",
+    ask("zero1", more_engines=STAGES, way="forward alone"),
+    ask("zero2", more_engines=STAGES, way="a branch that the loss leaves out"),
+    ask("zero3", more_engines=STAGES, way="a graph that is retained"),
+)
 def what_autograd_has_saved_goes_with_the_graph(engine, way):
     """After a forward alone, or with a branch that the loss leaves out, no result outlives its graph.
 
     An operation that saves its own result (tanh, softmax, exp) makes a cycle through C++, which only a backward opens.
     """
-    trained = engine(parts.seeded(Branching), parts.MOMENTUM, find_unused=True)
+    trained = engine(fixtures.seeded(Branching), fixtures.MOMENTUM, find_unused=True)
     model = trained.model
     for step in range(3):
-        x, y = parts.vector_batch(step, dist.get_rank(), 5, torch.float64)
+        x, y = fixtures.vector_batch(step, dist.get_rank(), 5, torch.float64)
         out = trained(x.requires_grad_())
         model.seen.append(weakref.ref(out))
         if way != "forward alone":

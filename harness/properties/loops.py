@@ -13,24 +13,35 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.measure.ledger import storage_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.properties import parts
-from harness.properties.models import Checkpointed
-from harness.properties.property import STAGES, NotApplicable, expect, holds, in_turn, refused, same
-from harness.properties.training import Pair, inside, of_output
-from harness.properties.values import PLAIN
-
-UNITS = (PLAIN, {"options": {"prefetch": 0}, "on": ("zero3",)},
-         {"options": {"reshard_after_forward": False}, "on": ("zero3",)})  # fmt: skip
+from harness.properties import fixtures
+from harness.properties.fixtures import (
+    ADAMW,
+    DECAY,
+    Checkpointed,
+    OddModel,
+    Stack,
+    odd,
+    own_tokens,
+    pieces_of,
+    seeded,
+    vector_batch,
+)
+from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, refused, same
+from harness.properties.training import Pair, inside, of_output, of_vectors, vectors
 
 # Clipping.
 
 
-@holds("values", sizes=(3,), further_sizes=(2,), further_cases=({"norm_type": 1.0},),
-       cases=({"norm_type": 2.0}, {"norm_type": math.inf, "first": ("zero2",)},
-              {"norm_type": 2.0, "model": "Twice", "first": ("zero3",)}))  # fmt: skip
+@holds(
+    "values",
+    ask(ranks=3, more_ranks=2, norm_type=2.0),
+    ask("zero2", 3, more_engines=STAGES, more_ranks=2, norm_type=math.inf),
+    ask("zero3", 3, more_engines=STAGES, more_ranks=2, norm_type=2.0, model="Twice"),
+    ask_thorough(norm_type=1.0),
+)
 def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel", device="cpu"):
     """The norm is that of all gradients, on every rank: no padding, and a tied weight once."""
-    pair, clipped = Pair(engine, getattr(parts, model), parts.ADAMW, device=device), 0
+    pair, clipped = Pair(engine, getattr(fixtures, model), ADAMW, device=device), 0
     for step in range(5):
         max_norm = (0.05, 1e6)[step % 3 == 2]
         pair.backward(step)
@@ -38,17 +49,17 @@ def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddMode
         expect(not norm.requires_grad, "the norm", "detached", "it requires a gradient")
         same("the norm's device", norm.device.type, device)
         # One number, which all ranks have computed from the same numbers in the same order.
-        same("the ranks' norms", len(parts.of_all_ranks(norm).unique()), 1, step=3)
+        same("the ranks' norms", len(fixtures.of_all_ranks(norm).unique()), 1, step=3)
         clipped += norm > max_norm
         pair.step()
     assert 0 < clipped < 5, "the norms lie on one side of what they are clipped to: this proves nothing"
     pair.same_weights()
 
 
-@holds("values", further_sizes=(3,))
+@holds("values")
 def a_backward_after_clipping_adds_to_what_was_clipped(engine):
     """Backward, clip, backward, step: the second backward adds to clipped gradients."""
-    pair = Pair(engine, parts.OddModel)
+    pair = Pair(engine, OddModel)
     for step in range(4):
         pair.backward(2 * step)
         pair.clip(0.05)
@@ -57,11 +68,17 @@ def a_backward_after_clipping_adds_to_what_was_clipped(engine):
     pair.same_weights()
 
 
-@holds("values", sizes=(3,), cases=in_turn(value=(math.nan, math.inf), norm_type=(2.0, math.inf)))
+@holds(
+    "values",
+    ask("zero1", 3, more_engines=STAGES, value=math.nan, norm_type=2.0),
+    ask("zero2", 3, more_engines=STAGES, value=math.nan, norm_type=math.inf),
+    ask("zero3", 3, more_engines=STAGES, value=math.inf, norm_type=2.0),
+    ask("zero1", 3, more_engines=STAGES, value=math.inf, norm_type=math.inf),
+)
 def one_ranks_nan_is_in_every_ranks_norm(engine, value, norm_type):
     """A NaN or inf in one element of one rank's gradient shows in the norm on all ranks."""
-    trained = engine(parts.seeded(parts.OddModel), parts.ADAMW)
-    tokens, targets = parts.token_batch(0, dist.get_rank())
+    trained = odd(engine)
+    tokens, targets = own_tokens(0)
     out = trained(tokens)
     loss = F.cross_entropy(out, targets)
     if dist.get_rank() == 0:  # a parameter which only one rank has in its shard
@@ -74,10 +91,10 @@ def one_ranks_nan_is_in_every_ranks_norm(engine, value, norm_type):
     expect(right, what, f"{said} on every rank", norm, step=3)
 
 
-@holds("values", sizes=(3,))
+@holds("values", ask(ranks=3))
 def clipping_by_value_is_torchs_on_the_whole_model(engine):
     """`engine.clip_grad_value_` is torch's on the whole model, also between two backwards of one step."""
-    pair = Pair(engine, parts.OddModel)
+    pair = Pair(engine, OddModel)
     for step in range(3):
         for part in range(2):
             pair.backward(2 * step + part)
@@ -85,7 +102,7 @@ def clipping_by_value_is_torchs_on_the_whole_model(engine):
             clip_grad_value_(pair.plain.parameters(), 0.01)
         pair.step()
     pair.same_weights()
-    pieces = parts.pieces_of(pair.trained)
+    pieces = pieces_of(pair.trained)
     refused(lambda: pair.trained.clip_grad_value_(pieces), "engine.clip_grad_value_(1.0)", error=TypeError, step=3)
 
 
@@ -102,23 +119,30 @@ class Gained(nn.Module):
 
 
 def gained(engine, low, high, **options) -> Pair:
-    return Pair(engine, lambda: Gained(low, high), batch=lambda step, who: parts.vector_batch(step, who, 8)[:1],
+    return Pair(engine, lambda: Gained(low, high), batch=lambda step, who: vector_batch(step, who, 8)[:1],
                 loss=lambda model, x: model(x).square().mean(), **options)  # fmt: skip
 
 
-@holds("values", sizes=(2, 4))
+@holds("values", ask(ranks=(2, 4), chapters=STAGES))
 def a_rank_may_own_only_padding(engine):
     """One element over N ranks: the first owns it, the others own nothing but padding, and still take part."""
     gained(engine, None, torch.float64).alike(4)
 
 
-FEW = ((None, torch.float32), (torch.float32, torch.float64), (torch.bfloat16, torch.float32))
+FURTHER = {"more_engines": STAGES, "more_ranks": 2}
 
 
-@holds("values", sizes=(3,), further_sizes=(2,), cases=in_turn(dtypes=FEW, norm_type=(2.0, math.inf)))
-def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, dtypes, norm_type):
+@holds(
+    "values",
+    ask("zero1", 3, **FURTHER, low=None, high=torch.float32, norm_type=2.0),
+    ask("zero2", 3, **FURTHER, low=None, high=torch.float32, norm_type=math.inf),
+    ask("zero3", 3, **FURTHER, low=torch.float32, high=torch.float64, norm_type=2.0),
+    ask("zero1", 3, **FURTHER, low=torch.float32, high=torch.float64, norm_type=math.inf),
+    ask("zero2", 3, **FURTHER, low=torch.bfloat16, high=torch.float32, norm_type=2.0),
+    ask("zero3", 3, **FURTHER, low=torch.bfloat16, high=torch.float32, norm_type=math.inf),
+)
+def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high, norm_type):
     """Ranks that own only padding, of all buckets or of those of one dtype, have the others' norm, in its dtype."""
-    low, high = dtypes
     # Gradients are added in the low precision: 8 bits of it, or float32's 24.
     pair = gained(engine, low, high, dtype=None, atol=1e-2 if low == torch.bfloat16 else 1e-5)
     pair.backward(0)
@@ -130,16 +154,33 @@ def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, dtypes, norm_type):
 # Several backwards, and what may stand between them.
 
 
-@holds("traffic", engines=STAGES, sizes=(3,), further_sizes=(2,), cases=({"no_sync": False}, {"no_sync": True}))
+@holds("values", ask(chapters=STAGES))
+def backwards_before_a_step_add_up(engine):
+    """Several backwards before a step add up, with evaluations in between."""
+    pair = Pair(engine, OddModel)
+    for step in range(3):
+        for micro in range(2):
+            pair.backward(2 * step + micro)
+            with torch.no_grad():
+                tokens = own_tokens(9)[0]
+                same("an evaluation between backwards", pair.trained(tokens), pair.plain(tokens), pair.atol, step=1)
+        pair.step()
+    pair.same_weights()
+
+
+@holds(
+    "traffic",
+    ask(ranks=3, more_ranks=2, no_sync=False),
+    ask(ranks=3, more_ranks=2, no_sync=True),
+    of_stages=True,
+)
 def micro_batches_send_what_they_must(engine, no_sync, k=3):
     """Under `no_sync` nothing is sent and no piece gets a gradient; without it each backward of ZeRO-2 and -3 sends."""
     stage, width = engine.like, 8
     options = {} if stage == "zero3" else {"bucket_mb": 0.0005}
-    pair = Pair(engine, lambda: parts.Stack(4, width), parts.ADAMW,
-                batch=lambda step, who: parts.vector_batch(step, who, width, torch.float64),
-                loss=lambda model, x, y: F.mse_loss(model(x), y), **options)  # fmt: skip
+    pair = Pair(engine, lambda: Stack(4, width), ADAMW, batch=vectors(width), loss=of_vectors, **options)
     trained = pair.trained
-    pieces = parts.pieces_of(trained)
+    pieces = pieces_of(trained)
     for step in range(3):
         with TrafficLedger() as traffic:
             for micro in range(k):
@@ -154,15 +195,15 @@ def micro_batches_send_what_they_must(engine, no_sync, k=3):
                     same("bytes of whole gradients after backward", whole, 0, step=3)
             pair.step()
     times = {"zero1": 3, "zero2": 2 if no_sync else k + 1, "zero3": 2 * k + 1 if no_sync else 3 * k}[stage]
-    psi = sum(8 * bucket.numel for bucket in trained.buckets) * (pair.size - 1) / pair.size
+    psi = sum(8 * bucket.numel for bucket in trained.all_buckets) * (pair.size - 1) / pair.size
     same(f"bytes sent, {times}Ψ (N-1)/N", traffic.sent_bytes, round(times * psi), step=3)
     pair.same_weights()
 
 
-@holds("traffic", engines=STAGES)
+@holds("traffic", of_stages=True)
 def nested_no_sync_ends_at_the_outer_exit(engine):
     """The inner exit of nested `no_sync()`, or an exception in it, does not end the outer one: nothing is sent."""
-    pair = Pair(engine, parts.OddModel)
+    pair = Pair(engine, OddModel)
     with TrafficLedger() as traffic:
         with pair.trained.no_sync():
             with contextlib.suppress(ZeroDivisionError), pair.trained.no_sync():
@@ -189,7 +230,7 @@ class Asked(nn.Linear):
         return super().forward(x) * self.ask
 
 
-class TwoHeads(parts.OddModel):
+class TwoHeads(OddModel):
     """Two heads, which belong to the root, or each a unit of its `own`."""
 
     class Heads(nn.ModuleDict):
@@ -275,10 +316,15 @@ WAYS = (twice_through_one_graph, once_through_two_graphs, a_backward_for_each_lo
 OF_WHOLE_MODELS = (one_backward_for_a_parameter, the_others_under_no_sync)
 
 
-@holds("values", further_sizes=(3,),
-       cases=(*UNITS, {"options": {"bucket_mb": 0, "find_unused": True}, "on": ("zero2",)}),
-       further_cases=({"options": {"find_unused": True}},))  # fmt: skip
-def backward_may_be_called_in_any_way(engine, options):
+@holds(
+    "values",
+    ask(),
+    ask("zero3", prefetch=0),
+    ask("zero3", reshard_after_forward=False),
+    ask("zero2", bucket_mb=0, find_unused=True),
+    ask_thorough(find_unused=True),
+)
+def backward_may_be_called_in_any_way(engine, **options):
     """Twice through one graph, per loss, after an evaluation or `autograd.grad`, interleaved: as in plain PyTorch."""
     if "drops gradients" in engine.more:
         raise NotApplicable(f"{engine.name} documents several backwards through its own `backward` alone")
@@ -289,7 +335,13 @@ def backward_may_be_called_in_any_way(engine, options):
         pair.same_weights()
 
 
-@holds("misuse", sizes=(3,), cases=in_turn(no_sync=(True, False), find_unused=(True, False)))
+@holds(
+    "misuse",
+    ask("zero1", 3, more_engines=STAGES, no_sync=True, find_unused=True),
+    ask("zero2", 3, more_engines=STAGES, no_sync=True, find_unused=False),
+    ask("zero3", 3, more_engines=STAGES, no_sync=False, find_unused=True),
+    ask("zero1", 3, more_engines=STAGES, no_sync=False, find_unused=False),
+)
 def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     """Two backwards through one body, each by a head of its own: right, or refused with a way that is right."""
     if no_sync and engine.foreign:
@@ -318,12 +370,12 @@ def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     pair.same_weights()
 
 
-@holds("values", further_sizes=(3,))
+@holds("values")
 def gradients_stay_until_they_are_thrown_away(engine):
     """Steps use them again and a backward adds to them, until the engine's `zero_grad`, or its optimizer's."""
     if "drops gradients" in engine.more:
         raise NotApplicable(f"{engine.name}'s step drops the gradients")
-    pair = Pair(engine, parts.OddModel)
+    pair = Pair(engine, OddModel)
     for step in range(4):
         if step % 2:
             pair.alone().backward()  # another batch's gradients, thrown away
@@ -341,13 +393,13 @@ def gradients_stay_until_they_are_thrown_away(engine):
 # Recomputation. What is right of it: paths.py, `SAVED`.
 
 
-@holds("misuse", further_sizes=(3,))
+@holds("misuse")
 def reentrant_checkpointing_is_right_or_refused(engine):
     """ZeRO-3 refuses reentrant checkpointing, around a unit and around the model, and trains on; the others take it."""
-    pair = Pair(engine, lambda: Checkpointed("around", use_reentrant=engine.like != "zero3"), parts.DECAY)
-    tokens, targets = parts.token_batch(0, pair.rank)
+    pair = Pair(engine, lambda: Checkpointed("around", use_reentrant=engine.like != "zero3"), DECAY)
+    tokens, targets = own_tokens(0)
     if engine.like == "zero3":
-        other = engine(parts.seeded(lambda: Checkpointed("around", use_reentrant=True)), parts.DECAY)
+        other = engine(seeded(lambda: Checkpointed("around", use_reentrant=True)), DECAY)
         for _ in range(2):
             refused(of_output(other, tokens, targets).backward, "use_reentrant=False", step=2)
             other.zero_grad()

@@ -9,15 +9,13 @@ from torch import nn
 
 from harness.engine import checkpoint
 from harness.measure.ledger import MemoryLedger, held_bytes, storage_bytes
-from harness.properties import parts
+from harness.properties import fixtures
 from harness.properties.checkpoints import Zoo, groups_of
-from harness.properties.models import byte_batch
-from harness.properties.property import STAGES, expect, holds, refused, same, subject
+from harness.properties.fixtures import ADAMW, OddModel, byte_batch, seeded
+from harness.properties.property import ask, expect, holds, refused, same, subject
 from harness.properties.training import Pair
 from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
 from harness.run.shared_folder import shared_folder
-
-ADAMW = parts.ADAMW
 
 
 def on_meta(build):
@@ -25,7 +23,12 @@ def on_meta(build):
         return build()
 
 
-@holds("life", engines=("zero3",), cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(1, 3))
+@holds(
+    "life",
+    ask("zero3", more_ranks=(1, 3)),
+    ask("zero3", more_ranks=(1, 3), param_dtype=torch.bfloat16),
+    of_stages=True,
+)
 def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, device="cpu"):
     """From the same seed a model on `meta` gets the weights of the whole one, to the bit: the same operations.
 
@@ -40,7 +43,7 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
         trained = engine(model, ADAMW, init_fn=init_fn, param_groups=groups, param_dtype=param_dtype)
     same("bytes that stay gathered", storage_bytes(model.parameters()), 0, step=0)
     same("the weights from the seed", trained.full_state_dict(), expected, step=0)
-    devices = {tensor.device.type for tensor in (*model.parameters(), *parts.pieces_of(trained))}
+    devices = {tensor.device.type for tensor in (*model.parameters(), *fixtures.pieces_of(trained))}
     same("the devices of parameters and their pieces", devices, {device}, step=0)
     trained.training_step(*byte_batch(0, dist.get_rank(), device), next_token_loss)
     kept = model.head.weight is model.tokens.weight and model.blocks[0].up.weight is weight and weight.tag == "no decay"
@@ -54,10 +57,14 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
             assert (value == ("norm" in name and name.endswith("weight"))).all(), name
 
 
-SOURCES = ("init_fn", "state_dict", "folder", "init_fn in bfloat16")
-
-
-@holds("bytes", engines=("zero3",), cases=tuple({"source": source} for source in SOURCES), further_sizes=(3,))
+@holds(
+    "bytes",
+    ask("zero3", source="init_fn"),
+    ask("zero3", source="state_dict"),
+    ask("zero3", source="folder"),
+    ask("zero3", source="init_fn in bfloat16"),
+    of_stages=True,
+)
 def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     """The peak while a model on `meta` is built is the shards and one unit; with a folder, three units."""
     config = GPTConfig(layers=8, width=64, heads=2, vocab=64, seq=16)
@@ -71,7 +78,7 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
             dcp.save({"model": weights}, checkpoint_id=folder)
             options = {"state_dict": folder}
         with MemoryLedger() as memory:
-            trained = engine(model, ADAMW, group=parts.silent_group(), **options)
+            trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
     same("bytes that stay", memory.live, held_bytes(trained)["parameters"], step=0)
     unit = max(4 * sum(bucket.numel for bucket in each.buckets) for each in (*trained.units, trained.root))
     most = memory.live + (3 if source == "folder" else 1) * unit + 4
@@ -79,14 +86,19 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     expect(memory.peak <= most, "the peak of live bytes while it is built", f"at most {most:,}", f"{memory.peak:,}", 0)
 
 
-@holds("life", engines=("zero3",), cases=({"source": "file"}, {"source": "folder"}), further_sizes=(3,))
+@holds(
+    "life",
+    ask("zero3", source="file"),
+    ask("zero3", source="folder"),
+    of_stages=True,
+)
 def weights_on_file_are_read_into_meta(engine, source):
     """Another model's weights, memory-mapped or in a folder, are taken, and not written to; then it trains.
 
     init_fn fills what no state_dict has.
     """
     build, asked = partial(Zoo, norm=nn.LayerNorm), []
-    whole = parts.seeded(build, seed=5)
+    whole = seeded(build, seed=5)
 
     def init_fn(name, tensor):
         asked.append(name)
@@ -97,7 +109,7 @@ def weights_on_file_are_read_into_meta(engine, source):
             torch.save(whole.state_dict(), f"{folder}/{dist.get_rank()}.pt")
             state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
         else:
-            state = checkpoint.save(subject("zero1")(parts.seeded(build, seed=5), ADAMW), folder).path
+            state = checkpoint.save(subject("zero1")(seeded(build, seed=5), ADAMW), folder).path
         pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=groups_of, find_unused=True, state_dict=state,
                     init_fn=init_fn)  # fmt: skip
     same("names that init_fn is asked for", asked, ["table"], step=0)
@@ -113,17 +125,17 @@ def weights_on_file_are_read_into_meta(engine, source):
         same("the file's own values", state["mix"], before)
 
 
-@holds("life", engines=("zero3",), further_sizes=(3,))
+@holds("life", ask("zero3"), of_stages=True)
 def init_fn_fills_what_is_on_meta(engine):
     """init_fn is asked for what is on `meta` alone, in the dtype of the shards, and rank 0's values count on all."""
     rank = dist.get_rank()
-    model = on_meta(parts.OddModel)  # init_fn may draw from a generator that differs between the ranks
+    model = on_meta(OddModel)  # init_fn may draw from a generator that differs between the ranks
     trained = engine(model, ADAMW, init_fn=lambda name, tensor: tensor.fill_(rank + len(name)), prefetch=0)
     expected = {name: torch.full_like(value, len(name)) for name, value in trained.full_state_dict().items()}
     same("the weights that rank 0 has filled", trained.full_state_dict(), expected, step=0)
-    model, names = parts.seeded(parts.OddModel, dtype=torch.float32), []
+    model, names = seeded(OddModel, dtype=torch.float32), []
     before = model.head.weight.detach().clone()
-    model.blocks[1] = on_meta(lambda: parts.OddBlock(5, 9))
+    model.blocks[1] = on_meta(lambda: fixtures.OddBlock(5, 9))
     trained = engine(model, ADAMW, init_fn=lambda name, tensor: (names.append(name), tensor.fill_(0.5)))
     same("names on meta", sorted(names), sorted(f"blocks.1.{name}" for name, _ in model.blocks[1].named_parameters()))
     state = trained.full_state_dict()
@@ -136,14 +148,14 @@ def init_fn_fills_what_is_on_meta(engine):
     same("float32 shards", state, {name: torch.full(value.shape, fine) for name, value in state.items()}, step=0)
 
 
-@holds("misuse", engines=STAGES, sizes=(3,))
+@holds("misuse", ask(ranks=3), of_stages=True)
 def what_cannot_be_materialised_is_refused(engine):
     """A model on `meta` without a source of its values, or with one that does not fit, is refused by name."""
     if engine.like != "zero3":
         words = "materialise", "ZeRO3(model, ..., init_fn=...)"
-        refused(lambda: engine(on_meta(parts.OddModel), ADAMW), *words, error=ValueError)
+        refused(lambda: engine(on_meta(OddModel), ADAMW), *words, error=ValueError)
         return
-    good = parts.OddModel().state_dict()
+    good = OddModel().state_dict()
     less = {name: value for name, value in good.items() if name != "head.bias"}
     other = {**good, "head.weight": torch.zeros(3, 4)}
     for source, *words in (
@@ -156,11 +168,11 @@ def what_cannot_be_materialised_is_refused(engine):
         ({"init_fn": lambda name, tensor: torch.zeros_like(tensor)}, "init_fn returned a new tensor", "in place"),
     ):
         kinds = ValueError, TypeError, KeyError, RuntimeError
-        refused(lambda source=source: engine(on_meta(parts.OddModel), ADAMW, **source), *words, error=kinds)
+        refused(lambda source=source: engine(on_meta(OddModel), ADAMW, **source), *words, error=kinds)
     words = "nothing of this one is", "load_full_state_dict"
-    refused(lambda: engine(parts.OddModel(), ADAMW, init_fn=lambda name, tensor: None), *words)
+    refused(lambda: engine(OddModel(), ADAMW, init_fn=lambda name, tensor: None), *words)
     # What is wrong on one rank is an error on all.
     source, words = (
         ({}, "init_fn=") if dist.get_rank() == 1 else ({"init_fn": lambda name, tensor: tensor.zero_()}, "[1]")
     )
-    refused(lambda: engine(on_meta(parts.OddModel), ADAMW, **source), words)
+    refused(lambda: engine(on_meta(OddModel), ADAMW, **source), words)

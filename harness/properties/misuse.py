@@ -6,7 +6,6 @@ After a refusal the engine goes on, and is compared with plain PyTorch then.
 import contextlib
 import copy
 import io
-import pickle
 from functools import partial
 
 import torch
@@ -15,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from harness.properties import parts
-from harness.properties.property import STAGES, holds, in_turn, refused, same
+from harness.properties import fixtures
+from harness.properties.property import STAGES, ask, ask_each, ask_thorough, holds, refused, same
 from harness.properties.training import Pair
 
-ADAMW, MOMENTUM, SGD = parts.ADAMW, parts.MOMENTUM, parts.SGD
+ADAMW, MOMENTUM, SGD = fixtures.ADAMW, fixtures.MOMENTUM, fixtures.SGD
 
 
 # The standard loop.
@@ -29,27 +28,22 @@ ADAMW, MOMENTUM, SGD = parts.ADAMW, parts.MOMENTUM, parts.SGD
 TAKERS = (
     (lambda e: e.optimizer.step(), ("engine.step()",)),
     (lambda e: clip_grad_norm_(e.parameters(), 1.0), ("engine.clip_grad_norm_(", "'embedding.weight'")),
-    (lambda e: clip_grad_value_(e.model.parameters(), 1.0), ("'embedding.weight'",)),
-    (lambda e: clip_grad_norm_(parts.pieces_of(e), 1.0), ("engine.clip_grad_norm_(",)),
-    (lambda e: clip_grad_value_(parts.pieces_of(e), 1.0), ("engine.clip_grad_value_(",)),
-    (lambda e: clip_grad_norm_(e.model.head.weight, 1.0), ("engine.clip_grad_norm_(", "'head.weight'")),
+    (lambda e: clip_grad_value_(e.model.head.weight, 1.0), ("'head.weight'",)),
+    (lambda e: clip_grad_norm_(fixtures.pieces_of(e), 1.0), ("engine.clip_grad_norm_(",)),
+    (lambda e: clip_grad_value_(fixtures.pieces_of(e), 1.0), ("engine.clip_grad_value_(",)),
     (lambda e: e.model.zero_grad(), ("engine.zero_grad()",)),
-    (lambda e: e.model.head.zero_grad(), ("engine.zero_grad()", "'head.weight'")),
     (lambda e: SGD(e.parameters()).step(), ("engine.step()", "'embedding.weight'")),
-    (lambda e: torch.optim.AdamW(e.parameters(), foreach=False).step(), ("engine.step()", "'embedding.weight'")),
-    (lambda e: SGD(e.parameters()).zero_grad(), ("engine.zero_grad()", "'embedding.weight'")),
-    (lambda e: e.step(lambda: 0.0), ("closure", "engine.step()")),
+    (lambda e: e.step(lambda: 0.0), ()),
     (lambda e: e.clip_grad_norm_(-1.0), ("max_norm", "-1.0")),
     (lambda e: e.clip_grad_value_(float("nan")), ("clip_value", "nan")),
-    (copy.copy, ("cannot be copied", "checkpoint.save")),
-    (pickle.dumps, ("cannot be copied or pickled",)),
+    (copy.copy, ("cannot be copied",)),
 )
 
 
-@holds("misuse", further_sizes=(3,))
+@holds("misuse")
 def who_takes_gradients_past_the_engine_is_refused(engine):
     """Torch's clipping, `zero_grad` and `step` past the engine, between backward and step, name the engine's own."""
-    pair = Pair(engine, parts.OddModel)
+    pair = Pair(engine, fixtures.OddModel)
     for step, (taker, words) in enumerate(TAKERS):
         pair.backward(step)
         errors = (RuntimeError, TypeError, ValueError, AssertionError)
@@ -74,7 +68,7 @@ def backward_after_the_step(pair):
 
 def called_with_other_weights(pair):
     others = {name: torch.zeros_like(value) for name, value in pair.plain.named_parameters()}
-    torch.func.functional_call(pair.trained.model, others, (parts.token_batch(0, pair.rank)[0],))
+    torch.func.functional_call(pair.trained.model, others, (fixtures.token_batch(0, pair.rank)[0],))
 
 
 def an_optimizer_in_a_hook(pair):
@@ -94,10 +88,10 @@ class Looked(nn.Module):
         return self.head(F.embedding(tokens, self.table, sparse=True).mean(1))
 
 
-class Acting(parts.OddModel):
+class Acting(fixtures.OddModel):
     """A unit whose forward first does something to its own weights, as an RNN's flatten_parameters() does."""
 
-    class Block(parts.OddBlock):
+    class Block(fixtures.OddBlock):
         def forward(self, x):
             with torch.no_grad():
                 self.act(self)
@@ -114,18 +108,24 @@ def scaled(block):
 
 
 LOOPS = {
-    "torch's GradScaler": (parts.OddModel, with_torchs_scaler, ("engine.gradients", "GradScaler")),
-    "a backward after the step": (parts.OddModel, backward_after_the_step, ("version",)),
-    "functional_call": (parts.OddModel, called_with_other_weights, (".weight'", "functional_call")),
+    "torch's GradScaler": (fixtures.OddModel, with_torchs_scaler, ("engine.gradients", "GradScaler")),
+    "a backward after the step": (fixtures.OddModel, backward_after_the_step, ("version",)),
+    "functional_call": (fixtures.OddModel, called_with_other_weights, (".weight'", "functional_call")),
 }
 ENDS = {  # the model itself is of no use then
-    "an optimizer in a hook": (parts.OddModel, an_optimizer_in_a_hook, ("'head.weight'",)),
+    "an optimizer in a hook": (fixtures.OddModel, an_optimizer_in_a_hook, ("'head.weight'",)),
     "a sparse gradient": (Looked, Pair.step_alone, ("'table'", "sparse=False")),
     "a forward that writes": (partial(Acting, scaled), Pair.step_alone, ("'blocks.1.up.weight'", "written to")),
 }
 
 
-@holds("misuse", engines=STAGES, further_sizes=(3,), cases=in_turn(what=LOOPS | ENDS))
+@holds(
+    "misuse",
+    *ask_each("what", ("torch's GradScaler", "an optimizer in a hook"), "zero1", more_engines=STAGES, more_ranks=3),
+    *ask_each("what", ("a backward after the step", "a sparse gradient"), "zero2", more_engines=STAGES, more_ranks=3),
+    *ask_each("what", ("functional_call", "a forward that writes"), "zero3", more_engines=STAGES, more_ranks=3),
+    of_stages=True,
+)
 def loops_that_would_train_wrong_are_refused(engine, what):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
     build, act, words = {**LOOPS, **ENDS}[what]
@@ -139,7 +139,7 @@ def loops_that_would_train_wrong_are_refused(engine, what):
 # The model is moved or changed after the build.
 
 
-class Pictures(parts.OddModel):
+class Pictures(fixtures.OddModel):
     """With a weight of four dimensions, whose memory format can be another."""
 
     def __init__(self):
@@ -159,12 +159,11 @@ def zeros():
 MOVES = {
     "float": (lambda model: model.float(), ("'",)),
     "there and back": (lambda model: model.float().double(), ("'",)),
-    "to a dtype": (lambda model: model.to(torch.bfloat16), ("'",)),
     "channels_last": (lambda model: model.to(memory_format=torch.channels_last), ("'picture.weight'",)),
     "data": (lambda model: setattr(model.head.weight, "data", zeros()), ("'",)),
     "frozen": (lambda model: model.head.bias.requires_grad_(False), ("'head.bias'", "full_state_dict")),
     "thawed": (lambda model: model.frozen.requires_grad_(True), ("'frozen'", "find_unused=True")),
-    "a new module": (lambda model: model.blocks.append(parts.OddBlock(5, 7).double()),
+    "a new module": (lambda model: model.blocks.append(fixtures.OddBlock(5, 7).double()),
                      ("'blocks.3.up.weight'", "after the engine was built")),
 }  # fmt: skip
 CHANGES = {
@@ -173,11 +172,17 @@ CHANGES = {
     "None": (lambda model: setattr(model.head, "bias", None), ("'head.bias'",)),
     "another module": (lambda model: setattr(model, "head", nn.Linear(5, 3).double()), ("'",)),
     "weight_norm": (lambda model: nn.utils.parametrizations.weight_norm(model.head), ("'",)),
-    "assign": (lambda model: model.load_state_dict(parts.seeded(Pictures).state_dict(), assign=True), ("'",)),
+    "assign": (lambda model: model.load_state_dict(fixtures.seeded(Pictures).state_dict(), assign=True), ("'",)),
 }
 
 
-@holds("misuse", engines=STAGES, cases=in_turn(change=MOVES | CHANGES))
+@holds(
+    "misuse",
+    *ask_each("change", ("float", "channels_last", "thawed", "delattr", "weight_norm"), "zero1", more_engines=STAGES),
+    *ask_each("change", ("there and back", "data", "a new module", "None", "assign"), "zero2", more_engines=STAGES),
+    *ask_each("change", ("frozen", "setattr", "another module"), "zero3", more_engines=STAGES),
+    of_stages=True,
+)
 def a_model_that_changes_after_the_build_is_refused(engine, change):
     """A model that is moved, or whose parameters are others, is refused at once or in forward; the shards stay."""
     pair = Pair(engine, Pictures)
@@ -208,9 +213,13 @@ MOVES_OF_FORWARD = {
 }
 
 
-@holds("misuse", cases=in_turn(how=MOVES_OF_FORWARD),
-       further_cases=tuple({"how": how, "reshard_after_forward": False, "on": ("zero3",)} for how in MOVES_OF_FORWARD)
-       )  # fmt: skip
+@holds(
+    "misuse",
+    ask("zero1", more_engines=STAGES, how="data"),
+    ask("zero2", more_engines=STAGES, how="set_"),
+    ask("zero3", more_engines=STAGES, how="half and double"),
+    *[ask_thorough("zero3", how=how, reshard_after_forward=False) for how in MOVES_OF_FORWARD],
+)
 def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
     """A forward that gives its weights other memory: the first step trains right or is refused, later ones are."""
     pair, shards = Pair(engine, lambda: Acting(MOVES_OF_FORWARD[how]), **options), []
@@ -235,13 +244,13 @@ def clamp(model):
         model.head.weight.clamp_(-0.1, 0.1)
 
 
-@holds("misuse", engines=STAGES)
+@holds("misuse", of_stages=True)
 def weights_may_be_written_only_where_it_counts(engine):
     """Weights may be clamped by hand between two steps in ZeRO-1 and -2; where it would be lost it is refused.
 
     So is what would be loaded past the shards.
     """
-    pair = Pair(engine, parts.OddModel)
+    pair = Pair(engine, fixtures.OddModel)
     words = "'head.weight'", "full_state_dict()"
     if engine.like == "zero3":  # there is nothing to write to
         refused(lambda: clamp(pair.trained.model), *words, error=RuntimeError)
@@ -253,18 +262,18 @@ def weights_may_be_written_only_where_it_counts(engine):
             pair.backward(step)
             pair.step()
         pair.same_weights()
-    low, batch = parts.seeded(parts.OddModel, dtype=torch.float32), parts.token_batch(0, pair.rank)
+    low, batch = fixtures.seeded(fixtures.OddModel, dtype=torch.float32), fixtures.token_batch(0, pair.rank)
     mixed = engine(low, MOMENTUM, param_dtype=torch.bfloat16)
-    for module, other in ((low, parts.OddModel()), (low.head, parts.OddModel().head)):
+    for module, other in ((low, fixtures.OddModel()), (low.head, fixtures.OddModel().head)):
         refused(lambda m=module, o=other: m.load_state_dict(o.state_dict()), "load_full_state_dict")
     if engine.like != "zero3":
         clamp(low)
         refused(lambda: mixed.training_step(*batch, lambda *_: 0), *words, error=RuntimeError)
     # Said once; from here on the shards count again.
-    mixed.training_step(*batch, parts.in_float32)
+    mixed.training_step(*batch, fixtures.in_float32)
 
 
-@holds("misuse", cases=({},), further_cases=({"reshard_after_forward": False, "on": ("zero3",)},))
+@holds("misuse", ask(), ask_thorough("zero3", reshard_after_forward=False))
 def what_changes_nothing_is_no_misuse(engine, **options):
     """Moves to where the model is, modes and flags as they are, a look: training goes on."""
     pair = Pair(engine, lambda: Acting(there_and_back), **options)
@@ -287,54 +296,37 @@ def what_changes_nothing_is_no_misuse(engine, **options):
 # Optimizer state.
 
 
-@holds("misuse", engines=STAGES, further_sizes=(3,))
+@holds("misuse", of_stages=True)
 def optimizer_state_that_does_not_fit_is_refused(engine):
-    """State of other ranks, stage, layout or model, or of no engine: both sides are named; what fits goes on."""
+    """State of other ranks, another stage or layout, or of no engine is refused; what fits goes on as the old one."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    here = f"{engine.like.replace('zero', 'ZeRO')}, rank {rank} of {size}"
-    other = engine.another()
     alone = [dist.new_group([each]) for each in range(size)][rank]
-
-    def state_of(engine, build=parts.OddModel, **options):
-        trained = engine(parts.seeded(build), ADAMW, **options)
-        trained.training_step(*parts.token_batch(0, rank), F.cross_entropy)
-        return trained.optimizer.state_dict()
-
-    def plain_state(model, *batch):
-        optimizer = ADAMW(model.parameters())
-        model(*batch).sum().backward()
-        optimizer.step()
-        return optimizer.state_dict()
-
-    def is_refused(trained, state, words):
-        refused(lambda: trained.optimizer.load_state_dict(state), here, "harness.engine.checkpoint", words,
-                error=ValueError)  # fmt: skip
-
-    pair = Pair(engine, parts.OddModel, ADAMW)
+    plain = fixtures.seeded(fixtures.OddModel)
+    pair = Pair(engine, fixtures.OddModel, ADAMW)
     pair.alike()
-    layout = {"units": []} if engine.like == "zero3" else {"bucket_mb": 0}
-    for state, words in (
-        (state_of(engine, group=alone), f"{here.split(',')[0]}, rank 0 of 1"),
-        (state_of(other), f"{other.like.replace('zero', 'ZeRO')}, rank {rank} of {size}"),
-        (state_of(engine, **layout), "other pieces"),
-        (state_of(engine, lambda: parts.OddModel(blocks=2)), "other pieces"),
-        (plain_state(parts.seeded(parts.OddModel), parts.token_batch(0, 0)[0]), "no engine"),
-    ):
-        is_refused(pair.trained, state, words)
+    everyone = [None] * size
+    dist.all_gather_object(everyone, pair.trained.optimizer.state_dict())
+    states = [
+        everyone[rank - 1],  # of the same shapes, perhaps
+        engine(fixtures.seeded(fixtures.OddModel), ADAMW, group=alone).optimizer.state_dict(),
+        engine.another()(fixtures.seeded(fixtures.OddModel), ADAMW).optimizer.state_dict(),
+        engine(fixtures.seeded(lambda: fixtures.OddModel(blocks=2)), ADAMW).optimizer.state_dict(),
+        ADAMW(plain.parameters()).state_dict(),
+    ]
+    for state in states:
+        load = partial(pair.trained.optimizer.load_state_dict, state)
+        refused(load, "optimizer's state", "harness.engine.checkpoint", error=ValueError)
         pair.alike(1)
-    # One parameter, of which a rank has less than plain PyTorch: torch itself sees nothing wrong.
-    one = partial(nn.Linear, 8, 8, bias=False)
-    is_refused(engine(one(), ADAMW), plain_state(one(), torch.ones(8)), "no engine")
     # Through a file into a new engine, which goes on as the old one would have.
     weights, file = pair.trained.full_state_dict(), io.BytesIO()
     torch.save(pair.trained.optimizer.state_dict(), file)
-    pair.trained = engine(parts.seeded(parts.OddModel, seed=5), ADAMW)
+    pair.trained = engine(fixtures.seeded(fixtures.OddModel, seed=5), ADAMW)
     pair.trained.load_full_state_dict(weights)
     file.seek(0)
     pair.trained.optimizer.load_state_dict(torch.load(file))
     pair.alike(3)
-    state = pair.trained.full_state_dict()
     # Rank 0 has passed a state, the others none.
+    state = pair.trained.full_state_dict()
     words = "[1" if rank == 0 else "every rank"
     refused(lambda: pair.trained.load_full_state_dict(state if rank == 0 else None), words)
     pair.alike(1)
@@ -343,34 +335,19 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
 # What may be asked, and what users expect.
 
 
-# (what a module has and an engine has not, a word of the error)
-ATTRIBUTES = {
-    "state_dict": "full_state_dict()",
-    "load_state_dict": "load_full_state_dict",
-    "cuda": "then build",
-    "to": "then build",
-    "half": "param_dtype",
-    "requires_grad_": "before building",
-    "backward": "loss.backward()",
-    "blocks": "engine.model.blocks",
-    "nonsense": "'nonsense'",
-}
-
-
 @holds("misuse")
 def an_engine_is_like_its_model_and_says_where_not(engine):
-    """Modes and lists of parameters, modules and buffers are the model's; what an engine has not says what to use."""
-    pair = Pair(engine, parts.OddModel)
+    """Modes and lists of parameters, modules and buffers are the model's; what an engine has not is an error."""
+    pair = Pair(engine, fixtures.OddModel)
     trained, model = pair.trained, pair.trained.model
     assert trained.eval() is trained and not trained.training and not model.blocks[1].training
     assert trained.train() is trained and trained.training and model.blocks[1].training
     assert not trained.train(False).training
-    for name in ("parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers"):
+    for name in ("parameters", "modules", "buffers"):
         ours, theirs = list(getattr(trained, name)()), list(getattr(model, name)())
-        assert len(ours) == len(theirs) > 0
-        for a, b in zip(ours, theirs):
-            assert (a[0] == b[0] and a[1] is b[1]) if isinstance(a, tuple) else a is b, name
-    assert [name for name, _ in trained.named_parameters(prefix="x")][0].startswith("x.")
-    for name, word in ATTRIBUTES.items():
-        refused(lambda name=name: getattr(trained, name), word, error=AttributeError)
+        assert len(ours) == len(theirs) > 0 and all(a is b for a, b in zip(ours, theirs)), name
+        names = [key for key, _ in getattr(trained, f"named_{name}")(prefix="x")]
+        assert names == [key for key, _ in getattr(model, f"named_{name}")(prefix="x")], name
+    for name in ("state_dict", "cuda", "backward", "blocks"):
+        refused(lambda name=name: getattr(trained, name), repr(name), error=AttributeError)
     pair.alike()

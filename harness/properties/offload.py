@@ -9,26 +9,24 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.engine import checkpoint
-from harness.properties import models, parts
-from harness.properties.models import PartlyFrozen
+from harness.properties.fixtures import ADAMW, PartlyFrozen, byte_batch, gpt, grid, of_bytes, seeded
 from harness.properties.precision import of_tokens, scaler_of
-from harness.properties.property import expect, holds, refused, same
+from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.shared_folder import shared_folder
 
 HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
 
 
-@holds("values", sizes=(2, 4), cases=({"options": {}, "at": (2,)}, {"options": HALF, "at": (4,)}),
-       further_cases=({"options": {}, "at": (4,)}, {"options": HALF, "at": (2,)}))  # fmt: skip
-def offload_changes_nothing(engine, options):
+@holds("values", ask(more_ranks=4), ask(ranks=4, **HALF), ask_thorough(ranks=2, **HALF))
+def offload_changes_nothing(engine, **options):
     """Losses, norms and weights are right with offload, through micro-batches, clipping, a scaler, a checkpoint.
 
     On four ranks the shards are on a grid of 2 x 2.
     """
-    options = {**options, "group": parts.grid() if dist.get_world_size() > 2 else None}
+    options = {**options, "group": grid() if dist.get_world_size() > 2 else None}
     policy = CPUOffloadPolicy(pin_memory=True)
-    pair = Pair(engine, PartlyFrozen, parts.ADAMW, loss=of_tokens, offload_policy=policy, **options)
+    pair = Pair(engine, PartlyFrozen, ADAMW, loss=of_tokens, offload_policy=policy, **options)
     scaler = scaler_of(engine, init_scale=4.0, enabled="param_dtype" in options)
     for step in range(4):
         # In the first steps both backwards send, and shards add up; in the others the first sends nothing.
@@ -36,14 +34,14 @@ def offload_changes_nothing(engine, options):
         pair.backward(2 * step, scale=scale, inside=pair.trained.no_sync if step > 1 else contextlib.nullcontext)
         pair.scaled_step(2 * step + 1, scaler, 0.5)
         if step == 1:  # saved from the host, loaded into an engine without offload, and back onto the host
-            other = engine(parts.seeded(PartlyFrozen, seed=5), parts.ADAMW, **options)
+            other = engine(seeded(PartlyFrozen, seed=5), ADAMW, **options)
             with shared_folder() as folder:
                 checkpoint.save(pair.trained, folder, step=step)
                 same("what was saved besides", checkpoint.load(other, folder), {"step": step})
                 checkpoint.save(other, folder)
                 checkpoint.load(pair.trained, folder)
     pair.same_weights()
-    for bucket in pair.trained.trained_buckets:
+    for bucket in pair.trained.all_buckets:
         shared = bucket.shard.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata
         expect(not shared, "the shard's memory", "its own", "a part of the gathered buffer", step=0)
 
@@ -51,10 +49,10 @@ def offload_changes_nothing(engine, options):
 @holds("misuse")
 def another_offload_policy_is_refused(engine):
     """A policy that is none is refused, and so are ranks with different ones."""
-    refused(lambda: engine(nn.Linear(3, 3), parts.ADAMW, offload_policy="cpu"), "'cpu'", "CPUOffloadPolicy",
+    refused(lambda: engine(nn.Linear(3, 3), ADAMW, offload_policy="cpu"), "'cpu'", "CPUOffloadPolicy",
             error=TypeError)  # fmt: skip
     one_alone = CPUOffloadPolicy() if dist.get_rank() == 1 else None
-    refused(lambda: engine(nn.Linear(3, 3), parts.ADAMW, offload_policy=one_alone), "[1]", error=ValueError)
+    refused(lambda: engine(nn.Linear(3, 3), ADAMW, offload_policy=one_alone), "[1]", error=ValueError)
 
 
 @holds("order")
@@ -64,13 +62,13 @@ def the_host_waits_for_copies(engine):
     A device that only notes what is asked of it stands in. On a GPU each direction has a stream of its own.
     """
     device, rank = mock.MagicMock(), dist.get_rank()
-    trained = engine(models.gpt(), parts.ADAMW, offload_policy=CPUOffloadPolicy())
+    trained = engine(gpt(), ADAMW, offload_policy=CPUOffloadPolicy())
     trained.placement._device, trained.placement._up, trained.placement._down = device, device.up, device.down
     trained.optimizer.register_step_pre_hook(lambda *_: device.update() and None)  # what it returns would be used
     with mock.patch.object(torch.Tensor, "record_stream", lambda *_: device.memory_is_kept()):
-        models.of_bytes(trained, *models.byte_batch(0, rank)).backward()
+        of_bytes(trained, *byte_batch(0, rank)).backward()
         same("waits before there is anything to add to", device.down.synchronize.call_count, 0, step=3)
-        models.of_bytes(trained, *models.byte_batch(1, rank)).backward()
+        of_bytes(trained, *byte_batch(1, rank)).backward()
         trained.step()
     # ZeRO-1 adds on the device.
     same("whether the host waits before it adds", device.down.synchronize.called, engine.like != "zero1", step=3)

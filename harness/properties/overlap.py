@@ -1,6 +1,8 @@
 """When collectives are issued, when they are waited for, and that all is right however late they run."""
 
 import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
@@ -9,15 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import zero1
+import zero2
 from harness.measure.timeline import Timeline
-from harness.properties import parts
-from harness.properties.models import Lanes, PartlyFrozen
-from harness.properties.parts import grid
-from harness.properties.property import STAGES, holds, same
+from harness.properties.fixtures import ADAMW, Lanes, PartlyFrozen, Stack, grid, seeded, vector_batch
+from harness.properties.property import STAGES, ask, ask_thorough, holds, same
 from harness.properties.training import Pair, of_vectors, vectors
 
 
-class Rooted(parts.Stack):
+class Rooted(Stack):
     """A root that computes before the first unit and after the last: units to gather meanwhile."""
 
     def __init__(self, layers: int, width: int, reverse: bool):
@@ -28,12 +30,26 @@ class Rooted(parts.Stack):
         return self.last(super().forward(self.first(x)))
 
 
-replaced = partial(mock.patch.multiple, dist)  # `with replaced(all_reduce=function):`
+@contextlib.contextmanager
+def replaced(**functions):
+    """`with replaced(all_reduce=function):` for `dist`, and for the chapters, which have names of their own for two."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.multiple(dist, **functions))
+        if "all_gather_single" in functions:
+            patches.enter_context(mock.patch.object(zero1, "all_gather", functions["all_gather_single"]))
+        if "reduce_scatter_single" in functions:
+            patches.enter_context(mock.patch.object(zero2, "reduce_scatter", functions["reduce_scatter_single"]))
+        yield
 
 
-@holds("order", engines=("zero2", "zero3"), sizes=(2, 4), cases=(
-    {"at": (2,)}, {"root": True, "on": ("zero3",), "at": (2,)}, {"hybrid": True, "at": (4,)}),
-    further_cases=({"root": True, "reverse": True, "on": ("zero3",), "at": (2,)},))  # fmt: skip
+@holds(
+    "order",
+    ask(("zero2", "zero3")),
+    ask("zero3", root=True),
+    ask(("zero2", "zero3"), 4, hybrid=True),
+    ask_thorough("zero3", root=True, reverse=True),
+    of_stages=True,
+)
 def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False, hybrid=False):
     """Between issuing a reduction or a prefetched gather and waiting for it the rank computes.
 
@@ -41,14 +57,14 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
     """
     rank, layers = dist.get_rank(), 6
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
-    kind, group = Rooted if root else parts.Stack, grid() if hybrid else None
-    model = parts.seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
-    trained = engine(model, parts.ADAMW, group=group, **options)
+    kind, group = Rooted if root else Stack, grid() if hybrid else None
+    model = seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
+    trained = engine(model, ADAMW, group=group, **options)
     for _ in range(2):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
-        trained.training_step(*parts.vector_batch(0, rank, 16), F.mse_loss)
+        trained.training_step(*vector_batch(0, rank, 16), F.mse_loss)
 
     with Timeline() as seen:
-        trained.training_step(*parts.vector_batch(1, rank, 16), F.mse_loss)
+        trained.training_step(*vector_batch(1, rank, 16), F.mse_loss)
     # The last reduction has no backward left to hide behind. Of replicas, whose all-reduce of a shard is issued when
     # the next bucket is, so have the last two all-reduces.
     expected = [True] * (layers + root - 1) + [False]
@@ -63,12 +79,37 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
         same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected, step=2)
 
 
+@contextlib.contextmanager
+def spoilt_until_they_run(start: Callable):
+    """What collectives write into is NaN until they run, and their input still needed. When, `start` says.
+
+    `start(name, run)` returns the work; `run(**more)` is the collective.
+    """
+
+    def spoiling(name, real):
+        def issue(output, *inputs, async_op=False, **options):
+            if not async_op:
+                return real(output, *inputs, **options)
+            if inputs:
+                kept = inputs[0].clone()
+                output.fill_(torch.nan)
+                inputs[0].copy_(kept)  # it may be a part of the output
+            return start(name, partial(real, output, *inputs, **options))
+
+        return issue
+
+    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+    with replaced(**{name: spoiling(name, getattr(dist, name)) for name in names}):
+        yield
+
+
+@dataclass(eq=False)
 class _Late:
     """A collective that runs at the last moment that is allowed: inside `wait()`."""
 
-    def __init__(self, name: str, run, pending: list):
-        self.name, self.run, self.pending = name, run, pending
-        pending.append(self)
+    name: str
+    run: Callable
+    pending: list
 
     def wait(self):
         self.pending.remove(self)
@@ -77,39 +118,31 @@ class _Late:
 
 @contextlib.contextmanager
 def late_collectives():
-    """A slow network: until a collective is waited for its output is NaN and its input still needed.
-
-    Yields the list of those that nobody has waited for yet.
-    """
+    """A slow network. Yields the list of collectives that nobody has waited for yet."""
     pending: list[_Late] = []
 
-    def late(name, real):
-        def issue(output, *inputs, async_op=False, **options):
-            if not async_op:
-                return real(output, *inputs, **options)
-            if inputs:
-                kept = inputs[0].clone()
-                output.fill_(torch.nan)
-                inputs[0].copy_(kept)  # it may be a part of the output
-            return _Late(name, lambda: real(output, *inputs, **options), pending)
+    def start(name, run):
+        pending.append(_Late(name, run, pending))
+        return pending[-1]
 
-        return issue
-
-    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
-    with replaced(**{name: late(name, getattr(dist, name)) for name in names}):
+    with spoilt_until_they_run(start):
         yield pending
 
 
-@holds("order", engines=STAGES, sizes=(3, 4), further_sizes=(2,), cases=(
-    {"build": PartlyFrozen, "at": (2, 3), "first": ("zero1",)}, {"build": Lanes, "at": (2, 3), "first": ("zero3",)},
-    {"build": Lanes, "hybrid": True, "at": (4,), "first": ("zero2",)}))  # fmt: skip
+@holds(
+    "order",
+    ask("zero1", 3, more_engines=STAGES, more_ranks=2, build=PartlyFrozen),
+    ask("zero3", 3, more_engines=STAGES, more_ranks=2, build=Lanes),
+    ask("zero2", 4, more_engines=STAGES, build=Lanes, hybrid=True),
+    of_stages=True,
+)
 def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
     """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing.
 
     A unit that all ranks skip, with `find_unused`, is no mistake.
     """
     options = {"find_unused": True, "loss": of_vectors, "batch": vectors(8)} if build is Lanes else {}
-    pair = Pair(engine, build, parts.ADAMW, group=grid() if hybrid else None, **options)
+    pair = Pair(engine, build, ADAMW, group=grid() if hybrid else None, **options)
     with late_collectives() as pending:
         for step in range(4):
             pair.plain.skip = pair.trained.model.skip = (None, 1, 3, 0)[step]

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
-from harness.properties import parts
-from harness.properties.models import Lanes
-from harness.properties.property import STAGES, expect, holds, refused, same
+from harness.properties.fixtures import DECAY, Lanes, OddModel, Stack, odd, own_tokens, seeded, vector_batch
+from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.data import while_all_have
 
@@ -20,17 +19,24 @@ def short_group():
     return dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
 
 
-@holds("misuse", engines=("zero3",), sizes=(3,), further_sizes=(2,), cases=({}, {"evaluation": True, "prefetch": 0}),
-       further_cases=({"at_step": 0}, {"skip": 3}, {"skip": 0, "prefetch": 0}))  # fmt: skip
+@holds(
+    "misuse",
+    ask("zero3", 3, more_ranks=2),
+    ask("zero3", 3, more_ranks=2, evaluation=True, prefetch=0),
+    ask_thorough("zero3", at_step=0),
+    ask_thorough("zero3", skip=3),
+    ask_thorough("zero3", skip=0, prefetch=0),
+    of_stages=True,
+)
 def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch=1, evaluation=False):
     """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest.
 
     In an evaluation it leaves out the last unit: its next forward must not meet the others' gather.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = parts.seeded(lambda: Lanes((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
-    trained = engine(model, parts.DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
-    x, y = parts.vector_batch(0, rank, 8)
+    model = seeded(lambda: Lanes((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
+    trained = engine(model, DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
+    x, y = vector_batch(0, rank, 8)
 
     def evaluate():
         with torch.no_grad():
@@ -52,13 +58,13 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
         dist.barrier()  # the others may still be on their way to their error
 
 
-@holds("traffic", engines=("zero3",))
+@holds("traffic", ask("zero3"), of_stages=True)
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
-    x, y = parts.vector_batch(0, dist.get_rank(), 8, torch.float64)
+    x, y = vector_batch(0, dist.get_rank(), 8, torch.float64)
     groups = []
     for _ in range(2):
-        trained = engine(parts.seeded(lambda: parts.Stack(3, 8)), parts.DECAY, prefetch=0)
+        trained = engine(seeded(lambda: Stack(3, 8)), DECAY, prefetch=0)
         for _ in range(2):
             with TrafficLedger() as traffic:  # of the second turn in the end
                 trained.training_step(x, y, F.mse_loss)
@@ -73,12 +79,12 @@ def only_the_first_step_of_a_kind_is_compared(engine):
     same("process groups with a second engine", groups[1], groups[0], step=0)
 
 
-@holds("misuse", engines=STAGES, further_sizes=(3,))
+@holds("misuse", of_stages=True)
 def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
     """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
     rank, late = dist.get_rank(), dist.get_world_size() - 1
-    trained = engine(parts.seeded(parts.OddModel), parts.DECAY, group=short_group())
-    trained.training_step(*parts.token_batch(0, rank), F.cross_entropy)
+    trained = odd(engine, group=short_group())
+    trained.training_step(*own_tokens(0), F.cross_entropy)
     where = {
         "zero1": "all-reduce of the bucket of",
         "zero2": "reduce-scatter of the bucket of",
@@ -87,7 +93,7 @@ def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
     try:
         if rank != late:
             started = time.monotonic()
-            refused(lambda: trained.training_step(*parts.token_batch(1, rank), F.cross_entropy),
+            refused(lambda: trained.training_step(*own_tokens(1), F.cross_entropy),
                     f"waited in vain for the {where[engine.like]} '", error=RuntimeError, step=3)  # fmt: skip
             seconds = time.monotonic() - started
             expect(seconds < 40, "seconds until the error", "about the timeout's one", seconds)
@@ -95,21 +101,21 @@ def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
         dist.barrier()
 
 
-@holds("life", sizes=(3,), further_sizes=(2,), cases=({"longest": 0}, {"longest": 1}))
+@holds("life", ask(ranks=3, more_ranks=2, longest=0), ask(ranks=3, more_ranks=2, longest=1))
 def ranks_may_have_unequal_numbers_of_batches(engine, longest):
     """`while_all_have` ends on all ranks with the shortest, in order; then the ranks go on together."""
     rank, size = dist.get_rank(), dist.get_world_size()
     shortest = min(4 if other == longest else 2 + other for other in range(size))
-    pair, made = Pair(engine, parts.OddModel, parts.DECAY), []
+    pair, made = Pair(engine, OddModel, DECAY), []
 
     def batches():
         for number in range(4 if rank == longest else 2 + rank):
             made.append(number)
-            yield parts.token_batch(number, rank)
+            yield own_tokens(number)
 
     steps = 0
     for tokens, _ in while_all_have(batches()):
-        same("the batch", tokens, parts.token_batch(steps, rank)[0])
+        same("the batch", tokens, own_tokens(steps)[0])
         pair.backward(steps)
         pair.step()
         steps += 1

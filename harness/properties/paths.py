@@ -6,11 +6,10 @@ by what the module's parent does with its weights, and so on.
 
 import collections
 import contextlib
-import itertools
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from unittest import mock
 
@@ -20,11 +19,20 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import zero1
 from harness.measure.ledger import storage_bytes
-from harness.properties import models, parts
+from harness.properties.fixtures import (
+    Checkpointed,
+    Nested,
+    PartlyFrozen,
+    SharedInside,
+    TiedAcross,
+    Twice,
+    TwoTypes,
+    token_batch,
+)
 from harness.properties.overlap import late_collectives
-from harness.properties.property import NotApplicable, expect, holds, same
-from harness.properties.sheet import Recorder
+from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, same
 from harness.properties.training import EXACT, Pair, inside, of_output
 
 
@@ -33,6 +41,10 @@ def leaves(step: int, rank: int):
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     return x.requires_grad_(), torch.randint(3, (4,), generator=generator)
+
+
+# A slow network, or `find_unused`.
+LATE, UNUSED = {"late": True}, {"find_unused": True}
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,10 @@ class Path:
     root_again: bool = False  # and the root, if nobody can see that the model's output will get a gradient
     keeps: bool = False  # a graph of backward's own may read all weights later: units stay gathered for it
     warns: bool = False  # ZeRO-3 says which unit is used from outside
+    usual: dict = field(default_factory=lambda: LATE)  # how ZeRO-3 is asked without --thorough,
+    everywhere: bool = False  # and the other stages are, too;
+    rare: bool = False  # or nobody is
+    chapters: bool = False  # the lesson promises it
     dtype: torch.dtype | None = torch.float64
     atol: float = EXACT
 
@@ -137,10 +153,14 @@ def features_of_hooks(model, x, y):
 
 
 LOSSES = {
-    "losses kept, outputs without gradient": Path(body(plain, apart, "ab"), with_kept_losses),
-    "through outputs": Path(body()),
+    "losses kept, outputs without gradient": Path(
+        body(plain, apart, "ab"), with_kept_losses, everywhere=True, chapters=True
+    ),
+    "through outputs": Path(body(), usual=UNUSED, chapters=True),
     "losses kept beside outputs": Path(body(plain, router, "abc"), with_kept_losses),
-    "the model keeps its loss and returns nothing": Path(body(silent), kept_by_the_model, root_again=True),
+    "the model keeps its loss and returns nothing": Path(
+        body(silent), kept_by_the_model, root_again=True, usual=UNUSED
+    ),
     "features of hooks": Path(body(), features_of_hooks),
 }
 
@@ -177,24 +197,17 @@ class Answer:
 
 Both = collections.namedtuple("Both", "first second")
 
-# (into a form, and out of it)
-FORMS = {
-    "slots": (Slots, lambda out: out.hidden),
-    "closure": (lambda h: lambda: h, lambda out: out()),
-    "generator": (lambda h: (part for part in (h[:, :2], h[:, 2:])), lambda out: torch.cat(list(out), 1)),
-    "dataclass": (lambda h: Answer(h, {}), lambda out: out.hidden),
-    "subclass of dict": (lambda h: Output(hidden=h), lambda out: out["hidden"]),
-    "named tuple": (lambda h: Both(h, None), lambda out: out.first),
-}
-SEEN = {"dataclass", "named tuple"}  # by who looks for tensors in an output
 
-
-def in_a(form: str) -> Path:
-    """Units, and the model, return `form`."""
-    wrap, unwrap = FORMS[form]
+def in_a(wrap: Callable, unwrap: Callable, seen: bool = False, **asked) -> Path:
+    """Units, and the model, return a form; it is `seen` by who looks for tensors in an output."""
     run = by(lambda block, x: unwrap(block(x)), wrap)
     build = body(run, lambda unit, x: wrap(one_layer(unit, x)))
-    return Path(build, lambda model, x, y: F.cross_entropy(unwrap(model(x)), y), root_again=form not in SEEN)
+    return Path(build, lambda model, x, y: F.cross_entropy(unwrap(model(x)), y), root_again=not seen, **asked)
+
+
+def halves(h):
+    """A generator."""
+    return (part for part in (h[:, :2], h[:, 2:]))
 
 
 def later(unit, x):
@@ -212,13 +225,18 @@ def by_own_weights(block, x):
     return torch.tanh(F.linear(F.linear(x, view), whole[:, 1:], bias))
 
 
+COMPUTED_LATER = body(by(lambda block, x: torch.cat(list(block(x)))), later)
 OUTPUTS = {
-    "in place": Path(body(by(changed_in_place), a_view)),
-    **{f"in a {form}": in_a(form) for form in FORMS},
-    "in a generator that computes later": Path(body(by(lambda block, x: torch.cat(list(block(x)))), later),
-                                               again=False, warns=True),
+    "in place": Path(body(by(changed_in_place), a_view), everywhere=True),
+    "in a slots": in_a(Slots, lambda out: out.hidden, usual=UNUSED),
+    "in a closure": in_a(lambda h: lambda: h, lambda out: out()),
+    "in a generator": in_a(halves, lambda out: torch.cat(list(out), 1), usual=UNUSED),
+    "in a dataclass": in_a(lambda h: Answer(h, {}), lambda out: out.hidden, seen=True),
+    "in a subclass of dict": in_a(lambda h: Output(hidden=h), lambda out: out["hidden"], usual=UNUSED),
+    "in a named tuple": in_a(lambda h: Both(h, None), lambda out: out.first, seen=True),
+    "in a generator that computes later": Path(COMPUTED_LATER, again=False, warns=True, usual=UNUSED),
     "own weights": Path(body(by(by_own_weights), own_weights)),
-}  # fmt: skip
+}
 
 # Frozen weights, gradients of gradients, and parts without.
 
@@ -260,22 +278,23 @@ def partly_without_gradients() -> nn.Module:
     return model
 
 
-LOW_RANK = models.PartlyFrozen.Adapter  # LoRA: a frozen weight and two small trained ones in each unit
-TWICE = {  # (the model's forward, the loss): a graph of backward's own
-    "a gradient penalty": (plain, gradient_penalty),
-    "two gradient penalties": (plain, twice(gradient_penalty)),
-    "a gradient taken in forward": (forces, of_output),
-}
+LOW_RANK = PartlyFrozen.Adapter  # LoRA: a frozen weight and two small trained ones in each unit
+BUILDS = {"again": False, "keeps": True}  # a graph of backward's own
 GRADIENTS = {
-    "frozen weights and a leaf": Path(body(plain, LOW_RANK)),
-    **{name: Path(body(run), loss, again=False, keeps=True) for name, (run, loss) in TWICE.items()},
-    **{f"{name}, frozen weights": Path(body(run, LOW_RANK), loss, again=False, keeps=True)
-       for name, (run, loss) in TWICE.items()},
-    "two forwards": Path(body(), twice(of_output), again=False),
+    "frozen weights and a leaf": Path(body(plain, LOW_RANK), everywhere=True),
+    "a gradient penalty": Path(body(), gradient_penalty, **BUILDS, usual=UNUSED),
+    "two gradient penalties": Path(body(), twice(gradient_penalty), **BUILDS),
+    "a gradient taken in forward": Path(body(forces), **BUILDS, usual=UNUSED),
+    "a gradient penalty, frozen weights": Path(body(plain, LOW_RANK), gradient_penalty, **BUILDS),
+    "two gradient penalties, frozen weights": Path(
+        body(plain, LOW_RANK), twice(gradient_penalty), **BUILDS, usual=UNUSED
+    ),
+    "a gradient taken in forward, frozen weights": Path(body(forces, LOW_RANK), **BUILDS),
+    "two forwards": Path(body(), twice(of_output), again=False, usual=UNUSED),
     "two forwards of frozen weights": Path(body(plain, LOW_RANK), twice(of_output), again=False),
-    "two forwards of kept losses": Path(body(plain, router, "abc"), twice(with_kept_losses), again=False),
+    "two forwards of kept losses": Path(body(plain, router, "abc"), twice(with_kept_losses), again=False, usual=UNUSED),
     "a part without gradients": Path(partly_without_gradients, again=False),
-}  # fmt: skip
+}
 
 # Saved-tensor hooks of the caller's own, activation checkpointing, own functions.
 
@@ -337,6 +356,41 @@ def own_function(unit, x, saved):
     return torch.tanh(Product.apply(x, unit.a.weight, saved) + unit.a.bias)
 
 
+class ProductOfView(torch.autograd.Function):
+    """x @ weight.T, whose backward has the weight as a plain view that autograd does not know."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x, ctx.weight = x.detach(), weight.detach()
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.weight, gradient.T @ ctx.x
+
+
+def view_kept(unit, x):
+    return torch.tanh(ProductOfView.apply(x, unit.a.weight) + unit.a.bias)
+
+
+def slices_again(unit, x):
+    """The last part of a unit runs again, and is handed slices of a weight by name."""
+
+    def attend(x, keys, values):
+        return torch.tanh(x @ keys.T) @ values
+
+    weight = unit.b.weight
+    return checkpoint(attend, unit.a(x), keys=weight[:2], values=weight[2:4], use_reentrant=False) + unit.b.bias
+
+
+def hook_reads(unit, x):
+    """A hook on a tensor inside the unit reads a view that forward has made."""
+    out, view = unit.a(x), unit.a.weight.detach()
+    if out.requires_grad:
+        out.register_hook(lambda gradient: gradient * view.square().mean())
+    return torch.tanh(out)
+
+
 def computed_weights(unit, x):
     """Weights that forward computes from others: a product of two, and a piece of one."""
     x = torch.tanh(F.linear(x, unit.a.weight * unit.b.weight, unit.a.bias))
@@ -344,20 +398,28 @@ def computed_weights(unit, x):
     return torch.tanh(F.linear(F.linear(x, piece), piece.T, unit.b.bias))
 
 
+def recomputed(where: str, loss=of_output, **asked) -> Path:
+    return Path(partial(Checkpointed, where), loss, token_batch, **asked)
+
+
 SAVED = {
-    **{f"checkpointing {where}": Path(partial(models.Checkpointed, where), batch=parts.token_batch)
-       for where in ("around several", "around", "inside")},
-    "checkpointing around the model": Path(partial(models.Checkpointed, "around"), model_again, parts.token_batch),
+    "checkpointing around several": recomputed("around several", everywhere=True, chapters=True),
+    "checkpointing around": recomputed("around", usual=UNUSED, chapters=True),
+    "checkpointing inside": recomputed("inside", chapters=True),
+    "checkpointing around the model": recomputed("around", model_again, usual=UNUSED),
     "saved on the CPU": Path(body(), under(save_on_cpu, of_output)),
-    "saved as copies": Path(body(), under(as_copies, of_output)),
-    "saved on the CPU inside": Path(body(by(under(save_on_cpu, lambda block, x: block(x))))),
-    "saved by a context inside": Path(body(by(under(as_it_is, lambda block, x: block(x))))),
-    "a part of a unit runs again": Path(body(plain, part_again, "ab")),
-    "units run again": Path(body(whole_again)),
+    "saved as copies": Path(body(), under(as_copies, of_output), rare=True),
+    "saved on the CPU inside": Path(body(by(under(save_on_cpu, lambda block, x: block(x)))), rare=True),
+    "saved by a context inside": Path(body(by(under(as_it_is, lambda block, x: block(x)))), usual=UNUSED),
+    "a part of a unit runs again": Path(body(plain, part_again, "ab"), rare=True),
+    "units run again": Path(body(whole_again), rare=True),
     "a function of one's own": Path(body(plain, partial(own_function, saved=True))),
-    "a function that keeps the parameter": Path(body(plain, partial(own_function, saved=False))),
+    "a function that keeps the parameter": Path(body(plain, partial(own_function, saved=False)), usual=UNUSED),
+    "a function that keeps a plain view": Path(body(plain, view_kept)),
+    "slices handed to what runs again": Path(body(plain, slices_again, "ab")),
+    "a hook that reads a plain view": Path(body(plain, hook_reads)),
     "computed weights": Path(body(plain, computed_weights, "ab")),
-}  # fmt: skip
+}
 
 # Units whose weights are used by others.
 
@@ -373,8 +435,8 @@ def itself(unit, x, depth=2):
 
 
 OUTSIDE = {
-    "another method than forward": Path(body(by(one_layer)), warns=True),
-    "a penalty on weights": Path(body(penalty), warns=True, again=False),
+    "another method than forward": Path(body(by(one_layer)), warns=True, everywhere=True),
+    "a penalty on weights": Path(body(penalty), warns=True, again=False, usual=UNUSED),
     "a block inside itself": Path(body(plain, itself), again=False, warns=True),
 }
 
@@ -410,26 +472,33 @@ def compiled_later(model, x, y):
 
 
 COMPILED = {
-    "compiled in place, later": Path(body(), compiled_later),
-    "compiled in place, aot_eager": Path(partial(compiled_blocks, "aot_eager")),
-    "compiled in place, inductor": Path(partial(compiled_blocks, "inductor")),
-    "compiled, aot_eager": Path(partial(compiled_blocks, "aot_eager", False)),
+    "compiled in place, later": Path(body(), compiled_later, rare=True, everywhere=True),
+    "compiled in place, aot_eager": Path(partial(compiled_blocks, "aot_eager"), rare=True),
+    "compiled in place, inductor": Path(partial(compiled_blocks, "inductor"), rare=True),
+    "compiled, aot_eager": Path(partial(compiled_blocks, "aot_eager", False), rare=True),
     # Hooks cut the graph of the whole model, which uses its units' weights itself.
-    "a model compiled in place": Path(partial(compiled, penalty), warns=True, again=False),
-    "a gradient taken in a compiled forward": Path(partial(compiled, forces), again=False, keeps=True),
+    "a model compiled in place": Path(partial(compiled, penalty), warns=True, again=False, rare=True),
+    "a gradient taken in a compiled forward": Path(partial(compiled, forces), **BUILDS, rare=True),
 }
 
 # Models that reuse, tie, freeze, mix and nest.
 
+
+def of_tokens(build, **more) -> Path:
+    return Path(build, batch=token_batch, again=False, **more)
+
+
 AWKWARD = {
-    "a block twice, and tied": Path(parts.Twice, batch=parts.token_batch, again=False),
-    "keyword arguments": Path(body(by(lambda block, x: block(x=x))), lambda model, x, y: model(x=x).sum()),
-    "partly frozen": Path(models.PartlyFrozen, batch=parts.token_batch, again=False),
+    "a block twice, and tied": of_tokens(Twice, everywhere=True, chapters=True),
+    "keyword arguments": Path(
+        body(by(lambda block, x: block(x=x))), lambda model, x, y: model(x=x).sum(), usual=UNUSED, chapters=True
+    ),
+    "partly frozen": of_tokens(PartlyFrozen, chapters=True),
     # Float32 layers beside float64 gains: as exact as float32 is.
-    "two dtypes": Path(models.TwoTypes, dtype=None, atol=1e-6),
-    "tied across units": Path(models.TiedAcross, batch=parts.token_batch, again=False),
-    "shared inside units": Path(models.SharedInside, batch=parts.token_batch, again=False),
-    "nested containers": Path(models.Nested, again=False),
+    "two dtypes": Path(TwoTypes, dtype=None, atol=1e-6, usual=UNUSED),
+    "tied across units": of_tokens(TiedAcross, chapters=True),
+    "shared inside units": of_tokens(SharedInside, usual=UNUSED, chapters=True),
+    "nested containers": Path(Nested, again=False, chapters=True),
 }
 PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED | AWKWARD
 
@@ -439,21 +508,22 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
 
     In ZeRO-3 nothing but the root is gathered between forward and backward, and nothing at all after it.
     """
+    torch.compiler.reset()  # how often a forward may be compiled is counted over all models of a process
     path, found, late = PATHS[path], [], late and not engine.foreign  # others may call collectives in other ways
-    frees = engine.like == "zero3" and options.get("reshard_after_forward", True)
+    frees = engine.like == "zero3" and not engine.chapter and options.get("reshard_after_forward", True)
 
     def loss(model, x, y):
         value = path.loss(model, x, y)
         if frees and not path.keeps and model is pair.trained:
-            units = [param for unit in model.units for param in unit.params]
-            same("bytes of units that are gathered after forward", storage_bytes(units), 0, step=1)
+            gathered = sum(storage_bytes(unit.params) for unit in model.units)
+            same("bytes of units that are gathered after forward", gathered, 0, step=1)
         return value
 
     pair = Pair(engine, path.build, loss=loss, batch=path.batch, dtype=path.dtype, atol=path.atol, **options)
     with late_collectives() if late else contextlib.nullcontext([]) as pending:
         for step in range(3):
-            issued = mock.patch.object(Recorder, "issued", [])
-            with warnings.catch_warnings(record=True) as caught, issued as issued, Recorder():
+            gather = mock.patch.object(zero1, "all_gather", wraps=zero1.all_gather)
+            with warnings.catch_warnings(record=True) as caught, gather as gathers:
                 warnings.simplefilter("always")
                 pair.keeps = path.keeps  # a graph that backward built may be gone through once more
                 pair.backward(step)
@@ -462,7 +532,9 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
             if frees and path.again:
                 expected = 2 * sum(len(unit.buckets) for unit in pair.trained.units)
                 expected += len(pair.trained.root.buckets) * (2 if path.root_again else 1)
-                same("all-gathers of a step", sum(each.kind == "all-gather" for each in issued), expected, step=2)
+                # Not those that are waited for at once: with these the ranks compare notes.
+                started = [call for call in gathers.call_args_list if call.kwargs.get("async_op")]
+                same("all-gathers of a step", len(started), expected, step=2)
             pair.step()
             if path.loss is of_output:
                 x, _ = pair.batch(9, pair.rank)
@@ -477,58 +549,58 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
 
 
-def cases_of(paths: dict[str, Path], usual: int | None = None) -> dict:
-    """The `usual` first paths (None: all) in ZeRO-3, on a slow network or with `find_unused`, one path each; the first
-    in all stages; further options.
-    """
-    elsewhere, late, unused = {"on": ("zero1", "zero2")}, {"late": True}, {"find_unused": True}
-    others = [late, unused, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {}]
-    late, unused, *others = [{"on": ("zero3",), **options} for options in others]
-    every = [{"path": path, **other} for path in paths for other in (elsewhere, late, unused, *others)]
-    turns = zip(list(paths)[:usual], itertools.cycle((late, unused)))
-    cases = [{"path": path, **options} for path, options in turns] + every[:1]
-    further = tuple({**case, "at": (3,)} for case in every if case not in cases)
-    return {"sizes": (2,), "further_sizes": (3,), "cases": tuple(cases), "further_cases": further}
+WAYS = (LATE, UNUSED, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {})  # of ZeRO-3
 
 
-@holds("values", **cases_of(LOSSES))
-def losses_beside_the_outputs_reach_the_weights(engine, **case):
-    """A loss that a unit or the model keeps, or that a hook's features make, has right gradients; all is freed then."""
-    follow(engine, **case)
+def asked(name: str, path: Path) -> list:
+    """The cases of a path: of every stage on three ranks with --thorough; and on two, if that is the usual way."""
+
+    def case(engines, usual: bool, **way):
+        if not usual:
+            return ask_thorough(engines, 3, path=name, **way)
+        if path.rare:
+            return ask_thorough(engines, path=name, **way)
+        return ask(engines, 2, more_ranks=3, path=name, **way)
+
+    found = [case("zero3", way == path.usual, **way) for way in WAYS]
+    found.append(case(("zero1", "zero2"), path.everywhere))
+    if path.chapters:
+        found.append(ask((), more_ranks=3, chapters=STAGES, path=name))
+    return found
 
 
-@holds("values", **cases_of(OUTPUTS))
-def changed_and_hidden_outputs_reach_the_weights(engine, **case):
-    """Outputs that are changed in place, hidden in an object, or own weights: right gradients, and all is freed."""
-    follow(engine, **case)
-
-
-@holds("values", **cases_of(GRADIENTS))
-def gradients_of_gradients_reach_the_weights(engine, **case):
-    """Frozen weights, gradients of gradients, parts without, and several forwards train as in plain PyTorch."""
-    follow(engine, **case)
-
-
-@holds("values", **cases_of(SAVED))
-def tensors_saved_in_other_ways_reach_backward(engine, **case):
-    """Saved-tensor hooks, recomputation and autograd functions of the caller's own train as in plain PyTorch."""
-    follow(engine, **case)
-
-
-@holds("values", **cases_of(OUTSIDE))
-def weights_may_be_used_from_outside_their_unit(engine, **case):
-    """A parent that uses a unit's weights itself trains right, and one rank warns, once for each unit."""
-    follow(engine, **case)
-
-
-@holds("values", **cases_of(COMPILED, usual=2))
-def compiled_models_train_alike(engine, **case):
-    """Blocks and models that are compiled, in place, before the build or after it, train as they do uncompiled."""
-    torch.compiler.reset()  # how often a forward may be compiled is counted over all models of a process
-    follow(engine, **case)
-
-
-@holds("values", **cases_of(AWKWARD))
-def awkward_models_train_alike(engine, **case):
-    """Models that reuse, tie, freeze, nest, or mix dtypes train as they do alone."""
-    follow(engine, **case)
+KINDS = {  # the properties of `follow`: what they say, and the paths
+    "losses_beside_the_outputs_reach_the_weights": (
+        "A loss that a unit or the model keeps, or that hooks make has right gradients; all is freed then.",
+        LOSSES,
+    ),
+    "changed_and_hidden_outputs_reach_the_weights": (
+        "Outputs that are changed in place, hidden in an object, or own weights: right gradients, and all is freed.",
+        OUTPUTS,
+    ),
+    "gradients_of_gradients_reach_the_weights": (
+        "Frozen weights, gradients of gradients, parts without, and several forwards train as in plain PyTorch.",
+        GRADIENTS,
+    ),
+    "tensors_saved_in_other_ways_reach_backward": (
+        "Saved-tensor hooks, recomputation and autograd functions of the caller's own train as in plain PyTorch.",
+        SAVED,
+    ),
+    "weights_may_be_used_from_outside_their_unit": (
+        "A parent that uses a unit's weights itself trains right, and one rank warns, once for each unit.",
+        OUTSIDE,
+    ),
+    "compiled_models_train_alike": (
+        "Blocks and models that are compiled, in place, before the build or after it, train as they do uncompiled.",
+        COMPILED,
+    ),
+    "awkward_models_train_alike": (
+        "Models that reuse, tie, freeze, nest, or mix dtypes train as they do alone.",
+        AWKWARD,
+    ),
+}
+for kind, (says, paths) in KINDS.items():
+    cases = []
+    for name, path in paths.items():
+        cases += asked(name, path)
+    holds("values", *cases, name=kind, says=says)(follow)

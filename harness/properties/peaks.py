@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.ledger import MemoryLedger
-from harness.properties import parts
-from harness.properties.property import expect, holds
+from harness.properties.fixtures import ADAMW, Stack, seeded, silent_group, vector_batch
+from harness.properties.property import ask, ask_thorough, expect, holds
 
 
 class Alive(MemoryLedger):
@@ -34,12 +34,12 @@ LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of a `Stack`
 NOISE = (16 + 2 * LAYERS) * 4 * WIDTH  # activations, and what else is small
 
 
-def stack(reverse: bool = False, kind=parts.Stack):
-    return parts.seeded(lambda: kind(LAYERS, WIDTH, reverse), dtype=torch.float32)
+def stack(reverse: bool = False, kind=Stack):
+    return seeded(lambda: kind(LAYERS, WIDTH, reverse), dtype=torch.float32)
 
 
 def batch(step: int = 0):
-    return parts.vector_batch(step, dist.get_rank(), WIDTH)
+    return vector_batch(step, dist.get_rank(), WIDTH)
 
 
 def at_most(what: str, nbytes: float, allowed: float, step: int, means: str = "") -> None:
@@ -54,7 +54,7 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
     The step may `turn`, and go through the model the other way; or be no step to `train` in, but forward alone.
     """
     with Alive() as memory:
-        trained = engine(model, parts.ADAMW, group=parts.silent_group(), **options)
+        trained = engine(model, ADAMW, group=silent_group(), **options)
         found = SimpleNamespace(built=memory.live)
         for step in range(2):
             trained.training_step(*batch(step), F.mse_loss)
@@ -71,7 +71,12 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
     return found
 
 
-@holds("bytes", engines=("zero2",), sizes=(2, 3), further_sizes=(4,), cases=({"reverse": False}, {"reverse": True}))
+@holds(
+    "bytes",
+    ask("zero2", (2, 3), more_ranks=4, reverse=False),
+    ask("zero2", (2, 3), more_ranks=4, reverse=True),
+    of_stages=True,
+)
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
     most = peaks_of(engine, stack(reverse), bucket_mb=LAYER / 2**20).backward
@@ -87,13 +92,16 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
         assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
 
 
-IN_BFLOAT16 = {"options": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}
-KEPT = {"options": {"reshard_after_forward": False}}
-
-
-@holds("bytes", engines=("zero3",), further_sizes=(3, 4), cases=({"options": {}}, KEPT, IN_BFLOAT16),
-       further_cases=({"options": {"prefetch": 0}}, {"options": {"prefetch": 3}}))  # fmt: skip
-def zero3_has_only_the_units_in_use_gathered(engine, options):
+@holds(
+    "bytes",
+    ask("zero3", more_ranks=(3, 4)),
+    ask("zero3", more_ranks=(3, 4), reshard_after_forward=False),
+    ask("zero3", more_ranks=(3, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    ask_thorough("zero3", (2, 3, 4), prefetch=0),
+    ask_thorough("zero3", (2, 3, 4), prefetch=3),
+    of_stages=True,
+)
+def zero3_has_only_the_units_in_use_gathered(engine, **options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
     own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
     found = peaks_of(engine, stack(), **options)
@@ -117,14 +125,14 @@ def zero3_has_only_the_units_in_use_gathered(engine, options):
     at_most("units and gradients after backward", found.left, own + NOISE, step=2)
 
 
-class ByKeyword(parts.Stack):
+class ByKeyword(Stack):
     def forward(self, x):
         for layer in self.layers:
             x = layer(input=x)
         return x
 
 
-class Idle(parts.Stack):
+class Idle(Stack):
     """Each unit has a weight that is never used: with `find_unused` no unit is ever complete."""
 
     def __init__(self, *sizes):
@@ -133,9 +141,15 @@ class Idle(parts.Stack):
             layer.idle = nn.Parameter(torch.ones(1))
 
 
-@holds("bytes", engines=("zero3",), cases=({"frozen": 11}, {"frozen": 11, "kind": ByKeyword}, {"no_sync": True},
-                                           {"kind": Idle, "find_unused": True}))  # fmt: skip
-def zero3_frees_units_in_backward(engine, kind=parts.Stack, frozen=0, **options):
+@holds(
+    "bytes",
+    ask("zero3", frozen=11),
+    ask("zero3", frozen=11, kind=ByKeyword),
+    ask("zero3", no_sync=True),
+    ask("zero3", kind=Idle, find_unused=True),
+    of_stages=True,
+)
+def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
     """A unit without a gradient that tells when to free it, as it is frozen or unused in part, is freed in time.
 
     Under `no_sync()` gradients stay whole, as documented; parameters are freed.
@@ -149,7 +163,12 @@ def zero3_frees_units_in_backward(engine, kind=parts.Stack, frozen=0, **options)
     at_most("units gathered in backward, and gradients", most, allowed, step=2)
 
 
-@holds("bytes", engines=("zero3",), cases=({"reshard_after_forward": False, "train": False}, {"turn": True}))
+@holds(
+    "bytes",
+    ask("zero3", reshard_after_forward=False, train=False),
+    ask("zero3", turn=True),
+    of_stages=True,
+)
 def zero3_gathers_little_where_it_cannot_know(engine, **options):
     """Few units are gathered where no backward will come, although `reshard_after_forward=False` keeps them for it.
 

@@ -9,10 +9,24 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.engine.gradients import GradScaler
-from harness.properties import models, parts
-from harness.properties.groups import Branches
-from harness.properties.parts import grid
-from harness.properties.property import expect, holds, in_turn, refused, same
+from harness.properties.fixtures import (
+    ADAMW,
+    DECAY,
+    Branches,
+    Checkpointed,
+    OddModel,
+    TiedAcross,
+    Twice,
+    byte_batch,
+    gpt,
+    grid,
+    in_float32,
+    of_bytes,
+    own_tokens,
+    seeded,
+    vector_batch,
+)
+from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair, of_vectors, vectors
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -20,23 +34,42 @@ LOW = {"param_dtype": BF16, "reduce_dtype": FP32}
 
 
 def of_tokens(model, tokens, targets) -> torch.Tensor:
-    return parts.in_float32(model(tokens), targets)
+    return in_float32(model(tokens), targets)
 
 
-MODELS = {"Twice": parts.Twice, "TiedAcross": models.TiedAcross, "Checkpointed": lambda: models.Checkpointed("around")}
+MODELS = {
+    "Twice": Twice,
+    "TiedAcross": TiedAcross,
+    "Checkpointed": lambda: Checkpointed("around"),
+}
 
 
-@holds("values", further_sizes=(3,), cases=in_turn(model=MODELS),
-       further_cases=tuple({"model": name, "options": options, "on": on} for name in MODELS for options, on in (
-           ({"bucket_mb": 0}, ("zero1", "zero2")), ({"prefetch": 0, "find_unused": True}, ("zero3",)),
-           ({"reshard_after_forward": False}, ("zero3",)))))  # fmt: skip
-def mixed_precision_is_a_rounded_copy_that_computes(engine, model, options=None):
+def with_options() -> list:
+    """Each of the models, laid out in other ways."""
+    found = []
+    for name in MODELS:
+        found += [
+            ask_thorough(("zero1", "zero2"), model=name, bucket_mb=0),
+            ask_thorough("zero3", model=name, prefetch=0, find_unused=True),
+            ask_thorough("zero3", model=name, reshard_after_forward=False),
+        ]
+    return found
+
+
+@holds(
+    "values",
+    ask("zero1", more_engines=STAGES, model="Twice"),
+    ask("zero2", more_engines=STAGES, model="TiedAcross"),
+    ask("zero3", more_engines=STAGES, model="Checkpointed"),
+    *with_options(),
+)
+def mixed_precision_is_a_rounded_copy_that_computes(engine, model, **options):
     """Norms and weights are those of plain PyTorch with a bfloat16 copy that computes, whose gradients are handed over.
 
     Sums over ranks are in float64, and exact.
     """
-    pair = Pair(engine, MODELS[model], parts.DECAY, loss=of_tokens, param_dtype=BF16, reduce_dtype=FP64,
-                **(options or {}))  # fmt: skip
+    pair = Pair(engine, MODELS[model], DECAY, loss=of_tokens, param_dtype=BF16, reduce_dtype=FP64,
+                **options)  # fmt: skip
     for step in range(4):
         pair.backward(step)
         assert pair.clip(0.05) > 0.05, "nothing is clipped"
@@ -81,18 +114,18 @@ class Mixed(nn.Module):
         return {"logits": self.head(x)}
 
 
-@holds("values", further_sizes=(3,), cases=({}, {"own_units": True, "on": ("zero3",)}))
+@holds("values", ask(), ask("zero3", own_units=True))
 def states_stay_float32_in_mixed_precision(engine, own_units=False):
     """Parameters and floating point inputs are cast, buffers are not; states are float32 and lose no small update.
 
     Inputs in dataclasses, frozen or not, are cast as others are; the caller's stay as they are.
     """
-    model = parts.seeded(Mixed, dtype=FP32)
+    model = seeded(Mixed, dtype=FP32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     units = {"units": iter(model.blocks)} if own_units else {}  # an iterator: it can be gone through once
-    trained = engine(model, parts.ADAMW, **LOW, **units)
+    trained = engine(model, ADAMW, **LOW, **units)
     same("the state at the start", trained.full_state_dict(), before, step=0)  # copies, the frozen scale's too
-    tokens, targets = parts.token_batch(0, dist.get_rank())
+    tokens, targets = own_tokens(0)
     extra = torch.full((6,), 1.0 + 2**-12)
     batch = Batch(torch.ones(2, dtype=torch.bool), {"extra": [extra]})
     for _ in range(3):
@@ -113,7 +146,7 @@ def states_stay_float32_in_mixed_precision(engine, own_units=False):
     kept = (weight != weight.to(BF16).float()).float().mean().item()
     expect(kept > 0.9, "the share of weights that are no bfloat16 numbers", "above 0.9", kept, step=4)
     # And the way back in: the same weights, and the same operations on them.
-    fresh = engine(parts.seeded(Mixed, 1, FP32), parts.ADAMW, param_dtype=BF16)
+    fresh = engine(seeded(Mixed, 1, FP32), ADAMW, param_dtype=BF16)
     fresh.load_full_state_dict(after)
     same("the state after loading", fresh.full_state_dict(), after, step=5)
     found, expected = (each(Frozen(tokens, batch), extra=extra)["logits"] for each in (fresh, trained))
@@ -136,7 +169,12 @@ class Given(nn.Module):
         return sum(row(x).sum() for row in self.rows)
 
 
-@holds("values", sizes=(3,), further_sizes=(1, 2, 4), cases=({}, *in_turn(reduce_dtype=(BF16, FP16))))
+@holds(
+    "values",
+    ask(ranks=3, more_ranks=(1, 2, 4)),
+    ask("zero1", 3, more_engines=STAGES, more_ranks=(1, 2, 4), reduce_dtype=BF16),
+    ask("zero2", 3, more_engines=STAGES, more_ranks=(1, 2, 4), reduce_dtype=FP16),
+)
 def a_step_on_integers_is_exact(engine, reduce_dtype=None):
     """A step on integers is exact: their sum is so in any order, and their mean is rounded once, after the sum.
 
@@ -155,7 +193,7 @@ def a_step_on_integers_is_exact(engine, reduce_dtype=None):
     rows += [[torch.inf, *[1.0] * (size - 1)]] if reduce_dtype is not None else []
     values = torch.cat([values, *(torch.tensor(row, dtype=FP64)[:, None] for row in rows)], dim=1)
     expected = (values.sum(0) / size).to(dtype).float()
-    model = parts.seeded(lambda: Given(values.shape[1]), dtype=FP32)
+    model = seeded(lambda: Given(values.shape[1]), dtype=FP32)
     trained = engine(model, partial(torch.optim.SGD, lr=1.0), reduce_dtype=reduce_dtype)
     trained.training_step(values[rank][None].float(), None, lambda total, _: total)
     for weight in trained.full_state_dict().values():
@@ -171,7 +209,7 @@ def of_head(model, x, y, head) -> torch.Tensor:
 
 
 def branch_batch(step, who):
-    x, y = parts.vector_batch(step, who, 5, FP64)
+    x, y = vector_batch(step, who, 5, FP64)
     return x, y[:, :3], who // 2
 
 
@@ -180,11 +218,14 @@ def scaler_of(engine, device: str = "cpu", **options):
     return engine.more.get("scaler", GradScaler)(device, **options)
 
 
-@holds("values", sizes=(2, 4), further_sizes=(3,), cases=(
-    {"of": "one element", "at": (2, 3), "first": ("zero1", "zero3")},
-    {"overflow_on": 1, "default": FP64, "at": (2, 3), "first": ("zero2", "zero3")},
-    {"of": "branches", "overflow_on": 3, "at": (4,), "first": ("zero2",)}),
-    further_cases=({"overflow_on": 0, "at": (2, 3)}, {"overflow_on": 2, "at": (3,)}))  # fmt: skip
+@holds(
+    "values",
+    ask(("zero1", "zero3"), more_engines=STAGES, of="one element"),
+    ask(("zero2", "zero3"), more_engines=STAGES, overflow_on=1, default=FP64),
+    ask("zero2", 4, more_engines=STAGES, of="branches", overflow_on=3),
+    ask_thorough(overflow_on=0),
+    ask_thorough(ranks=3, overflow_on=2),
+)
 def an_overflow_on_one_rank_skips_the_step_on_all(engine, of="gpt", overflow_on=0, default=FP32, device="cpu"):
     """All ranks skip the step in which one overflows, and no other, whatever torch's default dtype is.
 
@@ -193,16 +234,16 @@ def an_overflow_on_one_rank_skips_the_step_on_all(engine, of="gpt", overflow_on=
     """
 
     if of == "gpt":
-        build, loss_of, batch_of = models.gpt, models.of_bytes, partial(models.byte_batch, device=device)
+        build, loss_of, batch_of = gpt, of_bytes, partial(byte_batch, device=device)
         # As exact as float16 is; a step too many, or too few, is 0.5 of a gradient.
         options = {"dtype": FP32, "atol": 1e-2, "param_dtype": FP16, "reduce_dtype": FP32, "device": device}
         optimizer = partial(torch.optim.SGD, lr=0.5, fused=device != "cpu")
     elif of == "one element":
         build, loss_of, batch_of = partial(nn.Linear, 1, 1, bias=False), of_vectors, vectors(1)
-        options, optimizer = {}, parts.DECAY
+        options, optimizer = {}, DECAY
     else:
         build, loss_of, batch_of = Branches, of_head, branch_batch
-        options, optimizer = {"group": grid(), "find_unused": True}, parts.DECAY
+        options, optimizer = {"group": grid(), "find_unused": True}, DECAY
         if engine.like == "zero3":
             options["units"] = "the whole model"  # all ranks must run the same units
 
@@ -226,10 +267,10 @@ def an_overflow_on_one_rank_skips_the_step_on_all(engine, of="gpt", overflow_on=
     same("the scale after each step", scales, [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11], step=4)
 
 
-@holds("misuse", cases=({"enabled": True}, {"enabled": False}))
+@holds("misuse", ask(enabled=True), ask(enabled=False))
 def a_loss_scaler_is_called_in_order(engine, enabled):
     """A loss scaler refuses an optimizer, and what comes twice without `update()`; switched off it changes nothing."""
-    pair = Pair(engine, parts.OddModel, parts.ADAMW)
+    pair = Pair(engine, OddModel, ADAMW)
     scaler = scaler_of(engine, init_scale=2.0**8, enabled=enabled)
     for step in range(2):
         # An optimizer's step would be skipped on one rank alone.

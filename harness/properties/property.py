@@ -1,13 +1,14 @@
 """What a property is: something that must be true of an engine, which runs on every rank and answers with findings.
 
-    @holds("values", sizes=(2, 3), cases=({"steps": 4},))
+    @holds("values", ask(ranks=(2, 3), steps=4))
     def adds_up(engine, steps):
         "Two backwards before a step add up."
         trained = engine(seeded(OddModel), SGD)          # as ZeRO1(model, optimizer_cls) would be written
         ...
         same("the weights", trained.full_state_dict(), expected, atol=1e-12, step=5)
 
-`engine` is the one under test, a `Subject`: it is called as a stage's class is. A property says with `same`, `expect`
+`ask` is a case: which engines are asked, on how many ranks, with which arguments. `engine` is the one under test, a
+`Subject`: it is called as a stage's class is. A property says with `same`, `expect`
 and `refused` what must be; the first that is not so ends it and becomes its `Finding`. An `assert` does too, with less
 to say. Nothing here knows pytest: tests, `check`, the museum and `conform` all ask `examine`.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from harness.properties.chapter_subjects import CHAPTERS, chapter_of
 from harness.run import engines
 
 GROUPS = ("values", "bytes", "traffic", "order", "life", "misuse")
@@ -144,16 +146,17 @@ class Subject:
     takes: frozenset[str] | None = None
     dtype: torch.dtype = torch.float64
     atol: float = 1e-12  # in float64, where another order of a sum makes some 1e-15
+    chapter: bool = False  # it is asked what a chapter promises, and nothing else
     broadcasts: bool = True  # all ranks start from rank 0's weights; else they must have the same already
     more: dict = field(default_factory=dict)  # an exhibit's own save, load, scaler; what others say of themselves
 
     def __call__(self, model, optimizer_cls, **options):
         if options.get("units") == "the whole model":  # an option that can be written down, and sent to ranks
             options["units"] = [model]
-        if self.foreign:
+        if self.foreign or self.chapter:
             options = {key: value for key, value in options.items() if value is not None}
-            if unknown := sorted(options.keys() - self.takes):
-                raise NotApplicable(f"{self.name} has no option {unknown[0]}")
+        if self.foreign and (unknown := sorted(options.keys() - self.takes)):
+            raise NotApplicable(f"{self.name} has no option {unknown[0]}")
         return self.build(model, optimizer_cls, **options)
 
     def another(self) -> "Subject":
@@ -167,7 +170,9 @@ class Subject:
 
 
 def subject(name: str) -> Subject:
-    """The engine `name` of the registry as a subject."""
+    """The engine `name` of the registry, or a chapter, as a subject."""
+    if name in CHAPTERS:
+        return Subject(name, CHAPTERS[name], like=name.removesuffix(".py"), chapter=True)
     if name in STAGES:
         return Subject(name, engines.STAGES[name], like=name)
 
@@ -179,62 +184,91 @@ def subject(name: str) -> Subject:
 # The library.
 
 
+def _several(given) -> tuple:
+    return given if isinstance(given, tuple) else (given,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of a property, and of which engines, on which numbers of ranks, the tests ask it with them."""
+
+    arguments: dict
+    engines: tuple[str, ...]
+    ranks: tuple[int, ...]
+    more_engines: tuple[str, ...]  # with --thorough
+    more_ranks: tuple[int, ...]
+    chapters: tuple[str, ...]  # the stages whose chapters promise it
+
+    def asked(self, thorough: bool) -> Iterable[tuple[int, str]]:
+        """(ranks, engine) of all that the tests ask."""
+        ranks, names = self.ranks, [*self.engines, *map(chapter_of, self.chapters)]
+        if thorough:
+            ranks, names = (*ranks, *self.more_ranks), [*names, *self.more_engines]
+        known = [name for name in dict.fromkeys(names) if name in STAGES or name in CHAPTERS]
+        return itertools.product(ranks, known)
+
+
+def ask(engines=STAGES, ranks=2, *, more_engines=(), more_ranks=None, chapters=(), **arguments) -> Case:
+    """A case: these engines (one, or several) are asked on so many ranks (one number, or several).
+
+    With --thorough so are `more_engines`, and all of them on `more_ranks`: on three, if nothing is said of ranks. The
+    classes of these `chapters` are asked as their engines are: the lesson promises it, too.
+    """
+    if more_ranks is None:
+        more_ranks = 3 if ranks == 2 else ()
+    several = (engines, ranks, more_engines, more_ranks, chapters)
+    return Case(arguments, *map(_several, several))
+
+
+def ask_each(name: str, values: Iterable, *engines_and_ranks, **more) -> list[Case]:
+    """A case for each value of the argument `name`."""
+    return [ask(*engines_and_ranks, **more, **{name: value}) for value in values]
+
+
+def ask_thorough(engines=STAGES, ranks=(2, 3), **arguments) -> Case:
+    """A case that is asked with --thorough alone."""
+    return ask((), (), more_engines=engines, more_ranks=ranks, **arguments)
+
+
 @dataclass(frozen=True)
 class Property:
-    """`check(engine, **case)`, and for which engines, numbers of ranks and cases the tests ask it.
+    """`check(engine, **arguments)`, and the cases in which the tests ask it.
 
-    If it `needs` them, it is for those alone that promise to be like one of `engines`; else for everybody.
-    A case may say with "on" which of the engines it is for, and with "at" which of the sizes. `further` are sizes and
-    cases of `--thorough`, and so are other engines than those that a case names with "first".
+    If it is `of_stages` alone, it is for those that promise to be like one of its engines; else for everybody.
     """
 
-    check: Callable
+    name: str
+    says: str  # what must be true, in one sentence
     group: str
-    engines: tuple[str, ...]
-    needs: bool
-    sizes: tuple[int, ...]
-    cases: tuple[dict, ...]
-    further_sizes: tuple[int, ...]
-    further_cases: tuple[dict, ...]
+    check: Callable
+    cases: tuple[Case, ...]
+    of_stages: bool
 
     @property
-    def name(self) -> str:
-        return self.check.__name__
-
-    @property
-    def says(self) -> str:
-        """What must be true, in one sentence."""
-        return self.check.__doc__.split("\n")[0]
+    def engines(self) -> tuple[str, ...]:
+        asked = {engine for _, engine, _ in self.asked(thorough=True)}
+        return tuple(stage for stage in STAGES if stage in asked)
 
     def asked(self, thorough: bool = False) -> Iterable[tuple[int, str, dict]]:
-        """(ranks, engine, case) of all that the tests ask."""
-        sizes, cases = self.sizes, self.cases
-        if thorough:
-            sizes, cases = (*sizes, *self.further_sizes), (*cases, *self.further_cases)
-        for size, engine, case in itertools.product(sizes, self.engines, cases):
-            on = case.get("on", STAGES)
-            if engine in (on if thorough else case.get("first", on)) and size in case.get("at", (size,)):
-                yield size, engine, {key: value for key, value in case.items() if key not in ("on", "at", "first")}
-
-
-def in_turn(**values: Iterable) -> tuple[dict, ...]:
-    """A case for each combination. By default a stage is asked one, the next stage the next; in `--thorough` all."""
-    combinations = zip(itertools.product(*values.values()), itertools.cycle(STAGES))
-    return tuple({**dict(zip(values, each)), "first": (stage,)} for each, stage in combinations)
+        """(ranks, engine, arguments) of all that the tests ask."""
+        for case in self.cases:
+            for ranks, engine in case.asked(thorough):
+                yield ranks, engine, case.arguments
 
 
 PROPERTIES: dict[str, Property] = {}
 
 
-def holds(group: str, *, engines=None, sizes=(2,), cases=({},), further_sizes=(), further_cases=()):
-    """Enter a property into the library. See `Property` for the arguments."""
+def holds(group: str, *cases: Case, of_stages: bool = False, name: str = "", says: str = ""):
+    """Enter a function into the library, under its name and with the first line of its docstring, or with these."""
     assert group in GROUPS, f"{group!r} is none of {', '.join(GROUPS)}"
 
     def enter(check):
-        assert check.__name__ not in PROPERTIES, f"two properties are called {check.__name__}"
-        assert check.__doc__, f"{check.__name__} does not say what must be true"
-        more = sizes, cases, further_sizes, further_cases
-        PROPERTIES[check.__name__] = Property(check, group, engines or STAGES, engines is not None, *more)
+        own = name or check.__name__
+        assert own not in PROPERTIES, f"two properties are called {own}"
+        assert says or check.__doc__, f"{own} does not say what must be true"
+        sentence = says or check.__doc__.split("\n")[0]
+        PROPERTIES[own] = Property(own, sentence, group, check, cases or (ask(),), of_stages)
         return check
 
     return enter
@@ -256,7 +290,7 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
     engine = subject(engine) if isinstance(engine, str) else engine
     before, _asked = _asked, engine
     each = library()[name]
-    if each.needs and engine.like not in each.engines:
+    if each.of_stages and engine.like not in each.engines:
         raise NotApplicable(f"{engine.name} does not promise to be {' or '.join(each.engines)}")
     try:
         each.check(engine, **(case or {}))

@@ -14,29 +14,32 @@ from torch.nn import functional as F
 
 from harness.engine import checkpoint
 from harness.measure.ledger import storage_bytes
-from harness.properties import parts
-from harness.properties.property import STAGES, holds, refused, same
+from harness.properties import fixtures
+from harness.properties.property import ask, holds, refused, same
 from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
 
-@holds("life", sizes=(3,), further_sizes=(1, 2))
+@holds("life", ask(ranks=3, more_ranks=(1, 2)))
 def the_state_of_one_engine_is_taken_in_by_another(engine):
     """A whole state is taken in, in use at once, and given out as it was; one with wrong names is refused.
 
     Frozen weights and buffers are in it, for every rank.
     """
-    source, trained = parts.seeded(parts.OddModel, seed=3), engine(parts.seeded(parts.OddModel), parts.ADAMW)
+    source, trained = (
+        fixtures.seeded(fixtures.OddModel, seed=3),
+        engine(fixtures.seeded(fixtures.OddModel), fixtures.ADAMW),
+    )
     with torch.no_grad():
         source.frozen.copy_(torch.linspace(2, 3, 5))
         source.shift.add_(0.5)
-    trained.training_step(*parts.token_batch(0, dist.get_rank()), F.cross_entropy)
+    trained.training_step(*fixtures.token_batch(0, dist.get_rank()), F.cross_entropy)
     trained.load_full_state_dict(source.state_dict())
     state = trained.full_state_dict()
     same("the state that was loaded", state, source.state_dict(), step=0)
     for name, value in state.items():  # no view of a bucket, all of which torch.save would write for each entry
         same(f"bytes of the storage under {name}", value.untyped_storage().nbytes(), value.nbytes)
-    tokens, _ = parts.token_batch(3, dist.get_rank())
+    tokens, _ = fixtures.token_batch(3, dist.get_rank())
     with torch.no_grad():  # the weights in use, not only those on file
         same("what the engine computes", trained(tokens), source(tokens), EXACT, step=1)
     for broken, name in (
@@ -107,7 +110,7 @@ def bytes_of(named) -> dict:
     return {name: (tuple(tensor.shape), str(tensor.dtype), values[name].tolist()) for name, tensor in named}
 
 
-@holds("life", engines=STAGES, cases=({}, {"param_dtype": torch.bfloat16}), further_sizes=(3,))
+@holds("life", ask(), ask(param_dtype=torch.bfloat16), of_stages=True)
 def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None):
     """All ranks get rank 0's buffers, however they lie in memory; the whole state has them, and loading gives them.
 
@@ -120,11 +123,11 @@ def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None)
     alike = sum(own[name] == expected[name] for name in own)
     assert dist.get_rank() == 0 or alike < 4, "the ranks have the same buffers: this proves nothing"
     block.register_forward_hook(lambda *_: seen.append(quantized_of(block)))
-    trained = engine(model, parts.DECAY, param_dtype=param_dtype)
+    trained = engine(model, fixtures.DECAY, param_dtype=param_dtype)
     same("buffers of the model", buffers_of(model), expected, step=0)
     for step in range(2):
-        inputs, _ = parts.vector_batch(step, dist.get_rank(), 5, batch=2)
-        trained.training_step(inputs, torch.tensor([0, 1]), parts.in_float32)
+        inputs, _ = fixtures.vector_batch(step, dist.get_rank(), 5, batch=2)
+        trained.training_step(inputs, torch.tensor([0, 1]), fixtures.in_float32)
     same("quantized weights in forward", seen, [quantized] * 2, step=1)
     if engine.like == "zero3":
         held = storage_bytes([getattr(block, name) for name in QUANTIZED])
@@ -174,7 +177,7 @@ def keeping(rank: int) -> nn.Module:
     model = nn.Sequential(*(Keeps(kind(rank)) for kind in KINDS.values()), Keeps({"wrapped": rank}), Keeps([rank]))
     model[6] = checkpoint_wrapper(model[6])
     model[7] = torch.compile(model[7])
-    return parts.seeded(lambda: model, rank)
+    return fixtures.seeded(lambda: model, rank)
 
 
 def kept(model) -> str:
@@ -182,14 +185,14 @@ def kept(model) -> str:
     return str([module.kept for module in model.modules() if isinstance(module, Keeps)])
 
 
-@holds("life", engines=STAGES)
+@holds("life", of_stages=True)
 def what_modules_keep_besides_tensors_is_rank_0s(engine):
     """What `get_extra_state` gives goes through the whole state and checkpoints, and all ranks get rank 0's.
 
     Checkpoints are torch's: it loads them, and writes what is loaded.
     """
     rank, expected = dist.get_rank(), kept(keeping(0))
-    trained, other = engine(keeping(rank), parts.DECAY), engine(keeping(rank + 5), parts.DECAY)
+    trained, other = engine(keeping(rank), fixtures.DECAY), engine(keeping(rank + 5), fixtures.DECAY)
     state, own = trained.full_state_dict(), kept(trained.model)
     found = [value for key, value in state.items() if key.endswith("_extra_state")]
     same("extra states in the whole state", str(found), expected)
@@ -207,8 +210,8 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
         for number in (3, 0)
     )
     theirs, into = {"model": get_model_state_dict(plain)}, {"model": get_model_state_dict(again)}
-    theirs["optim"] = get_optimizer_state_dict(plain, parts.DECAY(plain.parameters()))
-    ours = engine(nn.Sequential(*map(Keeps, (0, 0, 0, {}))), parts.DECAY)
+    theirs["optim"] = get_optimizer_state_dict(plain, fixtures.DECAY(plain.parameters()))
+    ours = engine(nn.Sequential(*map(Keeps, (0, 0, 0, {}))), fixtures.DECAY)
     with shared_folder() as folder:
         checkpoint.save(trained, folder)
         checkpoint.load(other, folder)
@@ -222,11 +225,11 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
     same("extra states that torch has loaded", kept(again), kept(plain))
 
 
-@holds("life", engines=STAGES)
+@holds("life", of_stages=True)
 def a_module_that_does_not_take_its_state_changes_nothing(engine):
     """If `set_extra_state` raises on one rank, all ranks raise, and weights, modules and optimizer are as they were."""
-    rank, model = dist.get_rank(), parts.seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
-    trained = engine(model, parts.ADAMW)
+    rank, model = dist.get_rank(), fixtures.seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
+    trained = engine(model, fixtures.ADAMW)
     state, refuses = trained.full_state_dict(), {"now": False}
     take = model[1].set_extra_state
 

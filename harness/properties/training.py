@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from harness.measure.ledger import storage_bytes
-from harness.properties import parts
-from harness.properties.property import Subject, same
+from harness.properties.fixtures import MOMENTUM, of_all_ranks, seeded, token_batch, vector_batch
+from harness.properties.property import Subject, expect, same
 
 EXACT = 1e-12  # in float64, where another order of a sum makes some 1e-15
 
@@ -33,15 +33,26 @@ def of_vectors(model, inputs, targets) -> torch.Tensor:
 
 def vectors(width: int) -> Callable:
     """`batch(step, rank)` of vectors, in float64."""
-    return functools.partial(parts.vector_batch, width=width, dtype=torch.float64)
+    return functools.partial(vector_batch, width=width, dtype=torch.float64)
+
+
+def backward_of_all(loss, batch, step: int, ranks, divided_by: int) -> list[torch.Tensor]:
+    """What is right: one process, plain PyTorch, the backwards of all ranks' losses. Returns these, undivided."""
+    losses = []
+    for rank in ranks:
+        losses.append(loss(*batch(step, rank)))
+        (losses[-1] / divided_by).backward()
+    return losses
 
 
 def _moved(batch: Callable, dtype: torch.dtype | None, device, step: int, rank: int) -> tuple[torch.Tensor, ...]:
     """The batch on the device (None: where it is), and what is no whole number in `dtype` (None: as it is)."""
-    return tuple(
-        part.to(device=device, dtype=dtype if part.is_floating_point() else None) if torch.is_tensor(part) else part
-        for part in batch(step, rank)
-    )
+    found = []
+    for part in batch(step, rank):
+        if torch.is_tensor(part):
+            part = part.to(device=device, dtype=dtype if part.is_floating_point() else None)
+        found.append(part)
+    return tuple(found)
 
 
 class Pair:
@@ -54,22 +65,20 @@ class Pair:
     to `atol`. With a `param_dtype` a rounded copy of `plain` computes.
     """
 
-    def __init__(
-        self, engine: Subject, build: Callable[[], nn.Module] | tuple, optimizer=parts.MOMENTUM, *, loss=of_output,
-        batch=parts.token_batch, groups=None, dtype=torch.float64, atol: float = EXACT, seed: int = 0, device=None,
-        **options,
-    ):  # fmt: skip
+    def __init__(self, engine: Subject, build, optimizer=MOMENTUM, *, loss=of_output, batch=token_batch, groups=None,
+                 dtype=torch.float64, atol: float = EXACT, seed: int = 0, device=None, **options):  # fmt: skip
         other = None
         if dtype is torch.float64 and engine.dtype is not dtype:  # it does not train in float64
             dtype = other = engine.dtype
             atol = max(atol, engine.atol)
         self.engine, self.loss, self.atol = engine, loss, atol
+        self.keeps = False  # units may stay gathered
         self.batch = functools.partial(_moved, batch, other, device)
         group = options.get("group")
         if isinstance(group, DeviceMesh):  # on a grid of two dimensions all ranks train together
             group = group.get_group() if group.ndim == 1 else None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        built = build if isinstance(build, tuple) else [parts.seeded(build, seed, dtype, device) for _ in range(2)]
+        built = build if isinstance(build, tuple) else [seeded(build, seed, dtype, device) for _ in range(2)]
         self.plain, model = (each.to(dtype) for each in built)
         params = [param for param in self.plain.parameters() if param.requires_grad]
         self.optimizer = optimizer(groups(self.plain) if groups else params)
@@ -99,19 +108,41 @@ class Pair:
 
     def backward(self, step: int, *, loss=None, scale: float = 1.0, inside=contextlib.nullcontext) -> torch.Tensor:
         """Forward and backward of both; returns this rank's loss. `inside` is a context for the engine's alone."""
-        loss, expected = loss or self.loss, []
-        rounded = self.computes is not self.plain
-        if rounded:
-            self.computes.load_state_dict(self.plain.state_dict())
-        for other in range(self.size):
-            expected.append(loss(self.computes, *self.batch(step, other)) * scale)
-            (expected[-1] if rounded else expected[-1] / self.size).backward()
+        loss = loss or self.loss
+        expected = self.backward_of_plain(step, loss, scale)[self.rank]
         with inside():
             found = loss(self.trained, *self.batch(step, self.rank)) * scale
             found.backward()
-        same("this rank's loss", found, expected[self.rank], self.atol, step=1)
+        same("this rank's loss", found, expected, self.atol, step=1)
         self.nothing_gathered("backward", 2)
         return found
+
+    def backward_of_plain(self, step: int, loss=None, scale: float = 1.0) -> list[torch.Tensor]:
+        """The plain side's backward; returns all ranks' losses."""
+        loss, rounded = loss or self.loss, self.computes is not self.plain
+        if rounded:
+            self.computes.load_state_dict(self.plain.state_dict())
+
+        def scaled(*batch):
+            return loss(self.computes, *batch) * scale
+
+        parts = 1 if rounded else self.size  # a rounded gradient is divided when it is handed over
+        return backward_of_all(scaled, self.batch, step, range(self.size), parts)
+
+    def training_step(self, step: int) -> torch.Tensor:
+        """A step of both, by `training_step` of the engine. Returns all ranks' losses.
+
+        They are compared on every rank: where one is wrong, no rank waits for another that has left.
+        """
+        expected = self.backward_of_plain(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        found = self.trained.training_step(*self.batch(step, self.rank), F.cross_entropy)
+        expect(not found.requires_grad, "the loss that training_step returns", "detached", "it requires a gradient", 1)
+        everyone = of_all_ranks(found)
+        same(f"the ranks' losses of step {step}", everyone, torch.stack(expected), self.atol, step=1)
+        self.nothing_gathered("the step", 5)
+        return everyone
 
     def backward_by(self, way: Callable, step: int) -> None:
         """`way(model, batch, scale)` does the backwards of a step itself, of losses that it multiplies by `scale`."""
@@ -184,7 +215,9 @@ class Pair:
         same("the weights", found, {n: v.cpu() for n, v in self.plain.state_dict().items()}, self.atol, step=5)
 
     def nothing_gathered(self, after: str, step: int) -> None:
-        """ZeRO-3 has freed all units, and the root."""
-        if self.engine.like == "zero3" and not getattr(self, "keeps", False):
-            nbytes = storage_bytes(self.trained.model.parameters())
-            same(f"bytes of parameters that are gathered after {after}", nbytes, 0, step=step)
+        """ZeRO-3 has freed all units, and the root; the chapter leaves frozen parameters whole."""
+        if self.engine.like == "zero3" and not self.keeps:
+            params = list(self.trained.model.parameters())
+            if self.engine.chapter:
+                params = [param for param in params if param.requires_grad]
+            same(f"bytes of parameters that are gathered after {after}", storage_bytes(params), 0, step=step)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
-from harness.properties import parts
-from harness.properties.property import STAGES, holds, refused, same
+from harness.properties.fixtures import DECAY, odd, own_tokens, seeded, token_batch
+from harness.properties.property import STAGES, ask, ask_thorough, holds, refused, same
 from harness.properties.training import Pair
 
 
@@ -50,7 +50,7 @@ class Forked(nn.Module):
 
 def loss_of(model, step: int, micro: int, rank: int, alike: bool = False):
     """What forward is told, and the output that the loss uses, differ by step; and by rank, unless `alike`."""
-    tokens, targets = parts.token_batch(10 * step + micro, rank)
+    tokens, targets = token_batch(10 * step + micro, rank)
     turn = step + micro
     who = turn if alike else turn + rank
     out = model(tokens, choice=(None, 0, 1, 2)[who % 4], early=who % 3 == 0, spare=turn % 2 == 0)
@@ -60,7 +60,7 @@ def loss_of(model, step: int, micro: int, rank: int, alike: bool = False):
     return loss
 
 
-def forked(engine, optimizer=parts.DECAY, alike=False, **options) -> Pair:
+def forked(engine, optimizer=DECAY, alike=False, **options) -> Pair:
     """`Forked` on both sides; the batch of number 10 * step + micro."""
     return Pair(engine, Forked, optimizer, loss=partial(loss_of, alike=alike), find_unused=True,
                 batch=lambda number, rank: (*divmod(number, 10), rank), **options)  # fmt: skip
@@ -68,19 +68,29 @@ def forked(engine, optimizer=parts.DECAY, alike=False, **options) -> Pair:
 
 EACH = {"alike": False, "micro_batches": 1, "no_sync": False}
 SEVERAL = {"alike": False, "micro_batches": 3, "no_sync": True}
-LAYOUTS = ({"on": ("zero2",), "bucket_mb": 0}, {"on": ("zero3",), "prefetch": 0},
-           {"on": ("zero3",), "reshard_after_forward": False})  # fmt: skip
+IN_ALL = {"ranks": (1, 2, 3)}
 
 
-@holds("values", further_sizes=(1, 3),
-       cases=(EACH, {**SEVERAL, "first": ("zero2",)}, {**EACH, "alike": True, "first": ("zero3",)}),
-       further_cases=({**SEVERAL, "alike": True}, {**SEVERAL, "no_sync": False},
-                      *({**each, **layout} for layout in LAYOUTS for each in (EACH, SEVERAL))))  # fmt: skip
+@holds(
+    "values",
+    ask(more_ranks=(1, 3), **EACH),
+    ask("zero2", more_engines=STAGES, more_ranks=(1, 3), **SEVERAL),
+    ask("zero3", more_engines=STAGES, more_ranks=(1, 3), **EACH | {"alike": True}),
+    ask_thorough(**IN_ALL, **SEVERAL | {"alike": True}),
+    ask_thorough(**IN_ALL, **SEVERAL | {"no_sync": False}),
+    ask_thorough("zero2", **IN_ALL, **EACH, bucket_mb=0),
+    ask_thorough("zero2", **IN_ALL, **SEVERAL, bucket_mb=0),
+    ask_thorough("zero3", **IN_ALL, **EACH, prefetch=0),
+    ask_thorough("zero3", **IN_ALL, **SEVERAL, prefetch=0),
+    ask_thorough("zero3", **IN_ALL, **EACH, reshard_after_forward=False),
+    ask_thorough("zero3", **IN_ALL, **SEVERAL, reshard_after_forward=False),
+)
 def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sync, **options):
     """With `find_unused` what no rank used gets no decay, no momentum and no state; the rest trains as ever."""
     pair = forked(engine, alike=alike, **options)
-    buckets = [] if engine.foreign else pair.trained.trained_buckets
-    pieces = {bucket.names[index]: piece for bucket in buckets for index, piece in bucket.pieces}
+    pieces = {}
+    for bucket in [] if engine.foreign else pair.trained.all_buckets:
+        pieces |= {bucket.names[index]: piece for index, piece in bucket.numbered(bucket.pieces)}
 
     def steps_taken():
         states = {name: pair.trained.optimizer.state.get(piece, {}) for name, piece in pieces.items()}
@@ -101,12 +111,12 @@ def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sy
     pair.same_weights()
 
 
-@holds("traffic", engines=STAGES, further_sizes=(3,))
+@holds("traffic", of_stages=True)
 def finding_the_unused_costs_one_small_all_reduce(engine):
     """A step with `find_unused` sends what one without it sends, and one byte for each trained parameter."""
-    batch, found = parts.token_batch(0, dist.get_rank()), []
+    batch, found = own_tokens(0), []
     for option in (False, True):
-        trained = engine(parts.seeded(parts.OddModel), parts.DECAY, find_unused=option)
+        trained = odd(engine, find_unused=option)
         trained.training_step(*batch, F.cross_entropy)
         with TrafficLedger() as traffic:
             F.cross_entropy(trained(batch[0]), batch[1]).backward()
@@ -118,11 +128,11 @@ def finding_the_unused_costs_one_small_all_reduce(engine):
     same("the collectives of a step with find_unused", sorted(found[1]), sorted([*found[0], small]), step=3)
 
 
-@holds("misuse", engines=STAGES, further_sizes=(1, 3))
+@holds("misuse", ask(more_ranks=(1, 3)), of_stages=True)
 def unused_parameters_are_named_by_default(engine):
     """Without `find_unused` the step names parameters that this rank's backward did not reach, no others, and it."""
-    trained = engine(parts.seeded(Forked), parts.DECAY)
-    tokens, targets = parts.token_batch(0, dist.get_rank())
+    trained = engine(seeded(Forked), DECAY)
+    tokens, targets = own_tokens(0)
     refused(trained.step, "no backward() was called", error=RuntimeError, step=3)
     F.cross_entropy(trained(tokens, choice=1, early=True, spare=True)["a"], targets).backward()
     # ZeRO-3 names them unit by unit, the root at the end.
@@ -132,10 +142,40 @@ def unused_parameters_are_named_by_default(engine):
     same("parameters that are named and were used", others, [], step=3)
 
 
-@holds("misuse", engines=("zero2", "zero3"), further_sizes=(3,))
+class Sparse(nn.Module):
+    """A table whose gradient is sparse, and a layer with a weight that a forward may leave unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.spare = nn.Parameter(torch.ones(11, 3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens, spare: bool, sparse: bool):
+        x = F.embedding(tokens, self.table, sparse=sparse).mean(1)
+        return x * self.spare if spare else x
+
+
+@holds("misuse", ask(chapters=STAGES))
+def a_gradient_that_is_missing_or_sparse_is_refused(engine):
+    """A parameter without a gradient at the step, and a sparse gradient, are errors in words; then training goes on."""
+    trained = engine(seeded(Sparse), DECAY)
+    tokens, targets = own_tokens(0)
+
+    def train(spare, sparse):
+        F.cross_entropy(trained(tokens, spare, sparse), targets).backward()
+        trained.step()
+
+    for _ in range(2):
+        refused(lambda: train(spare=False, sparse=False), "'spare'", error=RuntimeError, step=3)
+        trained.zero_grad()
+        train(spare=True, sparse=False)
+        trained.zero_grad()
+    refused(lambda: train(spare=True, sparse=True), "'table'", error=RuntimeError, step=2)
+
+
+@holds("misuse", ask(("zero2", "zero3")), of_stages=True)
 def gradients_that_wait_are_not_left_out(engine):
     """A step after a backward under `no_sync` alone is an error: the gradients that wait are not taken for unused."""
-    trained, rank = engine(parts.seeded(Forked), parts.DECAY, find_unused=True), dist.get_rank()
+    trained, rank = engine(seeded(Forked), DECAY, find_unused=True), dist.get_rank()
     with trained.no_sync():
         loss_of(trained, 0, 0, rank, alike=True).backward()
     refused(trained.step, "gradient", "no_sync", error=RuntimeError, step=3)

@@ -9,62 +9,73 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.properties import models, parts
-from harness.properties.property import expect, holds, in_turn, same, subject
-from harness.properties.training import EXACT, Pair
+from harness.properties.fixtures import OPTIMIZERS, OddModel, byte_batch, gpt, grid, seeded, token_batch
+from harness.properties.property import STAGES, ask, ask_each, ask_thorough, holds, same, subject
+from harness.properties.training import Pair
 from harness.run.model import next_token_loss
 
-# The ways in which a stage can be laid out: one bucket per parameter, small ones, units of several kinds.
-LAYOUTS = (
-    {"options": {}},
-    {"options": {"bucket_mb": 0}, "on": ("zero1", "zero2")},
-    {"options": {"bucket_mb": 0.0003}, "on": ("zero1", "zero2")},
-    {"options": {"prefetch": 0}, "on": ("zero3",)},
-    {"options": {"prefetch": 5}, "on": ("zero3",)},
-    {"options": {"reshard_after_forward": False}, "on": ("zero3",)},
-    {"options": {"units": []}, "on": ("zero3",)},
-    {"options": {"units": "the whole model"}, "on": ("zero3",)},
+ZERO12 = ("zero1", "zero2")
+
+
+def laid_out(asks, *ranks, **more) -> list:
+    """The ways in which a stage can be laid out: one bucket per parameter, small ones, units of several kinds."""
+    return [
+        asks(ZERO12, ranks, bucket_mb=0, **more),
+        asks(ZERO12, ranks, bucket_mb=0.0003, **more),
+        asks("zero3", ranks, prefetch=0, **more),
+        asks("zero3", ranks, prefetch=5, **more),
+        asks("zero3", ranks, reshard_after_forward=False, **more),
+        asks("zero3", ranks, units=[], **more),
+        asks("zero3", ranks, units="the whole model", **more),
+    ]
+
+
+FURTHER = {"more_ranks": (1, 2, 4)}
+IN_TURN = {"more_engines": STAGES, "chapters": STAGES, **FURTHER}
+
+
+@holds(
+    "values",
+    ask(STAGES, 3, chapters=STAGES, **FURTHER),
+    *laid_out(ask, 3, **FURTHER),
+    *ask_each("optimizer", ("adagrad", "maximize", "rmsprop"), "zero1", 3, **IN_TURN),
+    *ask_each("optimizer", ("adam", "momentum", "sgd"), "zero2", 3, **IN_TURN),
+    *ask_each("optimizer", ("amsgrad", "nesterov"), "zero3", 3, **IN_TURN),
 )
-PLAIN, *OTHERS = LAYOUTS
-
-
-@holds("values", sizes=(3,), further_sizes=(1, 2, 4),
-       cases=(*LAYOUTS, *in_turn(options=({},), optimizer=sorted(parts.OPTIMIZERS.keys() - {"adamw"}))))  # fmt: skip
-def equals_one_process_on_the_whole_batch(engine, options, optimizer="adamw"):
+def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     """Losses and weights equal those of one process on the whole batch, from rank 0's start, under any optimizer."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    optimizer = parts.OPTIMIZERS[optimizer]
-    model = parts.seeded(parts.OddModel)
-    losses, expected = parts.oracle(model, optimizer, F.cross_entropy, parts.token_batch, 6, world_size)
     # Rank 0 has the right start, and every other rank something else, where the engine is to mend that.
-    own, atol = rank if engine.broadcasts else 0, max(EXACT, engine.atol)
-    model = parts.seeded(parts.OddModel, seed=own)
+    own = dist.get_rank() if engine.broadcasts else 0
+    model = seeded(OddModel, own)
     with torch.no_grad():
         model.shift.add_(own)
         model.frozen.add_(own)  # no seed makes these differ
-    trained = engine(model, optimizer, **options)
+    pair = Pair(engine, (seeded(OddModel), model), OPTIMIZERS[optimizer], **options)
     for step in range(6):
-        loss = trained.training_step(*parts.token_batch(step, rank), F.cross_entropy)
-        expect(not loss.requires_grad, "the loss that training_step returns", "detached", "it requires a gradient", 1)
-        everyone = parts.of_all_ranks(loss)
-        same(f"the mean of the ranks' losses of step {step}", everyone.mean(), losses[step], atol, step=1)
-    same("the weights", trained.full_state_dict(), expected, atol, step=5)
-    assert len(everyone.unique()) == world_size, "the ranks had the same data: this proves nothing"
+        losses = pair.training_step(step)
+    pair.same_weights()
+    assert len(losses.unique()) == pair.size, "the ranks had the same data: this proves nothing"
 
 
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 SEVERAL = {"micro_batches": 3, "no_sync": True}
 
 
-@holds("values", sizes=(2, 4), further_sizes=(3,), cases=(
-    {**PLAIN, "at": (2,)}, {**LOW, "micro_batches": 3, "at": (2, 3)},
-    {"param_dtype": torch.bfloat16, "at": (2, 3), "first": ("zero3",)},
-    {"hybrid": True, **SEVERAL, "at": (4,), "first": ("zero2",)},
-    {"hybrid": True, "max_norm": 0.1, "at": (4,), "first": ("zero1", "zero3")}), further_cases=(
-    *({**each, "at": (2,)} for each in OTHERS), {**LOW, "at": (2, 3)}, {**LOW, **SEVERAL, "at": (2, 3)},
-    {"reduce_dtype": torch.bfloat16, "at": (2, 3)}, {"hybrid": True, "at": (4,)}))  # fmt: skip
-def equals_ddp_and_fsdp2(engine, options=None, device="cpu", hybrid=False, micro_batches=1, no_sync=False,
-                         max_norm=None, param_dtype=None, reduce_dtype=None):  # fmt: skip
+@holds(
+    "values",
+    ask(chapters=STAGES),
+    ask(**LOW, micro_batches=3),
+    ask("zero3", more_engines=STAGES, param_dtype=torch.bfloat16),
+    ask("zero2", 4, more_engines=STAGES, hybrid=True, **SEVERAL),
+    ask("zero3", 4, more_engines=STAGES, hybrid=True, max_norm=0.1),
+    *laid_out(ask_thorough, 2),
+    ask_thorough(**LOW),
+    ask_thorough(**LOW, **SEVERAL),
+    ask_thorough(reduce_dtype=torch.bfloat16),
+    ask_thorough(ranks=4, hybrid=True),
+)
+def equals_ddp_and_fsdp2(engine, device="cpu", hybrid=False, micro_batches=1, no_sync=False, max_norm=None,
+                         param_dtype=None, reduce_dtype=None, **options):  # fmt: skip
     """A GPT's losses and weights equal DDP's and FSDP2's, also in mixed precision and on a grid of ranks.
 
     To the bit on two ranks, in float32: they add the same two numbers, a + b or b + a, and the half of a sum is exact.
@@ -80,14 +91,14 @@ def equals_ddp_and_fsdp2(engine, options=None, device="cpu", hybrid=False, micro
     exact, mixed = max_norm is None and (size <= 2 or hybrid), param_dtype is not None or reduce_dtype is not None
     own, atol = (torch.float32, 0.0) if exact else (torch.float64, 1e-10)
     of_all = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype if exact else own if mixed else None}
-    of_all["group"] = parts.grid() if hybrid else None
+    of_all["group"] = grid() if hybrid else None
     adamw = partial(torch.optim.AdamW, lr=1e-2, fused=device != "cpu")
     names = ("fsdp2",) if mixed or hybrid else ("ddp", "fsdp2")  # DDP has no such options
-    others = {name: subject(name)(models.gpt(own, device), adamw, **of_all) for name in names}
-    trained = engine(models.gpt(own, device), adamw, **of_all, **(options or {}))
+    others = {name: subject(name)(gpt(own, device), adamw, **of_all) for name in names}
+    trained = engine(gpt(own, device), adamw, **of_all, **options)
     for step in range(4):
         for micro in range(micro_batches):
-            tokens, targets = models.byte_batch(step * micro_batches + micro, rank, device)
+            tokens, targets = byte_batch(step * micro_batches + micro, rank, device)
             losses = {}
             for name, each in {"": trained, **others}.items():
                 quiet = micro < micro_batches - 1 and (no_sync or engine.like == "zero1" and each is not trained)
@@ -129,18 +140,21 @@ def with_names(model: nn.Module) -> list[dict]:
 
 
 @holds(
-    "values", cases=(*LAYOUTS[:2], {"options": {}, "groups": with_names}), further_sizes=(1, 3), further_cases=OTHERS
+    "values",
+    ask(more_ranks=(1, 3)),
+    ask(more_ranks=(1, 3), groups=with_names),
+    *laid_out(ask_thorough, 1, 2, 3),
 )
-def a_loop_of_ones_own_trains_alike(engine, options, groups=groups_of):
+def a_loop_of_ones_own_trains_alike(engine, groups=groups_of, **options):
     """Parameter groups, a scheduler, keyword arguments, and evaluations between two steps act as in plain PyTorch."""
-    pair = Pair(engine, parts.OddModel, groups=groups, **options)
+    pair = Pair(engine, OddModel, groups=groups, **options)
     same("groups of the engine's optimizer", len(pair.trained.optimizer.param_groups), 3, step=0)
     # It changes the rate and the momentum of each group, and warns if it does not see the optimizer's steps.
     schedules = [
         torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2, 0.05], total_steps=9) for _, optimizer in pair.both
     ]
     for step in range(5):
-        tokens, _ = parts.token_batch(step, pair.rank)
+        tokens, _ = token_batch(step, pair.rank)
         pair.backward(step, loss=lambda model, x, y: F.cross_entropy(model(tokens=x), y))
         pair.trained(tokens)  # a forward without backward, right before the weights change: nothing may survive it
         pair.step()

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness.engine import gradients, precision
+from harness.engine import ZeRO1Engine, gradients
+from harness.engine.bucket import NamedWork
+from harness.engine.options import precision
 from harness.engine.units import default_units
-from harness.engine.waiting import wait
 from harness.run.micro_batches import Looped
-from zero1 import ZeRO1
 
 
 class MixedModule(nn.Module):
@@ -198,20 +198,21 @@ def by_size(model: nn.Module):
     return wrap
 
 
-class ZeRO1By2Psi(ZeRO1):
+class ZeRO1By2Psi(ZeRO1Engine):
     """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
 
-    def _reduce_gradients(self) -> None:
-        if self.hooks.reduced:
+    def reduce_gradients(self) -> None:
+        if self.gradients_are_reduced:
             return
         works = []
-        for bucket in self.trained_buckets:
-            shard = bucket.flat_gradient.new_empty(bucket.shard_numel)
-            to_sum = precision.before_sum(bucket.flat_gradient, self.world_size)
-            works.append((shard, dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)))
-        for bucket, (shard, work) in zip(self.trained_buckets, works):
-            wait(work, "reduce-scatter", bucket)
+        for bucket in self.buckets:
+            shard = bucket.gradient.new_empty(bucket.shard_numel)
+            to_sum = precision.before_sum(bucket.gradient, self.world_size)
+            work = dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)
+            works.append((shard, NamedWork(work, "reduce-scatter", bucket)))
+        for bucket, (shard, work) in zip(self.buckets, works):
+            work.wait()
             precision.mean_of_sum(shard, self.world_size)
-            for (_, piece), (_, gradient) in zip(bucket.pieces, bucket.cut(shard)):
-                piece.grad = gradient.to(piece.dtype)
+            for piece, part in zip(bucket.pieces, bucket.cut(shard)):
+                piece.grad = part.to(piece.dtype)
         gradients.require_all(self)

@@ -11,18 +11,30 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
 from harness.run import counterparts, deepspeed_engine
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
 
-STAGES = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}  # the chapters
+CHAPTERS = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
+STAGES = {"zero1": ZeRO1Engine, "zero2": ZeRO2Engine, "zero3": ZeRO3Engine}  # the engines, subclasses of the chapters
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; gradients are reduced in float32
 
 
-def _stage(cls, model, optimizer_cls, device, dtype=None, mesh=None, **options):
+def _stage(name, model, optimizer_cls, device, dtype=None, mesh=None, **options):
+    """The chapter `name`; or, where an option asks for what only engines have, its engine."""
+    if dtype is None and not isinstance(mesh, DeviceMesh) and options.keys() <= {"bucket_mb", "prefetch", "units"}:
+        return CHAPTERS[name](model, optimizer_cls, group=mesh, **options)
     reduce_dtype = None if dtype is None else torch.float32
+    return STAGES[name](model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
+
+
+def _two_psi(model, optimizer_cls, device, dtype=None, mesh=None, **options):
+    reduce_dtype = None if dtype is None else torch.float32
+    cls = counterparts.ZeRO1By2Psi
     return cls(model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
 
 
@@ -64,7 +76,7 @@ def _entry(name: str, title: str, build, promise, on: str, takes: str, **more) -
     return name, Engine(name, title, build, promise, frozenset(on.split()), frozenset(takes.split()), **more)
 
 
-ALL = "compare memory bench plan watch report conform"
+ALL = "compare memory bench plan watch conform"
 BUCKETS, UNITS = "dtype mesh offload_policy bucket_mb", "dtype mesh offload_policy prefetch"
 DARK, MIDDLE, LIGHT = "#60656c", "#717680", "#888c92"
 
@@ -75,22 +87,22 @@ ENGINES: dict[str, Engine] = dict([
     _entry("single", "one process", counterparts.single, (NOTHING, 0), "compare", "dtype", casts=True,
            shade=LIGHT, line=":", mark="x"),
     _entry("ddp", "DDP", counterparts.ddp, (NOTHING, 2), ALL, "dtype bucket_mb", casts=True, shade=DARK),
-    _entry("zero1", "ZeRO-1", partial(_stage, ZeRO1), (STATE, 3), f"{ALL} sweeps", BUCKETS,
+    _entry("zero1", "ZeRO-1", partial(_stage, "zero1"), (STATE, 3), f"{ALL} sweeps", BUCKETS,
            counterpart="zero_redundancy_optimizer", shade=LIGHT, mark="s"),
-    _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", partial(_stage, counterparts.ZeRO1By2Psi), (STATE, 2),
+    _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", _two_psi, (STATE, 2),
            "plan scale", BUCKETS, line="-.", mark="v"),
     _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", counterparts.zero_redundancy_optimizer, (STATE, 3),
-           "compare bench report conform", "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
-    _entry("zero2", "ZeRO-2", partial(_stage, ZeRO2), (GRADIENTS, 2), f"{ALL} sweeps scale", BUCKETS,
+           "compare bench conform", "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
+    _entry("zero2", "ZeRO-2", partial(_stage, "zero2"), (GRADIENTS, 2), f"{ALL} sweeps scale", BUCKETS,
            counterpart="fsdp2_no_reshard", mark="^"),
     _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(counterparts.fsdp2, reshard_after_forward=False),
-           (ALL_PARTS, 2), "compare memory bench plan report conform", "dtype mesh offload_policy",
+           (ALL_PARTS, 2), "compare memory bench plan conform", "dtype mesh offload_policy",
            line="--", mark="^"),
-    _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, ZeRO3), None, "plan", UNITS, rows=True,
+    _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, "zero3"), None, "plan", UNITS, rows=True,
            line="-.", mark="P"),
-    _entry("zero3", "ZeRO-3", partial(_stage, ZeRO3), (ALL_PARTS, 3), f"{ALL} scale", UNITS, counterpart="fsdp2",
+    _entry("zero3", "ZeRO-3", partial(_stage, "zero3"), (ALL_PARTS, 3), f"{ALL} scale", UNITS, counterpart="fsdp2",
            shade=DARK, mark="D"),
-    _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, ZeRO3, prefetch=0), (ALL_PARTS, 3), "watch",
+    _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, "zero3", prefetch=0), (ALL_PARTS, 3), "watch",
            "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
     _entry("fsdp2", "FSDP2", counterparts.fsdp2, (ALL_PARTS, 3), ALL, "dtype mesh offload_policy",
            shade=DARK, line="--", mark="D"),

@@ -6,7 +6,7 @@ import math
 import sys
 
 from harness.run import process_group
-from harness.run.ending import Parser
+from harness.run.command_line import Parser
 from harness.run.model import PRESETS, preset
 
 COMMON = {

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness.engine import accelerator
-from harness.run.ending import NOT_AGAIN, NotAgain
+from harness.run.starter import end_with_starter
 
 TIMEOUT_SECONDS = 120
-SLACK = 5  # seconds more: who waits in a collective may be the first to miss a rank
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,9 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         sys.exit(0)
     if "RANK" not in os.environ:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
-        if name == "train":
-            raise RuntimeError("no ranks: start it by ./launch.sh train zero3 2")
-        door = f"./launch.sh {name if name.startswith('zero') else 'compare'} 2"
-        bare = f"torchrun --standalone --nproc-per-node 2 {name}.py"
-        raise RuntimeError(f"no ranks: start this file by {door}, or by {bare}")
+        command = {"train": "train zero3", "fsdp2_compare": "compare"}.get(name, name)
+        raise RuntimeError(f"no ranks: start them by ./launch.sh {command} 2")
+    end_with_starter(os.getppid())
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend, device, why = choose(backend, device, local_rank, ranks_here, accelerator.count())
     chosen = torch.device(device)
@@ -133,15 +130,10 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
     else:
         # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _join(backend, chosen)
-    return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
-
-
-def _join(backend: str, device: torch.device, **where) -> None:
     # Nothing waits for ever: a rank that never comes is an error on the others after this time.
-    dist.init_process_group(
-        backend, timeout=timedelta(seconds=timeout()), device_id=device if backend != "gloo" else None, **where
-    )
+    own = chosen if backend != "gloo" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout()), device_id=own)
+    return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
 
 
 def hardware(device: torch.device) -> str:
@@ -180,50 +172,11 @@ def wait_for_rank_0(me: Rank) -> None:
     For work that rank 0 does alone. A collective would not do: after ZERO_TIMEOUT seconds it ends the ranks that wait.
     Here they ask the store, again and again. If rank 0 dies, torchrun ends them, or the store does not answer.
     """
-    meeting, key = store(), f"rank 0 worked alone/{next(_works_alone)}"
+    meeting, key = dist.distributed_c10d._get_default_store(), f"rank 0 worked alone/{next(_works_alone)}"
     if me.rank == 0:
         meeting.set(key, "done")
     while me.rank != 0 and not meeting.check([key]):  # no `wait`: others in this process may need the store
         time.sleep(0.05)
-
-
-def store() -> dist.Store:
-    """What the ranks have met by. They can speak through it also without a process group."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def tell(what: str, said: str, me: Rank, store: dist.Store) -> list[str]:
-    """What every rank says, also those that have left the group. All call it.
-
-    Raises RuntimeError if a rank is silent for longer than a collective would wait for it.
-    """
-    store.set(f"{what}/{me.rank}", said)
-    answers, until = [], time.monotonic() + timeout() + SLACK
-    while len(answers) < me.world_size:
-        key = f"{what}/{len(answers)}"
-        if store.check([key]):
-            answers.append(store.get(key).decode())
-        elif time.monotonic() > until:
-            late = f"rank {len(answers)} hangs: it has not said so after {timeout() + SLACK:g} s"
-            raise RuntimeError(f"{what} on rank {me.rank}, but {late}")
-        else:
-            time.sleep(0.05)
-    return answers
-
-
-def leave() -> None:
-    """Leave the process group, without the others. Nothing happens where there is none."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-_starts = itertools.count(1)  # of `start_again`; the same number on all ranks
-
-
-def start_again(me: Rank, store) -> None:
-    """A new process group, for all ranks that have left the one before."""
-    _join(me.backend, me.device, store=dist.PrefixStore(f"group {next(_starts)}", store), rank=me.rank,
-          world_size=me.world_size)  # fmt: skip
 
 
 def check_writable(option: str, path: str | None) -> None:
@@ -243,8 +196,7 @@ def stop() -> None:
 
 
 def run(main) -> None:
-    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1
-    (`NotAgain`: one message, and status 3).
+    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1.
 
     The other ranks do not wait for this one in vain: torchrun stops them when it exits.
     """
@@ -259,10 +211,6 @@ def run(main) -> None:
         status = 128 + signal.SIGINT
     except (ValueError, TypeError, OSError) as error:
         _say(error)
-    except NotAgain as error:
-        status = NOT_AGAIN
-        if os.environ.get("RANK", "0") == "0":  # all ranks have the same one, and the launcher ends with it
-            _say(error)
     except RuntimeError as error:
         hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
         _say(error, hint if lost(str(error)) else "")

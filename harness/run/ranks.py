@@ -23,7 +23,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from harness.run.ending import killed_by
+import psutil
+
+from harness.run.endings import ENDED, killed_by
+from harness.run.starter import STARTER, end_with_starter
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 10  # seconds for ranks that have said everything, to leave by themselves
@@ -34,8 +37,8 @@ ENDING = 5  # seconds from SIGTERM to SIGKILL
 
 def begin(folder: str | Path) -> int:
     """First of all: from here on it is known how this rank ends. Returns its number."""
+    end_with_starter(os.getppid())
     rank = int(os.environ["RANK"])
-    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     faulthandler.enable(open(Path(folder, f"crash.{rank}"), "w"))  # noqa: SIM115
     return rank
 
@@ -70,15 +73,18 @@ def everyone(folder: str | Path, item, world_size: int, seconds: float) -> list[
 
 def torchrun(world_size: int) -> list[str]:
     """What Python is given to start so many ranks on this machine; a script or `-m module` follows."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    return ["-m", "harness.run.torchrun", "--standalone", "--nproc-per-node", str(world_size)]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of this process for one that it starts: the project can be imported, one thread, and no rank's number."""
-    outside = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZERO_PREFLIGHT")
-    found = {key: value for key, value in os.environ.items() if key not in outside}
-    path = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
-    return {"OMP_NUM_THREADS": "1", **found, "PYTHONPATH": path, **more}
+    """That of this process for one that it starts, and that ends with it: the project can be imported, one thread."""
+    found = dict(os.environ)
+    for of_a_rank in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZERO_PREFLIGHT"):
+        found.pop(of_a_rank, None)
+    found.setdefault("OMP_NUM_THREADS", "1")
+    found[STARTER] = str(os.getpid())
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
+    return found | more
 
 
 @contextlib.contextmanager
@@ -115,35 +121,16 @@ def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
         return
-    children = descendants(process.pid)
+    # torchrun gives every rank a session, so to end a group of processes is not enough.
+    children = psutil.Process(process.pid).children(recursive=True)
     for number, patience in ((by, ENDING), (signal.SIGKILL, None)):
         for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, number)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
-        if number == by:
-            time.sleep(0.5)  # the others need as long to write what they say, and to go
-
-
-def descendants(process_id: int) -> list[int]:
-    """The processes that a process has started, and those that they have started.
-
-    torchrun gives every rank a session, so to ask for a group of processes is not enough.
-    """
-    pairs = []  # (process, its parent), of all processes
-    if os.path.isdir("/proc/self"):  # Linux, also where a container has no `ps`
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
-                pairs.append((int(name), int(file.read().rpartition(")")[2].split()[1])))
-    else:
-        listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True).stdout
-        pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    found = [process_id]
-    for known in found:  # which grows meanwhile
-        found += [child for child, parent in pairs if parent == known]
-    return found[1:]
+        _, children = psutil.wait_procs(children, ENDING)
 
 
 class Ranks:
@@ -164,6 +151,7 @@ class Ranks:
             output = stack.enter_context(open(self.folder / "output", "w"))
             command = [sys.executable, *torchrun(self.world_size), *self.command, str(self.folder)]
             streams = {"stdout": output if self.quiet else None, "stderr": output}
+            self.variables[ENDED] = str(self.folder / "ended")
             self.until, self.late, self.text = time.monotonic() + self.seconds, False, ""
             self.process = stack.enter_context(started(command, env=environment(**self.variables), **streams))
             self._stack = stack.pop_all()
@@ -177,10 +165,6 @@ class Ranks:
 
     def _end(self, seconds: float) -> None:
         end(self.process, seconds)
-        if self.process.returncode < 0:  # torchrun was killed, and has not ended its ranks
-            for file in self.folder.glob("pid.*"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(file.read_text()), signal.SIGKILL)
         self.text = (self.folder / "output").read_text(errors="replace")
 
     def verdicts(self, items: Iterable) -> Iterator[tuple[object, list[dict]]]:
@@ -194,15 +178,20 @@ class Ranks:
                 self.late = self.late or time.monotonic() > self.until
                 if self.late or self.process.poll() is not None:
                     self._end(0)
-                    verdicts = said(self.folder, item, self.world_size)  # they may have come by now
-                    died = self.deaths()
-                    if not died and not any(verdicts):
-                        return
-                    lost = ({"status": "died", "error": died.get(rank, "ended")} for rank in range(self.world_size))
-                    verdicts = [verdict or instead for verdict, instead in zip(verdicts, lost)]
+                    verdicts = self._last_verdicts(item)
                     break
                 time.sleep(0.05)
+            if not any(verdicts):
+                return
             yield item, verdicts
+
+    def _last_verdicts(self, item) -> list[dict | None]:
+        """When all have ended: what each has said by now, or how it has ended."""
+        verdicts, died = said(self.folder, item, self.world_size), self.deaths()
+        if not died and not any(verdicts):
+            return verdicts
+        lost = ({"status": "died", "error": died.get(rank, "ended")} for rank in range(self.world_size))
+        return [verdict or instead for verdict, instead in zip(verdicts, lost)]
 
     def last_words(self) -> str:
         """When all have ended: the ranks' lines of errors ("[rank 1] error: ..."), or the end of what there is."""
@@ -211,28 +200,27 @@ class Ranks:
 
     def deaths(self) -> dict[int, str]:
         """{rank: how it has ended, in words} of all that had begun, when all have ended."""
-        report = re.findall(r"rank\s*: (\d+) \(.*?exitcode\s*: (-?\d+)", self.text, re.DOTALL)  # torchrun's
-        codes = {int(rank): int(code) for rank, code in report}
         died = {}
         for rank in range(self.world_size):
-            crash, now = self.folder / f"crash.{rank}", self.folder / f"now.{rank}"
-            if not crash.exists():
-                continue  # it never began
-            text, code = crash.read_text(), codes.get(rank, 0)
-            last = now.read_text().strip() if now.exists() else ""
-            last = f"; the last collective it was in: {last}" * bool(last)
-            if text:
-                what = text.split("\n")[0].removeprefix("Fatal Python error: ")
-                line = self.file and re.search(rf'File "{re.escape(self.file)}", line (\d+)', text)
-                at = f" in line {line[1]}" if line else ""
-                freed = " (is it a tensor whose memory was freed?)" * ("Segmentation" in what)
-                died[rank] = f"died: {what}{at}{freed}{last}"
-            elif self.late:
-                died[rank] = f"had not come to its end after {self.seconds:g} s, and was ended{last}"
-            elif code < 0 and code != -signal.SIGTERM:
-                died[rank] = f"was {killed_by(-code)}{last}"
-            elif code > 0:
-                died[rank] = f"ended with exit status {code}{last}"
-            else:
-                died[rank] = f"ended without a word: os._exit(), or it was stopped when another rank had ended{last}"
+            if (self.folder / f"crash.{rank}").exists():  # else it never began
+                now = self.folder / f"now.{rank}"
+                last = f"; the last collective it was in: {now.read_text().strip()}" if now.exists() else ""
+                died[rank] = self._death(rank) + last
         return died
+
+    def _death(self, rank: int) -> str:
+        ended = self.folder / "ended"
+        status = json.loads(ended.read_text()).get(str(rank), 0) if ended.exists() else 0
+        if crash := (self.folder / f"crash.{rank}").read_text():
+            what = crash.split("\n")[0].removeprefix("Fatal Python error: ")
+            line = self.file and re.search(rf'File "{re.escape(self.file)}", line (\d+)', crash)
+            at = f" in line {line[1]}" if line else ""
+            freed = " (is it a tensor whose memory was freed?)" if "Segmentation" in what else ""
+            return f"died: {what}{at}{freed}"
+        if self.late:
+            return f"had not come to its end after {self.seconds:g} s, and was ended"
+        if status < 0 and status != -signal.SIGTERM:
+            return f"was {killed_by(-status)}"
+        if status > 0:
+            return f"ended with exit status {status}"
+        return "ended without a word: os._exit(), or it was stopped when another rank had ended"

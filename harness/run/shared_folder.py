@@ -6,14 +6,14 @@ import tempfile
 
 import torch.distributed as dist
 
-from harness.engine.together import together
+from harness.engine.all_or_none import all_or_none
 
 
 @contextlib.contextmanager
 def shared_folder(group=None):
     """The path of an empty folder, the same one on all ranks of this machine. A collective, also at its end."""
     first = dist.get_rank(group) == 0
-    path = together(lambda: tempfile.mkdtemp() if first else None, group)[0]
+    path = all_or_none(lambda: tempfile.mkdtemp() if first else None, group)[0]
     try:
         yield path
         dist.barrier(group)  # nobody is reading any more

@@ -3,15 +3,20 @@
 When somebody stops it, torchrun prints a traceback of itself and of every rank. When a rank fails, it prints one and a
 table. The ranks have said more: every error of theirs is a line ("[rank 1] error: ..."). So here the end is one
 line: who stopped it, or which rank was the first to fail. A rank that was killed has said nothing, so the line tells
-how. (`./launch.sh train` has restarts.py, as there ranks may come back.)
+how. It also ends with the process that has started it (harness/run/starter.py).
 """
 
 import contextlib
+import json
 import logging
+import os
 import signal
 import sys
+from pathlib import Path
 
-from harness.run.ending import SAID, one_line, what_failed
+from harness.run.command_line import one_line
+from harness.run.endings import ENDED, SAID, what_failed
+from harness.run.starter import end_with_starter
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -20,63 +25,51 @@ class Stopped(BaseException):
     """Somebody has stopped this run. torchrun's own is an Exception, and code that goes on after any such loses it."""
 
 
-def stop(number: int, frame) -> None:
+def _stop(number: int, frame) -> None:
     """The handler of `STOPPING`. On its way out torchrun sends SIGTERM, which ends a rank wherever it is."""
-    logging.disable(logging.WARNING)  # it would say whom it stops
     raise Stopped(number)
 
 
-def stopped(number: int) -> str:
-    return "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
-
-
-def failed(failures: dict) -> tuple[str, int]:
-    return "" if SAID in [failure.exitcode for failure in failures.values()] else what_failed(failures), 1
-
-
 def main(arguments: list[str]) -> None:
+    """Run torchrun with `arguments`. After a signal the exit status is 128 + its number."""
+    end_with_starter()
     with one_line():  # importing torch takes seconds, and somebody may have seen a typing mistake
-        import torch.distributed.run  # noqa: F401
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+
     for number in STOPPING:
-        signal.signal(number, stop)
-    run(arguments, stopped, failed)
-
-
-def run(arguments: list[str], stopped, failed) -> None:
-    """Run torchrun with `arguments`. A signal stops it by a handler that raises `Stopped`.
-
-    `stopped(number)` is then the last line, and the exit status 128 + the signal's number. If ranks fail,
-    `failed(failures)` gives line and status.
-    """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-
-    # What it says of a rank that failed, and of those that it then stops, is said below.
-    for name in ("api", "errors.error_handler"):
-        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+        signal.signal(number, _stop)
+    # torch's log names a rank that failed, and those that it then stops. Where ranks may be started again, that is
+    # the only word of it; elsewhere this says it last.
+    logging.disable(logging.WARNING if "--max-restarts" in arguments else logging.CRITICAL)
     try:
-        torchrun.main(["--signals-to-handle=SIGHUP,SIGQUIT", *arguments])  # the others are ours
+        with one_line(ValueError, AssertionError, RendezvousError):  # as for machines that cannot be, or do not meet
+            # The other signals are ours, unless `arguments` say so.
+            run.main(["--signals-to-handle=SIGHUP,SIGQUIT", *arguments])
         return
-    except (Stopped, SignalException) as error:
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
-        number = error.args[0] if isinstance(error, Stopped) else error.sigval
-        words, status = stopped(number), 128 + number
+    except Stopped as error:
+        words, status = _stopped(error.args[0])
+    except SignalException as error:
+        words, status = _stopped(error.sigval)
     except ChildFailedError as error:
-        words, status = failed(error.failures)
-    except RendezvousError as error:
-        words = f"the machines cannot agree on who takes part ({error}). Is the one at --rdzv-endpoint gone?"
+        statuses = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
+        if ENDED in os.environ:
+            Path(os.environ[ENDED]).write_text(json.dumps(statuses))
+        words = "" if SAID in statuses.values() else what_failed(error.failures)
         status = 1
     if words:
-        say(words)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"\n{words}", file=sys.stderr, flush=True)
     sys.exit(status)
 
 
-def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"\n{text}", file=sys.stderr, flush=True)
+def _stopped(number: int) -> tuple[str, int]:
+    for other in STOPPING:
+        signal.signal(other, signal.SIG_IGN)
+    by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    return f"stopped by {by}", 128 + number
 
 
 if __name__ == "__main__":

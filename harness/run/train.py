@@ -1,13 +1,15 @@
 """A training run that comes back: `./launch.sh train zero3 2 --folder runs/first`.
 
 The same line again goes on where the run has stopped, in another stage or on another number of ranks as well. Copy this
-file and put your own model and data into it: `python -m harness.run.restarts --standalone --nproc-per-node 2 FILE`.
+file and put your own model and data into it; docs/checkpoints.md says how torchrun starts it.
 """
 
 import argparse
 import contextlib
+import faulthandler
 import math
 import os
+import signal
 import socket
 import time
 from concurrent.futures import wait
@@ -17,18 +19,37 @@ import torch
 import torch.distributed as dist
 
 from harness.engine import checkpoint
-from harness.engine.together import together
-from harness.run import engines, process_group
+from harness.engine.all_or_none import all_or_none, on_all
+from harness.run import engines, journal, process_group
 from harness.run.data import Sequences, hold_out, load_text
-from harness.run.ending import NotAgain
-from harness.run.folder import hold, unfinished
-from harness.run.journal import Journal, last_step, note_lost
-from harness.run.leaving import Leaving
+from harness.run.folder import lock, unfinished
 from harness.run.model import GPT, next_token_loss, preset
 from harness.run.train_options import arguments, changed, check_batch, kept, learning_rate
-from harness.run.watchdog import Watchdog
 
 HELD_OUT_BATCHES = 4  # of an evaluation
+EARLY = 0.9  # of the collectives' timeout: their error would end a rank that hangs before it could tell where
+PATIENCE = 0.8  # of it, for the folder: a network's file system may keep a dead machine's lock for some 90 seconds
+
+
+class Asked:
+    """Whether somebody wants this rank to stop: SIGTERM, Ctrl-C or SIGUSR1. A second signal ends it at once.
+
+    Signals within a second are one: torchrun passes on what Slurm and systemd send to all processes.
+    """
+
+    def __init__(self):
+        self._since = None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._heard)
+
+    def _heard(self, number: int, frame) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+        elif time.monotonic() > self._since + 1:
+            os._exit(128 + number)
+
+    def __call__(self) -> bool:
+        return self._since is not None
 
 
 class Training:
@@ -44,17 +65,13 @@ class Training:
         torch.manual_seed(hash((options.seed, me.rank)))  # dropout, if a model has it: another one on every rank
         adamw = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1, fused=self.on_gpu)
         model, dtype = GPT(config, options.seed).to(me.device), engines.DTYPES[options.dtype]
-        self.engine = engines.build(options.stage, model, adamw, me.device, dtype=dtype)
-        self.saving = None
-        self.watchdog = Watchdog(me.rank, process_group.timeout(), self.lost)
+        mixed = {"param_dtype": dtype, "reduce_dtype": dtype and torch.float32}
+        self.engine = engines.STAGES[options.stage](model, adamw, **mixed)  # a chapter has no `no_sync`, nor clipping
+        self.saving = self.journal = None
 
-    def lost(self, why: str) -> None:
-        with contextlib.suppress(OSError):
-            note_lost(self.options.folder, self.me.rank, self.step, why)
-
-    def log(self, **line) -> None:
-        if self.journal:
-            self.journal.write(**line)
+    def progress(self) -> None:
+        """If the next call of this comes too late, this rank prints where each of its threads is, and ends."""
+        faulthandler.dump_traceback_later(EARLY * process_group.timeout(), exit=True)
 
     def parts(self, first: int) -> list[tuple[range, float]]:
         """This rank's sequences of each backward, and their share of the batch, which begins with number `first`.
@@ -72,7 +89,7 @@ class Training:
             group["lr"] = learning_rate(self.step, self.options)
         loss, parts = 0.0, self.parts(self.next)
         for number, (sequences, share) in enumerate(parts, 1):
-            self.watchdog.progress(f"step {self.step + 1}, backward {number} of {len(parts)}")
+            self.progress()
             inputs, targets = self.text(sequences)
             with contextlib.nullcontext() if number == len(parts) else self.engine.no_sync():
                 part = next_token_loss(self.engine(inputs), targets) * share
@@ -91,7 +108,7 @@ class Training:
         loss = torch.zeros((), dtype=torch.float64, device=self.me.device)
         for number in range(HELD_OUT_BATCHES):
             for sequences, share in self.parts(number * self.options.batch):
-                self.watchdog.progress(f"the evaluation after step {self.step}")
+                self.progress()
                 inputs, targets = self.held_out(sequences)
                 loss += next_token_loss(self.engine(inputs), targets) * share
         self.engine.train()
@@ -102,38 +119,30 @@ class Training:
         """Training goes on as soon as this rank's part is copied."""
         if self.journal:
             self.journal.to_disk()
-        self.wait_for_save()
-        self.watchdog.progress("saving")
+        self.finish_save()
         about = {"step": self.step, "next": self.next, "rank": self.me.rank, "ranks": self.me.world_size}
         about["options"] = kept(self.options)
         about["random"] = [torch.get_rng_state(), *([self.gpu.get_rng_state()] if self.on_gpu else [])]
         self.saving = checkpoint.async_save(self.engine, self.options.folder, keep=self.options.keep, **about)
-        self.saving.step = self.step
 
-    def say_saved(self) -> None:
-        """Of a save that is over, once. If it has failed, the next one or the run's end raises its error."""
-        if self.saving and self.saving.done() and not self.saving.exception():
-            step, one, self.saving = self.saving.step, self.saving.result(), None
-            if self.me.rank == 0:  # what all ranks have written is there by now
-                nbytes = sum(file.stat().st_size for file in one.path.iterdir())
-                took = f"{nbytes:,} bytes in {one.seconds:.1f} s; training stood still for {one.stood_still:.2f} s"
-                print(f"saved step {step} to {one.path}: {took}", flush=True)
-
-    def wait_for_save(self) -> None:
-        """A save may take its time, as long as the files of all ranks grow."""
-        before = None
+    def finish_save(self) -> None:
+        """A save may take its time, as long as the files of all ranks grow. Raises what has made it fail."""
+        written = None
         while self.saving and not self.saving.done():
-            if (nbytes := unfinished(self.options.folder)) != before:
-                self.watchdog.progress(f"the save after step {self.step}")
-            before = nbytes
+            nbytes = unfinished(self.options.folder)
+            if nbytes != written:
+                self.progress()
+            written = nbytes
             wait([self.saving], timeout=0.2)
-        self.say_saved()
+        if self.saving:
+            saved, self.saving = self.saving.result(), None
+            stood = f"training stood still for {saved.stood_still:.2f} s"
+            self.me.print(f"saved to {saved.path} in {saved.seconds:.1f} s; {stood}")
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
         folder, rank = self.options.folder, self.me.rank
-        made = last_step(folder) if rank == 0 else 0
-        found = together(lambda: checkpoint.complete(folder) if rank == 0 else None, None)[0]
+        found = all_or_none(lambda: checkpoint.complete(folder) if rank == 0 else None, None)[0]
         for path in reversed(found):
             try:
                 about = checkpoint.load(self.engine, path)
@@ -145,93 +154,80 @@ class Training:
                 torch.set_rng_state(about["random"][0])
                 if self.on_gpu and len(about["random"]) > 1:
                     self.gpu.set_rng_state(about["random"][1])
-            again = f": {made - self.step} steps are made again" if self.step < min(made, self.options.steps) else ""
-            self.me.print(f"going on after step {self.step}, from {path}{again}")
-            if news := changed(about.get("options", {}), self.options):
+            self.me.print(f"going on after step {self.step}, from {path}")
+            if news := changed(about["options"], self.options):
                 self.me.print(f"changed since step {self.step}: {', '.join(news)}")
             return
         if found:
-            raise NotAgain(
-                f"no checkpoint in {str(folder)!r} is good; losses.jsonl has steps up to {last_step(folder)}. To begin "
-                "anew take another --folder"
-            )
-        if made:
-            self.me.print(f"no checkpoint was saved yet: all {made} steps are made again")
+            raise RuntimeError(f"no checkpoint in {str(folder)!r} is good. To begin anew take another --folder")
 
-    def run(self, leaving: Leaving, joined: float) -> None:
-        """Go on where the run has stopped, until its end or until somebody asks a rank to leave."""
-        self.watchdog.progress("loading", watched=False)
+    def run(self, asked) -> None:
+        """Go on where the run has stopped, until its end or until `asked()` says on any rank that it should leave."""
         self.load()
-        times = {"joined": joined, "loaded": time.time()}
-        launched = float(os.environ.get("ZERO_LAUNCHED", 0))
-        processes = together(lambda: (f"{socket.gethostname()}:{os.getpid()}", launched), None)
-        processes, times["launched"] = [name for name, _ in processes], min(began for _, began in processes)
-        self.journal = Journal(self.options.folder, self.step) if self.me.rank == 0 else None
+        first, folder = self.step, self.options.folder
+        processes = all_or_none(lambda: f"{socket.gethostname()}:{os.getpid()}", None)
+        before = None
+        if self.me.rank == 0:
+            before = journal.steps(folder)[-1:]
+            self.journal = journal.Journal(folder, first)
         about = {"stage": self.options.stage, "preset": self.options.preset, "ranks": self.me.world_size}
-        first = self.step
         self.log(event="start", step=first, **about, processes=processes)
         try:
-            why = self.steps(leaving, times)
-            self.wait_for_save()
-            if self.saving:
-                self.saving.result()  # it has failed
-            self.watchdog.progress("the end", watched=False)
-        except Exception as error:
-            self.lost(str(error))
-            raise
+            why = self.steps(asked, before)
+            self.finish_save()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         self.log(event="left", step=self.step, why=why)
-        if why != "done":
-            self.me.print(f"{why}, after step {self.step} of {self.options.steps}. The same line goes on from here")
-            return
-        nothing = f"already at step {first}, --steps is {self.options.steps}: nothing to do"
-        done = f"done: {self.step} steps" if first < self.step else nothing
-        self.me.print(f"{done}. A larger --steps goes on from here")
+        self.me.print(f"{why}, after step {self.step} of {self.options.steps}. The same line goes on from here")
 
-    def steps(self, leaving: Leaving, times: dict) -> str:
-        """Step by step, until one is the last. Returns why it is."""
-        options, me, first = self.options, self.me, True
-        while self.step < options.steps:
-            began, lr = time.perf_counter(), learning_rate(self.step, options)
+    def steps(self, asked, before) -> str:
+        """Step by step, until one is the last. Returns why it is. `before` is the last step of an earlier start."""
+        while self.step < self.options.steps:
+            began, line = time.perf_counter(), {"lr": learning_rate(self.step, self.options)}
             loss, norm = self.train()
             # A signal reaches some ranks only, and each in another moment. The sum tells all of them after which step
             # to leave. The host waits for the GPU here, once per step.
-            told = torch.stack([loss.double(), torch.tensor(leaving.asked(), dtype=torch.float64, device=me.device)])
+            told = torch.stack([loss.double(), torch.tensor(asked(), dtype=torch.float64, device=self.me.device)])
             dist.all_reduce(told)
-            loss, asked = told.tolist()
-            rate = options.batch * self.text.seq / (time.perf_counter() - began)
-            line = {"step": self.step, "loss": loss, "norm": norm.item(), "lr": lr, "tokens_per_s": round(rate)}
-            at_end = self.step == options.steps
-            if at_end or self.step % options.evaluate_every == 0:
+            line["loss"], leave = told.tolist()
+            tokens = self.options.batch * self.text.seq
+            line |= {"norm": norm.item(), "tokens_per_s": round(tokens / (time.perf_counter() - began))}
+            last = leave or self.step == self.options.steps
+            if self.step == self.options.steps or self.step % self.options.evaluate_every == 0:
                 line["held_out"] = self.evaluate()
-            self.log(**line, ranks=me.world_size, next=self.next)
-            self.say_saved()
-            if first and self.journal and (phases := self.journal.back(**times)):
-                told = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items())
-                print(f"back {sum(phases.values()):.1f} s after the last step: {told}", flush=True)
-            first = False
-            if asked or at_end or self.step % options.print_every == 0:
-                held_out = f", held-out {line['held_out']:.4f}" if "held_out" in line else ""
-                numbers = f"loss {loss:.4f}{held_out}, lr {lr:.1e}, {rate:,.0f} tokens/s"
-                me.print(f"step {self.step}/{options.steps}: {numbers}")
-            if asked or at_end or self.step % options.save_every == 0:
+            self.log(step=self.step, **line, ranks=self.me.world_size, next=self.next)
+            if before:
+                self.log_restart(before.pop())
+            if last or self.step % self.options.print_every == 0:
+                numbers = ", ".join(f"{name} {line[name]:.4g}" for name in line)
+                self.me.print(f"step {self.step}/{self.options.steps}: {numbers}")
+            if last or self.step % self.options.save_every == 0:
                 self.save()
-            if asked:
+            if leave:
                 return "left because it was asked to"
         return "done"
+
+    def log_restart(self, last: dict) -> None:
+        """The step before this one was `last`'s, of another start: how long is that ago, and what was made again?"""
+        repeated = last["step"] - self.step + 1
+        self.log(event="restart", step=self.step - 1, repeated=repeated, seconds=round(time.time() - last["time"], 2))
+
+    def log(self, **line) -> None:
+        if self.journal:
+            self.journal.write(**line)
 
 
 def main(argv=None) -> None:
     options = arguments(argv)
     seq = preset(options.preset).seq
     text, held_out = hold_out(load_text(options.data, seq), seq)
-    leaving = Leaving()
     me = process_group.start(options.backend, options.device)
-    joined = time.time()
     check_batch(options, me.world_size)
-    held = hold(options.folder, me)  # noqa: F841  until this process ends
+    seconds = PATIENCE * process_group.timeout()
+    held = on_all(lambda: me.rank == 0 and lock(options.folder, seconds), None)  # noqa: F841  until this process ends
     title = engines.ENGINES[options.stage].title
     me.print(f"{title}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
-    Training(options, me, text, held_out).run(leaving, joined)
+    Training(options, me, text, held_out).run(Asked())
     process_group.stop()
 
 

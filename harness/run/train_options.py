@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from harness.engine import checkpoint
-from harness.engine.safe_reader import Folder
+from harness.engine.checkpoint.reader import Folder
 from harness.run import journal, process_group
 from harness.run import options as common
 from harness.run.engines import DTYPES, STAGES
 from harness.run.folder import lock, refuse_others
 from harness.run.model import GPT, preset
 
-LEAVING = 5.0  # seconds, more than ranks need to notice that their launcher is gone, and to leave
+PATIENCE = 5.0  # seconds for a run that is about to leave: more than ranks need to notice that their launcher is gone
 # What a run may change when it goes on, and what then is another run than the one without a break.
 KEPT = ("data", "steps", "batch", "accumulate", "dtype", "lr", "warmup", "clip", "seed")
 NUMBERS = {  # {name: (type, default, the smallest there may be, help)}
@@ -69,18 +69,20 @@ def _check_folder(options: argparse.Namespace) -> None:
     except OSError as error:
         raise ValueError(f"cannot write --folder {str(options.folder)!r}: {error.strerror}") from error
     if process_group.machines() == 1:  # of several, the others may have begun this run
-        lock(options.folder, LEAVING).close()
-    with torch.device("meta"):
-        wanted = {name: value.shape for name, value in GPT(preset(options.preset)).state_dict().items()}
+        lock(options.folder, PATIENCE).release()
     for path in checkpoint.complete(options.folder)[-1:]:
         with contextlib.suppress(checkpoint.Damaged):  # the ranks will take the one before it
-            there = {name: value.shape for name, value in Folder(path, check=False).model_on_meta().items()}
-            if there != wanted:
-                starts = [line for line in journal.read(options.folder / journal.NAME) if line.get("event") == "start"]
-                other = starts[-1]["preset"] if starts else None
-                own = f"(preset {other}): take --preset {other}" if other else "(see there): take its --preset"
-                what = f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r}"
-                raise ValueError(f"{what} {own} or another --folder")
+            _check_model(options, path)
+
+
+def _check_model(options: argparse.Namespace, path: Path) -> None:
+    with torch.device("meta"):
+        model = GPT(preset(options.preset))
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    there = {name: value.shape for name, value in Folder(path, check=False).model_on_meta().items()}
+    if there != wanted:
+        other = f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r}"
+        raise ValueError(f"{other}: take the --preset of its losses.jsonl, or another --folder")
 
 
 def kept(options: argparse.Namespace) -> dict:
@@ -89,9 +91,12 @@ def kept(options: argparse.Namespace) -> dict:
 
 
 def changed(before: dict, options: argparse.Namespace) -> list[str]:
-    """Which options are others than those `before`, as in "--batch 8 -> 16". An older checkpoint may have none."""
-    now = kept(options)
-    return [f"--{name} {before[name]} -> {now[name]}" for name in KEPT if name in before and before[name] != now[name]]
+    """Which options are others than those `before`, as in "--batch 8 -> 16"."""
+    found = []
+    for name, value in kept(options).items():
+        if before[name] != value:
+            found.append(f"--{name} {before[name]} -> {value}")
+    return found
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:

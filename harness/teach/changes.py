@@ -11,7 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.run.ending import Parser, one_line
+from harness.run.command_line import Parser, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}

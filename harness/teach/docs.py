@@ -7,26 +7,25 @@ A page is written by hand except between two marks, which a reader on GitHub doe
     <!-- end -->
 
 What stands there is written by the function of that name in `BLOCKS`, from results/*.json or from the code.
-`./launch.sh docs --check` writes nothing and names what is stale.
+`./launch.sh docs --check` writes nothing and names what is stale. Without it the figures are drawn, too, from results/
+to results/figures/; `./launch.sh docs --figure losses --json FILE --out FOLDER` draws one of them from your file.
 """
 
 import json
 import re
 import sys
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.measure import step_report, tables
-from harness.measure.memory import fits_on
+from harness.measure.gpus import fits_on
 from harness.measure.ratios import ratios
-from harness.measure.report import page
-from harness.plan import validate
+from harness.measure.report import TITLES as OF_A_MACHINE
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
 from harness.run import journal
-from harness.run.ending import Parser, one_line
+from harness.run.command_line import Parser, one_line
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
@@ -51,10 +50,9 @@ def result(name: str):
     return json.loads((ROOT / "results" / name).read_text())
 
 
-def table(titles: str, cells: str, rows: Iterable[dict]) -> str:
+def table(titles: str, cells: str, rows: list[dict]) -> str:
     """The titles and a row's cells, both with " | " between them; "{name:.2f}" in a cell is a value of the row."""
-    form = cells.split(" | ")
-    return tables.markdown([titles.split(" | "), *([cell.format_map(row) for cell in form] for row in rows)])
+    return tables.markdown(tables.filled(titles, cells, rows))
 
 
 # The referee.
@@ -158,32 +156,6 @@ def memory_state() -> str:
     return table(titles, "`{name}` | {state_peak:,.2f} | {formula} | {psi:.2f}", rows)
 
 
-def hybrid() -> str:
-    """What is sent along each dimension of the grid, and held."""
-    rows = dry_runs("memory-7b-32ranks-4replicas.json")
-    for row in rows:
-        elements = {"row": 0, "across replicas": 0, "all ranks": 0}
-        for one in row["sent"]:
-            elements[one["where"]] += one["elements"]
-        row["sent"] = {where: f"{number / 1e9:,.2f}" * bool(number) for where, number in elements.items()}
-    titles = "engine | sent in the row | sent across replicas | sent among all ranks | held, GB | peak, GB"
-    cells = "{engine} | {sent[row]} | {sent[across replicas]} | {sent[all ranks]} | {held:,.2f} | {peak:,.2f}"
-    return table(titles, cells, rows)
-
-
-def offload() -> str:
-    """Device and host apart, beside the same run without offload."""
-    without, rows = {row["name"]: row["peak"] for row in dry_runs(MEMORY)}, dry_runs("memory-7b-8ranks-offload.json")
-    for row in rows:
-        host = row["host"]
-        more = host["pinned_bytes"] - host["held_bytes"]["parameters"] - host["held_bytes"]["gradients"]
-        row |= {"without": without[row["name"]], "host": host["peak_bytes"] / 1e9}
-        row["pinned"] = row["host"] + more / 1e9
-    titles = "engine | peak without, GB | device, peak, GB | device, held, GB | host, GB | if pinned, GB | smallest GPU"
-    cells = "{engine} | {without:,.2f} | {peak:,.2f} | {held:,.2f} | {host:,.2f} | {pinned:,.2f} | {gpu}"
-    return table(titles, cells, rows)
-
-
 # Sweeps.
 
 
@@ -198,63 +170,31 @@ def sweep(words: str) -> str:
     return table(titles, cells + " | {peak:,.1f} | {short:,.1f}", rows)
 
 
-# The planner.
-
-
-def plan_validation() -> str:
-    return tables.markdown(validate.table(result("plan-validation.json")["rows"]))
-
-
-def plan_groups() -> str:
-    return tables.markdown(validate.table_of_groups(result("plan-validation.json")["summary"]["groups"]))
-
-
-def plan_summary() -> str:
-    """The errors and what was fitted, in sentences."""
-    said = validate.in_sentences(result("plan-validation.json"))
-    return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
-
-
-def plan_missed() -> str:
-    """The rows that miss by more than is hoped for."""
-    return "; ".join(result("plan-validation.json")["summary"]["missed"]) or "none"
-
-
 # The machines that a report was sent from.
 
 
 def machines() -> str:
-    """A row per results/*/report.json: what it was, how many losses were DDP's there, how many tests passed."""
-    rows = [["machine", "torch", "ranks", "runs of an engine with DDP's losses", "tests passed"]]
-    for file in sorted((ROOT / "results").glob("*/report.json")):
-        report = json.loads(file.read_text())
-        runs = [job["results"] for job in page.jobs_with_results(report, "referee")]
-        found = [page.equal_to_ddp(run) for run in runs]  # none where that part was left out, or failed
-        exact, near, wrong = (sum(len(names[place]) for names in found) for place in range(3))
-        equal = f"{exact} to the bit, {near} near" + f", {wrong} NOT" * bool(wrong)
-        ways = ", ".join(dict.fromkeys(f"{run['world_size']} {run['backend']}" for run in runs))
-        passed, failed, _ = page.tests_in_all(report)
-        rest = [f"{report['machine'].get('torch')}", ways, equal, f"{passed}" + f", {failed} failed" * bool(failed)]
-        where = f"{file.parent.relative_to(ROOT)}/report.md"
-        rows.append([f"[{page.hardware(report['machine'])}]({where})", *rest])
-    return tables.markdown(rows) if rows[1:] else "None yet."
+    """A row per results/*/report.md: the one that stands at its top."""
+    rows = [OF_A_MACHINE]
+    for file in sorted((ROOT / "results").glob("*/report.md")):
+        name, *rest = file.read_text().splitlines()[4].strip("| ").split(" | ")
+        rows.append([f"[{name}]({file.relative_to(ROOT)})", *rest])
+    return tables.markdown(rows)
 
 
 # A run that came back.
 
-KILLED = ("a rank is killed by `kill -9`", "launcher and rank of one machine are killed: N = 1",
-          "the machine comes back: N = 2")  # fmt: skip
+RESTARTED = ("a second machine comes: N = 2", "a rank is killed by `kill -9`",
+             "the launcher of one machine is killed: N = 1")  # fmt: skip
 
 
 def restarts() -> str:
-    """How long each restart of a recorded run took, phase by phase."""
+    """How long each restart of a recorded run took."""
     lines = journal.read(ROOT / "results" / "train-zero2-cpu.jsonl")
     found = [line for line in lines if line.get("event") == "restart"]
-    rows = [["seconds, preset `tiny`, N = 2", *found[0]["seconds"], "in all", "steps made again"]]
-    for what, line in zip(KILLED, found, strict=True):
-        seconds = line["seconds"] | {"in all": sum(line["seconds"].values())}
-        cells = [f"{seconds[phase]:.1f}" if phase in seconds else "" for phase in rows[0][1:-1]]
-        rows.append([what, *cells, str(line["repeated"])])
+    rows = [["preset `tiny`", "seconds from the last step to the next", "steps made again"]]
+    for what, line in zip(RESTARTED, found, strict=True):
+        rows.append([what, f"{line['seconds']:.1f}", str(line["repeated"])])
     return tables.markdown(rows)
 
 
@@ -266,21 +206,9 @@ def claims() -> str:
     return counts(result("articles.json"))
 
 
-def recorded(claims: list[articles.Claim]) -> list[dict]:
-    """The rows of these claims."""
-    rows = {(row["article"], row["claim"]): row for row in result("articles.json")}
-    return [rows[claim.article, claim.claim] for claim in claims]
-
-
 def article(name: str) -> str:
-    """What the article that is called `name` in harness/teach/articles/claim.py says of ZeRO, memory and traffic."""
-    title = getattr(articles.claim, name)
-    return markdown(recorded([claim for claim in articles.ZERO if claim.article == title]))
-
-
-def other_claims() -> str:
-    """What the articles say of anything else."""
-    return markdown(recorded(articles.OTHERS))
+    """What an article says, by its name in harness/teach/articles/claim.py."""
+    return markdown([row for row in result("articles.json") if row["article"] == articles.ARTICLES[name]])
 
 
 def changes_between(first: str, second: str) -> str:
@@ -323,20 +251,29 @@ def conformance_differs() -> str:
     return tables.markdown([["property", "who is not right", "who is"], *rows])
 
 
-def exhibits_of(stage: str) -> str:
-    """The museum's numbers for a stage. They must be in one run."""
-    numbers = [number for number, exhibit in EXHIBITS.items() if exhibit.stage == stage]
-    if numbers != list(range(numbers[0], numbers[-1] + 1)):
-        raise ValueError(f"the exhibits of {stage} are not in one run: {numbers}")
-    return f"{numbers[0]} to {numbers[-1]}"
+def exhibits_of(which: str) -> str:
+    """The museum's numbers for a chapter, or for "engines"."""
+    numbers = [n for n, each in EXHIBITS.items() if which == ("engines" if each.of_engine else each.stage)]
+    runs = []  # [first, last]
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)
 
 
 MEASURED = referee, launches, slow_rank, sweep, machines, restarts
-COMPUTED = memory_peaks, memory_state, hybrid, offload, plan_validation, plan_summary, plan_groups, plan_missed
-SAID = article, other_claims, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
-BLOCKS: dict[str, Callable[..., str]] = {
-    block.__name__.replace("_", "-"): block for block in (*MEASURED, *COMPUTED, *SAID)
-}
+COMPUTED = memory_peaks, memory_state
+SAID = article, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
+
+
+def by_name(*blocks: Callable[..., str]) -> dict[str, Callable[..., str]]:
+    """{the name between the marks: the function}"""
+    return {block.__name__.replace("_", "-"): block for block in blocks}
+
+
+BLOCKS = by_name(*MEASURED, *COMPUTED, *SAID)
 
 
 def pages() -> list[Path]:
@@ -344,16 +281,16 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def generate(text: str, where: str = "a page") -> str:
+def generate(text: str, where: str = "a page", blocks: dict[str, Callable[..., str]] = BLOCKS) -> str:
     """`text` with every block written anew. Raises ValueError for a block that nobody can write."""
 
     def write(block: re.Match) -> str:
         name, arguments = block["name"], block["arguments"]
-        if name not in BLOCKS:
-            raise ValueError(f"{where}: no block {name!r}; there are: {', '.join(BLOCKS)}")
+        if name not in blocks:
+            raise ValueError(f"{where}: no block {name!r}; there are: {', '.join(blocks)}")
         # A sweep's name has spaces in it; all other arguments are words.
         given = [] if arguments is None else [arguments] if name == "sweep" else arguments.split()
-        made = BLOCKS[name](*given)
+        made = blocks[name](*given)
         # GitHub wants empty lines around a table; what is one line stays in its sentence.
         return block["begin"] + (f"\n\n{made.strip()}\n\n" if "\n" in made else made) + block["end"]
 
@@ -362,27 +299,48 @@ def generate(text: str, where: str = "a page") -> str:
     return BLOCK.sub(write, text)
 
 
-@one_line(ValueError, OSError, KeyError)
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
-    parser = Parser(prog="docs", description="Writes the generated parts of README.md and docs/.")
-    parser.add_argument("--check", action="store_true", help="write nothing, and say which pages are stale")
-    options = parser.parse_args(argv)
+def update(pages: list[Path], blocks: dict[str, Callable[..., str]], command: str, check: bool = False) -> int:
+    """Write what is stale in these pages, or with `check` only say it. Returns how many pages are stale then."""
     stale = 0
-    for path in pages():
+    for path in pages:
         name, old = path.relative_to(ROOT), path.read_text()
-        new = generate(old, str(name))
+        new = generate(old, str(name), blocks)
         if new == old:
             continue
         stale += 1
-        if options.check:
-            print(f"stale: {name}; ./launch.sh docs writes it anew")
+        if check:
+            print(f"stale: {name}; {command} writes it anew")
         else:
             path.write_text(new)
             print(f"written: {name}")
     if not stale:
-        print(f"up to date: {len(pages())} pages")
-    return int(options.check and stale > 0)
+        print(f"up to date: {len(pages)} {'page' if len(pages) == 1 else 'pages'}")
+    return stale if check else 0
+
+
+@one_line(ValueError, OSError, KeyError)
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
+    parser = Parser(
+        prog="docs", description="Writes the generated parts of README.md and docs/, and draws the figures."
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--check", action="store_true", help="write nothing, and say which pages are stale")
+    instead.add_argument("--figure", metavar="NAME", help="draw this figure, and write no page")
+    parser.add_argument("--json", nargs="+", metavar="FILE", help="with --figure: draw it from this, not from results/")
+    parser.add_argument("--out", default="results/figures", help="the figures' folder (default %(default)s)")
+    options = parser.parse_args(argv)
+    if options.json and options.figure is None:
+        raise ValueError("--json needs the name of a figure: --figure losses, say")
+    if options.figure is None:
+        stale = update(pages(), BLOCKS, "./launch.sh docs", options.check)
+        if options.check:
+            return int(stale > 0)
+    from harness.measure import figures  # matplotlib is needed here alone
+
+    for name in figures.FIGURES if options.figure is None else [options.figure]:
+        print(f"written: {figures.draw(name, options.out, options.json)}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.run.ending import Parser, one_line
+from harness.run.command_line import Parser, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises"

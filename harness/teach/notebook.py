@@ -3,7 +3,6 @@
 import atexit
 import inspect
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -13,13 +12,11 @@ import textwrap
 import time
 from pathlib import Path
 
-from harness.measure import memory as dry_run
+from harness.measure import memory as memory_command
 from harness.measure import style, tables
 from harness.run import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-THEME = style.THEMES["-dark" if os.environ.get("ZERO_NOTEBOOK_THEME") == "dark" else ""]
-INK = THEME["ink"]
 COLUMNS = 99  # the widest line that a notebook shows without scrolling
 DOTS = 5  # seconds from one sign of life of a quiet command to the next
 
@@ -68,9 +65,9 @@ def run(line: str, show: bool = True) -> str:
 
 def memory(arguments: str, columns: int = COLUMNS) -> dict:
     """The dry run in this process: `./launch.sh memory` with these arguments; its JSON. Prints what it measures."""
-    options = dry_run.arguments(shlex.split(arguments))
+    options = memory_command.arguments(shlex.split(arguments))
     say(f"the same as: ./launch.sh memory {arguments}", columns)
-    return dry_run.measure_all(options, lambda line: print(line, flush=True))
+    return memory_command.measure_all(options, lambda line: print(line, flush=True))
 
 
 def say(text: str, columns: int = COLUMNS, indent: str = "    ") -> None:
@@ -112,11 +109,6 @@ def read(path: Path) -> dict:
     return json.loads(Path(path).read_text())
 
 
-def new(rows: int = 1, columns: int = 1, height: float = 3.5, **options):
-    """(figure, axes) in the style of the README's figures; `options` go to `plt.subplots`."""
-    return style.new(THEME, rows, columns, height, **options)
-
-
 def bars(rows: dict[str, dict[str, float]], title: str):
     """Horizontal bars, stacked by part: see `harness.measure.style.bars`."""
-    return style.bars(THEME, rows, title)
+    return style.bars(rows, title)

@@ -2,18 +2,17 @@
 
 import textwrap
 
-from harness.measure.style import ALARM, LANE_COLOURS, LANE_STYLES, PART_COLOURS, PART_STYLES, beside, look, tick
-from harness.teach.notebook import INK, THEME, new
+from harness.measure.style import BELOW, COLOURS, INK, OVER_LINES, PAPER, beside, look, new, tick
 
 
 def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
     """What one rank sends, in buffers, against the number of ranks: counted in the ring, and everyone to everyone."""
-    figure, axes = new(height=3.6)
+    figure, axes = new(1, height=3.6)
     simple = [ranks - 1 for ranks in numbers]
     lines = (
         (simple, "o:", INK, "all-reduce, everyone to everyone", 7),
         (all_reduce, "s-", INK, "all-reduce, ring", 7),
-        (halves, "^-", LANE_COLOURS["reduce"], "reduce-scatter or all-gather, ring", -17),
+        (halves, "^-", COLOURS["reduce"], "reduce-scatter or all-gather, ring", -17),
     )
     for ys, mark, colour, label, above in lines:
         axes.plot(numbers, ys, mark, color=colour, linewidth=1.4)
@@ -23,7 +22,7 @@ def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
     axes.loglog(base=2)
     axes.set_xticks(numbers, [str(ranks) for ranks in numbers])
     axes.set_yticks([0.5, 1, 2, 8, 32], ["0.5", "1", "2", "8", "32"])
-    axes.grid(linewidth=0.5)
+    axes.grid()
     title = "In a ring an all-reduce never costs two buffers (counted in the lists above)"
     axes.set(ylim=(0.35, 2.2 * simple[-1]), xlabel="ranks N", ylabel="sent per rank, in buffers", title=title)
     return figure
@@ -31,16 +30,16 @@ def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
 
 def wire(logical: dict[str, float], crossed: dict[str, float] | None, ranks: int):
     """What a collective must send, and what crossed the loopback interface, per rank and in buffers."""
-    figure, axes = new(height=2.9)
+    figure, axes = new(1, height=2.9)
     kinds = list(logical)
     lanes = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
     for position, kind in enumerate(kinds):
         if crossed:
-            axes.barh(position, crossed[kind], 0.6, **look(LANE_STYLES[lanes[kind]], THEME))
-        tick(axes, THEME, logical[kind], position, 0.4)
+            axes.barh(position, crossed[kind], 0.6, **look(lanes[kind]))
+        tick(axes, logical[kind], position, 0.4)
         text = f"{crossed[kind]:.2f} crossed, " if crossed else ""
         far = max(logical[kind], crossed[kind] if crossed else 0)
-        beside(axes, THEME, f"{text}{logical[kind]:.2f} needed", far, position)
+        beside(axes, f"{text}{logical[kind]:.2f} needed", far, position)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
     finding = "no counter here: only what the ring needs"
@@ -55,11 +54,11 @@ def wire(logical: dict[str, float], crossed: dict[str, float] | None, ranks: int
 
 def layout(bucket, ranks: int):
     """A bucket (zero1.Bucket): its parameters laid end to end, the padding, and where it is cut."""
-    figure, axes = new(height=1.9)
+    figure, axes = new(1, height=1.9)
     axes.broken_barh([(0, bucket.numel)], (0, 1), facecolor="none", edgecolor=INK, hatch="///", linewidth=0.5)
     for name, start, parameter in zip(bucket.names, bucket.offsets, bucket.params):
-        axes.broken_barh([(start, parameter.numel())], (0, 1), **look(PART_STYLES["parameters"], THEME))
-        axes.text(start + 0.3, 0.5, name, va="center", fontsize=8, color="#ffffff")
+        axes.broken_barh([(start, parameter.numel())], (0, 1), **look("parameters"))
+        axes.text(start + 0.3, 0.5, name, va="center", fontsize=8, color=PAPER)
     for rank in range(ranks):
         axes.axvline((rank + 1) * bucket.shard_numel, color=INK, linewidth=2.5)
         axes.text((rank + 0.5) * bucket.shard_numel, 1.05, f"shard of rank {rank}", ha="center", fontsize=9)
@@ -70,7 +69,7 @@ def layout(bucket, ranks: int):
 
 def bucket_sizes(sizes: list[float], peaks: list[float], counts: list[int], held: float, title: str):
     """ZeRO-2's peak without activations, in bytes per parameter, for every size of bucket (MiB)."""
-    figure, axes = new(height=3.6)
+    figure, axes = new(1, height=3.6)
     axes.axhline(held, color=INK, linewidth=0.8, linestyle=":")
     text = "held between backward and update: 4Ψ + 12Ψ/N bytes"
     axes.text(len(sizes) - 1, held, text, ha="right", va="bottom", fontsize=8)
@@ -79,7 +78,7 @@ def bucket_sizes(sizes: list[float], peaks: list[float], counts: list[int], held
         axes.text(place, peak + 0.04 * max(peaks), f"{count} collectives", ha="center", fontsize=8)
     axes.set_xticks(range(len(sizes)), ["one per\nparameter", *(f"{size:.2g}" for size in sizes[1:-1]), "one\nfor all"])
     axes.margins(x=0.08)
-    axes.grid(axis="y", linewidth=0.5)
+    axes.grid(axis="y")
     ylabel = "peak without activations,\nbytes per parameter"
     axes.set(xlabel="bucket size, MiB", ylabel=ylabel, ylim=(0, max(peaks) * 1.15), title=title)
     return figure
@@ -87,12 +86,13 @@ def bucket_sizes(sizes: list[float], peaks: list[float], counts: list[int], held
 
 def freed(alive: dict[str, list[float]]):
     """MiB alive after each layer's forward, for each way to free: {way: a number per layer}."""
-    figure, axes = new(height=3.2)
-    styles = {"keep": ("o-", INK, 4.0), "swap": ("s--", ALARM, 2.0), "resize": ("D-", PART_COLOURS["parameters"], 2.0)}
+    figure, axes = new(1, height=3.2)
+    styles = {"keep": ("o-", INK, 4.0), "swap": ("s--", COLOURS["waiting"], 2.0)}
+    styles["resize"] = ("D-", COLOURS["parameters"], 2.0)
     for name, live in alive.items():
         marker, colour, width = styles[name]
         axes.plot(range(len(live)), live, marker, color=colour, linewidth=width, label=name)
-    axes.grid(linewidth=0.5)
+    axes.grid()
     axes.legend(loc="upper left")
     useless = [name for name, live in alive.items() if name != "keep" and live[-1] > 0.9 * alive["keep"][-1]]
     title = f"{' and '.join(useless).capitalize()} frees nothing" if useless else "Ways to free a gathered weight"
@@ -115,39 +115,40 @@ def columns(rows: dict[str, dict[str, float]], title: str):
     return figure
 
 
-VERDICTS = {"holds": ("#37925d", ""), "holds when": ("#93822b", "////"), "does not hold": (ALARM, "xxxx")}
+VERDICTS = {"holds": "optimizer", "holds when": "temporaries", "does not hold": "waiting"}  # in the colours of these
 
 
 def verdicts(claims: list[dict]):
     """How many claims of each article hold, hold under a condition, or do not, from `./launch.sh articles --json`."""
     articles = list(dict.fromkeys(claim["article"] for claim in claims))
-    figure, axes = new(height=0.5 * len(articles) + 1.6)
+    figure, axes = new(1, height=0.5 * len(articles) + 1.6)
     for place, article in enumerate(articles):
         start = 0
-        for kind, kind_style in VERDICTS.items():
+        for kind, colour in VERDICTS.items():
             mine = [claim["verdict"] for claim in claims if claim["article"] == article]
             number = sum(verdict.startswith(kind) and (kind != "holds" or verdict == kind) for verdict in mine)
             label = (f"{kind} ..." if kind == "holds when" else kind) if place == 0 else None
-            bar = axes.barh(place, number, 0.7, left=start, label=label, **look(kind_style, THEME))
-            paper = {"facecolor": THEME["paper"], "edgecolor": "none", "pad": 1.2}
-            axes.bar_label(bar, [str(number or "")], label_type="center", fontsize=9, bbox=paper if number else None)
+            bar = axes.barh(place, number, 0.7, left=start, label=label, **look(colour))
+            axes.bar_label(
+                bar, [str(number or "")], label_type="center", fontsize=9, bbox=OVER_LINES if number else None
+            )
             start += number
     axes.set_yticks(range(len(articles)), [textwrap.fill(article, 42) for article in articles], fontsize=8)
     axes.invert_yaxis()
     held = sum(claim["verdict"] == "holds" for claim in claims)
     axes.set(xlabel="number of claims", title=f"{held} of {len(claims)} claims hold without a condition")
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(**BELOW)
     return figure
 
 
 def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, float], title: str):
     """When a gather hides: ms that a block computes, against a rank's tokens, and ms of its gather, {label: ms}."""
-    figure, axes = new(height=4.0)
-    axes.plot(tokens, compute_ms, color=LANE_COLOURS["backward"], linewidth=2.5)
+    figure, axes = new(1, height=4.0)
+    axes.plot(tokens, compute_ms, color=COLOURS["backward"], linewidth=2.5)
     axes.annotate("the block computes", (tokens[-2], compute_ms[-2]), (-8, 0), textcoords="offset points", ha="right")
     for number, (label, milliseconds) in enumerate(gathers.items()):
         line = ("-", "--", "-.", ":")[number % 4]
-        axes.axhline(milliseconds, color=LANE_COLOURS["gather"], linewidth=1.6, linestyle=line)
+        axes.axhline(milliseconds, color=COLOURS["gather"], linewidth=1.6, linestyle=line)
         above = number % 2  # neighbours would write over each other
         axes.annotate(label, (tokens[0], milliseconds), (0, 3 if above else -3), textcoords="offset points", fontsize=8,
                       va="bottom" if above else "top")  # fmt: skip
@@ -155,6 +156,6 @@ def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, floa
     axes.set_yscale("log")
     axes.set_xticks(tokens, [f"{number:,}" for number in tokens], fontsize=8)
     axes.minorticks_off()
-    axes.grid(linewidth=0.5)
+    axes.grid()
     axes.set(xlabel="tokens per rank and step", ylabel="ms, by the formula", title=title)
     return figure

@@ -1,18 +1,16 @@
-"""174 claims of the five articles as data: who says what, what is run for it here, and the run that gives the verdict.
+"""Claims of the five articles about ZeRO and FSDP: who says what, what is run for it here, and the run that judges it.
 
-`./launch.sh articles` runs them all. Every claim is in words of ours, and its code is ours; no article's code is here.
-Our copies of the articles lack some numbers and formulas. A claim that was completed there says what is blank.
+`./launch.sh articles` runs them all. The words are in claims.toml, the runs in the files beside it. Every claim is in
+words of ours, and its code is ours; no article's code is here. Our copies of the articles lack some numbers and
+formulas. A claim that was completed there says what is blank.
 """
 
-from harness.teach.articles import on_memory, on_traffic, predicted, printed, rest
-from harness.teach.articles.claim import ARTICLES, Claim
+import sys
+from pathlib import Path
 
-# By article, and within each by subject: first what is said of ZeRO and FSDP, of memory and traffic.
-ZERO: list[Claim] = sorted(
-    on_memory.claims + on_traffic.claims + predicted.claims + printed.claims,
-    key=lambda claim: ARTICLES.index(claim.article),
-)
-OTHERS: list[Claim] = sorted(rest.claims, key=lambda claim: ARTICLES.index(claim.article))
-CLAIMS = ZERO + OTHERS
+from harness.teach.articles import on_memory, on_traffic, printed, sums
+from harness.teach.articles.claim import ARTICLES, Claim, load
 
-__all__ = ["ARTICLES", "CLAIMS", "Claim", "OTHERS", "ZERO"]
+CLAIMS: list[Claim] = load(Path(__file__).with_name("claims.toml"), sys.modules[__name__])
+
+__all__ = ["ARTICLES", "CLAIMS", "Claim", "on_memory", "on_traffic", "printed", "sums"]

@@ -6,7 +6,6 @@ Run it: ./launch.sh articles
 import argparse
 import itertools
 import json
-import re
 import sys
 import textwrap
 import time
@@ -16,14 +15,20 @@ from operator import itemgetter
 from pathlib import Path
 
 from harness.measure import tables
-from harness.run.ending import Parser, one_line
+from harness.run.command_line import Parser, one_line
 from harness.run.process_group import check_writable
 from harness.teach.articles import CLAIMS, Claim
 
 COLUMNS = ("article", "claim", "ran", "found", "verdict")
+IN_WORDS = {  # of a verdict: of one claim, of several
+    "holds": ("holds", "hold"),
+    "holds when": ("holds under a condition", "hold under a condition"),
+    "does not hold": ("does not hold", "do not hold"),
+    "error": ("error", "errors"),
+}
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(claims: list[Claim], argv: list[str] | None = None) -> argparse.Namespace:
     """The command's options, `claims` among them. Raises ValueError for what cannot work."""
     parser = Parser(prog="articles", description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the rows to this file")
@@ -31,9 +36,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub shows it")
     options = parser.parse_args(argv)
     wanted = options.only.lower()
-    options.claims = [claim for claim in CLAIMS if wanted in f"{claim.article} {claim.claim}".lower()]
+    options.claims = [claim for claim in claims if wanted in f"{claim.article} {claim.claim}".lower()]
     if not options.claims:
-        raise ValueError(f"--only {options.only!r} matches none of the {len(CLAIMS)} claims")
+        raise ValueError(f"--only {options.only!r} matches none of the {len(claims)} claims")
     check_writable("--json", options.json)
     return options
 
@@ -68,25 +73,22 @@ def markdown(rows: list[dict]) -> str:
         mine = list(mine)
         lines += ["<details>", f"<summary><b>{escape(article)}</b>: {counts(mine)}</summary>", ""]
         cells = [[one["claim"], one["ran"], one["found"], f"**{one['verdict']}**"] for one in mine]
-        lines += [tables.markdown([[*COLUMNS[1:]], *cells]), "", "</details>", ""]
+        lines += [tables.markdown([COLUMNS[1:], *cells]), "", "</details>", ""]
     return "\n".join(lines)
 
 
 def counts(rows: list[dict]) -> str:
     """In a few words how many claims there are, and of which verdicts."""
-    verdicts = Counter(re.sub("^holds when .*", "holds when", one["verdict"]) for one in rows)
-    words = ("claim", "claims"), ("holds", "hold"), ("holds under a condition", "hold under a condition")
-    words += ("does not hold", "do not hold"), ("error", "errors")
-    numbers = [len(rows), *(verdicts[kind] for kind in ("holds", "holds when", "does not hold", "error"))]
-    counted = [(number, one if number == 1 else several) for number, (one, several) in zip(numbers, words)]
-    total, *found = [f"{number} {word}" for number, word in counted if number]
-    return f"{total}: {', '.join(found)}"
+    verdicts = [one["verdict"] for one in rows]
+    kinds = Counter("holds when" if verdict.startswith("holds when") else verdict for verdict in verdicts)
+    found = [f"{kinds[kind]} {IN_WORDS[kind][kinds[kind] > 1]}" for kind in IN_WORDS if kinds[kind]]
+    return f"{len(rows)} {'claim' if len(rows) == 1 else 'claims'}: {', '.join(found)}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
     """Run the command; returns its exit status: 0, or 1 if a claim could not be run; bad options end it with 2."""
     with one_line(ValueError):
-        options = arguments(argv)
+        options = arguments(claims, argv)
     rows, started = [], time.perf_counter()
     for number, claim in enumerate(options.claims, 1):
         print(f"[{number}/{len(options.claims)}] {claim.claim} ...", end="", flush=True, file=sys.stderr)

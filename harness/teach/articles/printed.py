@@ -3,7 +3,6 @@
 import inspect
 import textwrap
 import warnings
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,24 +11,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from harness.measure.held import buckets_of
 from harness.run.counterparts import DDPStandIn
-from harness.run.engines import ENGINES
-from harness.teach.articles.claim import Claims, listed
-from harness.teach.articles.runs import STAGES, batch_for, chain, fake_ranks, forward, running, step
-
-claims = Claims()
-TORCH = f"torch {torch.__version__.split('+')[0]}"
+from harness.run.engines import CHAPTERS
+from harness.teach.articles.runs import batch_for, chain, fake_ranks, forward, running, step
 
 
-def attempt(run, warned: str = "ignore") -> str:
-    """Nothing if `run()` goes through, else the error's name and first words. `warned`: what becomes of warnings."""
+def attempt(run, *given) -> str:
+    """ "runs" if `run(*given)` goes through, else the error's name and first words."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(warned)
-            run()
+        with warnings.catch_warnings(action="ignore"):
+            run(*given)
     except Exception as error:
         return f"{type(error).__name__}: {textwrap.shorten(str(error).splitlines()[0], 90, placeholder=' ...')}"
-    return ""
+    return "runs"
 
 
 # The printed ZeRO-1 and ZeRO-3, as far as their properties go.
@@ -48,9 +43,16 @@ def last_update(numel: int) -> None:
     torch.optim.Adam([shard]).step()
 
 
-def fits(numel: int) -> bool:
-    """Whether all ranks have as much: a collective needs equal shards."""
-    return len(set(shards_of(numel))) == 1
+def printed_zero1():
+    even, uneven = found = [attempt(last_update, numel) for numel in (12, 10)]
+    return found, even == "runs", uneven == "runs"
+
+
+def shards_without_padding():
+    """A collective needs equal shards."""
+    found = [shards_of(numel) for numel in (16, 10, 5)]
+    even, *uneven = (len(set(sizes)) == 1 for sizes in found)
+    return found, even, any(uneven)
 
 
 def last_of(layers: int) -> float:
@@ -62,19 +64,8 @@ def last_of(layers: int) -> float:
     return shard.numel() / whole
 
 
-# fmt: off
-claims.multiple_gpus("the printed ZeRO-1 trains", "its padded shards and unpadded gradient slices on 4 ranks",
-                     "N divides the size of every parameter", lambda: (
-    f"4 ranks, 12 elements: {attempt(partial(last_update, 12)) or 'trains'}; 10 elements: gradient slices "
-    f"{shards_of(10)}, last rank: {attempt(partial(last_update, 10)) or 'trains'}",
-    not attempt(partial(last_update, 12)), not attempt(partial(last_update, 10))), tolerance=None)
-claims.wordpress("shards rounded up and cut off at the end, without padding, fit a collective",
-                 "shard sizes on 4 ranks", "N divides every size", lambda: (
-    "4 ranks: " + listed({f"{numel} elements": str(shards_of(numel)) for numel in (16, 10, 5)})
-    + "; a collective needs equal shards", fits(16), fits(10) or fits(5)))
-claims.wordpress("its function returns the rank's shards", "a loop that returns its last variable",
-                 "the model has one parameter",
-                 lambda: {"of the rank's elements, with 1 parameter": last_of(1), "with 8": last_of(8)}, says=1)
+def last_variable():
+    return [last_of(1), last_of(8)]
 
 
 class FreedByAssignment:
@@ -107,10 +98,11 @@ class FreedByAssignment:
             param.data = self.shards[param]
 
 
-@claims.multiple_gpus("the printed ZeRO-3 frees what it has gathered",
-                      "freeing by assigning .data, gathered bytes alive after forward")  # fmt: skip
 def printed_zero3_frees():
-    """Gathered parameters that are alive after a forward which has freed them all; activations are not counted."""
+    """Gathered parameters that are alive after a forward which has freed them all; activations are not counted.
+
+    First freed as printed, by assignment, and last by resizing their storage, as zero3.py does.
+    """
     with fake_ranks(8):
         engine = FreedByAssignment(chain())
         output = engine.model(batch_for(engine.model)[0])  # keeps what autograd has saved
@@ -118,91 +110,65 @@ def printed_zero3_frees():
         del output
     with running("zero3") as engine:
         loss = forward(engine)
-        resized = sum(bucket.flat.untyped_storage().nbytes() for bucket in engine.buckets)
+        resized = sum(bucket.flat.untyped_storage().nbytes() for bucket in buckets_of(engine))
         del loss
-    measured = f"alive after forward of 8 linear layers: {assigned:,} of {step('zero3').parameter_bytes:,} gathered "
-    return f"{measured}bytes, by resizing storages, as zero3.py and FSDP do: {resized:,}", not assigned
+    return [assigned, step("zero3").parameter_bytes, resized], not assigned
 
 
-@claims.multiple_gpus("the printed ZeRO-3 gets through forward and backward",
-                      "freeing in backward hooks, three models",
-                      "the input of every module needs a gradient; no embedding, no layer on the data itself",
-                      tolerance=None)  # fmt: skip
+def backward_of_printed(model: nn.Module, inputs: torch.Tensor) -> None:
+    with fake_ranks(2):
+        FreedByAssignment(model)
+        model(inputs).sum().backward()
+
+
 def printed_zero3_trains():
-    def passes(model: nn.Module, inputs: torch.Tensor) -> None:
-        with fake_ranks(2):
-            FreedByAssignment(model)
-            model(inputs).sum().backward()
-
     embedding = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
-    errors = {
-        "input with a gradient": attempt(lambda: passes(chain(2), torch.ones(2, 64, requires_grad=True))),
-        "plain input": attempt(lambda: passes(chain(2), torch.ones(2, 64))),
-        "embedding": attempt(lambda: passes(embedding, torch.zeros(2, 3, dtype=torch.int64))),
-    }
-    linear, data, token = (not error for error in errors.values())
-    return listed({what: error or "runs" for what, error in errors.items()}, "{}: {}", "; "), linear, data or token
+    linear, data, token = found = [
+        attempt(backward_of_printed, chain(2), torch.ones(2, 64, requires_grad=True)),
+        attempt(backward_of_printed, chain(2), torch.ones(2, 64)),
+        attempt(backward_of_printed, embedding, torch.zeros(2, 3, dtype=torch.int64)),
+    ]
+    return found, linear == "runs", "runs" in (data, token)
 
 
 # FSDP's names and wrappers.
 
-FSDP = "from torch.distributed.fsdp import"
 
-
-def imports(*lines: str) -> tuple:
+def imports(lines: list[str]):
     """Whether each import line works in this torch."""
-    failed = {line: error for line in lines if (error := attempt(partial(exec, line, {})))}
-    return f"{TORCH}: {listed(failed, '{!r}: {}', '; ') or f'{len(lines)} of {len(lines)} work'}", not failed
+    ends = [attempt(exec, line, {}) for line in lines]
+    failed = [end for end in ends if end != "runs"]
+    return [torch.__version__.partition("+")[0], "; ".join(failed) or "all work"], not failed
 
 
-for article, words, ran, *lines in (
-    (claims.multiple_gpus, "fully_shard is imported from torch.distributed.fsdp", "the import", f"{FSDP} fully_shard"),
-    (claims.multiple_gpus, "PyTorch ships two implementations, FSDP1 and FSDP2", "both imports",
-     f"{FSDP} FullyShardedDataParallel", f"{FSDP} fully_shard"),
-    (claims.wordpress, "fully_shard is imported from torch.distributed.fsdp.fully_shard", "the import",
-     "from torch.distributed.fsdp.fully_shard import fully_shard"),
-    (claims.scaling, "its names from torch.distributed.fsdp exist, enable_wrap among them", "the imports",
-     "from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, enable_wrap, wrap",
-     "from torch.distributed.fsdp.fully_sharded_data_parallel import BackwardPrefetch, CPUOffload"),
-):  # fmt: skip
-    article(words, ran, tolerance=None)(partial(imports, *lines))
+def functools_without_import():
+    with_it, without = (
+        attempt(exec, line, {}) for line in ("import functools; functools.partial", "functools.partial")
+    )
+    return [without], with_it == "runs", without == "runs"
 
 
-# fmt: off
-claims.scaling("its imports are all that its snippet needs", "functools.partial without an import, and with it",
-               "functools is imported as well", lambda: (
-    f"as printed {attempt(partial(exec, 'functools.partial', {}))}",
-    not attempt(partial(exec, "import functools; functools.partial", {})),
-    not attempt(partial(exec, "functools.partial", {}))), tolerance=None)
-# fmt: on
+def layers_sharded() -> nn.Module:
+    model = chain()
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
 
 
-@claims.wordpress("fully_shard on the layers, FSDP around the model",
-                  "a chain of layers wrapped so, one forward and backward", tolerance=None)  # fmt: skip
+def train(name: str, ranks: int, model_of=chain) -> None:
+    with running(name, model_of, ranks) as engine:
+        forward(engine).backward()
+
+
 def both_wrappers():
-    """Alone each trains, together neither does."""
-
-    def layers_sharded() -> nn.Module:
-        model = chain()
-        for layer in model:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        return model
-
-    def train(name: str, ranks: int, model_of=chain) -> None:
-        with running(name, model_of, ranks) as engine:
-            forward(engine).backward()
-
-    together = [attempt(partial(train, "fsdp1", ranks, layers_sharded)) for ranks in (1, 8)]
-    alone = [attempt(partial(train, name, 8)) for name in ("fsdp1", "fsdp2")]
-    found = dict(zip(("together on 1 rank", "on 8", "FSDP alone", "fully_shard alone"), together + alone))
-    return listed({what: error or "runs" for what, error in found.items()}, "{}: {}", "; "), not any(together)
+    """Alone each trains, together neither does: together on 1 rank and on 8, FSDP alone, fully_shard alone."""
+    together = [attempt(train, "fsdp1", ranks, layers_sharded) for ranks in (1, 8)]
+    alone = [attempt(train, name, 8) for name in ("fsdp1", "fsdp2")]
+    return [*together, *alone], "runs" in together
 
 
-@claims.scaling("implementation complexity: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high",
-                "lines of this project's classes counted", tolerance=0.5)  # fmt: skip
 def complexity():
-    """Of what is written out in one class each; what the stages share in harness/engine is not counted."""
-    classes = {"a DDP of buckets and hooks": DDPStandIn} | {name: ENGINES[name].build.args[0] for name in STAGES}
-    lines = {name: len(inspect.getsource(one).splitlines()) for name, one in classes.items()}
-    ddp, zero1, zero2, zero3 = lines.values()
-    return "lines: " + listed(lines), ddp < min(zero1, zero2) and max(zero1, zero2) < zero3
+    """Lines of what is written out in one class each; what chapters share, as a bucket, is not counted."""
+    classes = [DDPStandIn, *CHAPTERS.values()]
+    ddp, zero1, zero2, zero3 = found = [len(inspect.getsource(one).splitlines()) for one in classes]
+    return found, ddp < min(zero1, zero2) and max(zero1, zero2) < zero3

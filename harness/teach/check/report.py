@@ -1,22 +1,26 @@
 """`./launch.sh check zero2 [N]`: is the exercise solved? Says so step by step, with what was expected and found.
 
-This process has no rank: it starts those that try the steps (`ranks.py`), and puts their verdicts into words.
+This process has no rank: it starts those that try the steps (`steps.py`), and puts their verdicts into words.
 """
 
 import argparse
 import ast
 import itertools
+import json
 import os
+import platform
 import re
 import sys
 import textwrap
 from pathlib import Path
 
+import torch
+
 from harness.engine import accelerator
 from harness.run import options as common
 from harness.run import process_group, ranks
-from harness.run.ending import one_line
-from harness.teach.check.steps import checks_of
+from harness.run.command_line import one_line
+from harness.teach.check.steps import checks_of, parted
 from harness.teach.exercise import EXERCISES, FOLDER, ROOT
 
 SECONDS = 30  # for one step; each takes a second or two
@@ -140,7 +144,10 @@ class Report:
 
     @property
     def over(self) -> bool:
-        return len(self.verdicts) == len(self.checks) or any(v["status"] != "passed" for v in self.verdicts)
+        """All blanks were tried; and the whole file, if all have passed."""
+        if len(self.verdicts) < len(self.checks) - 1:
+            return False
+        return len(self.verdicts) == len(self.checks) or self.passed < len(self.verdicts)
 
     @property
     def passed(self) -> int:
@@ -159,22 +166,27 @@ def with_issued(folder: Path, rank: int, verdict: dict) -> dict:
     return {**verdict, "issued": log.read_text().splitlines()} if log.exists() else verdict
 
 
-def run(name: str, world_size: int, seconds: float, backend: str, device: str, file: Path) -> Report:
+def run(name: str, world_size: int, seconds: float, backend: str, device: str, file: Path, seed: int = 0) -> Report:
     """Start the ranks on `file`, and print the report."""
     shown = _shown(file)
     print(
         f"+ torchrun {' '.join(ranks.torchrun(world_size)[2:])} -m harness.teach.check.steps {name} {shown}\n",
         flush=True,
     )
-    command = ["-m", "harness.teach.check.steps", name, str(file), str(seconds), backend, device]
     report = Report(checks_of(name), shown, file.read_text())
-    together = 60 + (seconds + 5) * len(report.checks)
     variables = {"ZERO_TIMEOUT": str(12 * seconds + 60), "OMP_NUM_THREADS": "1"}
-    with ranks.Ranks(command, world_size, together, file=str(file), **variables) as there:
-        for _, verdicts in there.verdicts(range(len(report.checks))):
-            report.add([with_issued(there.folder, rank, verdict) for rank, verdict in enumerate(verdicts)])
-            if report.over:
-                break
+    while not report.over:
+        first = len(report.verdicts)
+        command = ["-m", "harness.teach.check.steps", name, str(file), str(seconds), backend, device]
+        command += [str(seed), str(first)]
+        together = 60 + (seconds + 5) * len(report.checks)
+        with ranks.Ranks(command, world_size, together, file=str(file), **variables) as there:
+            for _, verdicts in there.verdicts(range(first, len(report.checks))):
+                report.add([with_issued(there.folder, rank, verdict) for rank, verdict in enumerate(verdicts)])
+                if report.over or parted(verdicts):
+                    break  # other ranks try the rest
+        if len(report.verdicts) == first:
+            break
     if not report.over:
         print(f"the ranks ended without a verdict, the last they said:\n{there.text[-2000:]}", file=sys.stderr)
     return report
@@ -184,25 +196,44 @@ def _shown(file: Path) -> str:
     return os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
 
 
-def tell_rest(checks, passed: int, told: int, text: str, hints: int, lines: dict[str, int]) -> None:
-    """Print how many have passed, so many `hints` for the step that has not, if it was `told` of, and what follows."""
-    print(f"\n{passed} of {len(checks)} passed.")
-    if hints and told:
-        print("\n".join(next_hints(checks[passed], text, hints)))
-    for check in checks[passed + told :]:
-        blank = f", not written yet: see line {lines[check.title]}" if check.title in lines else ""
-        print(f"then      {check.title}{blank}")
+def tell_rest(report: Report, text: str, hints: int) -> None:
+    """Print how many have passed, and so many `hints` for the first that has not."""
+    print(f"\n{report.passed} of {len(report.checks)} passed.")
+    for check, verdict in zip(report.checks, report.verdicts):
+        if hints and verdict["status"] != "passed":
+            print("\n".join(next_hints(check, text, hints)))
+            break
+    if len(report.verdicts) < len(report.checks):
+        print(f"then      {report.checks[-1].title}")
+
+
+def as_json(report: Report, name: str) -> dict:
+    """For who collects points: one for each check, with what was expected and found."""
+    checks = []
+    for check, verdict in itertools.zip_longest(report.checks, report.verdicts):
+        verdict = verdict or {"status": "not tried"}
+        point = int(verdict["status"] == "passed")
+        checks.append({"title": check.title, "where": check.blank and check.blank.where, "point": point, **verdict})
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"exercise": name, "points": report.passed, "of": len(report.checks), "checks": checks, "versions": versions}
+
+
+def default_ranks(options: argparse.Namespace, gpus: int) -> int:
+    """Three, or as many as there are GPUs: with two, too much is alike on both."""
+    return gpus if gpus > 1 and options.device != "cpu" else 3
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """What was asked for, and where it runs. Raises ValueError."""
     parser = common.Parser(prog="check", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
-    parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: one per GPU, or 2)")
+    parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: 3, or one per GPU)")
     hint = "the next hint for the step that is not passed; twice: the next two"
     parser.add_argument("--hint", action="count", default=0, help=hint)
     parser.add_argument("--file", help="another file than exercises/NAME.py")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for one step (default {SECONDS})")
+    parser.add_argument("--seed", type=int, default=0, help="other data, for a teacher (default 0)")
+    parser.add_argument("--json", metavar="FILE", help="write points, and what was expected and found")
     common.add(parser, "backend", "device")
     options = parser.parse_args(argv)
     name, number, gpus = options.name, options.ranks, accelerator.count()
@@ -219,7 +250,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         how = "" if options.file else f": ./launch.sh exercise {name} writes it"
         raise ValueError(f"there is no {options.file or file.relative_to(ROOT)}{how}")
     options.file = file
-    options.ranks = number or max(process_group.default_ranks(options.backend, options.device, gpus, 1), 2)
+    options.ranks = number or default_ranks(options, gpus)
     _, options.runs_on, options.why = process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
     return options
 
@@ -237,19 +268,21 @@ def main(argv: list[str] | None = None) -> None:
         said = f"{error.msg}: {error.text or ''}" if line else error
         print(f"{shown}{f', line {line}' * bool(line)}: {said}".rstrip(" :\n"), file=sys.stderr)
         sys.exit(1)
-    first = EXERCISES[name].blanks[0].task
-    if first in lines:  # no rank is needed to tell
-        done, told = 0, 1
-        verdict = {"status": "open", "task": first, "line": lines[first]}
-        print("\n".join(lines_of(checks[0], verdict, shown, text.split("\n"))))
+    report = Report(checks, shown, text)
+    if len(lines) == len(checks) - 1:  # nothing is written: no rank is needed to tell
+        for check in checks[:-1]:
+            verdict = {"status": "open", "task": check.title, "line": lines[check.title]}
+            report.add([verdict])
     else:
         where = "CPU" if options.runs_on == "cpu" else "GPU"
         print(f"{shown} on {options.ranks} ranks, {where}: {options.why}. It takes about half a minute")
         with one_line():
-            report = run(name, options.ranks, options.seconds, options.backend, options.device, file)
-        done, told = report.passed, len(report.verdicts) - report.passed
-        if done == len(checks):
-            print(f"\n{done} of {len(checks)} passed: {shown} is right. It {EXERCISES[name].goal}.")
-            sys.exit(0)
-    tell_rest(checks, done, told, text, options.hint, lines)
+            seconds, backend, device = options.seconds, options.backend, options.device
+            report = run(name, options.ranks, seconds, backend, device, file, options.seed)
+    if options.json:
+        Path(options.json).write_text(json.dumps(as_json(report, name), indent=1))
+    if report.passed == len(checks):
+        print(f"\n{report.passed} of {len(checks)} passed: {shown} is right. It {EXERCISES[name].goal}.")
+        sys.exit(0)
+    tell_rest(report, text, options.hint)
     sys.exit(1)

@@ -1,49 +1,42 @@
-"""What `./launch.sh check` runs on every rank: load the student's file, try step after step, write down what was found.
+"""What `./launch.sh check` runs on every rank: load the student's file, try its blanks, write down the verdicts.
 
 `harness/teach/check/report.py` starts the ranks and reads the verdicts.
 """
 
+import ast
 import contextlib
-import functools
 import importlib
-import importlib.util
-import inspect
 import os
 import re
 import sys
 import threading
 import time
 import traceback
-import types
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from harness.properties.moves import ALL_STEPS, MOVES
-from harness.properties.property import Finding
-from harness.properties.sheet import MIXED, MIXED_AT, Recorder, Sheet
 from harness.run import process_group, ranks
+from harness.teach.check.cases import Case, cases_of
+from harness.teach.check.difference import Differences, chapter_tree, module_of, run, with_one_blank
+from harness.teach.check.recorder import Recorder
 from harness.teach.exercise import EXERCISES, ROOT, Blank
 
-FINDINGS = 3  # that are written down per step
+FINDINGS = 3  # that are written down per blank
 PATIENCE = 3  # seconds
 # What torch says when an operation meets a storage that was resized to 0.
 FREED = re.compile(r"setStorage|out of bounds for storage of size 0|storage of size 0")
 TOO_SMALL = re.compile(r"requiring a storage size of (\d+) are out of bounds for storage of size ([1-9]\d*)")
-# What the engine says when a unit is to compute that is not there; what gloo and NCCL say of two dtypes.
-NOT_READY = re.compile(r"unit '(.+?)' is to compute, but it is (not gathered|on its way): (\w+)\(\) must")
-TWO_DTYPES = re.compile(r"invalid tensor type|same (data ?)?type|consistent dtype|tensors? of different d?types?")
 LOST = ("onnection reset", "onnection closed", "roken pipe")  # what gloo says when another rank has gone
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: what it looks at (`blank`, or all steps together) and how."""
+    """One line of the report: what is tried is one `blank`, or the whole file."""
 
     title: str
-    look: object
     blank: Blank | None = None
 
     @property
@@ -51,14 +44,19 @@ class Check:
         return self.blank.read if self.blank else "what stands at the top of the file, and its class's docstring"
 
 
-ALL = ("training like one process on all data, and what it sends", "what is held, and that nothing else is alive")
-
-
 def checks_of(name: str) -> list[Check]:
-    """The checks of an exercise, in the order of the steps."""
-    blanks = zip(EXERCISES[name].blanks, MOVES[name], strict=True)
-    whole = [Check(f"All steps: {title}", look) for title, look in zip(ALL, ALL_STEPS, strict=True)]
-    return [Check(blank.task, look, blank) for blank, look in blanks] + whole
+    """The checks of an exercise: its blanks, each by itself, and then the whole file."""
+    blanks = [Check(blank.task, blank) for blank in EXERCISES[name].blanks]
+    return [*blanks, Check("All steps: training steps, what they send and what they hold")]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`seconds`: for one check. `seed`: of the data. Who waits in vain leaves the process where `exit_on_hang`."""
+
+    seconds: float = 30
+    seed: int = 0
+    exit_on_hang: bool = False
 
 
 class Broken(Exception):
@@ -69,7 +67,9 @@ class _Watch(Recorder):
     """Knows which collective this rank is in."""
 
     def __init__(self, file: str, note: Path | None = None):
+        super().__init__()
         self.file, self.now, self.last, self.loading = file, "", "", True
+        self.at, self.item, self.idle = "", "now", False  # the case, the name of its verdict, whether it is over
         self._note = None if note is None else os.open(note, os.O_CREAT | os.O_WRONLY)
         self.count = 0  # of collectives
         self._log = None if note is None else os.open(f"{note}.issued", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -124,119 +124,114 @@ def without_reference(name: str):
         sys.modules[module] = known
 
 
-def load(name: str, file: str) -> types.ModuleType:
-    """The student's module, from this path. Raises Broken if there is none, or if it is the reference in disguise."""
-    exercise, path = EXERCISES[name], os.path.realpath(file)
-    spec = importlib.util.spec_from_file_location(f"student_{name}", path)
-    module = importlib.util.module_from_spec(spec)
+def load(name: str, file: str, blank: Blank | None):
+    """The student's file as a module; with a `blank`, all others are the chapter's. Raises Broken."""
+    exercise, text = EXERCISES[name], Path(file).read_text()
     try:
-        spec.loader.exec_module(module)
+        tree = ast.parse(text) if blank is None else with_one_blank(name, text, blank)
+        if not any(isinstance(node, ast.ClassDef) and node.name == exercise.engine for node in tree.body):
+            raise Broken(f"there is no class {exercise.engine} of its own in it")
+        with without_reference(name):
+            return module_of(tree, f"student_{name}", file)
     except SyntaxError as error:
         raise Broken(f"line {error.lineno}: {error.msg}") from error
+    except LookupError as error:
+        raise Broken(f"{error} in it, which this exercise is to write") from error
     except ImportError as error:
         if f"{error.name}.py" == exercise.source:
             raise Broken(f"it imports {exercise.source}, the reference, which it is to replace") from error
         raise
-    for blank in exercise.blanks:
-        at = module
-        for part in blank.where.split("."):
-            at = getattr(at, part, None)
-        code = getattr(inspect.unwrap(at) if callable(at) else at, "__code__", None)  # it may be decorated
-        if code is None:
-            raise Broken(f"there is no {blank.where} in it, which this exercise is to write")
-        if os.path.realpath(code.co_filename) != path:
-            raise Broken(f"{blank.where} comes from {code.co_filename}, and not from this file")
-    cls = getattr(module, exercise.engine, None)
-    if not isinstance(cls, type) or cls.__module__ != module.__name__:
-        raise Broken(f"there is no class {exercise.engine} of its own in it")
-    return module
 
 
-@contextlib.contextmanager
-def filled(module: types.ModuleType, blanks: list[Blank], chapter: types.ModuleType):
-    """Inside, the chapter's code stands in these `blanks` of the student's module, so that its class is whole."""
-    with contextlib.ExitStack() as stack:
-        for blank in blanks:
-            *owner, name = blank.where.split(".")
-            mine, theirs = (functools.reduce(getattr, owner, each) for each in (module, chapter))
-            function = getattr(theirs, name)
-            if not blank.head:  # it stays the student's function, and calls what stands in the student's module
-                mine, name = inspect.unwrap(getattr(mine, name)), "__code__"
-                function = inspect.unwrap(function).__code__
-            stack.callback(setattr, mine, name, getattr(mine, name))
-            setattr(mine, name, function)
-        yield
+def differences(name: str, theirs, blank: Blank | None, case: Case, watch: "_Watch") -> list[dict]:
+    """What `theirs`, the student's module, does otherwise than the chapter in this case."""
+    engine, where = EXERCISES[name].engine, blank.where if blank else None
+    watch.at = case.at
+    chapter = module_of(chapter_tree(name), f"chapter_{name}", EXERCISES[name].source)
+    right = run(chapter, where, case, watch, engine)
+    watch.begin()
+    wrong = run(theirs, where, case, watch, engine)
+    return [asdict(each) for each in Differences(where, case).compare(right, wrong)]
 
 
-def examine(name, file: str, folder: str, seconds: float, device="cpu", first: int = 0, exit_on_hang=False) -> None:
-    """Try step after step on this rank, from number `first` to one that some rank fails; verdicts go to `folder`."""
-    file, rank, world_size, sheet = os.path.realpath(file), dist.get_rank(), dist.get_world_size(), None
-    blanks = EXERCISES[name].blanks
-    with without_reference(name) as chapter, _Watch(file, Path(folder, f"now.{rank}")) as watch:
-        for number, check in list(enumerate(checks_of(name)))[first:]:
+def try_blank(name: str, file: str, blank: Blank | None, watch: "_Watch", folder: str, number: int, options) -> dict:
+    """This rank's verdict on a blank, or on the whole file: of the first case in which any rank finds something."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    verdict = {"status": "passed"}
+    for place, case in enumerate(cases_of(name, blank.where if blank else None, options.seed)):
+        watch.item = f"{number}.case{place}"
+        try:
+            if place == 0:
+                watch.loading = True
+                theirs = load(name, file, blank)
+                watch.loading = False
+            found = differences(name, theirs, blank, case, watch)
+            if found:
+                verdict = {"status": "failed", "findings": found[:FINDINGS]}
+        except BaseException as error:
+            verdict = _verdict(error, watch)
+        ranks.say(folder, watch.item, rank, verdict)
+        watch.idle = True
+        verdicts = ranks.everyone(folder, watch.item, world_size, 2 * options.seconds + 10)
+        watch.idle = False
+        if any(not_passed(each) for each in verdicts):
+            break
+    return {**verdict, "count": watch.count}
+
+
+def examine(name, file: str, folder: str, options: Options, numbers: Iterable[int] | None = None) -> None:
+    """Try these checks (all of them) on this rank. Verdicts go to `folder`. After a hang no other is tried."""
+    file, rank, world_size = os.path.realpath(file), dist.get_rank(), dist.get_world_size()
+    checks = checks_of(name)
+    with _Watch(file, Path(folder, f"now.{rank}")) as watch:
+        for number in range(len(checks)) if numbers is None else numbers:
             over = threading.Event()
-            watch.begin()
-            if exit_on_hang:
-                threading.Thread(target=_guard, args=(over, seconds, watch, folder, number), daemon=True).start()
-            try:
-                if sheet is None:
-                    sheet = sheet_of(name, load(name, file), device)
-                    watch.loading = False
-                with filled(sheet.chapter, blanks[number + 1 :], chapter):  # what the student may not have written yet
-                    verdict = _findings(sheet.look(check.look)) or {"status": "passed"}
-            except BaseException as error:
-                verdict = _verdict(error, watch, sheet)
-                if verdict["status"] == "error" and sheet:  # it may be a consequence of what was found before
-                    verdict = _findings(sheet.findings) or verdict
+            if options.exit_on_hang:
+                arguments = (over, options.seconds, watch, folder, number)
+                threading.Thread(target=_guard, args=arguments, daemon=True).start()
+            verdict = try_blank(name, file, checks[number].blank, watch, folder, number, options)
             over.set()
             ranks.say(folder, number, rank, verdict)
-            patience = PATIENCE if verdict["status"] == "lost" else 2 * seconds + 10  # who is lost sends no verdict
-            if any(not_passed(other) for other in ranks.everyone(folder, number, world_size, patience)):
+            patience = PATIENCE if verdict["status"] == "lost" else 2 * options.seconds + 10
+            verdicts = ranks.everyone(folder, number, world_size, patience)
+            if parted(verdicts):
                 return
 
 
-def sheet_of(name: str, module: types.ModuleType, device: str = "cpu") -> Sheet:
-    cls = getattr(module, EXERCISES[name].engine)
-    return Sheet(name, module, cls, torch.device(device), f"exercises/{EXERCISES[name].source}")
-
-
-def _findings(found: list[Finding]) -> dict | None:
-    return {"status": "failed", "findings": [asdict(finding) for finding in found[:FINDINGS]]} if found else None
+def parted(verdicts: list[dict | None]) -> bool:
+    """Whether the ranks have stopped in different places: then they cannot try anything else together."""
+    return None in verdicts or len({verdict.get("count", -1) for verdict in verdicts}) > 1
 
 
 def not_passed(verdict: dict | None) -> bool:
     return verdict is None or verdict["status"] != "passed"
 
 
-def _verdict(error: BaseException, watch: _Watch, sheet: Sheet | None) -> dict:
-    """What an exception that came out of a check means; without a `sheet`, out of the file itself."""
-    chain, seen = error, error
-    while chain is not None:  # `waiting_for` passes on what happened inside
-        seen, chain = (chain, None) if isinstance(chain, NotImplementedError) else (seen, chain.__cause__)
-    trace = traceback.extract_tb(seen.__traceback__)
+def _verdict(error: BaseException, watch: "_Watch") -> dict:
+    """What an exception that came out of a check means; while `loading`, out of the file itself."""
+    trace = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in trace if frame.filename == watch.file]
     line = lines[-1] if lines else None
-    if isinstance(seen, NotImplementedError) and line and str(seen).startswith("Step "):
-        return {"status": "open", "line": line, "task": str(seen)}
+    if isinstance(error, NotImplementedError) and line and str(error).startswith("Step "):
+        return {"status": "open", "line": line, "task": str(error)}
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
         return {"status": "lost", "line": line, "error": f"has lost another rank in {watch.last or f'line {line}'}"}
     said = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
-    if sheet is None:
+    if watch.loading:
         return {"status": "error", "line": line, "error": said, "loading": True}
-    explained = _in_a_students_words(str(seen), sheet, watch.last)
+    explained = _in_a_students_words(str(error))
     said = explained or said
     ours = [frame for frame in trace if frame.filename.startswith(str(ROOT))]
-    if not line and ours and not explained and not isinstance(error, Broken):
+    if not line and ours and not explained:
         place = f"{os.path.relpath(ours[-1].filename, ROOT)}, line {ours[-1].lineno}"
         said += f" (raised in {place}, because of something that this file has left behind)"
-    return {"status": "error", "line": line, "error": f"{sheet.at}: ".removeprefix(", ") * bool(sheet.at) + said}
+    if watch.at:
+        said = f"{watch.at}: {said}"
+    return {"status": "error", "line": line, "error": said}
 
 
-def _in_a_students_words(said: str, sheet: Sheet, last: str) -> str:
-    """What an error of torch or the engine means in an exercise; "" for one that says it itself.
-
-    `last` is the last collective that this rank was in.
-    """
+def _in_a_students_words(said: str) -> str:
+    """What an error of torch means in an exercise; "" for one that says it itself."""
     if small := TOO_SMALL.search(said):
         needed, there = small.groups()
         return (
@@ -245,21 +240,8 @@ def _in_a_students_words(said: str, sheet: Sheet, last: str) -> str:
         )
     if FREED.search(said):
         return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
-    if "'Bucket' object has no attribute 'kept'" in said:
-        return "a bucket of frozen parameters is sent: they have no gradients. Send those of `unit.trained_buckets`"
-    if found := NOT_READY.search(said):
-        unit, how, moment = found.groups()
-        why = "still in flight: `_wait(unit)` is missing"
-        why = "not gathered: never gathered, or freed again?" if how == "not gathered" else why
-        return f"{moment}({unit}) has returned, and {unit} is {why}"
-    if TWO_DTYPES.search(said) and sheet.at == MIXED_AT and last.startswith("all_gather"):
-        own, there = str(sheet.odd().head.weight.dtype)[6:], str(MIXED["param_dtype"])[6:]
-        short = re.split(r" at index | \(|\n", said)[0]
-        return f"{short}: the shard is {own}, `flat` {there}: `precision.rounded_shard(bucket)` rounds it"
     if "grad_dtype" in said:  # as torch says it, of `piece.grad = ...`
         return "a piece is given a gradient of another dtype than its own: `gradient.to(piece.dtype)` casts it"
-    if sheet.name == "zero3" and "were not reduced" in said:
-        return f"{said.partition(':')[0]}. A unit may have several buckets: is each of `unit.trained_buckets` sent?"
     return ""
 
 
@@ -273,6 +255,9 @@ def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, nu
     while time.monotonic() < until:
         if over.wait(0.1):
             return
+        if watch.idle:  # it waits for the other ranks' verdicts, each of which has its own time
+            until = time.monotonic() + seconds
+            continue
         if not watch.now or watch.count != last:
             since, last = time.monotonic(), watch.count
         elif time.monotonic() > since + PATIENCE and any(
@@ -284,16 +269,18 @@ def _guard(over: threading.Event, seconds: float, watch: _Watch, folder: str, nu
     # Issued at one line, waited for at another.
     at = f"; it is at line {line}" if line and f"line {line}" not in where else ""
     hang = {"status": "hang", "line": line, "error": where + at, "loading": watch.loading}
-    ranks.say(folder, number, rank, hang)
+    for item in (watch.item, number):
+        ranks.say(folder, item, rank, hang)
     ranks.everyone(folder, number, world_size, 5)
     os._exit(3)
 
 
 def main() -> None:
-    name, file, seconds, backend, device, folder = sys.argv[1:]
+    name, file, seconds, backend, device, seed, first, folder = sys.argv[1:]
     ranks.begin(folder)
-    me = process_group.start(backend, device)
-    examine(name, file, folder, float(seconds), me.device, exit_on_hang=True)
+    process_group.start(backend, device)
+    options = Options(seconds=float(seconds), seed=int(seed), exit_on_hang=True)
+    examine(name, file, folder, options, range(int(first), len(checks_of(name))))
 
 
 if __name__ == "__main__":

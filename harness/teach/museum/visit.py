@@ -2,7 +2,8 @@
 
 ./launch.sh bug               the exhibits, without what is wrong with them
 ./launch.sh bug 7             two ranks train with the right engine, then with number 7: losses, bytes, collectives
-./launch.sh bug 7 --hint      which lines to look at, and in which method it is
+./launch.sh bug 7 --clue      the symptom in words, and what to think of
+./launch.sh bug 7 --hint      in which method to look
 ./launch.sh bug 7 --answer    what is wrong, where to read, the lines that do it, and the test that catches it
 """
 
@@ -19,13 +20,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from harness.measure import tables
-from harness.measure.ledger import MemoryLedger, held_bytes
+from harness.measure.held import held_bytes, storage_bytes
+from harness.measure.ledger import MemoryLedger
 from harness.measure.timeline import Timeline
-from harness.measure.traffic import TrafficLedger
+from harness.measure.told_step import buckets_of_unit
+from harness.measure.watched_step import watched_step
 from harness.run import process_group, ranks
-from harness.run.ending import Parser, one_line
+from harness.run.command_line import Parser, one_line
 from harness.run.shared_folder import shared_folder
-from harness.teach.museum.exhibits import EXHIBITS, PATCHED, Exhibit, exhibit_of, hand_out, load, save
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, hand_out, load, save
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
 RANKS, MOST_RANKS = 2, 16
@@ -37,16 +40,16 @@ def nothing_yet() -> dict:
 
 def train(loop: Loop, found: dict) -> None:
     """Train, and write down in `found` what a user can see, as soon as it is there: an exhibit may not come far."""
-    training, saved = loop.training, {}
+    saved = {}
     with MemoryLedger() as memory:
         engine = loop.build()
-        for step in range(training.steps):
-            if step == training.reload_at:
+        for step in range(loop.training.steps):
+            if step == loop.training.reload_at:
                 state = engine.full_state_dict()
                 del engine
                 engine = loop.build(100)
                 engine.load_full_state_dict(state)
-            if step == training.resume_at:
+            if step == loop.training.resume_at:
                 with shared_folder(engine.group) as folder:
                     save(engine, folder)
                     saved["checkpoint"] = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
@@ -54,41 +57,51 @@ def train(loop: Loop, found: dict) -> None:
                     engine = loop.build(100)
                     load(engine, folder)
                 saved["optimizer after resuming"] = held_bytes(engine)["optimizer"]
-            held, gathered, peaks = {}, [0], {"forward": 0, "backward": 0}
-            hooks = [
-                engine.optimizer.register_step_pre_hook(
-                    lambda *_, engine=engine, held=held: held.update(held_bytes(engine))
-                )
-            ]
-            hooks += [unit.module.register_forward_pre_hook(lambda *_, engine=engine, gathered=gathered:
-                      gathered.append(gathered_bytes(engine))) for unit in getattr(engine, "units", ())]  # fmt: skip
-            with TrafficLedger() as traffic, Timeline() as seen:
-                for moment, number in loop.moments(engine, step):
-                    if number is not None:
-                        found[moment].append(number)
-                    if moment in peaks:
-                        peaks[moment] = max(peaks[moment], memory.peak)
-                    if moment == "backward":
-                        inside = sum(each.kind in ("all-reduce", "reduce-scatter") for each in traffic.collectives)
-                    memory.reset_peak()
-            for hook in hooks:
-                hook.remove()
-    kinds = [collective.kind for collective in traffic.collectives]
-    sizes = {f"{part} held": nbytes for part, nbytes in held.items()}
-    sizes |= {f"peak in {phase}": nbytes for phase, nbytes in peaks.items()}
-    sizes |= {"units gathered at once in forward": max(gathered), "sent per step": traffic.sent_bytes, **saved}
-    found["counted"] = {
-        **{f"{line}, kB": nbytes / 1e3 for line, nbytes in sizes.items()},
-        **{f"{kind}s per step": kinds.count(kind) for kind in ("all-reduce", "reduce-scatter", "all-gather")},
-        "reductions sent inside backward": inside,
-        "reductions that travel while the rank computes": sum(seen.computed_meanwhile("all-reduce", "reduce-scatter")),
-    }
+            counted = train_a_step(loop, engine, step, memory, found)
+    sizes = counted.pop("sizes") | saved
+    found["counted"] = {f"{line}, kB": nbytes / 1e3 for line, nbytes in sizes.items()} | counted
     found["finished"] = True
 
 
-def gathered_bytes(engine) -> int:
-    """Bytes of the units' buffers (ZeRO-3) that have memory now: of those that the engine itself has gathered."""
-    return sum(bucket.flat.untyped_storage().nbytes() for unit in engine.units for bucket in unit.buckets)
+def train_a_step(loop: Loop, engine, step: int, memory: MemoryLedger, found: dict) -> dict:
+    """One step, watched: {line of the report: how many}, and {line: bytes} as "sizes"."""
+    peaks, gathered, inside = {"forward": 0, "backward": 0}, [0], 0
+    units = getattr(engine, "units", ())
+    look = partial(note_gathered, engine, gathered)
+    hooks = [unit.module.register_forward_pre_hook(look) for unit in units]
+    with watched_step(engine, memory) as seen, Timeline() as timeline:
+        for moment, number in loop.moments(engine, step):
+            if number is not None:
+                found[moment].append(number)
+            if moment in peaks:
+                peaks[moment] = max(peaks[moment], memory.peak)
+            if moment == "backward":
+                inside = seen.count["all-reduce"] + seen.count["reduce-scatter"]
+            memory.reset_peak()
+    for hook in hooks:
+        hook.remove()
+    sizes = {f"{part} held": nbytes for part, nbytes in seen.held.items()}
+    sizes |= {f"peak in {phase}": nbytes for phase, nbytes in peaks.items()}
+    sizes |= {"units gathered at once in forward": max(gathered), "sent per step": seen.sent_bytes}
+    return {
+        "sizes": sizes,
+        **{f"{kind}s per step": seen.count[kind] for kind in ("all-reduce", "reduce-scatter", "all-gather")},
+        "reductions sent inside backward": inside,
+        "reductions that travel while the rank computes": sum(
+            timeline.computed_meanwhile("all-reduce", "reduce-scatter")
+        ),
+    }
+
+
+def note_gathered(engine, gathered: list[int], *_) -> None:
+    """Add the bytes of the units' buffers (ZeRO-3) that have memory now: of those that the engine itself has gathered.
+
+    A hook before a unit's forward.
+    """
+    buffers = []
+    for unit in engine.units:
+        buffers += [bucket.flat for bucket in buckets_of_unit(unit)]
+    gathered.append(storage_bytes(buffers))
 
 
 def visit(exhibit: Exhibit, rank: int, say=lambda right: None, group=None, right: dict | None = None) -> dict:
@@ -128,7 +141,7 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
     """
     found = set()
     if errors := "".join(ours["error"] or "" for ours in wrong):
-        return {"timeout" if "waited in vain" in errors else "error"}
+        return {"timeout" if "Timed out" in errors else "error"}
     for key in ("losses", "norms", "scales"):
         for a, b in zip(right, wrong):
             pairs = zip(a[key], b[key])
@@ -144,7 +157,7 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
 def report(right: list[dict], wrong: list[dict]) -> str:
     """What a user would see of the two, a list entry per rank each."""
     numbers = range(len(right))
-    table = [["", *(f"{name} {rank}" for name in ("right, rank", "this, rank") for rank in numbers)]]
+    table = [["", *(f"right, rank {rank}" for rank in numbers), *(f"this, rank {rank}" for rank in numbers)]]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
         for step in range(len(right[0][key])):
             values = [f"{found[key][step]:.5f}" if step < len(found[key]) else "-" for found in (*right, *wrong)]
@@ -161,9 +174,16 @@ def report(right: list[dict], wrong: list[dict]) -> str:
 
 
 def catalogue() -> str:
-    lines = [f"{exhibit.number:>3}  {exhibit.stage}  {exhibit.title}" for exhibit in EXHIBITS.values()]
-    more = "./launch.sh bug N runs one (--ranks 4), ./launch.sh bug N --hint says where to look, --answer tells."
-    return "\n".join([__doc__.splitlines()[0], "", *lines, "", more])
+    """The chapters' exhibits, and in a second row those of what only engines do."""
+    chapters, engines = [], []
+    for exhibit in EXHIBITS.values():
+        row = engines if exhibit.of_engine else chapters
+        row.append(f"{exhibit.number:>3}  {exhibit.stage}  {exhibit.title}")
+    beside = "In what only engines do: clipping, loss scaling, checkpoints, offload (session 5 of docs/classroom.md)"
+    more = (
+        "./launch.sh bug N runs one (--ranks 4). Then --clue says what to think of, --hint where to look, --answer all."
+    )
+    return "\n".join([__doc__.splitlines()[0], "", *chapters, "", beside, "", *engines, "", more])
 
 
 def told(exhibit: Exhibit, *parts: str) -> str:
@@ -173,29 +193,36 @@ def told(exhibit: Exhibit, *parts: str) -> str:
     return "\n".join([f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}", "", *lines])
 
 
+def clue(exhibit: Exhibit) -> str:
+    """What to think of: not where to look."""
+    said = told(exhibit, f"Think of this: {exhibit.clue}")
+    return f"{said}\n\nAnd if that does not help: ./launch.sh bug {exhibit.number} --hint"
+
+
 def hint(exhibit: Exhibit) -> str:
-    """What to look at, and in which method to look: not what is wrong there."""
+    """In which method to look: not what is wrong there."""
     where = f"Look at: {exhibit.read.partition(':')[0]}"
     return f"{told(exhibit, where)}\n\nAnd if that does not help: ./launch.sh bug {exhibit.number} --answer"
 
 
 def answer(exhibit: Exhibit) -> str:
-    code = inspect.getsource(exhibit.wrong)
+    code = inspect.getsource(exhibit.code)
     code = code[code.index("\nclass ") + 1 :]  # without what is told of it above
-    if "patch.object(" in code:
-        code = f"{PATCHED}\n{code}"
     if "hand_out(" in code:
         code = f"{inspect.getsource(hand_out)}\n\n{code}"
     return "\n".join(
         (
             told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
-            "\nThe lines that were put in front of the right ones (harness/teach/museum/exhibits.py):\n",
+            "\nWhat stands in the place of the right lines (harness/teach/museum/exhibits.py):\n",
             code,
             "Caught by (it passes as it is, and fails with these lines in place):",
             *(f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by),
             f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
         )
     )
+
+
+ASKED = {"clue": clue, "hint": hint, "answer": answer}  # what is told, and nothing run
 
 
 # The command, and what it starts on every rank.
@@ -205,14 +232,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="bug", description=__doc__.splitlines()[0])
     parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"how many ranks train (default {RANKS})")
+    parser.add_argument("--clue", action="store_true", help="tell what to think of, and run nothing")
     parser.add_argument("--hint", action="store_true", help="tell where to look, and run nothing")
     parser.add_argument("--answer", action="store_true", help="tell what is wrong, and run nothing")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
     options = parser.parse_args(argv)
     options.exhibit = None if options.number is None else exhibit_of(options.number)
-    if options.exhibit is None and (options.answer or options.hint):
-        asked = "--answer" if options.answer else "--hint"
-        raise ValueError(f"{asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
+    options.asked = [name for name in ASKED if getattr(options, name)]
+    if options.exhibit is None and options.asked:
+        raise ValueError(f"--{options.asked[-1]} needs the number of a bug, 1 to {len(EXHIBITS)}")
     if not 2 <= options.ranks <= MOST_RANKS:
         raise ValueError(f"--ranks must be 2 to {MOST_RANKS}, got {options.ranks}")
     return options
@@ -252,7 +280,7 @@ def show(exhibit: Exhibit, world_size: int = RANKS) -> int:
     print(report(found["right"], wrong))
     if found["right"] == found["wrong"]:
         print("\nNo number differs: that is what to explain.")
-    print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --hint, and --answer")
+    print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --clue, --hint, and --answer")
     return 0
 
 
@@ -264,10 +292,8 @@ def main(argv: list[str] | None = None) -> int:
         process_group.run(partial(on_ranks, exhibit, Path(options.on_ranks)))
     if exhibit is None:
         print(catalogue())
-    elif options.hint:
-        print(hint(exhibit))
-    elif options.answer:
-        print(answer(exhibit))
+    elif options.asked:
+        print(ASKED[options.asked[-1]](exhibit))
     else:
         with one_line():
             return show(exhibit, options.ranks)

@@ -1,0 +1,1 @@
+"""Tools that stand on the core; nothing in the core imports them."""

@@ -1,0 +1,14 @@
+"""What the tests of the tools have from tests/: its helpers, its ranks, its options."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import conftest
+from conftest import on_gpus, quick_python, ranks, without_gpus  # noqa: F401  pytest finds them by their names
+
+
+def pytest_addoption(pluginmanager):
+    """The hooks of tests/conftest.py hold here too. pytest has them already where it runs tests of both folders."""
+    if not pluginmanager.has_plugin(conftest.__file__):
+        pluginmanager.register(conftest, conftest.__file__)

@@ -1,0 +1,72 @@
+"""`./launch.sh plan`: the command. It predicts; nothing that it prints was measured."""
+
+import time
+from dataclasses import asdict, replace
+
+from extra.planner import scale, sweep, validate, words
+from extra.planner.hardware import Cluster
+from extra.planner.plan_options import arguments, cluster_of, different, setup_of
+from extra.planner.predict import Prediction, predict
+from harness.run import process_group
+from harness.run.command_line import one_line
+from harness.run.options import command, write_json
+
+
+def plan(options) -> dict:
+    """Predict every engine, print the table and the recommendation; returns what --json writes."""
+    cluster, found, config = cluster_of(options), [], options.config
+    shape = f"{config.layers} blocks of width {config.width}, {config.seq} tokens per sequence"
+    where = f"{words.gpus(options.ranks, cluster)}, {options.precision}"
+    print(f"{shape}; {where}. Recording the engines' events:", flush=True)
+    for number, engine in enumerate(options.engines, 1):
+        print(f"  {number} of {len(options.engines)}: {engine} ... ", end="", flush=True)
+        started = time.perf_counter()
+        found.append(predict(setup_of(options, engine), cluster))
+        print(f"{time.perf_counter() - started:.1f} s", flush=True)
+    print(f"\nPredicted for {found[0].parameters / 1e9:.2f}e9 parameters:\n{words.table(found)}")
+    lines = [words.recommendation(found, cluster), *_otherwise(options, cluster, words.choose(found))]
+    print("\n" + "\n".join(lines) + "\n\n" + words.assumptions(cluster))
+    return {"predicted": True, "recommendation": lines, "assumptions": asdict(cluster),
+            "shape": asdict(config), "engines": [one.numbers() for one in found]}  # fmt: skip
+
+
+def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str]:
+    """What would be chosen with twice the bandwidth, and with half the ranks, in words."""
+    if options.ranks == 1:
+        return []
+    if options.ranks > options.ranks_per_node:
+        what, twice = "network", replace(cluster, inter_gbps=2 * cluster.between.bus)
+    else:
+        what, twice = "links", replace(cluster, intra_gbps=2 * (cluster.intra_gbps or cluster.gpu.link_gbps))
+    alone = len(options.engines) == 1
+    doubled = words.choose([predict(setup_of(options, engine), twice) for engine in options.engines])
+    said = [words.changed(chosen, doubled, f"twice the bandwidth of the {what}", alone)]
+    half, per_node = options.ranks // 2, options.ranks_per_node
+    # One engine alone has nobody to lose against, and is not recorded twice; and half of them may be no whole nodes.
+    if not alone and (half <= per_node or half % per_node == 0):
+        fewer = [predict(setup_of(options, engine, ranks=half), cluster)
+                 for engine in different(options.engines, half, per_node)]  # fmt: skip
+        said.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})"))
+    return said
+
+
+@one_line(ValueError)
+def main() -> None:
+    options = arguments()
+    if options.left_out:
+        print(options.left_out, flush=True)
+    if options.validate:
+        results = validate.run()
+    elif options.scale:
+        results = scale.run(options)
+    elif options.sweep:
+        results = sweep.run(options)
+    else:
+        results = plan(options)
+    if options.json:
+        write_json(options.json, results | {"command": command("plan")})
+        print(f"\nwritten: {options.json}")
+
+
+if __name__ == "__main__":
+    process_group.run(main)

@@ -1,0 +1,86 @@
+"""A model of torch's caching allocator: what it reserves of a GPU while the tensors of a step come and go.
+
+It asks the driver for **segments**, cuts **blocks** out of them, and keeps what is freed for the next that asks. So it
+has more than is alive: the rest is gaps that nothing fits into. Each stream has blocks of its own.
+"""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+
+from extra.planner.events import Memory, Recording
+
+MIB = 2**20
+UNIT = 512  # bytes: sizes are rounded up to multiples of it
+SMALL = MIB  # up to here a block comes out of a segment of 2 MiB, ...
+SMALL_SEGMENT = 2 * MIB
+MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB  # ... below this out of one of 20 MiB, and above it has one of its own
+
+
+class Allocator:
+    """`allocate` and `free` as the host calls them; `reserved` is what the driver has given, in bytes."""
+
+    def __init__(self):
+        self.reserved = 0
+        self._top = 0  # addresses of segments; they never touch, so that no block grows out of its own
+        self._free = defaultdict(list)  # (stream, small) -> (bytes, address) of its free blocks, in order
+        self._starts: dict[int, int] = {}  # address of a free block -> its bytes, ...
+        self._ends: dict[int, int] = {}  # ... and where it ends -> its address
+        self._lent = defaultdict(list)  # (stream, asked bytes) -> (bytes, address), the youngest last
+
+    def allocate(self, stream: str, nbytes: int) -> None:
+        """The smallest free block that is large enough, and what it has too much stays free."""
+        size = _up(nbytes, UNIT)
+        pool = stream, size <= SMALL
+        place = bisect_left(self._free[pool], (size, 0))
+        if place == len(self._free[pool]):
+            self._reserve(pool, size)
+            place = bisect_left(self._free[pool], (size, 0))
+        length, address = self._take(pool, *self._free[pool][place])
+        if length - size >= (UNIT if size <= SMALL else SMALL + 1):  # a large block is not split for little
+            self._give(pool, length - size, address + size)
+            length = size
+        self._lent[stream, nbytes].append((length, address))
+
+    def free(self, stream: str, nbytes: int) -> None:
+        """Of equal blocks the youngest, as activations go; the neighbours that are free as well become one with it."""
+        pool = stream, _up(nbytes, UNIT) <= SMALL
+        if not self._lent[stream, nbytes]:  # it was there before the events began
+            self._give(pool, _up(nbytes, UNIT), self._top)
+            self._top += _up(nbytes, UNIT) + 1
+            return
+        length, address = self._lent[stream, nbytes].pop()
+        if address + length in self._starts:
+            length += self._take(pool, self._starts[address + length], address + length)[0]
+        if address in self._ends:
+            before, address = self._take(pool, address - self._ends[address], self._ends[address])
+            length += before
+        self._give(pool, length, address)
+
+    def _reserve(self, pool: tuple, size: int) -> None:
+        segment = SMALL_SEGMENT if pool[1] else MIDDLE_SEGMENT if size < MIDDLE else _up(size, SMALL_SEGMENT)
+        self.reserved += segment
+        self._give(pool, segment, self._top)
+        self._top += segment + 1
+
+    def _give(self, pool: tuple, length: int, address: int) -> None:
+        insort(self._free[pool], (length, address))
+        self._starts[address], self._ends[address + length] = length, address
+
+    def _take(self, pool: tuple, length: int, address: int) -> tuple[int, int]:
+        self._free[pool].remove((length, address))
+        del self._starts[address], self._ends[address + length]
+        return length, address
+
+
+def _up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def reserved_bytes(recording: Recording) -> int:
+    """What is reserved when the recorded step has been made twice: gaps of the first serve the second."""
+    allocator = Allocator()
+    for event in recording.events * 2:
+        if type(event) is Memory:
+            act = allocator.allocate if event.nbytes > 0 else allocator.free
+            act(event.stream, abs(event.nbytes))
+    return recording.live_bytes + allocator.reserved

@@ -1,0 +1,79 @@
+"""What is generated in this folder's README.md: its tables and sentences, from results/plan-*.json.
+
+    python -m extra.planner.page             writes them, and draws the page's two pictures
+    python -m extra.planner.page --check     writes nothing and draws nothing: fails if something written is stale
+
+How a block is marked in the page: harness/teach/docs.py.
+"""
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+from extra.planner import pictures, validate
+from harness.measure import style, tables
+from harness.run.command_line import Parser, one_line
+from harness.teach import docs
+from harness.teach.articles.__main__ import markdown
+
+PAGE = Path(__file__).with_name("README.md")
+RESULTS = docs.ROOT / "results"
+PICTURES = {"plan-scale": pictures.scale, "plan-validation": pictures.validation}  # each of results/NAME.json
+
+
+def result(name: str):
+    """What `./launch.sh plan --scale` or `--validate`, or the claims, have written to results/."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def plan_validation() -> str:
+    """A row per published measurement."""
+    return tables.markdown(validate.table(result("plan-validation")["rows"]))
+
+
+def plan_groups() -> str:
+    """A row per source and size."""
+    return tables.markdown(validate.table_of_groups(result("plan-validation")["summary"]["groups"]))
+
+
+def plan_summary() -> str:
+    """The errors and what was fitted, in sentences."""
+    said = validate.in_sentences(result("plan-validation"))
+    return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
+
+
+def plan_missed() -> str:
+    """The rows that miss by more than is hoped for."""
+    return "; ".join(result("plan-validation")["summary"]["missed"]) or "none"
+
+
+def plan_articles() -> str:
+    """The articles' claims about time."""
+    return markdown(result("plan-articles"))
+
+
+BLOCKS = docs.by_name(plan_validation, plan_groups, plan_summary, plan_missed, plan_articles)
+
+
+def draw(name: str, folder: Path = RESULTS / "figures") -> Path:
+    """Draw one of `PICTURES` into a folder; returns where it is."""
+    path = folder / f"{name}.png"
+    style.save(PICTURES[name](result(name)), path)
+    return path
+
+
+@one_line(ValueError, OSError)
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 1 if --check finds something stale; an error ends it with 2."""
+    parser = Parser(prog="page", description="Writes the generated parts of the planner's page, and its pictures.")
+    parser.add_argument("--check", action="store_true", help="write nothing, and say whether the page is stale")
+    options = parser.parse_args(argv)
+    stale = docs.update([PAGE], BLOCKS, "python -m extra.planner.page", options.check)
+    for name in PICTURES if not options.check else ():
+        print(f"written: {draw(name)}")
+    return int(stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Measurements that others have published, with their sources. Nothing here was measured by this project.
+
+Tokens per second are per GPU. GB are of 10^9 bytes, GiB of 2^30; what kind of peak a source means is mostly not said.
+"""
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from extra.planner.hardware import GPUS, Cluster
+from extra.planner.one_rank import Setup
+from harness.run.model import GPTConfig
+
+GB, GIB = 10**9, 2**30
+
+PLAYBOOK = "Ultra-Scale Playbook (Hugging Face), interactive benchmarks"
+TORCHTITAN = "torchtitan, benchmarks of Llama 3 on H100, December 2024"
+FOUNDRY = "llm-foundry (MosaicML), throughput benchmarks"
+
+# The models. None has biases. (Theirs have rotary or no positions and mostly RMSNorm, this project's has neither.)
+MODELS = {
+    "1.34B": GPTConfig(16, 2048, 32, 131_072, 4096, ffn=8192, gated=True, bias=False),
+    "3.57B": GPTConfig(28, 3072, 32, 131_072, 4096, ffn=8192, gated=True, bias=False),
+    "8B": GPTConfig(32, 4096, 32, 131_072, 4096, ffn=14_336, gated=True, bias=False),
+    "Llama 3.1 8B": GPTConfig(32, 4096, 32, 128_256, 8192, kv_heads=8, ffn=14_336, gated=True, tied=False, bias=False),
+    "MPT 1B": GPTConfig(24, 2048, 16, 50_368, 2048, bias=False),
+    "MPT 3B": GPTConfig(32, 2560, 20, 50_368, 2048, bias=False),
+    "MPT 7B": GPTConfig(32, 4096, 32, 50_368, 2048, bias=False),
+    "MPT 13B": GPTConfig(40, 5120, 40, 50_368, 2048, bias=False),
+    "MPT 30B": GPTConfig(48, 7168, 56, 50_368, 2048, bias=False),
+    "MPT 70B": GPTConfig(80, 8192, 64, 50_368, 2048, bias=False),
+}
+
+# What the sources' engines are here. The Playbook's ZeRO-0 is DDP; its ZeRO-1 reduce-scatters all gradients in one
+# coalesced call when the last micro-batch is over, and gathers in another: the paper's 2Ψ, one bucket. Of FSDP1's
+# strategies SHARD_GRAD_OP is FSDP2 without resharding, FULL_SHARD is FSDP2: llm-foundry ran FSDP1. With micro-batches
+# of one sequence the Playbook's ZeRO-1 has 2Ψ more than ours: its bfloat16 gradients stay beside their float32 sums.
+# (With two sequences the published peaks show no such thing.)
+ONE_BUCKET = 1e6  # MiB
+# llm-foundry's benchmark script takes `attn_impl: triton`: version 1 of flash attention, written in Triton. The paper
+# of version 2 has version 2 as 1.3 to 2.5 times as fast; this is the middle of that, and fitted on nothing.
+SLOWER_ATTENTION = (1.3 * 2.5) ** 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement: on which GPUs, of what, tokens per second and GPU, peak in bytes or None.
+
+    `reserved`: the peak is what torch's allocator has reserved, and not what was alive. `keeps_low`: the framework
+    leaves bfloat16 gradients beside their float32 sums, two bytes for each parameter that the engines here do without.
+    """
+
+    model: str
+    gpu: str
+    setup: Setup
+    tokens_per_s: float
+    peak_bytes: float | None
+    source: str
+    network: str
+    reserved: bool = False
+    keeps_low: bool = False
+
+    @property
+    def cluster(self) -> Cluster:
+        gpu = GPUS[self.gpu]
+        slower = SLOWER_ATTENTION if self.source == FOUNDRY else 1
+        return Cluster(replace(gpu, attention=gpu.attention / slower), network=self.network)
+
+    @property
+    def long(self) -> bool:
+        """Are its sequences longer than any that something is fitted on?"""
+        return self.setup.config.seq > 4096 and self.source == FOUNDRY
+
+    @property
+    def one_node(self) -> bool:
+        return self.setup.ranks <= self.cluster.per_node
+
+
+# The table's names of them. llm-foundry does not state its network: presumably InfiniBand, and RoCE under the A100.
+SOURCES = {"playbook": PLAYBOOK, "torchtitan": TORCHTITAN, "llm-foundry": FOUNDRY}
+UNITS = {"GB": GB, "GiB": GIB}
+
+
+def _row(told: dict[str, str]) -> Row:
+    """A line of published.csv: no peak is not published, no tokens per second is a run that did not fit on its GPUs.
+
+    What the table does not say is said here, as it follows from who has measured.
+    """
+    source, model, engine = SOURCES[told["source"]], told["model"], told["engine"]
+    numbers = {key: int(told[key]) for key in ("micro_batch", "accumulate")}
+    bucket_mb = None
+    if source == PLAYBOOK:
+        bucket_mb = 25 if engine == "ddp" else ONE_BUCKET
+    config = replace(MODELS[model], seq=int(told["seq"]))
+    setup = Setup(config, engine, int(told["gpus"]), recompute=told["recompute"], bucket_mb=bucket_mb, **numbers)
+    tokens_per_s = int(told["tokens_per_s"] or 0)
+    peak = float(told["peak"]) * UNITS[told["unit"]] if told["peak"] else None
+    keeps_low = source == PLAYBOOK and engine == "zero1_2psi" and setup.micro_batch == 1
+    reserved = source == TORCHTITAN
+    return Row(model, told["gpu"], setup, tokens_per_s, peak, source, told["network"], reserved, keeps_low)
+
+
+with Path(__file__).with_name("published.csv").open(newline="") as _table:
+    _ROWS = [_row(told) for told in csv.DictReader(_table)]
+ROWS = tuple(row for row in _ROWS if row.tokens_per_s)
+# (The Playbook's ZeRO-1 with a model of 8B stands for one of 8 GPUs or more.)
+OUT_OF_MEMORY = tuple(row for row in _ROWS if not row.tokens_per_s)

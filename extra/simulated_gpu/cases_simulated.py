@@ -1,0 +1,298 @@
+"""Run on every rank, each with a simulated GPU (this folder): what is to be found there, and what is not."""
+
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import tempfile
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from extra.simulated_gpu import findings
+from harness.engine import checkpoint
+from harness.engine.checkpoint import loading
+from harness.measure import memory
+from harness.properties import fixtures
+from harness.run import engines
+from harness.run.model import GPT, GPTConfig, next_token_loss
+from harness.teach.museum import exhibits
+
+CONFIG = GPTConfig(2, 16, 2, 32, 8)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(77 * step + dist.get_rank())
+    tokens = torch.randint(32, (2, 9), generator=generator).cuda()
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(engine, step: int) -> torch.Tensor:
+    inputs, targets = batch(step)
+    return next_token_loss(engine(inputs), targets)
+
+
+class Stopped(Exception):
+    """Raised in the middle of a forward or a backward, on all ranks."""
+
+
+def stop(*_):
+    raise Stopped
+
+
+def stopped(engine, step: int, block: int, backward: bool) -> None:
+    """A forward that ends before a block, or a backward that ends behind it: with collectives in flight."""
+    module = engine.model.blocks[block]
+    with contextlib.suppress(Stopped):
+        if backward:
+            hook = module.register_forward_hook(lambda module, inputs, out: out.register_hook(stop) and None)
+            loss_of(engine, step).backward()
+        else:
+            hook = module.register_forward_pre_hook(stop)
+            loss_of(engine, step)
+    hook.remove()
+
+
+def train(engine_cls, stage: str, options: dict, folder: str) -> list[str]:
+    """Everything that an engine does, for some steps. Returns what the detector has found in this rank."""
+    findings.forget()
+    options = dict(options)
+    if (offload := options.pop("offload", None)) is not None:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=offload)
+    if options.pop("replicas", False):
+        options["group"] = init_device_mesh("cuda", (2, dist.get_world_size() // 2))
+    if stage != "zero3":
+        options["bucket_mb"] = 0.01
+    torch.manual_seed(0)
+    engine = engine_cls(GPT(CONFIG).cuda(), ADAMW, **options)
+    saving = None
+    for step in range(4):
+        for part in range(2):
+            with engine.no_sync() if step == 3 and not part else contextlib.nullcontext():
+                loss_of(engine, 2 * step + part).backward()
+        if step == 3:  # the next unit is on its way when the update frees all
+            with torch.no_grad():
+                stopped(engine, 12, block=0, backward=False)
+        if step % 2:
+            engine.clip_grad_norm_(0.5)
+        engine.step()
+        engine.zero_grad()
+        if step == 0:  # the copies go to disk beside the next step
+            saving = checkpoint.async_save(engine, folder)
+        if step == 1:
+            with torch.no_grad():
+                loss_of(engine, 9)
+            stopped(engine, 10, block=1, backward=False)
+            stopped(engine, 11, block=0, backward=True)
+            engine.zero_grad()
+        if step == 2:
+            saving.result()
+            checkpoint.load(engine, folder)
+            engine.load_full_state_dict(engine.full_state_dict())
+    engine.full_state_dict()
+    torch.cuda.synchronize()
+    return findings.found()
+
+
+def one_folder() -> str:
+    """The same folder on all ranks; it goes with the machine's other temporary files."""
+    found = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(found, device=torch.device("cuda", torch.cuda.current_device()))
+    return found[0]
+
+
+def trains(stage: str, options: dict) -> list[str]:
+    return train(fixtures.STAGES[stage], stage, options, one_folder())
+
+
+def chapter_trains(stage: str) -> list[str]:
+    """A chapter's steps, an evaluation between them, and an update while the next unit is on its way."""
+    findings.forget()
+    torch.manual_seed(0)
+    options = {} if stage == "zero3" else {"bucket_mb": 0.01}
+    chapter = engines.CHAPTERS[stage](GPT(CONFIG).cuda(), ADAMW, **options)
+    for step in range(4):
+        for part in range(2):
+            loss_of(chapter, 2 * step + part).backward()
+        if step == 3:  # the next unit is on its way when the update frees all
+            with torch.no_grad():
+                stopped(chapter, 12, block=0, backward=False)
+        chapter.step()
+        chapter.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                loss_of(chapter, 9)
+    torch.cuda.synchronize()
+    return findings.found()
+
+
+def exhibit_trains(title: str) -> list[str]:
+    shown = next(each for each in exhibits.EXHIBITS.values() if each.title == title)
+    try:
+        return train(shown.wrong, shown.stage, {"offload": True}, one_folder())
+    finally:
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def changed(module: str, old: str, new: str):
+    """The module's functions are what they would be if its source had `new` in the place of `old`."""
+    module = importlib.import_module(module)
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
+    other = {"__name__": module.__name__, "__file__": module.__file__}
+    exec(compile(source.replace(old, new), module.__file__, "exec"), other)
+    kept = []
+
+    def take(mine: dict, others: dict) -> None:
+        for name, function in mine.items():
+            if inspect.isclass(function) and function.__module__ == module.__name__:
+                take(vars(function), vars(others[name]))
+            elif inspect.isfunction(function) and function.__code__.co_filename == module.__file__:
+                kept.append((function, function.__code__))
+                function.__code__ = inspect.unwrap(others[name]).__code__
+
+    take(vars(module), other)
+    try:
+        yield
+    finally:
+        for function, code in kept:
+            function.__code__ = code
+
+
+def trains_without(module: str, old: str, new: str, stage: str, options: dict) -> list[str]:
+    """`train` with a line of the source taken out. An error, too, is a way to be found."""
+    folder = one_folder()
+    with changed(module, old, new):
+        return found_or_raised(partial(train, fixtures.STAGES[stage], stage, options, folder))
+
+
+def chapter_trains_without(module: str, old: str, new: str, stage: str) -> list[str]:
+    with changed(module, old, new):
+        return found_or_raised(partial(chapter_trains, stage))
+
+
+def found_or_raised(run) -> list[str]:
+    try:
+        return run()
+    except RuntimeError as error:
+        return [*findings.found(), str(error)]
+    finally:
+        torch.cuda.synchronize()
+
+
+def loads_without(stage: str, module: str) -> list[str]:
+    """Shards are written over on their way up, in ZeRO-3 to a forward, in the others after a step. Nothing waits."""
+    with changed(module, "engine.placement.finish_all()", "pass"):
+        engine = fixtures.STAGES[stage](GPT(CONFIG).cuda(), ADAMW, offload_policy=CPUOffloadPolicy())
+        for step in range(3):
+            if step == 2:
+                state = engine.full_state_dict()
+                values = [(bucket.shard, bucket.shard.clone()) for bucket in engine.all_buckets]
+                findings.forget()
+            loss_of(engine, step).backward()
+            engine.step()
+            engine.zero_grad()
+        if stage == "zero3":
+            with torch.no_grad():
+                loss_of(engine, 3)
+        if module == loading.__name__:  # what `checkpoint.load` does when all has been read
+            loading._install(engine, [], values, [], [], {})
+        else:
+            engine.load_full_state_dict(state)
+        torch.cuda.synchronize()
+    return findings.found()
+
+
+def counterpart_trains(name: str, offload: bool, dtype) -> list[str]:
+    """An engine of torch's, for some steps."""
+    findings.forget()
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    engine = engines.build(name, GPT(CONFIG).to(device), ADAMW, device, dtype=dtype, **options)
+    for step in range(3):
+        engine.training_step(*batch(step), next_token_loss)
+    torch.cuda.synchronize()
+    return findings.found()
+
+
+# What is no race, and an error by its name.
+
+
+def message_of(function) -> str:
+    try:
+        function()
+    except Exception as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def freed_memory() -> str:
+    tensor = torch.ones(64, device="cuda")
+    tensor.untyped_storage().resize_(0)
+    return message_of(lambda: tensor + 1)
+
+
+def unknown_operation() -> str:
+    findings.forget()
+    with contextlib.suppress(RuntimeError):
+        torch._convert_weight_to_int4pack(torch.zeros(64, 64, device="cuda", dtype=torch.uint8), 2).sum()
+    return findings.found()[0]
+
+
+def tensors_on_two_devices() -> str:
+    return message_of(lambda: torch.ones(4, device="cuda") + torch.ones(4))
+
+
+def different_collectives() -> str:
+    tensor = torch.ones(8 if dist.get_rank() else 6, device="cuda")
+    return message_of(lambda: dist.all_reduce(tensor))
+
+
+def an_output_on_another_gpu() -> str:
+    """Below torch, which would refuse it: NCCL is given an output that lies on the next GPU."""
+    nccl, comm, unique = ctypes.CDLL("libnccl.so.2"), ctypes.c_void_p(), (ctypes.c_char * 128)()
+    mine = torch.cuda.current_device()
+    here, there = (
+        torch.ones(4, device=torch.device("cuda", gpu)) for gpu in (mine, (mine + 1) % torch.cuda.device_count())
+    )
+    nccl.ncclGetUniqueId(unique)
+
+    class Id(ctypes.Structure):
+        _fields_ = [("internal", ctypes.c_char * 128)]
+
+    nccl.ncclCommInitRankConfig.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int, ctypes.c_void_p]
+    assert nccl.ncclCommInitRankConfig(ctypes.byref(comm), 1, Id.from_buffer_copy(unique), 0, None) == 0
+    pointers = ctypes.c_void_p(here.data_ptr()), ctypes.c_void_p(there.data_ptr())
+    assert nccl.ncclAllReduce(*pointers, ctypes.c_size_t(4), 7, 0, comm, None) != 0
+    nccl.ncclGetLastError.restype = ctypes.c_char_p
+    return nccl.ncclGetLastError(comm).decode()
+
+
+def the_host_reads_before_a_copy_is_over() -> list[str]:
+    findings.forget()
+    tensor, host = torch.ones(1000, device="cuda"), torch.empty(1000, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    host.sum()
+    torch.cuda.synchronize()
+    host.sum()
+    return findings.found()
+
+
+def print_peaks(*argv: str) -> None:
+    """In a process of its own: {engine: the allocator's peak in bytes that were asked for, before rounding up}."""
+
+    def requested(what: str):
+        return lambda *_: torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+    torch.cuda.init()
+    torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = requested("current"), requested("peak")
+    found = memory.measure_all(memory.arguments([*argv, "--device", "cuda"]))["engines"]
+    print(json.dumps({name: row["peak_bytes"] for name, row in found.items()}))

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The GPU path on simulated GPUs (README.md here), where ZERO_CUDA_PYTHON names a Python with a CUDA build.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+if [ -z "${ZERO_CUDA_PYTHON:-}" ]; then
+    echo "left out: simulated GPUs. Set ZERO_CUDA_PYTHON to a Python with extra/simulated_gpu/requirements.txt (5 GB)"
+    exit
+fi
+chosen="test_cuda or referee or watch or trace or sweeps or allocators or races or missed or loads or exhibit or named"
+PYTHON=$ZERO_CUDA_PYTHON ./launch.sh test --simulated-gpus 2 tests/test_cuda.py extra/simulated_gpu -q -k "$chosen"

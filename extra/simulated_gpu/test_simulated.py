@@ -1,0 +1,251 @@
+"""The GPU path as users run it, and races in it, on simulated GPUs: ./launch.sh test --simulated-gpus N.
+
+Without them all of this is skipped. tests/test_cuda.py runs there as well. After every test stands what the detector
+has found in all processes that the test has started (findings.py): nothing may be.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from test_train import Run
+
+from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, each
+from harness.properties import fixtures
+
+if "SIMULATED_GPUS" not in os.environ:
+    pytest.skip("./launch.sh test --simulated-gpus N", allow_module_level=True)
+from extra.simulated_gpu import cases_simulated as cases
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = torch.cuda.device_count()
+RANKS = max(2, GPUS)  # on one GPU two ranks share it, over gloo
+several = pytest.mark.skipif(GPUS < 2, reason="NCCL's ranks need a GPU each: two at least")
+finds = pytest.mark.finds
+
+
+def launch(*arguments) -> str:
+    """`./launch.sh ...` to its end; what it has printed."""
+    done = forked.launch(*map(str, arguments))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+# The commands.
+
+
+def test_the_referee_finds_ddps_losses_in_all_engines(tmp_path):
+    out = launch("compare", RANKS, "--preset", "toy", "--steps", 6, "--timed-steps", 2, "--json", tmp_path / "out")
+    report = json.loads((tmp_path / "out").read_text())
+    assert report["match"] and report["device"] == "cuda" and report["backend"] == ("nccl" if GPUS > 1 else "gloo")
+    # The simulated NCCL adds in the order of the ranks, whoever asks: so these are equal to the bit.
+    assert "to the bit at every step: zero1, zero_redundancy_optimizer, zero2, fsdp2_no_reshard, zero3, fsdp2." in out
+
+
+def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
+    options = ("train", "zero3", str(RANKS), "--preset", "toy", "--save-every", "2", "--steps")
+    environment = {"PYTHON": forked.python(), "ZERO_TIMEOUT": "60"}
+    run = Run([str(ROOT / "launch.sh"), *options, "12"], tmp_path / "run", **environment)
+    run.wait_for(lambda: len(run.steps()) >= 4)
+    os.kill(run.ranks()[-1], signal.SIGKILL)
+    assert run.end() == 0, run.printed()
+    assert len(run.events("start")) == 2, "nobody noticed that a rank was killed"
+    launch(*options, 14, "--folder", tmp_path / "run")
+    assert run.steps()[-1]["step"] == 14
+
+
+def test_report(tmp_path):
+    launch("report", tmp_path / "report", "--quick", "--only", "machine,timeline,sweeps", "--minutes", 3)
+    assert "Simulated GPU" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path):
+    """To 0.25%, in bytes that were asked for: the allocator rounds them up to blocks, which is no engine's doing."""
+    options = ["--preset", "tiny", "--ranks", "4"]
+    launch("memory", *options, "--json", tmp_path / "fake")
+    launch("memory", *options, "--device", "cuda", "--json", tmp_path / "cuda")  # as users run it
+    code = f"from extra.simulated_gpu import cases_simulated; cases_simulated.print_peaks(*{options!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, fake = json.loads(done.stdout.splitlines()[-1]), json.loads((tmp_path / "fake").read_text())["engines"]
+    assert len(found) >= 5
+    for name, peak in found.items():
+        expected = fake[name]["peak_bytes"]
+        assert abs(peak - expected) < 0.0025 * expected, (
+            f"{name}: the allocator's peak is {peak} bytes, the dry run's {expected}"
+        )
+
+
+def test_bench():
+    small = ("--layers", 1, "--width", 32, "--heads", 2, "--vocab", 256, "--seq", 32, "--rounds", 2)
+    assert "x fsdp2" in launch("bench", RANKS, *small)
+
+
+def test_sweeps(tmp_path):
+    launch("sweeps", RANKS, "--preset", "toy", "--rounds", 1, "--json", tmp_path / "out")
+    assert json.loads((tmp_path / "out").read_text())
+
+
+def test_watch(tmp_path):
+    launch("watch", "zero3", RANKS, "--preset", "toy", "--tries", 1, "--out", tmp_path / "page.html")
+    assert "ZeRO-3" in (tmp_path / "page.html").read_text()
+
+
+def test_trace(tmp_path):
+    launch("zero3", RANKS, "--preset", "toy", "--trace", tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda file: file.stem)
+def test_notebooks(file, tmp_path):
+    """Its cells, one after the other, without Jupyter: `%%writefile` is all that it would do."""
+    cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
+    code = []
+    for cell in cells:
+        first, _, rest = "".join(cell["source"]).partition("\n")
+        if first.startswith("%%writefile "):
+            text = f"open(f{first.split()[1]!r}, 'w').write({rest!r})"
+        else:
+            text = "\n".join(line for line in "".join(cell["source"]).split("\n") if not line.startswith("%"))
+        code.append(text)
+    (tmp_path / "cells.py").write_text("\n".join(code))
+    small = {"ZERO_NOTEBOOK_PRESET": "toy", "ZERO_NOTEBOOK_RANKS": str(RANKS), "ZERO_NOTEBOOK_CLAIMS": "fully_shard"}
+    env = {**os.environ, **small, "ZERO_NOTEBOOK_DEVICE": "cuda", "MPLBACKEND": "agg"}
+    command = [sys.executable, str(tmp_path / "cells.py")]
+    done = subprocess.run(command, env=env, cwd=file.parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "The runs use: cuda" in done.stdout
+
+
+# What a GPU would do quietly, and a simulated one says.
+
+
+@pytest.fixture(scope="module")
+def pool(on_gpus):
+    return on_gpus(RANKS)
+
+
+@finds
+@pytest.mark.parametrize("case, words", {
+    "freed_memory": ("add", "shape [64]", "memory was freed"),
+    "unknown_operation": ("aten::_convert_weight_to_int4pack is not simulated", "cases_simulated.py"),
+    "tensors_on_two_devices": ("same device", "add", "on the CPU"),
+    "the_host_reads_before_a_copy_is_over": ("memcpy", "default stream", "the host reads", "pinned memory"),
+}.items(), ids=str)  # fmt: skip
+def test_what_is_wrong_is_named(pool, case, words):
+    for found in pool.run(getattr(cases, case)):
+        found = found if isinstance(found, str) else "\n".join(found)
+        assert all(word in found for word in words), found
+
+
+@finds
+@several
+def test_ranks_that_issue_different_collectives_are_named(pool):
+    from pool import CaseFailed
+
+    for found in pool.run(cases.different_collectives):
+        assert "different collectives" in found and "all-reduce from 6 to 6 float32" in found, found
+        assert "all-reduce from 8 to 8 float32" in found, found
+    with pytest.raises(CaseFailed):  # the group is of no use any more: the next case has new ranks
+        pool.run(fixtures.failure, module=cases.__name__, of="freed_memory")
+
+
+@finds
+@several
+def test_an_output_on_another_gpu_is_named(pool):
+    for rank, found in enumerate(pool.run(cases.an_output_on_another_gpu)):
+        assert "an output on the wrong device" in found and f"memory of GPU {(rank + 1) % GPUS}" in found, found
+
+
+@finds
+def test_a_host_that_touches_device_memory_is_named():
+    code = "import ctypes, torch; ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV and "the host reads device memory: bytes 0 to 1" in done.stderr, done
+
+
+# Races.
+
+OFFLOAD, LOW = {"offload": True}, cases.LOW
+OPTIONS = [{}, LOW, OFFLOAD, {"offload": False}, {**OFFLOAD, **LOW}, {"find_unused": True}]
+OF_ZERO3 = [
+    {"prefetch": 0},
+    {"prefetch": 2},
+    {"reshard_after_forward": False},
+    {"reshard_after_forward": False, **OFFLOAD},
+]
+REPLICAS = [{"replicas": True}, {"replicas": True, **OFFLOAD}] if GPUS > 1 else []
+ALL = [(stage, options) for stage in fixtures.STAGES for options in OPTIONS + REPLICAS + OF_ZERO3 * (stage == "zero3")]
+
+
+@pytest.mark.parametrize("stage, options", ALL, ids=str)
+def test_no_races(pool, stage, options):
+    assert not any(found := pool.run(cases.trains, stage=stage, options=options)), found
+
+
+@pytest.mark.parametrize("stage", fixtures.STAGES)
+def test_no_races_in_a_chapter(pool, stage):
+    assert not any(found := pool.run(cases.chapter_trains, stage=stage)), found
+
+
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", ("ddp", "zero_redundancy_optimizer", "fsdp2_no_reshard", "fsdp2", "fsdp2-offload"))
+def test_no_races_in_what_we_compare_with(pool, name, dtype):
+    name, _, offload = name.partition("-")
+    assert not any(found := pool.run(cases.counterpart_trains, name=name, offload=bool(offload), dtype=dtype)), found
+
+
+def named(lines: list[str]) -> bool:
+    """The two operations, their streams and the bytes; or the engine itself says which unit is on its way."""
+    return bool(lines) and all("stream" in line and "bytes" in line or "is on its way" in line for line in lines)
+
+
+ENGINES_LINES, CHAPTERS_LINES = each(OF_ENGINES), each(OF_CHAPTERS)
+
+
+@finds
+@several
+@pytest.mark.parametrize("name", ENGINES_LINES)
+def test_what_is_taken_out_is_missed(pool, name):
+    module, old, new, stage, options = ENGINES_LINES[name]
+    for found in pool.run(cases.trains_without, module=module, old=old, new=new, stage=stage, options=options):
+        assert named(found), found
+        print("\n".join(found[:2]))
+
+
+@finds
+@several
+@pytest.mark.parametrize("name", CHAPTERS_LINES)
+def test_what_is_taken_out_of_a_chapter_is_missed(pool, name):
+    module, old, new, stage, _ = CHAPTERS_LINES[name]
+    for found in pool.run(cases.chapter_trains_without, module=module, old=old, new=new, stage=stage):
+        assert named(found), found
+        print("\n".join(found[:2]))
+
+
+@finds
+@pytest.mark.parametrize("module", ("harness.engine.state", "harness.engine.checkpoint.loading"))
+@pytest.mark.parametrize("stage", fixtures.STAGES)
+def test_who_loads_waits_for_copies(on_gpus, stage, module):
+    """On one rank. Several agree first, by numbers for which the host waits, and so that hides the race.
+
+    So does the reading of a checkpoint: what torch does there waits for the device. It does not promise to, and so this
+    begins where all has been read.
+    """
+    assert named(found := on_gpus(1).run(cases.loads_without, stage=stage, module=module)[0]), found
+
+
+@finds
+@several
+def test_the_museums_exhibit_that_is_right_on_every_cpu_is_found(pool):
+    for found in pool.run(cases.exhibit_trains, title="Right on every CPU"):
+        race = found[0]
+        assert race.startswith("race") and "what had this memory before on the default stream" in race, found
+        assert "memcpy on stream" in race and "bytes" in race, found
+        print(race)

@@ -1,0 +1,5 @@
+import sys
+
+from extra.watch.command import main
+
+sys.exit(main())

@@ -1,0 +1,85 @@
+"""The page as a small GIF: a browser draws event after event, and Pillow puts the pictures together."""
+
+import io
+import math
+import tempfile
+from pathlib import Path
+
+from extra.watch import chromium
+
+WIDTH, HEIGHT = 900, 765
+FRAMES = 150  # at most; a longer recording is thinned out
+COLOURS = 160
+SMALL = 1_000_000  # bytes
+# What is not for an animation is hidden; the rest stands as in the page.
+TRIM = """
+const spare = "header label, nav, #scrub, #legend, #parts, #bars, footer";
+document.querySelectorAll(spare).forEach((element) => { element.hidden = true; });
+document.querySelector("h1").textContent = `${watch.rec.title}: a recorded training step, ${watch.rec.ranks} ranks`;
+document.body.style.padding = "10px 14px";
+document.getElementById("said").style.minHeight = "3.1em";
+watch.frame = () => {};
+return watch.rec.events.map((e) => e[2]);
+"""
+
+
+def check() -> None:
+    """Raises ValueError where there is nothing to draw with."""
+    if missing := chromium.missing():
+        raise ValueError(f"--gif needs a browser: {missing}")
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise ValueError("--gif needs Pillow, which comes with matplotlib: pip install pillow") from None
+
+
+def draw(page: str, file: Path, dark: bool = False) -> None:
+    """Write `page` (HTML), event by event, to the GIF `file`. Raises RuntimeError if it gets larger than a megabyte."""
+    from PIL import Image
+
+    pictures = screenshots(page, dark)
+    durations = [milliseconds for _, milliseconds in pictures]
+    durations[-1] = 3000
+    frames = [Image.open(io.BytesIO(png)).convert("RGB") for png, _ in pictures]
+    palette = common_palette(frames)
+    frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True, disposal=1)
+    size = file.stat().st_size
+    if size > SMALL:
+        raise RuntimeError(f"{file} has {size / 1e6:.2f} MB, more than 1: record fewer layers (--preset)")
+
+
+def screenshots(page: str, dark: bool) -> list[tuple[bytes, int]]:
+    """[(PNG, milliseconds to show it)]: each event of the page, and two of a collective that moves."""
+    found = []
+    theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    with tempfile.TemporaryDirectory() as folder, chromium.started(WIDTH, HEIGHT) as browser:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [theme]})
+        html = Path(folder) / "page.html"
+        html.write_text(page, encoding="utf-8")
+        browser.get(html.as_uri())
+        for event in events_to_draw(browser.execute_script(TRIM)):
+            flying = browser.execute_script("watch.go(arguments[0]); return watch.picture.fly(0.3);", event)
+            for part in (0.3, 0.7) if flying else (0.5,):
+                browser.execute_script("watch.picture.fly(arguments[0]);", part)
+                found.append((browser.get_screenshot_as_png(), 300 if flying else 600))
+    return found
+
+
+def events_to_draw(kinds: list[str]) -> list[int]:
+    """The numbers of the events: without the ends of collectives, but for the last event, and thinned out."""
+    last = len(kinds) - 1
+    wanted = [number for number, kind in enumerate(kinds) if kind != "end" or number == last]
+    every = math.ceil(len(kinds) / FRAMES)
+    return wanted[::every]
+
+
+def common_palette(frames: list):
+    """One palette for all, from frames of the whole step: colours that a frame lacks must not be lost for others."""
+    from PIL import Image
+
+    some = frames[:: max(1, len(frames) // 8)]
+    montage = Image.new("RGB", (WIDTH, some[0].height * len(some)))
+    for place, frame in enumerate(some):
+        montage.paste(frame, (0, place * frame.height))
+    return montage.quantize(COLOURS, kmeans=1)

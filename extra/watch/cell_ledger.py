@@ -1,0 +1,217 @@
+"""The ledger that also says where bytes belong: to which unit or bucket, and to which ranks' cells of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+
+from extra.watch.rows_of_cells import Row, Stretch, rows_of
+from harness.measure.ledger import optimizer_of, tensors_in
+from harness.measure.memory_parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
+from harness.measure.traffic import kind_of
+
+COLUMNS = ("parameters", "gradients", "optimizer state")
+HELD, WHOLE = 0, 1  # two layers of a cell: what is kept, and whole buffers that come and go
+LAYERS = {PARAMETERS: (0, HELD), GATHERED: (0, WHOLE), GRADIENTS: (1, HELD), IN_FLIGHT: (1, WHOLE),
+          OPTIMIZER: (2, HELD)}  # fmt: skip
+
+
+@dataclass
+class Change:
+    """From `moment` on (whatever `clock` returns) a layer of a row has other bytes.
+
+    `cells` are the bytes in each of the N cells; `row` is None for bytes of state that no row is known for, and then
+    there is one number. `freed`: the last of a whole buffer has just been given back, `nbytes` of it.
+    """
+
+    moment: object
+    row: int | None
+    column: int
+    layer: int
+    cells: list[int]
+    freed: bool
+    nbytes: int
+
+
+class CellLedger(PartsLedger):
+    """A `PartsLedger` that follows the bytes from one storage to the next, from outside.
+
+    A bucket's buffers, a parameter and its optimizer state have a place from the start; a gradient has its parameter's;
+    what a collective or a copy fills has that of what it was filled from. `begin(engine)` twice before the step that
+    counts: DDP's buckets and the optimizer's state show only in a step.
+
+    `rows`: see `rows_of`. `collective_rows`: for each collective since `begin`, in the order of issue, its row or None.
+    """
+
+    def __init__(self, engine=None, rank: int | None = None, ranks: int | None = None):
+        self.rank = dist.get_rank() if rank is None else rank
+        self.ranks = dist.get_world_size() if ranks is None else ranks
+        self.rows: list[Row] = []
+        self.collective_rows: list[int | None] = []
+        self._together: dict[int, list] = {}  # DDP: storage of the gradients -> the parameters whose they are
+        self._home: dict[int, tuple[Stretch, int]] = {}  # id of a parameter or a piece -> its stretch, and its index
+        self._place: dict[int, tuple[Stretch, list[int]]] = {}  # number of a storage -> its stretch, weights of cells
+        self._sent: set[int] = set()  # numbers of the storages that a reduction reads
+        super().__init__(engine)
+
+    def begin(self, engine=None) -> None:
+        self._place, self._home, self._sent, self.collective_rows = {}, {}, set(), []
+        engine = engine or self._engine
+        if engine is not None:
+            self.rows = rows_of(engine, self.ranks, self._buckets_of(engine))
+            self._find_homes()
+        super().begin(engine)
+
+    def changes(self) -> Iterator[Change]:
+        """What each of the ledger's events did to the cells, in order; events of other parts are left out."""
+        sizes, totals = {}, {}
+        for number, nbytes, *_, moment in self._events:
+            part = self._part.get(number)
+            before, sizes[number] = sizes.get(number, 0), nbytes
+            if part not in LAYERS:
+                continue
+            column, layer = LAYERS[part]
+            stretch, weights = self._place.get(number, (None, [1]))
+            row = None if stretch is None else stretch.row
+            total = totals.setdefault((row, column, layer), [0] * len(weights))
+            for cell, (new, old) in enumerate(zip(_share(nbytes, weights), _share(before, weights))):
+                total[cell] += new - old
+            freed = layer == WHOLE and not nbytes and (number in self._sent if column else not any(total))
+            yield Change(moment, row, column, layer, [*total], freed and row is not None, before)
+
+    # Where storages belong.
+
+    def put_in(self, tensor: torch.Tensor, stretch: Stretch, weights: list[int]) -> None:
+        """The storage under `tensor` belongs to these cells, unless it has a place."""
+        number = self._number.get(self.key(tensor))
+        if number is not None:
+            self._place.setdefault(number, (stretch, weights))
+
+    def place_of(self, tensors) -> tuple[Stretch, list[int]] | None:
+        """The place of the first of `tensors` that has one."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                place = self._place.get(self._number.get(self.key(tensor)))
+                if place is not None:
+                    return place
+        return None
+
+    def _buckets_of(self, engine) -> list[list] | None:
+        ddp = isinstance(engine.model, torch.nn.parallel.DistributedDataParallel)
+        return list(self._together.values()) if ddp and self._together else None
+
+    def _find_homes(self) -> None:
+        for key, params in self._together.items():  # DDP's buckets, which live on; after its first step it makes others
+            row = next((row for row in self.rows if row.stretches[0].params[0] is params[0]), None)
+            if row is not None and key in self._number:
+                self._place[self._number[key]] = (row.stretches[0], row.stretches[0].whole())
+        self._together = {}
+        for row in self.rows:
+            for stretch in row.stretches:
+                for index, param in enumerate(stretch.params):
+                    self._home[id(param)] = (stretch, index)
+                if stretch.bucket is not None:
+                    for (index, *_), piece in zip(stretch.bucket.cuts, stretch.bucket.pieces):
+                        self._home[id(piece)] = (stretch, index)
+
+    def _sort_held(self) -> None:
+        super()._sort_held()
+        for row in self.rows:
+            for stretch in row.stretches:
+                self._put_stretch(stretch)
+        optimizer = optimizer_of(self._engine)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in self._home:
+                    self._put_updated(param, optimizer.state.get(param, {}))
+
+    def _put_updated(self, param: torch.Tensor, state: dict) -> None:
+        """What the optimizer has of a parameter or a piece: its `state`, and the gradient."""
+        stretch, index = self._home[id(param)]
+        sharded = stretch.bucket is not None or stretch.by_parameter
+        weights = stretch.own(self.rank) if sharded else stretch.of(index)
+        for value in state.values():
+            if torch.is_tensor(value):
+                self.put_in(value, stretch, weights)
+        if param.grad is None:
+            return
+        if not sharded:
+            together = self._together.setdefault(self.key(param.grad), [])
+            if all(param is not other for other in together):
+                together.append(param)
+        self.put_in(param.grad, stretch, weights if sharded else stretch.whole())
+
+    def _put_stretch(self, stretch: Stretch) -> None:
+        bucket = stretch.bucket
+        if bucket is None:
+            for index, param in enumerate(stretch.params):
+                self.put_in(param, stretch, stretch.own(self.rank) if stretch.by_parameter else stretch.of(index))
+            return
+        self.put_in(bucket.flat, stretch, stretch.whole())
+        self.put_in(bucket.shard, stretch, stretch.own(self.rank))  # without an effect where it is a view of `flat`
+        if bucket.gradient is not None:  # ZeRO-1's: all gradients
+            self.put_in(bucket.gradient, stretch, stretch.whole())
+
+    def _on_gradient(self, param) -> None:
+        super()._on_gradient(param)
+        if param.grad is not None and id(param) in self._home:
+            stretch, index = self._home[id(param)]
+            alone = param.grad.untyped_storage().nbytes() <= param.grad.nbytes
+            self.put_in(param.grad, stretch, stretch.of(index) if alone else stretch.whole())
+
+    # What torch dispatches.
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name.split("::")[1]
+        if (kind := kind_of(func)) is not None:
+            self._follow_collective(kind, args)
+        elif name in ("copy_", "_foreach_copy_"):
+            self._follow(tensors_in(args[0]), tensors_in(args[1]))
+        elif func.namespace == "fsdp":
+            self._follow_fsdp(name, args, kwargs or {}, result)
+        return result
+
+    def _follow(self, to, sources) -> None:
+        """Whole buffers `to` are filled from `sources`."""
+        place = self.place_of(sources)
+        if place is not None:
+            for tensor in to:
+                self.put_in(tensor, place[0], place[0].whole())
+
+    def _follow_collective(self, kind: str, args) -> None:
+        tensors = [tensors_in(arg) for arg in args[:2]]
+        place = self.place_of([*tensors[0], *tensors[1]])
+        self.collective_rows.append(None if place is None else place[0].row)
+        if kind == "reduce-scatter":
+            self._sent.update(self._number.get(self.key(tensor)) for tensor in tensors[1])
+        if place is not None:
+            whole, part = (tensors[1], tensors[0]) if kind == "reduce-scatter" else (tensors[0], tensors[1])
+            for tensor in whole:
+                self.put_in(tensor, place[0], place[0].whole())
+            for tensor in part if kind in ("reduce-scatter", "all-gather") else ():
+                self.put_in(tensor, place[0], place[0].own(self.rank))
+
+    def _follow_fsdp(self, name: str, args, kwargs, result) -> None:
+        """FSDP2's copies into and out of the buffers that its collectives send."""
+        if name == "all_gather_copy_in":
+            self._follow(tensors_in(result), args[0])
+        elif name == "split_with_sizes_copy":
+            self._follow(kwargs["out"], args[:1])
+        elif name == "chunk_cat":
+            row = next((row for row in self.rows if row.name == self._labelled()), None)
+            for tensor in (*args[0], kwargs["out"]) if row is not None else ():
+                self.put_in(tensor, row.stretches[0], row.stretches[0].whole())
+
+    def _labelled(self) -> str:
+        """The module in the innermost label like "FSDP::post_backward_reduce (blocks.0)"; the root's has none."""
+        label = next((label for label in reversed(self._where.labels) if label.startswith("FSDP::post_backward")), "")
+        return label.partition("(")[2].partition(")")[0] or "root"
+
+
+def _share(nbytes: int, weights: list[int]) -> list[int]:
+    """`nbytes` divided by `weights`, in whole bytes that add up to it."""
+    cuts = [nbytes * upto // (sum(weights) or 1) for upto in accumulate(weights, initial=0)]
+    return [end - start for start, end in pairwise(cuts)]

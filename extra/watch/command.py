@@ -1,0 +1,180 @@
+"""Record a training step of real ranks, and write a page in which one can watch it.
+
+./launch.sh watch zero3 2        ZeRO-3 on two ranks, and all other engines to compare it with: watch-zero3.html
+./launch.sh watch --bug 19       a bug from the museum beside the right engine: watch-bug19.html
+"""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from extra.watch import animation, page
+from extra.watch.merge_ranks import merge
+from extra.watch.record_rank import record
+from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
+from harness.engine import accelerator
+from harness.run import engine_file, process_group, ranks
+from harness.run import options as common
+from harness.run.command_line import one_line
+from harness.run.engines import ENGINES
+from harness.run.model import preset
+from harness.teach.museum.exhibits import exhibit_of
+
+MOST_RANKS = 16  # more cells than these nobody can tell apart
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = common.Parser(prog="watch", description=__doc__, formatter_class=form)
+    parser.add_argument("engine", nargs="?", help=f"that the page opens with: {', '.join(TITLES)} (default zero3)")
+    parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
+    engine_file.add_option(parser)
+    parser.add_argument("--only", metavar="ENGINES", help="record these and no others, as zero3,ddp")
+    parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
+    common.add(parser, "preset", "backend", "device", "json")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
+    parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that the state can be seen)")
+    parser.add_argument("--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: 1/6 of all)")
+    parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
+    parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
+    parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: show what this file has")
+    parser.add_argument("--gif", metavar="FILE", help="draw the engine as an animation, too (in Chromium; slow)")
+    parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
+    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
+    options = parser.parse_args(argv)
+    if options.ranks is None and options.engine is not None and options.engine.isdecimal():
+        options.engine, options.ranks = None, options.engine  # ./launch.sh watch 2
+    settle(options)
+    return options
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Fill in what was not given. Raises ValueError for what cannot work."""
+    config = preset(options.preset)
+    options.seq = min(32, config.seq) if options.seq is None else options.seq
+    for name, least, most in (("batch", 1, 4096), ("tries", 1, 1000), ("seq", 1, config.seq)):
+        given = getattr(options, name)
+        if not least <= given <= most:
+            raise ValueError(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
+    common.at_least(options, bucket_mb=0)
+    settle_ranks(options)
+    settle_engines(options)
+    settle_files(options)
+
+
+def settle_ranks(options: argparse.Namespace) -> None:
+    gpus = accelerator.count()
+    if options.ranks is None:
+        options.ranks = str(process_group.default_ranks(options.backend, options.device, gpus, 1))
+    if not options.ranks.isdecimal() or not 2 <= int(options.ranks) <= MOST_RANKS:
+        raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks!r}")
+    options.ranks = int(options.ranks)
+    process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
+
+
+def settle_engines(options: argparse.Namespace) -> None:
+    """What is recorded, `names` or `bug`, and with what the page opens, `opens`."""
+    if options.bug is not None:
+        if options.engine is not None or options.only is not None:
+            raise ValueError("--bug brings its own engine: leave out the other one")
+        options.bug = exhibit_of(options.bug).number
+        of_exhibit(options.bug)  # raises, too
+    own = engine_file.enter(options.engine_file, "watch")
+    TITLES.update({name: ENGINES[name].title for name in own})
+    names = list(TITLES)
+    if options.only is not None:
+        names = [name.strip() for name in options.only.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--only is empty; there are: {', '.join(TITLES)}")
+    if options.engine is None:
+        first = names[0] if options.only is not None else "zero3"
+        options.engine = own[0] if own else first
+    options.names = list(dict.fromkeys([options.engine, *names]))
+    if unknown := [name for name in options.names if name not in TITLES]:
+        raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
+    options.opens = options.engine if options.bug is None else f"bug{options.bug}"
+
+
+def settle_files(options: argparse.Namespace) -> None:
+    if options.source is not None:
+        there = [recording["run"] for recording in page.recordings_of(options.source)]
+        if options.opens not in there:
+            raise ValueError(f"--from {options.source!r} has no recording of {options.opens!r}")
+    if options.out is None and not (options.source and options.gif):
+        options.out = f"watch-{options.opens}.html"
+    for name in ("out", "json", "gif"):
+        process_group.check_writable(f"--{name}", getattr(options, name))
+    if options.gif is not None:
+        if not options.gif.lower().endswith(".gif"):
+            raise ValueError(f"--gif must name a file that ends with .gif, got {options.gif!r}")
+        animation.check()
+
+
+def runs_of(options: argparse.Namespace) -> list[Recordable]:
+    return [of_engine(name, options) for name in options.names] if options.bug is None else of_exhibit(options.bug)
+
+
+@engine_file.named_in_errors()
+def on_ranks(options: argparse.Namespace, folder: Path) -> None:
+    """What every rank does: one recording after the other, each said as it comes."""
+    ranks.begin(folder)
+    device = "cpu" if options.bug is not None else options.device  # as the museum
+    me = process_group.start("gloo" if options.bug is not None else options.backend, device)
+    for run in runs_of(options):
+        seen = record(run, me, options.tries)
+        seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
+        ranks.say(folder, run.name, me.rank, seen)
+        if seen["error"] is not None:  # the others fail in this step, too: let them say how
+            ranks.everyone(folder, run.name, me.world_size, 10)
+            return
+    process_group.stop()
+
+
+def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
+    """Start the ranks, and put together what they have seen. Raises RuntimeError if one of them did not come so far."""
+    runs, found = {run.name: run for run in runs_of(options)}, []
+    command = ["-m", "extra.watch", *argv, "--on-ranks"]
+    with ranks.Ranks(command, options.ranks, seconds=600 * len(runs), quiet=True) as started:
+        for name, seen in started.verdicts(runs):
+            for rank, each in enumerate(seen):
+                if each.get("status") == "died":
+                    raise RuntimeError(f"{runs[name].title}: rank {rank} {each['error']}\n{started.last_words()}")
+            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *argv])}
+            found.append(merge(seen, name, runs[name].title, about))
+            print(f"recorded: {runs[name].title}", flush=True)
+            if seen[0]["error"] is not None:
+                break
+    if len(found) < len(runs) and not (found and options.bug is not None):
+        raise RuntimeError(f"the ranks ended before they had recorded all:\n{started.last_words()}")
+    return found
+
+
+@one_line(ValueError, RuntimeError)
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    options = arguments(argv)
+    if options.on_ranks:
+        process_group.run(partial(on_ranks, options, Path(options.on_ranks)))
+    recordings = page.recordings_of(options.source) if options.source else None
+    if recordings is None:
+        several = len(runs_of(options))
+        hint = f" (about a minute; --only {options.opens} records one)" if several > 2 else ""
+        print(f"recording {several} engines on {options.ranks} ranks{hint}", flush=True)
+        recordings = record_all(options, argv)
+    if options.json:
+        Path(options.json).write_text(json.dumps(recordings, separators=(",", ":")) + "\n")
+    if options.out:
+        text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
+        done = "replaced" if Path(options.out).exists() else "written"
+        Path(options.out).write_text(text, encoding="utf-8")
+        size = f"{len(text.encode()) / 1e3:.0f} kB"
+        print(f"{done}: {Path(options.out).resolve()} ({size}; a double click opens it)")
+    if options.gif:
+        print("drawing the animation")
+        animation.draw(page.build(recordings, options.opens), Path(options.gif), options.dark)
+        print(f"written: {options.gif} ({Path(options.gif).stat().st_size / 1e3:.0f} kB)")
+    return 0

@@ -1,0 +1,209 @@
+"""The recording: what all ranks saw of one step, on one clock, as plain JSON. `FORMAT` says what is in it.
+
+All that the page shows is computed from it, by `stateAt` in state.js.
+"""
+
+from bisect import bisect_left
+
+from extra.watch.weight_versions import versions_by_cell
+from harness.measure.memory_parts import PARTS
+from harness.measure.traffic import sent_bytes
+
+FORMAT = """
+run, title, about    its name in the address, its title, and how it was recorded
+ranks, parts         how many ranks; what live bytes are for, in the order of `live`
+shards               whether a rank owns a cell of each row; without (DDP) the cells are parts of what every rank has
+rows                 units or buckets: {name, parameters, cells: [bytes of one cell of each column]}, a cell per rank
+units                {unit: rows with parameters of it}
+collectives          {kind, row, nbytes: of the whole buffer, step, issued: [of each rank], ended: [of each rank]}
+work                 [rank, unit, step, begins, ends]: a rank computes
+waits                [rank, begins, ends, collective]: a rank cannot go on without it
+changes              [time, rank, row, column, layer, cells]: bytes from now on, a number if all cells have the same.
+                     column 0 parameters, 1 gradients, 2 optimizer state; layer 0 is kept, 1 comes and goes.
+                     Row -1 are bytes of state that belong to no row
+versions             [time, rank, row, layer, versions]: 0 the weights before the update, 1 after it, -1 neither
+live                 for each rank [time, part, bytes from now on, part, bytes ...]: what the memory ledger says
+events               [time, rank, what, subject, more]; `what` is
+                       step      subject: "2 backward"
+                       compute   subject: the unit, more: "forward" or "backward"
+                       issue     subject: number of the collective
+                       end       subject: number of the collective
+                       free      subject: the row, more: [column, bytes that were given back]
+                       updated   the optimizer has written the new weights
+                       over      the step is over
+                       error     subject: what was raised
+Times are microseconds since the first rank began. Times before that are 0.
+"""
+
+PHASES = {"1": "forward", "2": "backward"}
+
+
+def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
+    """One recording, from what `record.record` returned on each rank."""
+    origin = min(seen["begins"] for seen in ranks)
+
+    def at(seconds: float) -> int:
+        return max(0, round((seconds - origin) * 1e6))
+
+    events, changes, work, waits, looks, updates = [], [], [], [], [], []
+    for seen in ranks:
+        events += _events(seen, at)
+    events.sort(key=lambda event: event[:2])
+    times = [event[0] for event in events]
+    for seen in ranks:
+        changes += _changes(seen, at, times)
+        work += _work(seen, at)
+        waits += _waits(seen, at)
+        looks.append(_looks(seen, at))
+        updates.append(None if seen["updated"] is None else at(seen["updated"]))
+    return {
+        "run": run,
+        "title": title,
+        "about": about,
+        "ranks": len(ranks),
+        "parts": list(PARTS),
+        "shards": ranks[0]["shards"],
+        "rows": _rows(ranks, changes),
+        "units": ranks[0]["units"],
+        "sent": [_sent(seen) for seen in ranks],
+        "collectives": _collectives(ranks, at),
+        "work": work,
+        "waits": waits,
+        "changes": sorted(changes, key=lambda change: change[0]),
+        "versions": _versions(versions_by_cell(looks, updates)),
+        "live": [_live(seen, at, times) for seen in ranks],
+        "events": events,
+    }
+
+
+def _sent(seen: dict) -> int:
+    return round(sum(sent_bytes(kind, nbytes, len(group)) for kind, _, nbytes, *_, group, _ in seen["collectives"]))
+
+
+def _work(seen: dict, at) -> list[list]:
+    return [[seen["rank"], unit, step, at(begins), at(ends)] for unit, step, begins, ends in _joined(seen["work"])]
+
+
+def _waits(seen: dict, at) -> list[list]:
+    found = [[seen["rank"], at(begins), at(ends), which] for begins, ends, which in seen["waits"]]
+    return [wait for wait in found if wait[2] > wait[1]]
+
+
+def _looks(seen: dict, at) -> list[tuple]:
+    """The looks at the weights; JSON has made text of the cells' numbers."""
+    found = []
+    for moment, row, layer, cells in seen["versions"]:
+        found.append((at(moment), row, layer, {int(cell): checksum for cell, checksum in cells.items()}))
+    return found
+
+
+def _collectives(ranks: list[dict], at) -> list[dict]:
+    """A collective carries no name: the k-th of one rank meets the k-th of every other."""
+    found = []
+    for index in range(max(len(seen["collectives"]) for seen in ranks)):
+        of = [seen["collectives"][index] if index < len(seen["collectives"]) else None for seen in ranks]
+        kind, row, nbytes, step, *_ = next(each for each in of if each is not None)
+        found.append({
+            "kind": kind, "row": -1 if row is None else row, "nbytes": nbytes, "step": step,
+            "issued": [None if each is None else at(each[4]) for each in of],
+            "ended": [None if each is None else at(each[5]) for each in of],
+        })  # fmt: skip
+    return found
+
+
+def _events(seen: dict, at) -> list[list]:
+    rank, events = seen["rank"], []
+    end = 0.0
+    for name, begins, ends in seen["steps"]:
+        if begins >= end:  # not inside another one
+            events.append([at(begins), rank, "step", name])
+            end = ends
+    events += [[at(begins), rank, "compute", unit, PHASES[step[:1]]] for begins, unit, step in seen["begun"]]
+    for index, (*_, begins, ends, _, _) in enumerate(seen["collectives"]):
+        events.append([at(begins), rank, "issue", index])
+        if not seen["error"] or ends < seen["ends"]:
+            events.append([at(ends), rank, "end", index])
+    for moment, row, column, _, _, freed, nbytes in seen["changes"]:
+        if freed and moment:
+            events.append([at(moment), rank, "free", row, [column, nbytes]])
+    if seen["updated"] is not None:
+        events.append([at(seen["updated"]), rank, "updated"])
+    events.append([at(seen["ends"]), rank, *(("error", seen["error"]) if seen["error"] else ("over",))])
+    return events
+
+
+def _changes(seen: dict, at, times: list[int]) -> list[list]:
+    """Of the changes between two events, the last: nobody can stop between them."""
+    last = {}
+    for moment, row, column, layer, cells, *_ in seen["changes"]:
+        moment, row = at(moment), -1 if row is None else row
+        last[bisect_left(times, moment), row, column, layer] = (moment, cells)
+    found, now = [], {}
+    for (_, *key), (moment, cells) in sorted(last.items(), key=lambda item: item[0][0]):
+        if now.get((*key,), [0] * len(cells)) != cells:
+            now[(*key,)] = cells
+            found.append([moment, seen["rank"], *key, _short(cells)])
+    return found
+
+
+def _short(cells: list[int]) -> int | list[int]:
+    return cells[0] if len({*cells}) == 1 else cells
+
+
+def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
+    """What the ledger says at every event, and at the highest moment between two of them."""
+    slots: dict[int, list] = {}
+    for moment, parts in seen["live"]:
+        moment = at(moment)
+        slot = slots.setdefault(bisect_left(times, moment), [])
+        point = (moment, parts, sum(parts.values()))
+        if not slot or point[2] > slot[0][2]:
+            slot[:] = [point, point]
+        else:
+            slot[1:] = [point]
+    found, now = [], dict.fromkeys(PARTS, 0)
+    most = max((slot[0][2] for slot in slots.values()), default=0)
+    for _, (highest, last) in sorted(slots.items()):
+        keep = highest[2] - max(last[2], sum(now.values())) > most / 100 or highest[2] == most
+        for moment, parts, _ in (highest, last) if keep else (last,):
+            changed = []
+            for number, part in enumerate(PARTS):
+                if parts.get(part, 0) != now[part]:
+                    changed += [number, parts.get(part, 0)]
+            now = {part: parts.get(part, 0) for part in PARTS}
+            if changed:
+                found.append([moment, *changed])
+    return found
+
+
+def _joined(work: list) -> list[list]:
+    """Neighbours that belong together and have next to nothing between them as one: shorter, and looks the same."""
+    found = []
+    for unit, step, begins, ends in work:
+        if found and found[-1][:2] == [unit, step] and begins - found[-1][3] < 20e-6:
+            found[-1][3] = ends
+        else:
+            found.append([unit, step, begins, ends])
+    return found
+
+
+def _versions(looks: list[list[tuple]]) -> list[list]:
+    """What changes, in the order of time."""
+    found = []
+    for rank, mine in enumerate(looks):
+        now = {}
+        for moment, row, layer, cells in mine:
+            if now.get((row, layer)) != cells:
+                now[row, layer] = cells
+                found.append([moment, rank, row, layer, _short(cells)])
+    return sorted(found, key=lambda look: look[0])
+
+
+def _rows(ranks: list[dict], changes: list[list]) -> list[dict]:
+    number, rows = len(ranks), []
+    for index, row in enumerate(ranks[0]["rows"]):
+        state = [cells for _, _, where, column, _, cells in changes if (where, column) == (index, 2)]
+        most = max((max(cells) if isinstance(cells, list) else cells for cells in state), default=0)
+        whole = row["nbytes"] / number
+        rows.append({"name": row["name"], "parameters": row["parameters"], "cells": [whole, whole, most]})
+    return rows

@@ -1,0 +1,43 @@
+"""The page: template, style, scripts and recordings in one HTML file that needs no server, network or library."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = ("state.js", "words.js", "picture.js", "lanes.js", "player.js")
+
+
+def build(recordings: list[dict], run: str = "", event: int = 1, beside: str = "") -> str:
+    """The page's text, with `recordings` (see merge_ranks.py) to choose from; it opens `run` at `event`, from 1 on.
+
+    `beside` is the name of the recording to show below it.
+    """
+    data = ",\n".join(json.dumps(recording, separators=(",", ":")) for recording in recordings)
+    parts = {
+        "run": html.escape(run),
+        "event": str(event),
+        "beside": html.escape(beside),
+        "style": (HERE / "page.css").read_text(encoding="utf-8"),
+        "script": "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "recordings": f"[{data}]".replace("</", "<\\/"),  # nothing in it may end the script
+    }
+    text = (HERE / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"/\*(" + "|".join(parts) + r")\*/", lambda found: parts[found[1]], text)
+
+
+def recordings_of(file: Path | str) -> list[dict]:
+    """The recordings in a page, or in a JSON file. Raises ValueError for a file that has none."""
+    try:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
+    inside = re.search(r'<script type="application/json" id="recordings">(.*?)</script>', text, re.DOTALL)
+    try:
+        found = json.loads(inside[1] if inside else text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{str(file)!r} has no recordings: ./launch.sh watch writes them") from error
+    if not isinstance(found, list) or not all(isinstance(each, dict) and "events" in each for each in found):
+        raise ValueError(f"{str(file)!r} has no recordings: ./launch.sh watch writes them")
+    return found

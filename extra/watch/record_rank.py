@@ -1,0 +1,168 @@
+"""What one rank writes down of one step, from outside: where its bytes are, what it computes, sends and waits for."""
+
+import time
+from functools import partial
+
+import torch.distributed as dist
+
+from extra.watch.cell_ledger import CellLedger
+from extra.watch.merge_ranks import PHASES
+from extra.watch.recordable import Recordable
+from extra.watch.rows_of_cells import Row
+from extra.watch.weight_versions import WeightVersions
+from harness.measure.ledger import optimizer_of
+from harness.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
+from harness.run import process_group
+from harness.run.process_group import Rank
+
+
+class Watched(Timeline):
+    """A timeline that says when the rank begins to compute for another unit, or in another step: `on_compute`.
+
+    What FSDP2 does beside the model, it has in a step "copies".
+    """
+
+    _last, on_compute = ("", ""), None
+
+    def _at_work(self, func) -> tuple[str, str]:
+        unit, step = super()._at_work(func)
+        if any(label.startswith("FSDP::") for label in self._where.labels):
+            return unit, "copies"
+        # A view computes nothing: autograd makes some of a weight before it asks for what is in it.
+        computes = step[:1] in PHASES and func.namespace == "aten" and not func.is_view
+        if computes and self._last != (unit, step):
+            self._last = (unit, step)
+            self.on_compute(unit, step)
+        return unit, step
+
+
+class RecordingLedger(CellLedger):
+    """A `CellLedger` that also looks at the weights: when a unit computes, is gathered or updated, and at the end."""
+
+    def start(self, timeline: Watched) -> None:
+        """The step that counts begins now, with `timeline` open."""
+        self.clock, self.versions, self.updated = timeline.now, WeightVersions(self.rank), None
+        self.units = units_of(self.rows, unit_names(self._engine.model))
+        self.begun: list[tuple] = []  # (moment, unit, step) of each computation
+        self._timeline, timeline.on_compute = timeline, self._computes
+        timeline.on_wait = lambda number: self._look(self._gathered({number}))
+        optimizer = optimizer_of(self._engine)
+        self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_update()))
+        self._look(range(len(self.rows)))
+
+    def _computes(self, unit: str, step: str) -> None:
+        self.begun.append((self.clock(), unit, step))
+        under_way = self._gathered(self._timeline.under_way())  # something is there, but not everything
+        self._look(row for row in self.units.get(unit, ()) if row not in under_way)
+
+    def _gathered(self, collectives: set[int]) -> set[int]:
+        """The rows whose weights stand where all-gathers among these bring them. (FSDP2 copies them from elsewhere.)"""
+        gathers = {number for number in collectives if self._timeline.collectives[number].name == "all-gather"}
+        rows = {self.collective_rows[number] for number in gathers} - {None}
+        return {row for row in rows if not self.rows[row].stretches[0].by_parameter}
+
+    def stop(self) -> None:
+        self._look(range(len(self.rows)))
+        self.clock = time.perf_counter
+
+    def _look(self, rows, moment=None) -> None:
+        for row in rows:
+            self.versions.look(self.rows[row], moment or self.clock())
+
+    def _after_update(self) -> None:
+        self.updated = self.clock()
+        self._look(range(len(self.rows)), self.updated)
+
+
+def units_of(rows: list[Row], names: set[str]) -> dict[str, list[int]]:
+    """{unit: numbers of the rows that have parameters of it}; "root" is what lies in no unit."""
+    found: dict[str, dict[int, None]] = {}
+    for number, row in enumerate(rows):
+        for name in parameters_of(row):
+            unit = unit_of(name.removeprefix("module."), names) or unit_of(name, names) or "root"
+            found.setdefault(unit, {})[number] = None
+    return {unit: [*numbers] for unit, numbers in found.items()}
+
+
+def parameters_of(row: Row) -> list[str]:
+    """The names of a row's parameters, in the model's order."""
+    found = []
+    for stretch in row.stretches:
+        found += stretch.names
+    return found
+
+
+def is_sharded(row: Row) -> bool:
+    return any(stretch.bucket is not None or stretch.by_parameter for stretch in row.stretches)
+
+
+def record(run: Recordable, me: Rank, tries: int = 1) -> dict:
+    """Build `run`'s engine, train it, and record `tries` steps; what this rank saw of the fastest, as plain data.
+
+    Fastest is the one in which the slowest rank took least time: it was disturbed least. A collective. Times are
+    seconds of the host's clock (`time.perf_counter`). An exception inside the step is part of it ("error").
+    """
+    tries = 1 if run.once else tries
+    loop, seen = run.loop(me, run.warm_up + tries), []
+    with RecordingLedger(None, me.rank, me.world_size) as memory:
+        engine = loop.build()
+        for number in range(run.warm_up):
+            memory.begin(engine)
+            loop.step(engine, number)
+        for number in range(run.warm_up, run.warm_up + tries):
+            seen.append(_one_step(partial(loop.step, engine, number), engine, memory, me))
+    if tries == 1:
+        return seen[0]  # it may have failed, and then the ranks have nothing more to say to each other
+    taken = process_group.largest([each["ends"] - each["begins"] for each in seen], me)
+    return seen[taken.index(min(taken))]
+
+
+def _one_step(step, engine, memory: RecordingLedger, me: Rank) -> dict:
+    error = None
+    memory.begin(engine)
+    dist.barrier()
+    timeline = Watched(engine, me.device)
+    try:
+        with timeline:
+            memory.start(timeline)
+            try:
+                step()
+            finally:
+                ended = timeline.now()
+                memory.stop()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+    return _plain(memory, timeline, ended, error, me)
+
+
+def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None, me: Rank) -> dict:
+    def at(moment) -> float:
+        return opened + timeline.seconds(moment)
+
+    opened = timeline.opened
+    return {
+        "rank": me.rank,
+        "begins": opened,
+        "ends": at(ended),
+        "error": error,
+        "rows": [{"name": row.name, "nbytes": row.nbytes, "parameters": _words(row)} for row in memory.rows],
+        "shards": any(map(is_sharded, memory.rows)),
+        "units": memory.units,
+        "changes": [[at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes]
+                    for c in memory.changes()],
+        "live": [(at(moment.when), dict(moment.parts)) for moment in memory.moments()],
+        "steps": [[s.name, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == STEPS],
+        "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
+        "begun": [[at(moment), unit, step] for moment, unit, step in memory.begun],
+        "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.told]
+                        for s, row in zip(timeline.collectives, memory.collective_rows)],
+        "waits": [[opened + w.start, opened + w.end, w.collective] for w in timeline.waits],
+        "versions": [[at(moment), row, layer, cells] for moment, row, layer, cells in memory.versions.seen()],
+        "updated": None if memory.updated is None else at(memory.updated),
+    }  # fmt: skip
+
+
+def _words(row: Row) -> str:
+    """ "blocks.0.norm1.weight to blocks.0.down.bias": what the row's parameters are, in the model's order."""
+    names = parameters_of(row)
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -1,0 +1,110 @@
+"""What an engine's state is divided into: a row per unit (ZeRO-3, FSDP2) or bucket (ZeRO-1, ZeRO-2, DDP), of N cells.
+
+Cell j of a row is what rank j owns of it, or would own. An engine that cuts nothing has the same cells, all of them.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from harness.engine.units import default_units, parameters_by_unit
+from harness.measure.held import buckets_of
+
+
+@dataclass
+class Stretch:
+    """Parameters that are laid end to end and cut into N: a bucket of ours, or what stands for one.
+
+    `offsets` and `numel` are in elements. With `by_parameter` each parameter is cut by itself, as FSDP2 does.
+    """
+
+    row: int
+    names: list[str]
+    params: list[nn.Parameter]
+    offsets: list[int]
+    numel: int
+    ranks: int
+    bucket: object = None
+    by_parameter: bool = False
+    homes: list[tuple[nn.Module, str]] = field(default_factory=list)  # by_parameter: where the model has each
+
+    def cells(self, first: int, end: int) -> list[int]:
+        """How many of the elements `first` to `end` lie in each of the N cells."""
+        cuts = [self.numel * cell // self.ranks for cell in range(self.ranks + 1)]
+        return [max(0, min(end, stop) - max(first, start)) for start, stop in zip(cuts, cuts[1:])]
+
+    def whole(self) -> list[int]:
+        return self.cells(0, self.numel)
+
+    def of(self, index: int) -> list[int]:
+        """The cells of a whole tensor of parameter `index`, in elements."""
+        size = self.params[index].shape.numel()
+        if self.by_parameter:
+            return [size // self.ranks + (cell < size % self.ranks) for cell in range(self.ranks)]
+        return self.cells(self.offsets[index], self.offsets[index] + size)
+
+    def own(self, rank: int) -> list[int]:
+        return [int(cell == rank) for cell in range(self.ranks)]
+
+
+@dataclass
+class Row:
+    name: str
+    stretches: list[Stretch]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters, padding included."""
+        return sum(stretch.numel * stretch.params[0].element_size() for stretch in self.stretches)
+
+
+def rows_of(engine, ranks: int, together: list[list[nn.Parameter]] | None = None) -> list[Row]:
+    """The rows of an engine, from the model's input to its output.
+
+    `together` are DDP's buckets, which Python can only see by their gradients; without it, and for any engine that is
+    not known, a row is a unit.
+    """
+    if buckets_of(engine):
+        numbered = [(f"bucket {number}", [bucket]) for number, bucket in enumerate(buckets_of(engine))]
+        named = [*reversed(numbered)]  # ours begin with the last parameters
+        if hasattr(engine, "units"):
+            named = [
+                (unit.name, getattr(unit, "buckets", [unit]))
+                for unit in (engine.root, *engine.units)
+                if unit is not None
+            ]
+        return [_of_buckets(row, name, buckets, ranks) for row, (name, buckets) in enumerate(named)]
+    names = {id(param): name for name, param in engine.model.named_parameters()}
+    if together:
+        return [_of_parameters(row, f"bucket {len(together) - 1 - row}", params, names, ranks)
+                for row, params in enumerate(together)]  # fmt: skip
+    modules = default_units(engine.model)
+    held, rest = parameters_by_unit(engine.model, modules)
+    labels = {module: name for name, module in engine.model.named_modules()}
+    groups = [("root", rest), *((labels[module], held[module]) for module in modules)]
+    groups = [(name, [param for _, param in named]) for name, named in groups if named]
+    homes = {}
+    for module in engine.model.modules():
+        for key, param in module._parameters.items():
+            homes.setdefault(id(param), (module, key))
+    return [_of_parameters(row, name, params, names, ranks, homes) for row, (name, params) in enumerate(groups)]
+
+
+def _of_buckets(row: int, name: str, buckets, ranks: int) -> Row:
+    stretches = []
+    for bucket in buckets:
+        names, params, offsets = list(bucket.names), list(bucket.params), list(bucket.offsets)
+        stretches.append(Stretch(row, names, params, offsets, bucket.numel, ranks, bucket))
+    return Row(name, stretches)
+
+
+def _of_parameters(row: int, name: str, params, names, ranks: int, homes=None) -> Row:
+    offsets, end = [], 0
+    for param in params:
+        offsets.append(end)
+        end += param.shape.numel()
+    sharded = any(isinstance(param, torch.distributed.tensor.DTensor) for param in params)
+    found = [names.get(id(param), "") for param in params]
+    modules = [homes[id(param)] for param in params] if homes else []
+    return Row(name, [Stretch(row, found, list(params), offsets, end, ranks, None, sharded, modules)])

@@ -1,0 +1,130 @@
+"""What every stage offers beside its steps. None of it is the lesson, and no step is hidden here."""
+
+import contextlib
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from harness.engine import gradients, optimizer, state
+from harness.engine.hooks import GradientHook
+from harness.engine.options.placement import Placement
+from harness.engine.safety import guard, refusals
+
+
+def _of_the_model(name: str):
+    return lambda engine, *args, **kwargs: getattr(engine.model, name)(*args, **kwargs)
+
+
+class Engine:
+    """A stage is called like its model, clips gradients, gives and takes whole weights, and can be closed."""
+
+    def prepare(self, model, optimizer_cls, param_groups, own: dict, source=None, *, group=None, param_dtype=None,
+                reduce_dtype=None, find_unused=False, offload_policy=None) -> None:  # fmt: skip
+        """The beginning of step 0. Every stage has these options, and `own` ones.
+
+        `group` is the process group or DeviceMesh to shard over (default: all ranks). A mesh of two dimensions has
+        replicas along the first. `offload_policy` moves shards to the host (both: options/placement.py). `param_groups`
+        are a torch optimizer's, over the model's parameters. `param_dtype` is that of weights and computation,
+        `reduce_dtype` (default: the same) that of gradients when they are sent; shards keep the model's.
+        `find_unused=True` lets a step leave parameters without a gradient. `source`: see `refusals.check`.
+        """
+        if isinstance(own.get("units"), Iterable):
+            own["units"] = list(own["units"])
+        placement, dtypes = Placement(group, offload_policy), (param_dtype, reduce_dtype)
+        refusals.check(model, optimizer_cls, param_groups, placement, dtypes, find_unused, source, **own)
+        self.model, self.group, self.placement = model, placement.group, placement
+        self.dtypes, self.find_unused = dtypes, find_unused
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.all_buckets = []  # trained and frozen; `buckets` are the trained ones
+        self.look = None  # compares the model with what it was at the build, before every forward
+        self.handles = []  # of the hooks on modules
+        self.updating = False  # whether `step()` runs: only then the optimizer may step
+        self.gradients_are_reduced = False  # whether step 3 was made since the last gradient came
+        self.divisor = None  # by which a pipeline wants the gradients divided (options/pipelines.py)
+        self.sync = True  # False under `no_sync`
+        self.backward_number = None  # autograd's number of the backward that is running, once it has shown itself
+        self.backward_brought = False  # whether that backward has brought any gradient
+
+    def over_pieces(self, optimizer_cls, param_groups):
+        """What the chapter takes for `optimizer_cls`: an optimizer over guarded pieces, in the user's groups."""
+        return lambda pieces: optimizer.over_pieces(self, optimizer_cls, param_groups)
+
+    def step(self, *closure) -> None:
+        """The chapter's `step()`; meanwhile, and only then, the optimizer may step."""
+        if closure:
+            raise TypeError("engine.step() takes no closure: call loss.backward(), then engine.step()")
+        before, self.updating = self.updating, True
+        try:
+            super().step()
+        finally:
+            self.updating = before
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients, and what is known of their way."""
+        self.placement.finish()  # else the next step would wait for it, and add it
+        self.gradients_are_reduced, self.divisor = False, None
+        for bucket in self.buckets:
+            guard.drop_gradients(bucket.params)
+            for piece in bucket.pieces:
+                piece.grad = None
+            bucket.used, bucket.kept = set(), {}
+
+    def stepped(self) -> None:
+        """The optimizer has changed the shards."""
+        for bucket in self.buckets:
+            guard.stepped(bucket.params)
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for bucket in self.buckets:
+            for param in bucket.params:
+                hooks = param._post_accumulate_grad_hooks or {}
+                for key in [key for key, hook in hooks.items() if type(hook) is GradientHook]:
+                    del hooks[key]
+
+    def __reduce_ex__(self, protocol):
+        way = "checkpoint.save(engine, folder) keeps it, and engine.full_state_dict() has whole weights"
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {way}")
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """`with engine.no_sync():` around all but the last of several backwards before a step.
+
+        Gradients then add up on this rank, whole, and nothing is sent.
+        """
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    clip_grad_norm_ = gradients.clip_grad_norm_
+    clip_grad_value_ = gradients.clip_grad_value_
+    full_state_dict = state.full_state_dict
+    load_full_state_dict = state.load_full_state_dict
+    close = state.close
+
+    def train(self, mode: bool = True):
+        """`model.train(mode)`; returns the engine, as the model's returns the model."""
+        self.model.train(mode)
+        return self
+
+    def eval(self):
+        """`model.eval()`; returns the engine."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        return self.model.training
+
+    # The model's own. Parameters' values are for the model's forward, and their gradients are in the pieces.
+    parameters, named_parameters = _of_the_model("parameters"), _of_the_model("named_parameters")
+    buffers, named_buffers = _of_the_model("buffers"), _of_the_model("named_buffers")
+    modules, named_modules = _of_the_model("modules"), _of_the_model("named_modules")
+
+    def __getattr__(self, name: str):
+        what = f"{type(self).__name__} has no attribute {name!r}"
+        if "model" not in vars(self) and vars(self).keys() <= {"updating"}:
+            raise AttributeError(f"{what}, for it was closed: build another engine on the model")
+        raise AttributeError(f"{what}; what its model has is in engine.model")

@@ -1,0 +1,156 @@
+"""Reading a checkpoint's folder, which may be damaged, and which somebody else may have written.
+
+torch's reader trusts a checkpoint. `.metadata`, the list of what is in it, is a pickle, and so is every value that is
+no tensor. Unpickling calls whatever function the file names. So a file can run any code. Here `.metadata` is read by
+contents.py, and values by `torch.load(weights_only=True)`, which makes tensors and plain values. And nothing tells
+torch that a byte has changed: SHA256SUMS does.
+"""
+
+import contextlib
+import hashlib
+import io
+import math
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from harness.engine.checkpoint import contents
+from harness.engine.checkpoint.contents import Unsafe
+from harness.engine.safety.waiting import name_some
+
+METADATA, SUMS = ".metadata", "SHA256SUMS"
+
+
+class Damaged(RuntimeError):
+    """A checkpoint lacks a file, or a file is not what was written. An older checkpoint may be good."""
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's planner, but for one thing: its own `load_bytes` unpickles anything."""
+
+    def load_bytes(self, read_item, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def complete(folder) -> list[Path]:
+    """The checkpoints in `folder`, the oldest first. One that was not finished has another name."""
+    found = [path for path in Path(folder).glob("[0-9]*") if path.name.isdigit() and (path / METADATA).is_file()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def newest(folder) -> Path:
+    """`folder` itself if it is a checkpoint, else the newest one in it. Raises FileNotFoundError if there is none."""
+    found = [Path(folder)] if (Path(folder) / METADATA).is_file() else complete(folder)
+    if not found:
+        raise FileNotFoundError(f"no complete checkpoint in {str(folder)!r}")
+    return found[-1]
+
+
+@contextlib.contextmanager
+def _reading(path: Path):
+    """Whatever is raised while files are read says that the checkpoint is unsafe or damaged."""
+    try:
+        yield
+    except (Unsafe, pickle.UnpicklingError) as error:
+        why = str(error).partition("\n")[0]
+        raise Unsafe(
+            f"{str(path)!r} was not read: it holds something else than tensors and plain values, or is damaged ({why})"
+        ) from None
+    except Damaged:
+        raise
+    except Exception as error:  # of a damaged pickle anything may come
+        raise Damaged(f"{str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+
+
+class Folder:
+    """One checkpoint. Its list of contents was read, and its files are all there and as they were written.
+
+    Several ranks share that work: rank r checks every N-th file, so each is read once. `entries` are {path: name},
+    ("model", "head.weight") for example: "model.head.weight". Raises `Damaged` or `Unsafe`.
+    """
+
+    def __init__(self, path, rank: int = 0, world_size: int = 1, check: bool = True):
+        self.path = Path(path)
+        with _reading(self.path):
+            sums = self._sums()
+            self._check(METADATA, 0, sums.get(METADATA) if check else None)
+            self.metadata = contents.read((self.path / METADATA).read_bytes())
+            self.tensors = self.metadata.state_dict_metadata
+            paths = self.metadata.planner_data.items()
+            self.entries = {path: name for name, path in paths if path and name in self.tensors}
+            if SUMS in self.metadata.storage_meta.modules and not sums:
+                raise Damaged(f"{str(self.path / SUMS)!r} is missing, so no file can be checked")
+            ends = {}  # name of a file -> the bytes that it must have
+            for info in self.metadata.storage_data.values():
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            for number, (name, end) in enumerate(sorted(ends.items())):
+                mine = check and sums and number % world_size == rank
+                self._check(name, end, sums[name] if mine else None)
+
+    def _sums(self) -> dict[str, str]:
+        """{name of a file: its SHA-256}, as `sha256sum` writes them; {} for a checkpoint that torch has written."""
+        if not (self.path / SUMS).exists():
+            return {}
+        self._check(SUMS, 0, None)
+        lines = [line.partition("  ") for line in (self.path / SUMS).read_text().splitlines()]
+        return {name: digest for digest, _, name in lines}
+
+    def _check(self, name: str, end: int, expected: str | None) -> None:
+        """A file is in this folder and no link out of it, no pipe or device, has `end` bytes, and those expected."""
+        file = self.path / name
+        if Path(name).name != name or file.resolve().parent != self.path.resolve():
+            raise Unsafe(f"it points to {name[:200]!r}, which is no file of this folder")
+        found = file.stat().st_size
+        if not file.is_file():
+            raise Unsafe(f"{name!r} is no file")
+        if found < end:
+            raise Damaged(f"{str(file)!r} was cut off: it has {found:,} bytes of {end:,} or more")
+        if expected is not None and sha256(file) != expected:
+            raise Damaged(f"{str(file)!r} is not what was written: its SHA-256 is not the one in {SUMS}")
+
+    def under(self, *start) -> dict[tuple, str]:
+        """{rest of the path: name} of what has a path that begins like that."""
+        length = len(start)
+        return {path[length:]: name for path, name in self.entries.items() if path[:length] == start}
+
+    def blank(self, name: str, device: str = "cpu") -> torch.Tensor | None:
+        """A tensor of the shape and dtype of the one that is called `name`, to read into; None for another value."""
+        entry = self.tensors[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+    def model_on_meta(self) -> dict[str, torch.Tensor]:
+        """Names, shapes and dtypes of the model's tensors, without values."""
+        found = {path[0]: self.blank(name, "meta") for path, name in self.under("model").items() if len(path) == 1}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def of_model(self, name: str) -> torch.Tensor:
+        """The values of the model's tensor `name`."""
+        place = self.entries["model", name]
+        return self.read({place: self.blank(place)})[place]
+
+    def read(self, wanted: dict) -> dict:
+        """Fill `wanted`: {name: tensor or `Cut`, on the CPU; None for a value that is no tensor}. Returns it."""
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        reader, there = FileSystemReader(self.path), Counter()
+        with _reading(self.path):
+            planner.set_up_planner(wanted, self.metadata, True)
+            reader.set_up_storage_reader(self.metadata, True)
+            plan = planner.create_local_plan()
+            for item in plan.items:
+                there[item.dest_index.fqn] += math.prod(item.lengths)
+            tensors = {name: getattr(value, "part", value) for name, value in wanted.items() if value is not None}
+            if missing := [name for name, tensor in tensors.items() if there[name] != tensor.numel()]:
+                raise Damaged(f"{str(self.path)!r}: elements of {name_some(missing)} are missing")
+            reader.read_data(plan, planner)
+        return wanted

@@ -1,0 +1,1 @@
+"""What a user may ask of an engine: precision, replicas and offload, other meshes, models on `meta`."""

@@ -1,0 +1,261 @@
+"""A clear error where a parameter would give a wrong answer, or end the process.
+
+While an engine has a parameter, the object is the same and its class is another, made here:
+
+- An *engine's* parameter has no gradient after backward, because it has moved into this rank's pieces. Whoever takes
+  that for "there is no gradient" (torch's clipping, an optimizer over the model's parameters) gets an error.
+- A *freed* parameter's storage has zero bytes. Most operations on it, `model.state_dict()`, `copy.deepcopy`, printing
+  or calling a submodule by itself, would read memory that is not there and kill the process. They get an error.
+"""
+
+import functools
+import sys
+import weakref
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from harness.engine.hooks import not_compiled
+from harness.engine.options.tensor_parallel import local_gradient
+from harness.engine.safety.waiting import name_some
+
+# What may be asked of a freed parameter: everything that does not look at its values.
+_METADATA = {
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "names", "_backward_hooks",
+    "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous", "__len__",
+    "is_floating_point", "is_complex", "get_device", "register_post_accumulate_grad_hook", "register_hook",
+    "_post_accumulate_grad_hooks", "untyped_storage", "data_ptr", "_version", "is_shared", "is_inference", "empty_like",
+    "_is_view", "output_nr", "is_same_size", "__hash__", "_has_compatible_shallow_copy_type",
+}  # fmt: skip
+# Moves that may change nothing, as `model.float()` of a float32 model: they answer with the parameter itself.
+_MOVES = {"to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"}
+# Who would take a gradient of None for "this parameter has no gradient".
+_TAKERS = ("torch.nn.utils.clip_grad", "torch.optim.", "torch.amp.", "torch.nn.modules.module")
+
+_grad = torch._C.TensorBase.grad
+
+
+class EngineParameter(nn.Parameter):
+    """A parameter that an engine has: its gradient moves away while backward runs."""
+
+    zero_name, zero_moved = "", False  # what an error calls it; whether its gradient has moved since `zero_grad()`
+    zero_touched = staticmethod(lambda param: False)  # see `watch`
+
+    @property
+    def grad(self):
+        gradient = _grad.__get__(self)
+        if gradient is None and self.zero_moved:
+            taker = sys._getframe(1).f_globals.get("__name__", "")
+            if taker.startswith(_TAKERS):
+                raise RuntimeError(
+                    f"the gradient of {self.zero_name!r} has moved into the engine's pieces: {taker} would see none. "
+                    "Call engine.clip_grad_norm_(max_norm) and not torch's, engine.step() and not an optimizer over "
+                    "model.parameters(), engine.zero_grad() and not model.zero_grad()"
+                )
+        return gradient
+
+    @grad.setter
+    def grad(self, value):
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self):
+        _grad.__set__(self, None)
+
+    def detach(self):
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.parameter":  # nn.Parameter(this one)
+            raise RuntimeError(
+                f"parameter {self.zero_name!r} belongs to an engine, and cannot become another one (by weight_norm "
+                "or a parametrization, say): change the model first, then build the engine"
+            )
+        return super().detach()
+
+    def __deepcopy__(self, memo):  # a copy belongs to no engine
+        if id(self) not in memo:
+            data = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = self.zero_plain_class(data, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        return self.zero_plain_class(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class Freed:
+    """What a parameter's class is mixed with while it is freed."""
+
+    @classmethod
+    @not_compiled
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # A property arrives as its getter, whose __self__ carries the property's name.
+        kwargs = kwargs or {}
+        own = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", None) or own
+        if name in _METADATA or own in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        freed = next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Freed))
+        if name == "data" and own == "__get__":
+            return freed._data()
+        if name == "data" and len(args) == 2 and args[1] is freed:
+            return None  # `module._apply` puts back what did not change
+        if (
+            name in _MOVES
+            and _caller() == "torch.nn.modules.module"
+            and _changes_nothing(func, freed, args[1:], kwargs)
+        ):
+            return freed  # the whole model is moved, to where it is
+        if freed.zero_touched(freed):  # it is gathered now: the model uses it outside its module, or runs a part again
+            return func(*args, **kwargs)
+        raise RuntimeError(message(freed, name))
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(message(self, "to be pickled"))
+
+    def _data(self):
+        """What `param.data` is: something that knows the shape, and whose values nobody can read."""
+        with torch._C.DisableTorchFunctionSubclass():
+            data = self.detach()
+        data.__class__ = FreedData
+        data.zero_name = self.zero_name
+        return data
+
+
+class FreedData(Freed, torch.Tensor):
+    """`param.data` of a freed parameter."""
+
+    zero_touched = staticmethod(lambda param: False)
+
+    def _data(self):
+        return self
+
+
+def _caller() -> str | None:
+    """The module whose code has called `__torch_function__`, past the frames that `not_compiled` puts in between."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile")):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__")
+
+
+def _changes_nothing(func, freed, args, kwargs) -> bool:
+    empty = torch.empty(0, dtype=freed.dtype, device=freed.device)
+    try:
+        return func(empty, *args, **kwargs) is empty
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def message(param: nn.Parameter, asked_for: str) -> str:
+    return (
+        f"parameter {param.zero_name!r} is freed: its values are sharded over the ranks (asked for: {asked_for}). They "
+        "are gathered only inside the model's forward and backward: call engine(inputs) and not a submodule alone, and "
+        "read weights with engine.full_state_dict()"
+    )
+
+
+_CLOSED: dict[type, type] = {}  # class of a gathered parameter -> its class while it is freed
+_OPENED: dict[type, type] = {}  # and back
+
+
+@functools.cache
+def _engine_class(cls: type) -> type:
+    """The class of an engine's parameter that was of class `cls`."""
+    engine = EngineParameter if cls is nn.Parameter else type(f"Engine{cls.__name__}", (EngineParameter, cls), {})
+    _CLOSED[engine] = type(f"Freed{engine.__name__}", (Freed, engine), {})
+    _OPENED[_CLOSED[engine]] = engine
+    return engine
+
+
+def adopt(bucket, engine) -> None:
+    """The bucket's parameters are `engine`'s from here on.
+
+    Fake tensors of a dry run keep their class, for they have no values. So do DTensors, as torch looks at theirs.
+    """
+    for name, param in zip(bucket.names, bucket.params):
+        if not isinstance(param, (FakeTensor, DTensor, EngineParameter)):
+            param.zero_plain_class, param.__class__ = type(param), _engine_class(type(param))
+        param.zero_name, param.zero_version, param.zero_moved = name, param._version, False
+        param.zero_engine = weakref.ref(engine)
+
+
+def release(params) -> None:
+    """These parameters, which are gathered, have no engine any more."""
+    for param in params:
+        if isinstance(param, EngineParameter):
+            param.__class__ = param.zero_plain_class
+        for key in [key for key in vars(param) if key.startswith("zero_")]:
+            delattr(param, key)
+
+
+def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
+    """`param.grad`, without asking who wants to know."""
+    return _grad.__get__(param)
+
+
+def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """`param.grad`, which is None from now on."""
+    gradient = _grad.__get__(param)
+    _grad.__set__(param, None)
+    return local_gradient(gradient)
+
+
+def drop_gradients(params) -> None:
+    """No parameter has a gradient, and none has moved."""
+    with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
+        for param in params:
+            _grad.__set__(param, None)
+            param.zero_moved = False
+
+
+def with_gradient(params) -> list[int]:
+    """The numbers of the parameters that have a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [index for index, param in enumerate(params) if _grad.__get__(param) is not None]
+
+
+def written(params) -> list[str]:
+    """Names of those that were written to since they were gathered, or since `stepped`."""
+    return [p.zero_name for p in params if type(p) in _CLOSED and p._version != p.zero_version]
+
+
+def stepped(params) -> None:
+    """The parameters' values are other ones from here on. A backward of an earlier forward is an error, as in torch."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(params)
+        for param in params:
+            param.zero_version = param._version
+
+
+def watch(params: list[nn.Parameter], touched) -> None:
+    """Have `touched(param)` called before a freed parameter raises; if it returns True the parameter is gathered."""
+    for param in params:
+        param.zero_touched = touched
+
+
+def close(params: list[nn.Parameter]) -> None:
+    """From here on, using the values of these parameters raises RuntimeError. So does having written to them before."""
+    lost = []
+    for param in params:
+        freed = _CLOSED.get(type(param))
+        if freed is not None:
+            if param._version != param.zero_version:
+                lost.append(param.zero_name)
+            param.__class__ = freed
+    if lost:
+        raise RuntimeError(
+            f"{name_some(lost)} was written to while it was gathered. The engine's values are the shards: what is "
+            "written into gathered weights is lost. Change weights by the optimizer or engine.load_full_state_dict(). "
+            "An embedding's max_norm, and other forwards that write into their weights, cannot be used here"
+        )
+
+
+def open(params: list[nn.Parameter]) -> None:
+    """These parameters are gathered again."""
+    for param in params:
+        gathered = _OPENED.get(type(param))
+        if gathered is not None:
+            param.__class__ = gathered

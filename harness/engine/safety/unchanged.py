@@ -1,0 +1,111 @@
+"""What was changed behind the engine's back is refused at the next forward, with the way out."""
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from harness.engine.hooks import GradientHook, WeakHook, backward_now
+from harness.engine.options import pipelines, precision
+from harness.engine.options.tensor_parallel import local
+from harness.engine.safety.waiting import name_some
+from harness.engine.units import default_units
+
+
+def watch_forward(engine, look: "Look") -> list:
+    """Look at the model before every forward, and cast its inputs in mixed precision. Returns the hooks' handles.
+
+    The first handle is that of the look, which lives as long as the engine.
+    """
+    handles = [engine.model.register_forward_pre_hook(WeakHook(look.compare))]
+    if engine.dtypes[0] is not None:
+        for module in engine.model.modules():
+            handles.append(module.register_load_state_dict_pre_hook(refuse_loading))
+        units = getattr(engine, "units", None)
+        modules = default_units(engine.model) if units is None else [unit.module for unit in units]
+        cast = precision.Cast(engine.dtypes[0])
+        handles += [module.register_forward_pre_hook(cast, with_kwargs=True) for module in [engine.model, *modules]]
+    return handles
+
+
+class Look:
+    """Compares the model with what it was when the engine was built.
+
+    Raises RuntimeError for parameters that came, went, moved, were frozen or unfrozen, or written to where it is lost.
+    """
+
+    def __init__(self, engine):
+        # Lists and not a walk through the model: this runs before every forward.
+        self._counts = [
+            (m._parameters, len(m._parameters), m._modules, len(m._modules)) for m in engine.model.modules()
+        ]
+        homes = {}  # id of a parameter -> where the model has it
+        for module in engine.model.modules():
+            for key, param in module._parameters.items():
+                if param is not None:
+                    homes.setdefault(id(param), []).append((module._parameters, key))
+        self._known = []  # (name, parameter, where the model has it, requires_grad, address, is it a rounded one)
+        for bucket in engine.all_buckets:
+            rounded = bucket.flat.dtype != bucket.shard.dtype
+            for name, param in zip(bucket.names, bucket.params):
+                whole = not hasattr(engine, "units") and not isinstance(param, FakeTensor)
+                address = local(param).data_ptr() if whole else None
+                self._known.append((name, param, homes[id(param)], param.requires_grad, address, rounded))
+
+    def compare(self, model: nn.Module, args) -> None:
+        if backward_now() is not None:  # activation checkpointing runs it again
+            return
+        pipelines.heed()
+        changed = {what: [] for what in _CHANGED}  # names of parameters
+        if any(len(params) != p or len(modules) != m for params, p, modules, m in self._counts):
+            known = {id(param) for _, param, *_ in self._known}
+            changed["came"] = [name for name, param in model.named_parameters() if id(param) not in known]
+        with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
+            for name, param, homes, requires_grad, address, rounded in self._known:
+                if any(params.get(key) is not param for params, key in homes):
+                    changed["replaced"].append(name)
+                if param.requires_grad != requires_grad:
+                    changed["flags"].append(name)
+                if address is not None:  # ZeRO-3's have no place of their own, and a dry run's no place at all
+                    if local(param).data_ptr() != address:
+                        changed["moved"].append(name)
+                    elif param._version != param.zero_version:
+                        if rounded:  # in float32 a weight may be changed between two steps
+                            changed["lost"].append(name)
+                        param.zero_version = param._version
+                hooks = param._post_accumulate_grad_hooks
+                if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
+                    own = next(key for key, hook in hooks.items() if type(hook) is GradientHook)
+                    hooks[own] = hooks.pop(own)  # torch goes by the order of insertion
+        for what, names in changed.items():
+            if names:
+                raise RuntimeError(f"{name_some(names)} {_CHANGED[what]}")
+
+
+_CHANGED = {
+    "came": "came into the model after the engine was built, which does not train it: build the whole model first, "
+    "then the engine",
+    "replaced": "was replaced after the engine was built (by setattr, a parametrization, weight_norm, functional_call "
+    "or load_state_dict(assign=True)). The engine would train a tensor that the model no longer uses. Change the model "
+    "first, then build the engine; load by engine.load_full_state_dict()",
+    "flags": "had its requires_grad changed after the engine was built, which has buckets, hooks and optimizer state "
+    "for the flags as they were. Change it back, or take state = engine.full_state_dict(), build a new model, load the "
+    "state into it, set the flags, and build a new engine (its optimizer starts afresh). A parameter that only rests "
+    "for some steps can be left out of the loss with find_unused=True",
+    "moved": "was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), an RNN's "
+    "flatten_parameters(), or param.data = ...), so the engine would train values that the model no longer uses. "
+    "Move the model first, then build the engine; param_dtype= computes in another dtype",
+    "lost": "was written to after the engine was built. In mixed precision the engine's values are the shards, and "
+    "what is written into the rounded weights is lost with the next step. Change weights by the optimizer, or by "
+    "engine.load_full_state_dict()",
+}
+
+
+def moved_message(names: list[str]) -> str:
+    return f"{name_some(names)} {_CHANGED['moved']}"
+
+
+def refuse_loading(module, *args) -> None:
+    raise RuntimeError(
+        "model.load_state_dict() would change the rounded weights and not the float32 ones that the optimizer "
+        "updates, and be undone by the next step: call engine.load_full_state_dict(state)"
+    )

@@ -1,0 +1,148 @@
+"""ZeRO-1 and ZeRO-2 with what real training adds. The steps are the chapters', inherited."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+import zero1
+import zero2
+from harness.engine import gradients, state, units
+from harness.engine.base import Engine
+from harness.engine.bucket import EngineBucket, EngineReduction, NamedWork
+from harness.engine.hooks import GradientHook, WeakHook, when_backward_ends
+from harness.engine.options import precision
+from harness.engine.safety import guard
+from harness.engine.safety.unchanged import Look, watch_forward
+
+
+class BucketEngine(Engine):
+    """What ZeRO-1 and ZeRO-2 have in common: buckets by size."""
+
+    def __init__(self, model, optimizer_cls, *, bucket_mb=None, param_groups=None, **options):
+        # What cannot work raises here, on every rank, before anything is changed.
+        self.prepare(model, optimizer_cls, param_groups, {"bucket_mb": bucket_mb}, **options)
+        super().__init__(model, self.over_pieces(optimizer_cls, param_groups), bucket_mb=bucket_mb, group=self.group)
+
+    def partition(self, bucket_mb):
+        """Step 0. Frozen parameters have buckets, too, behind the trained ones."""
+        with record_function("step 0 partition"), torch.no_grad():
+            state.broadcast_buffers(self.model, self.placement.everyone)
+            runs = units.by_size(self.model.named_parameters(), bucket_mb)
+            self.all_buckets = [EngineBucket(run, self.placement, self.dtypes) for run in runs]
+        return [bucket for bucket in self.all_buckets if bucket.trained]
+
+    def watch_gradients(self) -> None:
+        """As in the chapter, by hooks that hold nobody alive."""
+        for bucket in self.all_buckets:
+            guard.adopt(bucket, self)
+        self.look = Look(self)
+        self.handles = watch_forward(self, self.look)
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                param.register_post_accumulate_grad_hook(GradientHook(self.on_gradient, bucket, index))
+
+    def shards_changed(self) -> None:
+        """Somebody has written into the shards: all ranks gather what is new."""
+        for work in [bucket.gather() for bucket in self.all_buckets]:
+            work.wait()
+
+
+class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
+    """ZeRO-1 for real training. Options beside the chapter's: `Engine.prepare`."""
+
+    def partition(self, bucket_mb):
+        buckets = super().partition(bucket_mb)
+        for bucket in buckets:
+            bucket.gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
+        return buckets
+
+    def on_gradient(self, bucket, index: int, param) -> None:
+        param.zero_moved = True
+        bucket.used.add(index)
+        self.gradients_are_reduced = False
+        super().on_gradient(bucket, index, param)
+
+    def zero_grad(self) -> None:
+        self.forget_gradients()
+        super().zero_grad()
+        if self.find_unused:  # a parameter that this rank does not use must contribute zeros, and not an old gradient
+            for bucket in self.buckets:
+                bucket.gradient.zero_()
+
+    def reduce_gradients(self) -> None:
+        """Step 3, as in the chapter: in the reduce dtype, over replicas, to the host, and once."""
+        if self.gradients_are_reduced:
+            return  # `clip_grad_norm_` needs the averages and has called this; no gradient came since
+        works = []
+        for bucket in self.buckets:
+            to_sum = precision.before_sum(bucket.gradient, self.world_size)
+            work = dist.all_reduce(to_sum, group=self.group, async_op=True)
+            works.append(NamedWork(work, "all-reduce", bucket))
+        for bucket, work in zip(self.buckets, works):
+            work.wait()
+            precision.mean_of_sum(bucket.gradient, self.world_size)
+            own = self.placement.final_shard(bucket, bucket.gradient[bucket.own])
+            for piece, part in zip(bucket.pieces, bucket.cut(own)):
+                piece.grad = part.to(piece.dtype)
+        gradients.require_all(self)
+        for bucket in self.buckets:
+            bucket.missing -= bucket.used  # what another rank alone has used: a later backward adds to the mean
+
+    def no_sync(self):
+        """ZeRO-1 sends nothing before `step()` anyway."""
+        return contextlib.nullcontext()
+
+
+class ZeRO2Engine(BucketEngine, zero2.ZeRO2):
+    """ZeRO-2 for real training. Options beside the chapter's: `Engine.prepare`.
+
+    A bucket that lacks gradients is final when backward ends, if an earlier backward of this step has brought them
+    (several losses, each with a backward of its own), or with `find_unused`. Under `no_sync` gradients are kept.
+    """
+
+    def on_gradient(self, bucket, index: int, param) -> None:
+        self.notice_backward()
+        gradients.refuse_wrong(bucket, index)
+        bucket.used.add(index)
+        param.zero_moved = self.backward_brought = True
+        if self.sync:
+            self.gradients_are_reduced = False
+            super().on_gradient(bucket, index, param)
+        else:
+            gradients.keep(bucket, index)
+            bucket.missing.discard(index)
+
+    def notice_backward(self) -> None:
+        """A backward shows its first sign. Autograd has no hook for its end, so queue a callback."""
+        if self.backward_number is None:
+            self.backward_number = when_backward_ends(WeakHook(self.end_backward))
+            self.backward_brought = False
+            self.begin_backward()
+
+    def end_backward(self) -> None:
+        """What waits for gradients that do not come is final now, if it may be: with zeros for these on this rank."""
+        self.backward_number = None
+        for bucket in self.buckets:
+            earlier = self.backward_brought and bucket.missing <= bucket.used
+            if bucket.missing and (self.find_unused or earlier):
+                bucket.missing = set()
+                self.gradients_are_reduced = self.gradients_are_reduced and not self.sync
+        if self.sync:
+            self.send_complete()
+
+    def send(self, bucket) -> None:
+        with record_function("step 3 reduce gradients"):
+            self.receive()
+            self.in_flight = EngineReduction(bucket)
+
+    def reduce_gradients(self) -> None:
+        self.receive()
+        gradients.require_all(self)
+
+    def zero_grad(self) -> None:
+        self.receive()
+        self.forget_gradients()
+        self.begin_backward()
+        self.backward_number = None  # also of a backward that did not finish

@@ -1,0 +1,137 @@
+"""One engine's row of the dry run: rank 0 of N takes two steps alone, and the second one is watched."""
+
+import argparse
+import contextlib
+import gc
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from harness.measure.fake_ranks import build
+from harness.measure.memory_formulas import formula_of_peak, held_by_formula, letters
+from harness.measure.memory_parts import PARTS, PartsLedger
+from harness.measure.traffic import Collective
+from harness.measure.watched_step import allocator_of, watched_step
+from harness.run import micro_batches
+from harness.run.engines import DTYPES, ENGINES
+from harness.run.model import GPT, GPTConfig, next_token_loss, preset
+from harness.run.recompute import checkpoint_blocks
+
+
+def measure(name: str, options: argparse.Namespace) -> dict:
+    """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
+
+    On a GPU that is too small: {"out_of_memory": torch's words}.
+    """
+    device = torch.device("cpu") if options.device == "fake" else torch.device(options.device, 0)
+    try:
+        return watched_row(name, options, device)
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).split(". ")[0]}
+    finally:
+        gc.collect()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+
+def watched_row(name: str, options: argparse.Namespace, device: torch.device) -> dict:
+    """`measure` where there is memory enough."""
+    real = options.device != "fake"
+    allocator = allocator_of(device)
+    fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, PartsLedger() as memory:
+        model = make_model(preset(options.preset), device)
+        dtype = DTYPES[options.precision]
+        if options.checkpoint_activations:
+            checkpoint_blocks(model, casts=ENGINES[name].casts and dtype is not None)
+        of = letters(model, options.ranks, accumulate=options.accumulate)
+        # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
+        adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type != "cpu")
+        engine = build(name, model, adamw, device, dtype=dtype)
+        del model
+        tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
+        batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate
+        micro_batches.training_step(engine, *batch)
+        if name == "ddp" and real:
+            micro_batches.training_step(engine, *batch)  # in its second step DDP makes its buckets anew, for once
+        with watched_step(engine, memory, allocator) as seen:
+            micro_batches.training_step(engine, *batch)
+        pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+        del engine
+    held = held_by_formula(name, options.precision, of.Ψ, options.ranks)
+    formula = formula_of_peak(name, options.precision, options.accumulate)
+    peak = memory.peak_moment()
+    row = {
+        "held_bytes": seen.held,
+        "formula_bytes": held,
+        "difference_bytes": sum(seen.held.values()) - held,
+        "step_counters_bytes": 4 * pieces,  # AdamW counts its steps per tensor, in float32
+        "peak_bytes": seen.peak if allocator else peak.live,
+        "peak_where": {"step": peak.step, "module": peak.module},
+        "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
+        "temporaries": dict(peak.made.most_common(4)),
+        "state_peak_bytes": memory.peak_moment(of=lambda moment: moment.state).state,
+        "state_peak_formula": formula and formula.__doc__,
+        "state_peak_formula_bytes": formula and round(formula(of)),
+        "sent_bytes": seen.sent_bytes,
+        "sent_elements": seen.sent_elements,
+        "sent": sent_by_kind(seen.collectives),
+        "curve": curve(memory),
+    }
+    if allocator:
+        row["ledger_peak_bytes"] = peak.live  # beside the allocator's own
+    if name == "ddp" and not real:
+        row["stand_in"] = True
+    return row
+
+
+def make_model(config: GPTConfig, device: torch.device) -> GPT:
+    """A GPT with weights of the right size; on a GPU drawn there, as their values do not matter here."""
+    if device.type == "cpu":
+        return GPT(config)
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    model.head.weight = model.tokens.weight  # to_empty takes tied weights apart
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
+    return model
+
+
+def sent_by_kind(collectives: Iterable[Collective]) -> list[dict]:
+    """[{"kind", "bytes", "elements", "count"}]"""
+    found: dict[str, dict] = {}
+    for collective in collectives:
+        row = found.setdefault(collective.kind, {"kind": collective.kind, "bytes": 0, "elements": 0, "count": 0})
+        row["bytes"] += collective.sent_bytes
+        row["elements"] += collective.sent_elements
+        row["count"] += 1
+    for row in found.values():
+        row |= {"bytes": round(row["bytes"]), "elements": round(row["elements"])}
+    return list(found.values())
+
+
+def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
+    """The step as a line: `points` stretches per phase, of each the moments with the most and the least alive.
+
+    {"phase": ["1 forward", ...], "progress": [0 to 1 within the phase], part: [MB], ...}, MB being 10^6 bytes.
+    """
+    phases: dict[str, list] = {}
+    for moment in memory.moments():
+        if moment.phase:
+            phases.setdefault(moment.phase, []).append(moment)
+    result = {"phase": [], "progress": [], **{part: [] for part in PARTS}}
+    for phase, moments in phases.items():
+        stretch = -(-len(moments) // points)
+        for start in range(0, len(moments), stretch):
+            numbers = range(start, min(start + stretch, len(moments)))
+            ends = {pick(numbers, key=lambda number: moments[number].live) for pick in (min, max)}
+            for number in sorted(ends):
+                result["phase"].append(phase)
+                result["progress"].append(round(number / len(moments), 4))
+                for part in PARTS:
+                    result[part].append(round(moments[number].parts[part] / 1e6, 2))
+    return result

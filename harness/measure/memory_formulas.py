@@ -1,0 +1,118 @@
+"""The dry run's formulas: what a rank holds per parameter, and the exact peak of each stage. Ψ: all parameters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from harness.engine.units import by_size
+from harness.run.engines import ENGINES
+from harness.run.model import GPT
+from zero1 import Bucket
+
+# Bytes per parameter that a rank holds, (kept in full, cut into N): 4Ψ of weights, 4Ψ of gradients, 8Ψ of AdamW's two
+# moments in float32. An article (`ARTICLE` in memory_tables.py) has this count as a table for 7e9 parameters on 8 GPUs.
+# No article has the count for bf16 as it is here: bfloat16 weights (2Ψ) beside float32 ones (cut, where a stage cuts
+# the optimizer state), float32 gradients. (In DDP and ZeRO-3 the bfloat16 weights exist only while the model computes.)
+# One count for each number of things that are shared out: none, the optimizer state, the gradients too, all three.
+BYTES_PER_PARAMETER = {
+    "fp32": ((16, 0), (8, 8), (4, 12), (0, 16)),
+    "bf16": ((16, 0), (6, 12), (2, 16), (0, 16)),
+}
+
+
+def held_by_formula(name: str, precision: str, parameters: int, ranks: int) -> int:
+    """Bytes that a rank of the engine `name` holds when all gradients are there."""
+    shared_out, _ = ENGINES[name].promise
+    whole, cut = BYTES_PER_PARAMETER[precision][len(shared_out)]
+    return round(parameters * (whole + cut / ranks))
+
+
+@dataclass(frozen=True)
+class Letters:
+    """The peak's letters. All are numbers of elements (4 bytes each), but N and p."""
+
+    Ψ: int  # all parameters
+    N: int  # ranks
+    G: int  # the largest single gradient, on its way into ZeRO-1's buffer
+    U: int  # the largest unit
+    R: int  # the root: the parameters of no unit
+    p: int  # units that are gathered ahead
+    # ZeRO-2, for that bucket in backward which makes the sum largest:
+    B: int  # this bucket; if it ends in a bias, also that bias's weight in the next bucket, whose gradient comes first
+    A: int  # the larger of this bucket and the one that was reduced before it, which may still be in flight
+    T: int  # this bucket and all that are reduced after it: their shards of the gradients do not exist yet
+
+
+# The exact peaks, in bytes, for float32 and AdamW, without activations and temporaries. (The chapters' heads have a
+# shorter one, for buckets or units of equal size.) Printed is the first line of what stands under each.
+
+
+def peak_of_zero1(of: Letters) -> float:
+    """8Ψ + 8Ψ/N + 4G"""
+    return 8 * of.Ψ + 8 * of.Ψ / of.N + 4 * of.G
+
+
+def peak_of_zero2(of: Letters) -> float:
+    """4Ψ + 8Ψ/N + 4(Ψ - T)/N + 4A + 4B"""
+    return 4 * of.Ψ + 8 * of.Ψ / of.N + 4 * (of.Ψ - of.T) / of.N + 4 * of.A + 4 * of.B
+
+
+def peak_of_zero3(of: Letters) -> float:
+    """4(4Ψ - R - (p + 1)U)/N + 4R + 4(p + 3)U"""
+    return 4 * (4 * of.Ψ - of.R - (of.p + 1) * of.U) / of.N + 4 * of.R + 4 * (of.p + 3) * of.U
+
+
+# With several backwards per step, from the second on: the shards of the gradients are all there, of the earlier ones,
+# and a new shard is beside them until it is added.
+
+
+def peak_of_zero2_accumulating(of: Letters) -> float:
+    """4Ψ + 12Ψ/N + 4A + 4B + 4A/N"""
+    return 4 * of.Ψ + 12 * of.Ψ / of.N + 4 * of.A + 4 * of.B + 4 * of.A / of.N
+
+
+def peak_of_zero3_accumulating(of: Letters) -> float:
+    """16Ψ/N + 4R + 4(p + 3)U + 4U/N"""
+    return 16 * of.Ψ / of.N + 4 * of.R + 4 * (of.p + 3) * of.U + 4 * of.U / of.N
+
+
+PEAKS = {"zero1": peak_of_zero1, "zero2": peak_of_zero2, "zero3": peak_of_zero3}
+ACCUMULATING = {"zero1": peak_of_zero1, "zero2": peak_of_zero2_accumulating, "zero3": peak_of_zero3_accumulating}
+
+
+def formula_of_peak(name: str, precision: str, accumulate: int) -> Callable[[Letters], float] | None:
+    """The stage's formula of the peak. None for other engines, and for mixed precision."""
+    if precision != "fp32":
+        return None
+    return (PEAKS if accumulate == 1 else ACCUMULATING).get(name)
+
+
+class Layout(Bucket):
+    """What a bucket of these parameters would be. They stay where they are."""
+
+    def flatten(self):
+        return self.params[0].detach().new_empty(1).expand(self.numel)
+
+
+def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: int = 1, accumulate: int = 1) -> Letters:
+    """What the letters stand for in a GPT, without its engine, in a process group of `ranks`."""
+    units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
+    sizes = [param.numel() for param in model.parameters()]
+    ahead = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
+    made = [Layout(some, None) for some in by_size(model.named_parameters(), bucket_mb)]
+    share = 1 / ranks if accumulate == 1 else 0  # with several backwards all shards are there, so T does not count
+    found = [_of_bucket(made[number:], made[max(0, number - 1)]) for number in range(len(made))]
+    worst = max(found, key=lambda of: of["A"] + of["B"] - of["T"] * share)
+    return Letters(Ψ=sum(sizes), N=ranks, G=max(sizes), U=max(units), R=sum(sizes) - sum(units), p=ahead, **worst)
+
+
+def _of_bucket(buckets: list[Layout], before: Layout) -> dict[str, int]:
+    """ZeRO-2's letters for the first of `buckets`, which are in the order of reduction; `before` was reduced before."""
+    bucket, *following = buckets
+    filling = bucket.numel
+    if following and _module(following[0].names[0]) == _module(bucket.names[-1]):
+        filling += following[0].params[0].numel()  # the weight of that bias: its gradient comes first
+    return {"A": max(before.numel, bucket.numel), "B": filling, "T": sum(each.numel for each in buckets)}
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

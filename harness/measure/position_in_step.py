@@ -1,0 +1,86 @@
+"""Where a training step is: in which of the labelled steps, and in which module, in forward and in backward."""
+
+import bisect
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+
+
+class PositionInStep:
+    """Open it around a step, show it every operation that torch dispatches, and ask: `phase`, `step`, `module()`.
+
+    Steps are the `record_function` labels that begin with "step "; a module in forward is known by hooks, and in
+    backward by the number that autograd gave to the operation which is being undone.
+    """
+
+    def __init__(self):
+        self.labels: list[str] = []  # all `record_function` labels that are open, from the outside in
+        self._handles: list = []
+        self.forget()
+
+    def forget(self, model: nn.Module | None = None) -> None:
+        """A step begins; `model` gives the modules their names."""
+        named = () if model is None else model.named_modules()
+        self._names = {id(module): name or type(module).__name__ for name, module in named}
+        self._modules: list[str] = []  # that are in their forward now, from the outside in
+        self._entered: list[tuple[int, str]] = []  # (autograd's number of the next node, module from there on)
+        self._last = ""
+
+    def see(self, func, args) -> str:
+        """Take notice of an operation that is about to run: "enter LABEL" or "leave LABEL", or "" for any other one."""
+        if func._schema.name == "profiler::_record_function_enter_new":
+            self.labels.append(args[0])
+            return f"enter {args[0]}"
+        if func._schema.name == "profiler::_record_function_exit" and self.labels:
+            return f"leave {self.labels.pop()}"
+        return ""
+
+    @property
+    def steps(self) -> list[str]:
+        """The steps that run now, from the outside in: ["2 backward", "3 reduce gradients"]."""
+        return [label.removeprefix("step ") for label in self.labels if label.startswith("step ")]
+
+    @property
+    def phase(self) -> str:
+        """The outermost of the steps, or ""."""
+        return self.steps[0] if self.steps else ""
+
+    @property
+    def step(self) -> str:
+        """The innermost of the steps, or ""."""
+        return self.steps[-1] if self.steps else ""
+
+    def module(self) -> str:
+        """The innermost module at work, the one in its forward or whose operation backward undoes, or ""."""
+        if self._modules:
+            return self._modules[-1]
+        node = torch._C._current_autograd_node()
+        if node is None or not self._entered:
+            return ""
+        number = node._sequence_nr()
+        if number < 2**63:  # higher are the nodes that accumulate gradients: they belong to the module before
+            place = bisect.bisect_right(self._entered, number, key=lambda entry: entry[0])
+            self._last = self._entered[place - 1][1] if place else ""
+        return self._last
+
+    def _enter(self, module: nn.Module, inputs) -> None:
+        self._modules.append(self._names.get(id(module), type(module).__name__))
+        self._entered.append((torch.autograd._get_sequence_nr(), self._modules[-1]))
+
+    def _leave(self, module: nn.Module, inputs, outputs) -> None:
+        if self._modules:
+            self._modules.pop()
+        outer = self._modules[-1] if self._modules else ""
+        self._entered.append((torch.autograd._get_sequence_nr(), outer))
+
+    def open(self) -> None:
+        self._handles = [
+            global_hooks.register_module_forward_pre_hook(self._enter),
+            # always_call: activation checkpointing ends its second forward by an exception.
+            global_hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()

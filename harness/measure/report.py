@@ -1,0 +1,127 @@
+"""`./launch.sh report`: what there is to know of this machine, on one page. It takes about ten minutes.
+
+    ./launch.sh report              to a new folder, report-DATE-TIME
+    ./launch.sh report FOLDER --quick
+
+A list of commands, each with a limit of time. What a command prints is appended to the page, and one that fails or
+hangs is a line there; the rest goes on. The page is written after every command, so Ctrl-C leaves what there is.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from harness.engine import accelerator
+from harness.measure import tables
+from harness.run import ranks
+from harness.run.command_line import Parser, one_line
+
+SECONDS = 300  # that a command may take
+TITLES = ["machine", "torch", "ranks", "runs of an engine with DDP's losses", "tests passed"]
+PROPERTIES = "tests/test_properties.py -k 'rank_computes or equals_ddp or held_bytes or collectives_are'"
+
+
+def commands(folder: str, gpus: int, quick: bool) -> list[str]:
+    """What is run on a machine with so many GPUs: what tells most comes first."""
+    most, *others = {0: (2, 4), 1: (1, 2, 4)}.get(gpus, (gpus, 2, 1))  # ranks
+    several = max(2, most)  # where collectives have something to send
+    small = "toy" if quick else "tiny"
+    found = ["python -W ignore -m torch.utils.collect_env"]
+    if gpus:
+        found.append("nvidia-smi topo -m")
+    found.append(f"./launch.sh test {'tests/test_cuda.py' if gpus else PROPERTIES} -q -rfEs")
+    runs = [f"{most} --preset {small}", f"{several} --preset {small} --engines ddp,fsdp1"]
+    runs += [f"{number} --preset {small if gpus else 'toy'}" for number in others]
+    if gpus and not quick:
+        large = "--engines ddp,zero1,zero2,zero3,fsdp2 --batch 1"  # `single` would compute the batches of all ranks
+        runs += [f"{most} --preset {preset} {large}" for preset in ("small", "medium", "1b")]
+    for number, run in enumerate(runs, 1):
+        for dtype in ("fp32", "bf16"):
+            file = f"{folder}/compare-{number}-{dtype}.json"
+            found.append(f"./launch.sh compare {run} --dtype {dtype} --steps 8 --timed-steps 6 --json {file}")
+    where, size = (accelerator.kind(), "1b") if gpus else ("fake", "tiny")  # on a GPU by real allocations
+    found.append(f"./launch.sh memory --ranks 8 --device {where} --preset {size if quick else '7b'}")
+    for stage in ("zero3", "zero2", "zero1"):
+        found.append(f"./launch.sh {stage} {several} --preset {small} --steps 3")
+    found.append(f"./launch.sh zero3 {several} --preset {small} --steps 3 --prefetch 0")
+    found.append(f"./launch.sh bench {several} --preset {small} --sweeps --rounds 6 --json {folder}/sweeps.json")
+    found.append("./launch.sh bench --host zero3")
+    return found
+
+
+def printed_by(command: str, seconds: float) -> tuple[str, str]:
+    """(what a command prints, how it ends in a few words); of its processes none is left."""
+    argv = shlex.split(command)
+    if argv[0] == "python":
+        argv[0] = sys.executable
+    # So that the ranks have this Python, and a process that hangs says where it was.
+    environment = ranks.environment(PYTHON=sys.executable, PYTHONFAULTHANDLER="1")
+    began = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        with ranks.started(argv, by=signal.SIGABRT, cwd=ranks.ROOT, env=environment, **streams) as process:
+            try:
+                status = process.wait(seconds)
+                ended = f"done in {time.monotonic() - began:.0f} s"
+                if status:
+                    ended = f"failed with exit status {status}"
+            except subprocess.TimeoutExpired:
+                ended = f"ended after {seconds:g} s, its limit"
+        output.seek(0)
+        return output.read().decode(errors="replace").replace("```", "'''").strip(), ended
+
+
+def row_of_machine(compared: list[dict], printed: str) -> list[str]:
+    """This machine's cells under TITLES, which are its line in README.md, too."""
+    losses = Counter({"to the bit": 0})
+    for report in compared:
+        for name, run in report["runs"].items():
+            if name != "ddp":
+                kind = "to the bit" if run["difference"] == 0 else "near"
+                losses[kind if run["match"] else "NOT"] += 1
+    first = compared[0] if compared else {"hardware": "a machine", "torch": "?"}
+    ways = dict.fromkeys(f"{report['world_size']} {report['backend']}" for report in compared)
+    equal = ", ".join(f"{number} {kind}" for kind, number in losses.items())
+    passed = sum(map(int, re.findall(r"(\d+) passed", printed)))
+    return [first["hardware"], first["torch"], ", ".join(ways), equal, str(passed)]
+
+
+@one_line(OSError)
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns 0, or 1 if a command has failed or hung."""
+    parser = Parser(prog="report", description=__doc__.splitlines()[0])
+    folder = time.strftime("report-%Y%m%d-%H%M%S")
+    parser.add_argument("folder", nargs="?", default=folder, help="a new folder (default: report-DATE-TIME)")
+    parser.add_argument("--quick", action="store_true", help="small models: minutes")
+    options = parser.parse_args(argv)
+    folder = Path(options.folder)
+    folder.mkdir(parents=True)
+    load = f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores when it began"
+    sections, broken = [], []
+    for command in commands(options.folder, accelerator.count(), options.quick):
+        print(command, flush=True)
+        printed, ended = printed_by(command, SECONDS)
+        print(f"  {ended}", flush=True)
+        sections.append(f"## `{command}`\n\n{ended}\n\n```\n{printed}\n```\n")
+        if not ended.startswith("done"):
+            broken.append(f"- `{command}` {ended}")
+        compared = [json.loads(file.read_text()) for file in sorted(folder.glob("compare-*.json"))]
+        row = row_of_machine(compared, "".join(sections))
+        begun = f"Written by `./launch.sh report` on {time.strftime('%Y-%m-%d')}; {load}."
+        failed = "\n".join(["What has failed:", "", *broken] if broken else ["No command has failed."])
+        page = [f"# {row[0]}", tables.markdown([TITLES, row]), begun, failed, *sections]
+        (folder / "report.md").write_text("\n\n".join(page))
+    print(f"written: {folder}/report.md; please send the folder")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""What properties share: small models of awkward shapes, data that differs per rank, optimizers, groups."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from harness.run.engines import STAGES  # noqa: F401  tests use it as fixtures.STAGES
+from harness.run.model import GPT, next_token_loss, preset
+
+# Models: awkward sizes for values, large layers for bytes.
+
+
+class OddBlock(nn.Module):
+    """Sizes that no N from 2 to 4 divides, a scalar, and a parameter of two elements."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.pair = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.tanh(self.up(x))) + self.pair.sum()
+
+
+class OddModel(nn.Module):
+    """An embedding (whose input needs no gradient), blocks of different sizes, and a head.
+
+    Frozen is a scale outside of the blocks, beside a buffer; or, with `frozen_block`, a layer inside that block.
+    """
+
+    def __init__(self, blocks: int = 3, width: int = 5, frozen_block: int | None = None):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(OddBlock(width, 7 + 2 * i) for i in range(blocks))
+        self.scaled = frozen_block is None
+        if self.scaled:
+            self.frozen = nn.Parameter(torch.full((width,), 1.5), requires_grad=False)
+            self.register_buffer("shift", torch.linspace(-1, 1, width))
+        else:
+            self.blocks[frozen_block].up.requires_grad_(False)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        if self.scaled:
+            x = x * self.frozen + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Twice(nn.Module):
+    """A block that runs twice in one forward, and a weight that embedding and head share."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList([OddBlock(5, 7), OddBlock(5, 9)])
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = block(x)
+        return self.head(x)[:, :3]
+
+
+class Stack(nn.Module):
+    """Wide layers and hardly any activations, so that live bytes are parameters and gradients."""
+
+    def __init__(self, layers: int = 8, width: int = 64, reverse: bool = False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.reverse = reverse  # use the last layer first: gradients then finish in the opposite order
+
+    def forward(self, x):
+        for layer in reversed(self.layers) if self.reverse else self.layers:
+            x = layer(x)
+        return x
+
+
+class PartlyFrozen(OddModel):
+    """Units that mix frozen and trainable parameters, one of them trained only after its frozen part (LoRA)."""
+
+    class Adapter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(5, 5)
+            self.base.requires_grad_(False)
+            self.low, self.high = nn.Linear(5, 2, bias=False), nn.Linear(2, 5, bias=False)
+
+        def forward(self, x):
+            return torch.tanh(self.base(x) + self.high(self.low(x)))
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Adapter() for _ in range(3)])
+        self.blocks[1].requires_grad_(False)  # a unit with nothing to train, in between
+
+
+class TwoTypes(nn.Module):
+    """Parameters of two dtypes, in the root and in every unit."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.gain = nn.Linear(5, 5), nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x).double() * self.gain).float()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+        self.gain, self.bias = nn.Parameter(torch.ones(5, dtype=torch.float64)), nn.Parameter(torch.zeros(5))
+
+    def forward(self, x):
+        return through(x.float(), self.blocks).double() * self.gain + self.bias
+
+
+class TiedAcross(nn.Module):
+    """An embedding outside the units whose weight is the head's, which lies inside one; 11 rows, uneven."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList([OddBlock(5, 7), nn.Sequential(nn.Tanh(), nn.Linear(5, 11, bias=False))])
+        self.blocks[1][1].weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return through(self.embedding(tokens).mean(1), self.blocks)[:, :3]
+
+
+class SharedInside(TiedAcross):
+    """Two units that hold the same layer, beside others of their own."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh(), shared) for _ in range(2)])
+
+
+class Nested(nn.Module):
+    """Containers in containers, a shared block, a bare parameter beside them: all must be managed by somebody."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(5, 5)
+        self.towers = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(5, 5), shared]), nn.Sequential(nn.Linear(5, 5), nn.ReLU()), nn.ReLU()]
+        )
+        self.by_name = nn.ModuleDict({"a": nn.Linear(5, 5)})
+        self.tail = nn.Sequential(shared, nn.Linear(5, 3))
+        self.loose = nn.ParameterList([nn.Parameter(torch.ones(5))])
+
+    def forward(self, x):
+        for module in (*self.towers[0], self.towers[1], self.towers[2], self.by_name["a"], self.tail):
+            x = module(x * self.loose[0])
+        return x
+
+
+class Checkpointed(OddModel):
+    """Activation checkpointing around each unit, inside the units, or around several."""
+
+    class Inside(OddBlock):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def __init__(self, where: str, use_reentrant: bool = False):
+        super().__init__(blocks=4)
+        self.where, self.use_reentrant = where, use_reentrant
+        if where == "inside":
+            self.blocks = nn.ModuleList(self.Inside(5, 7 + 2 * i) for i in range(4))
+
+    def forward(self, tokens):
+        x, blocks = self.embedding(tokens).mean(1), list(self.blocks)
+        if self.where == "inside":
+            return self.head(through(x, blocks))
+        several = 2 if self.where == "around several" else 1
+        for first in range(0, len(blocks), several):
+            x = checkpoint(through, x, blocks[first : first + several], use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+class Lanes(nn.Module):
+    """Units of different sizes, which their bytes tell, or of the same: run in the order of `way`, without `skip`."""
+
+    def __init__(self, sizes=(8, 9, 8, 9)):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes])
+        self.way, self.skip = range(len(sizes)), None
+
+    def forward(self, x):
+        return through(x, [self.blocks[index] for index in self.way if index != self.skip])
+
+
+class Branches(nn.Module):
+    """Three heads, of which a group uses one and nobody the third, and a buffer."""
+
+    def __init__(self, shift: float = 0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+        self.register_buffer("shift", torch.full((5,), shift))
+
+    def forward(self, x, head):
+        return self.heads[head](torch.tanh(self.blocks[0](x)) + self.shift)
+
+
+def through(x, blocks):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype=torch.float64, device=None) -> nn.Module:
+    """The same model wherever it is called, without disturbing the rank's own random state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # the CPU's, where it is built; `manual_seed` sets the GPUs' too
+        return build().to(dtype).to(device)
+
+
+# Data.
+
+
+def token_batch(step: int, rank: int, batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens (batch, 6) int64, classes (batch,) int64), another for every rank and step."""
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    tokens = torch.randint(11, (batch, 6), generator=generator)
+    return tokens, torch.randint(3, (batch,), generator=generator)
+
+
+def vector_batch(step: int, rank: int, width: int = 64, dtype=torch.float32, batch: int = 1):
+    """(inputs (batch, width), targets (batch, width)), another for every rank and step."""
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    x = torch.randn(batch, width, generator=generator, dtype=dtype)
+    return x, torch.randn(batch, width, generator=generator, dtype=dtype)
+
+
+def own_tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's `token_batch`."""
+    return token_batch(step, dist.get_rank())
+
+
+# A small GPT, its data, which is another for every rank and step, and its loss.
+
+
+def gpt(dtype: torch.dtype = torch.float32, device: str | None = None, seed: int = 0) -> GPT:
+    return seeded(lambda: GPT(preset("toy")), seed, dtype, device)
+
+
+def byte_batch(step: int, rank: int, device: str | None = None, rows: int = 2):
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    drawn = torch.randint(256, (rows, 17), generator=generator).to(device)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def of_bytes(model, inputs, targets) -> torch.Tensor:
+    return next_token_loss(model(inputs), targets)
+
+
+# Optimizers.
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "maximize": partial(torch.optim.AdamW, lr=0.01, maximize=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+}
+MOMENTUM, ADAMW, SGD = OPTIMIZERS["momentum"], OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]
+DECAY = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)  # a step too many, or too few, shows
+
+
+def odd(engine, optimizer=ADAMW, **options):
+    """The engine over an `OddModel`, which starts alike on all ranks."""
+    return engine(seeded(OddModel), optimizer, **options)
+
+
+# What is asked of models, ranks and engines.
+
+
+def in_float32(outputs, targets) -> torch.Tensor:
+    """The loss of outputs that may be of low precision."""
+    return F.cross_entropy(outputs.float(), targets)
+
+
+def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Every rank's `value`. A collective of all ranks."""
+    everyone = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, value)
+    return torch.stack(everyone)
+
+
+def failure(module: str, of: str, **arguments) -> str:
+    """The message with which a case fails, on every rank and between collectives, so that the ranks go on."""
+    try:
+        getattr(importlib.import_module(module), of)(**arguments)
+    except AssertionError as error:
+        return str(error)
+    raise RuntimeError(f"{of} passes with {arguments}")
+
+
+def pieces_of(engine) -> list[torch.Tensor]:
+    """What the engine's optimizer updates on this rank."""
+    found = []
+    for group in engine.optimizer.param_groups:
+        found += group["params"]
+    return found
+
+
+def hooks_on(model, *others) -> int:
+    """How many hooks there are on a model's modules and parameters, and on `others`."""
+    count = sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
+    for owner in (*model.modules(), *others):
+        count += sum(len(value or ()) for key, value in vars(owner).items() if "hooks" in key)
+    return count
+
+
+@functools.cache
+def silent_group():
+    """A process group whose collectives move nothing and take no memory.
+
+    Gloo works on a copy of a reduce-scatter's input and lets go of buffers from a thread of its own, a moment
+    after `wait()`: for the exact bytes of what an engine itself keeps alive, it is left out.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    return dist.new_group(backend="fake", group_desc="silent")
+
+
+@functools.cache
+def mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = "cpu"):
+    """A mesh over all ranks: made once, as its groups stay (see `pool`)."""
+    return init_device_mesh(device, shape, mesh_dim_names=names)
+
+
+def grid(replicas: int = 2, shards: int = 2):
+    """The mesh of hybrid sharding."""
+    return mesh(replicas, shards, names=("replicas", "shards"))

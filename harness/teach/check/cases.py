@@ -1,0 +1,195 @@
+"""The cases in which a file is tried: small trainings, with other data on each rank, and what is rare in them."""
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from harness.properties import fixtures
+
+# With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
+LAYERS, WIDTH = 6, 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """`act(engine class, case)` trains a little. `at` is what a finding says of it."""
+
+    at: str
+    act: Callable
+    only: tuple[str, ...] = ()  # names of exercises, or of functions; none: all
+    memory: bool = False  # count bytes, in a group that moves nothing
+    expects: type | tuple = ()  # an error that the chapter raises
+    alone: bool = False  # in a group of this rank alone
+    seed: int = 0
+
+    @property
+    def group(self):
+        groups = _groups(dist.group.WORLD)
+        if self.memory:
+            return groups.silent
+        return groups.alone if self.alone else groups.all
+
+    @property
+    def shard_bytes(self) -> int:
+        return 4 * (WIDTH * WIDTH + WIDTH) // dist.get_world_size() + 256
+
+
+@functools.cache
+def _groups(world) -> types.SimpleNamespace:
+    """None is the default group, so that a collective that was given none shows."""
+    new = partial(dist.new_group, group_desc="for all checks")
+    alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group())
+
+
+def build(cls, case: Case, model: Callable, dtype=torch.float64, bucket_bytes: int = 320):
+    """An engine. Each rank builds a model with other weights, of which the first rank's are the right ones."""
+    options = {} if cls.__name__ == "ZeRO3" else {"bucket_mb": bucket_bytes / 2**20}
+    seed = 100 * case.seed + dist.get_rank()
+    return cls(fixtures.seeded(model, seed, dtype), ADAMW, group=case.group, **options)
+
+
+def tokens(case: Case, step: int):
+    return fixtures.token_batch(step + 10 * case.seed, dist.get_rank())
+
+
+class OneWeight(nn.Module):
+    """Its one bucket is so small that all ranks but the first own only padding."""
+
+    def __init__(self, more: bool = True):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 1, bias=False)])
+        if more:
+            self.blocks.append(nn.Linear(1, 40))
+
+    def forward(self, x):
+        return fixtures.through(x, self.blocks)
+
+
+class Crossing(nn.Module):
+    """Branches that every other rank runs in the opposite order: so their gradients are finished."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        order = list(self.blocks)
+        if dist.get_rank() % 2:
+            order.reverse()
+        return sum(block(x) for block in order)
+
+
+odd_model = partial(fixtures.OddModel, frozen_block=1)
+
+
+# What is done.
+
+
+def two_steps(cls, case: Case, dtype=torch.float64, model=odd_model) -> None:
+    """One backward before the first step, two before the second, an evaluation in between."""
+    engine = build(cls, case, model, dtype)
+    engine.training_step(*tokens(case, 0), F.cross_entropy)
+    with torch.no_grad():
+        engine(tokens(case, 1)[0])
+    F.cross_entropy(engine(tokens(case, 2)[0]), tokens(case, 2)[1]).backward()
+    engine.training_step(*tokens(case, 3), F.cross_entropy)
+
+
+def in_float32(cls, case: Case) -> None:
+    two_steps(cls, case, dtype=torch.float32)
+
+
+def shared(cls, case: Case) -> None:
+    two_steps(cls, case, model=fixtures.SharedInside)
+
+
+def recomputed(cls, case: Case) -> None:
+    two_steps(cls, case, model=partial(fixtures.Checkpointed, "around each"))
+
+
+def crossing(cls, case: Case) -> None:
+    engine = build(cls, case, Crossing)
+    for step in range(2):
+        inputs, targets = fixtures.vector_batch(step, dist.get_rank(), 6, torch.float64)
+        engine.training_step(inputs, targets, F.mse_loss)
+
+
+def one_weight(cls, case: Case, more: bool = True) -> None:
+    engine = build(cls, case, partial(OneWeight, more))
+    inputs = fixtures.vector_batch(case.seed, dist.get_rank(), 2, torch.float64)[0]
+    for _ in range(2):
+        loss = engine(inputs).square().sum()
+        loss.backward()
+        if hasattr(engine, "clip_grad_norm_"):
+            engine.clip_grad_norm_(0.01)
+        engine.step()
+        engine.zero_grad()
+
+
+def nothing_but_padding(cls, case: Case) -> None:
+    one_weight(cls, case, more=False)
+
+
+def no_backward(cls, case: Case) -> None:
+    engine = build(cls, case, odd_model)
+    engine.training_step(*tokens(case, 0), F.cross_entropy)
+    engine.step()
+
+
+def clipping(cls, case: Case) -> None:
+    for max_norm, norm_type in ((0.05, 2.0), (1e6, 2.0), (0.05, math.inf), (0.05, 1.0)):
+        engine = build(cls, case, odd_model)
+        F.cross_entropy(engine(tokens(case, 0)[0]), tokens(case, 0)[1]).backward()
+        engine.clip_grad_norm_(max_norm, norm_type)
+        engine.step()
+
+
+def clipping_what_is_no_number(cls, case: Case) -> None:
+    for rank in range(case.group.size()):
+        for value in (math.nan, math.inf):
+            for norm_type in (2.0, math.inf):
+                engine = build(cls, case, odd_model)
+                F.cross_entropy(engine(tokens(case, 0)[0]), tokens(case, 0)[1]).backward()
+                engine.reduce_gradients()
+                if dist.get_rank() == rank:
+                    engine.buckets[0].pieces[-1].grad[-1] = value
+                engine.clip_grad_norm_(0.05, norm_type)
+
+
+def count_bytes(cls, case: Case) -> None:
+    engine = build(cls, case, partial(fixtures.Stack, LAYERS, WIDTH), torch.float32, 4 * (WIDTH * WIDTH + WIDTH))
+    for step in range(2):
+        inputs, targets = fixtures.vector_batch(step, dist.get_rank(), WIDTH)
+        engine.training_step(inputs, targets, F.mse_loss)
+
+
+CASES = (
+    Case("", two_steps),
+    Case("in a group of one rank (self.world_size is 1)", two_steps, alone=True),
+    Case("where some ranks own only padding of a bucket", one_weight),
+    Case("where some ranks own nothing but padding", nothing_but_padding),
+    Case("in float32", in_float32),
+    Case("where ranks finish their gradients in different orders", crossing, only=("zero1", "zero1_2psi", "zero2")),
+    Case("where two units share a weight", shared, only=("zero3",)),
+    Case("where units are recomputed in backward", recomputed, only=("zero3",)),
+    Case("in a step without a backward", no_backward, expects=RuntimeError),
+    Case("clipping", clipping, only=("clip_grad_norm_",)),
+    Case("where one rank's gradients have a NaN or an infinity", clipping_what_is_no_number, only=("clip_grad_norm_",)),
+    Case("counted in bytes", count_bytes, memory=True),
+)
+
+
+def cases_of(name: str, where: str | None, seed: int = 0) -> list[Case]:
+    """The cases for a function of an exercise, or for the whole file."""
+    function = (where or "").rpartition(".")[2]
+    return [replace(case, seed=seed) for case in CASES if not case.only or {name, function} & {*case.only}]

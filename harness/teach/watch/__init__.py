@@ -1,5 +1,0 @@
-"""A step that one can watch: recorded from real ranks, and played in a page that needs nothing but a browser."""
-
-from harness.teach.watch.html import show
-
-__all__ = ["show"]

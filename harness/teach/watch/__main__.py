@@ -1,5 +1,0 @@
-import sys
-
-from harness.teach.watch.command import main
-
-sys.exit(main())

@@ -1,0 +1,85 @@
+"""The told step of ZeRO-3 is the sequence that stands at the top of the chapter, in the order in which it happened."""
+
+import re
+
+
+def told(prefetch: int) -> dict:
+    """A toy GPT's second training step, told; and what the ledgers say of the same step."""
+    from functools import partial
+
+    import torch
+    import torch.distributed as dist
+
+    from harness.measure.ledger import MemoryLedger
+    from harness.measure.told_step import UnitStory
+    from harness.measure.traffic import TrafficLedger
+    from harness.run.model import GPT, GPTConfig, next_token_loss
+    from zero3 import ZeRO3
+
+    tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with MemoryLedger() as memory:
+        engine = ZeRO3(GPT(GPTConfig(3, 32, 2, seq=32)), partial(torch.optim.AdamW, lr=1e-3), prefetch=prefetch)
+        engine.training_step(tokens, tokens, next_token_loss)
+        story = UnitStory(engine, memory)
+        with TrafficLedger(story.event) as traffic:
+            engine.training_step(tokens, tokens, next_token_loss)
+        story.close()
+    with MemoryLedger(engine) as memory:
+        engine.training_step(tokens, tokens, next_token_loss)
+    return {"lines": story.lines, "sent": traffic.sent_bytes, "peak": memory.peak, "left": sorted(vars(engine))}
+
+
+FORWARD = [
+    "gather root, 0 | compute root",
+    "gather 1 | compute 0 | free 0",
+    "gather 2 | compute 1 | free 1",
+    "compute 2 | free 2",
+    "compute root",
+]
+BACKWARD = [
+    "gather 2 | compute root",
+    "gather 1 | compute 2 | free 2, reduce 2",
+    "gather 0 | compute 1 | free 1, reduce 1",
+    "compute 0 | free 0, reduce 0",
+    "compute root | free root, reduce root",
+]
+NOTHING_AHEAD = ["gather 2 | compute 2 | free 2, reduce 2", "gather 1 | compute 1 | free 1, reduce 1"]
+
+
+def test_the_told_step_is_the_chapters_sequence(ranks):
+    for found in ranks(2).run(told, prefetch=1):
+        lines = [line.replace("blocks.", "") for line in found["lines"]]
+        texts = [re.split(r"   +\d", line)[0].strip() for line in lines if not line.startswith("  holds")]
+        first, second, third = (
+            texts.index(f"Step {step}") for step in ("1 forward", "2 backward", "3 reduce gradients")
+        )
+        assert texts[first + 1 : second] == FORWARD and texts[second + 1 : third] == BACKWARD, "\n".join(lines)
+        rows = [re.search(r"(\d+\.\d\d) +(\d+\.\d\d)  (#*)$", line) for line in lines if "compute" in line]
+        live = [float(row[2]) for row in rows]
+        bars = [len(row[3]) for row in rows]
+        assert abs(max(live) - found["peak"] / 1e6) < 0.06  # gloo's threads
+        assert max(bars) == 24 and [*map(live.__getitem__, range(4))] == sorted(live[:4])  # a staircase in forward
+        assert all((a < b) <= (c <= d) for a, c in zip(live, bars) for b, d in zip(live, bars))
+        sent = sum(float(row[1]) for row in rows)
+        assert abs(sent - found["sent"] / 1e6) < 0.06  # two digits each
+        assert not {"_gather", "_free", "before_forward", "before_backward", "gradients_final"} & {*found["left"]}
+
+
+def test_without_prefetching_nothing_stands_left_of_another_units_work(ranks):
+    for found in ranks(2).run(told, prefetch=0):
+        lines = [re.split(r"   +\d", line)[0].strip().replace("blocks.", "") for line in found["lines"]]
+        assert [line for line in lines if line in NOTHING_AHEAD] == NOTHING_AHEAD, lines
+        assert "gather root | compute root" in lines and "gather 0 | compute 0 | free 0" in lines
+
+
+def test_micro_batches_are_numbered():
+    """Each forward and the backward behind it; with one of each there is nothing to number."""
+    from harness.measure.told_step import MicroBatches
+
+    several, one = MicroBatches(2), MicroBatches(1)
+    told = [
+        several.step(f"enter step {step}") for step in ("1 forward", "2 backward", "1 forward", "3 reduce gradients")
+    ]
+    numbered = ["Step 1 forward, micro-batch 1 of 2", "Step 2 backward, micro-batch 1 of 2"]
+    assert told == [*numbered, "Step 1 forward, micro-batch 2 of 2", "Step 3 reduce gradients"]
+    assert one.step("enter step 1 forward") == "Step 1 forward"
