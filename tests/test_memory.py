@@ -78,7 +78,7 @@ def test_a_formula_computes_what_it_prints(formula):
 
 @pytest.mark.parametrize("stage", fixtures.STAGES)
 def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
-    row = dry(stage, "--preset", "tiny", "--ranks", "4", "--seq", "2", "--micro-batch", "1", "--accumulate", "3")
+    row = dry(stage, "--preset", "tiny", "4", "--seq", "2", "--micro-batch", "1", "--accumulate", "3")
     assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.005)
 
 
@@ -86,13 +86,13 @@ def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
     "ranks, more",
     (
         (1, []),
-        pytest.param(3, ["--precision", "bf16"], marks=pytest.mark.thorough),
+        pytest.param(3, ["--dtype", "bf16"], marks=pytest.mark.thorough),
         pytest.param(8, ["--checkpoint-activations", "--batch", "3"], marks=pytest.mark.thorough),
     ),
     ids=str,
 )
 def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
-    argv = ["--preset", "tiny", "--ranks", str(ranks), "--seq", "16", *more]
+    argv = ["--preset", "tiny", str(ranks), "--seq", "16", *more]
     ours, theirs = dry("zero3", *argv), dry("fsdp2", *argv)
     assert ours["peak_bytes"] <= theirs["peak_bytes"]
     assert ours["sent_bytes"] <= theirs["sent_bytes"]
@@ -100,12 +100,12 @@ def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
 
 @pytest.mark.parametrize(
     "name, preset, more",
-    [*(("ddp", "tiny", more) for more in ([], ["--precision", "bf16"], ["--checkpoint-activations"])),
+    [*(("ddp", "tiny", more) for more in ([], ["--dtype", "bf16"], ["--checkpoint-activations"])),
      *((stage, "toy", []) for stage in fixtures.STAGES)],
     ids=str,
 )  # fmt: skip
 def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, preset, more):
-    argv = ["--preset", preset, "--ranks", "3", "--batch", "2", *more]
+    argv = ["--preset", preset, "3", "--batch", "2", *more]
     fake, real = dry(name, *argv), dry(name, *argv, device="cpu")
     if name == "ddp":
         assert fake.pop("stand_in") and fake["sent"][0]["count"] > 1
@@ -116,7 +116,7 @@ def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, pr
 
 def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     file = tmp_path / "memory.json"
-    monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "--ranks", "4", "--json", str(file)])
+    monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "4", "--json", str(file)])
     memory.main()
     text, results = capsys.readouterr().out, json.loads(file.read_text())
     assert results["ranks"] == 4 and tuple(results["engines"]) == memory.registry.named("memory")
@@ -132,8 +132,8 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("name, sent", (("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp2_no_reshard", 2)))
 def test_traffic_in_elements_does_not_depend_on_the_precision(name, sent):
     """bfloat16 halves the bytes of a gather, and sends as many elements."""
-    low = dry(name, "--preset", "toy", "--ranks", "4", "--precision", "bf16")
-    full = dry(name, "--preset", "toy", "--ranks", "4")
+    low = dry(name, "--preset", "toy", "4", "--dtype", "bf16")
+    full = dry(name, "--preset", "toy", "4")
     assert low["sent_elements"] == pytest.approx(sent * 34_688 * 3 / 4, rel=0.01)
     assert full["sent_elements"] == pytest.approx(low["sent_elements"], rel=0.01)
     assert (low["sent_bytes"] < full["sent_bytes"]) == (name != "ddp")
@@ -162,7 +162,7 @@ def test_out_of_memory_is_a_row(monkeypatch):
 
 def test_a_dry_run_keeps_what_it_has_after_each_engine():
     kept = []
-    options = memory.arguments(["--preset", "toy", "--ranks", "2", "--engines", "zero1,zero3"])
+    options = memory.arguments(["--preset", "toy", "2", "--engines", "zero1,zero3"])
     last = memory.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
     assert [list(found["engines"]) for found in kept] == [["zero1"], ["zero1", "zero3"]]
     assert kept[-1] == json.loads(json.dumps(last))
@@ -177,7 +177,7 @@ def test_cuda_without_a_gpu_is_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", memory.registry.named("memory"))
 def test_real_allocations_are_close_to_the_dry_run(name):
-    argv = ["--preset", "small", "--ranks", "4"]
+    argv = ["--preset", "small", "4"]
     fake, real = dry(name, *argv), dry(name, *argv, device="cuda")
     assert real["held_bytes"] == fake["held_bytes"]
     assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)

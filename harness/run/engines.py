@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
 from harness.run import counterparts, deepspeed_engine
+from harness.run.command_line import did_you_mean
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -139,7 +140,7 @@ def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None
     names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in names:
         if name not in known:
-            raise ValueError(f"no engine {name!r}; there are: {', '.join(known)}")
+            raise ValueError(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
         if not installed(name):
             package = ENGINES[name].needs
             raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' brings it")

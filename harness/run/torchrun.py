@@ -18,7 +18,7 @@ from harness.run.command_line import one_line
 from harness.run.endings import ENDED, SAID, what_failed
 from harness.run.starter import end_with_starter
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)  # the last: nobody reads what rank 0 prints
 
 
 class Stopped(BaseException):
@@ -68,6 +68,8 @@ def main(arguments: list[str]) -> None:
 def _stopped(number: int) -> tuple[str, int]:
     for other in STOPPING:
         signal.signal(other, signal.SIG_IGN)
+    if number == signal.SIGPIPE:
+        return "", 128 + number
     by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     return f"stopped by {by}", 128 + number
 

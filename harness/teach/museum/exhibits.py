@@ -127,7 +127,7 @@ def hand_out(bucket, shard: torch.Tensor) -> None:
 @exhibit(
     "The learning rate that was tuned on one GPU",
     differs={"losses"},
-    clue="By which factor is a step of SGD too long: on two ranks, and with --ranks 4?",
+    clue="By which factor is a step of SGD too long: on two ranks, and on four?",
     diagnosis="The all-reduced gradients are summed and never divided by N, so the learning rate grows with the number "
     "of ranks. AdamW hides it, because it divides a gradient by its own size; SGD and clipping do not. With a "
     "small learning rate the longer steps even look better.",
@@ -145,7 +145,7 @@ class NeverAveraged(zero1.ZeRO1):
 @exhibit(
     "It ran on the author's model",
     differs={"error"},
-    clue="Which lengths can be cut into N equal parts? Try it with --ranks 3, too.",
+    clue="Which lengths can be cut into N equal parts? Try it on three ranks, too.",
     diagnosis="The flat buffer is not padded, so the last rank's shard is shorter than the others. That works only "
     "while the length is a multiple of N (here of 4N elements, as shards start at multiples of 16 bytes). The "
     "WordPress developer's piece cuts every parameter like this. The printed ZeRO-1 of 'AI in Multiple GPUs' pads the "
@@ -561,7 +561,7 @@ class KeptAfterForward(zero3.ZeRO3):
 @exhibit(
     "The more ranks, the slower",
     differs={"losses"},
-    clue="By which factor is a step of SGD too short: on two ranks, and with --ranks 4?",
+    clue="By which factor is a step of SGD too short: on two ranks, and on four?",
     diagnosis="Gradients are divided by N before the reduce-scatter, and once more after it. With SGD, as here, every "
     "update is N times too small as well. AdamW divides a gradient by its own size, so the factor drops out: the "
     "losses look right, and only the norms and clipping are wrong. That is why such a bug lives long.",
