@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure import memory
 from harness.measure.gpus import needed_bytes
-from harness.measure.held import buckets_of
-from harness.measure.ledger import MemoryLedger, held_bytes
+from harness.measure.held import buckets_of, held_bytes
+from harness.measure.ledger import MemoryLedger
 from harness.measure.memory_parts import HELD, PARTS, PartsLedger
 from harness.run.model import next_token_loss
 from harness.run.recompute import checkpoint_blocks

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import sdpa_kernel
 
 from harness.measure.fake_ranks import fake_ranks, grid
-from harness.measure.ledger import MemoryLedger, held_bytes
+from harness.measure.held import held_bytes
+from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.run.engines import ENGINES, STAGES
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
