@@ -27,7 +27,7 @@ def all_tables(results: dict) -> str:
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
     lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}), and in how many collectives:"]
     lines += sent_table(ran, parameters * (results["ranks"] - 1) / results["ranks"], size)
-    lines += ["", who_trained(results["engines"], dtype=DTYPES[results["precision"]]), *gpu_lines(engines)]
+    lines += ["", who_trained(results["engines"], dtype=DTYPES[results["dtype"]]), *gpu_lines(engines)]
     return "\n".join(lines)
 
 
