@@ -69,15 +69,15 @@ def on_ranks(program: list[str], ranks: int, **environment) -> list[subprocess.C
         return list(pool.map(lambda rank: _run(line, given | {"RANK": rank, "LOCAL_RANK": rank}), range(ranks)))
 
 
-def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run ./launch.sh as a user does, by that executable."""
-    return _run([str(ROOT / "launch.sh"), *arguments], {"PYTHON": python(), "ZERO_TIMEOUT": 300, **environment})
+def launch(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """Run ./launch.sh as a user does who stands in that folder, by that executable."""
+    return _run([str(ROOT / "launch.sh"), *arguments], {"PYTHON": python(), "ZERO_TIMEOUT": 300, **environment}, folder)
 
 
-def _run(line: list[str], environment: dict) -> subprocess.CompletedProcess:
+def _run(line: list[str], environment: dict, folder: Path = ROOT) -> subprocess.CompletedProcess:
     """To its end, with no variable of a torchrun around us."""
     clean = ranks.environment(**{name: str(value) for name, value in environment.items()})
-    return subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=A_HANG)
+    return subprocess.run(line, cwd=folder, env=clean, capture_output=True, text=True, timeout=A_HANG)
 
 
 def free_port() -> int:

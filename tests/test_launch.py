@@ -7,6 +7,8 @@ have imported torch already: through the door (`forked.launch`), or without it (
 import importlib.util
 import json
 import re
+import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +24,11 @@ from torch.distributed.run import parse_args
 from typed_commands import starts
 
 import fsdp2_compare as referee
+from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
+from harness.measure.held import held_bytes
 from harness.measure.memory_parts import PARTS
+from harness.run import progress
+from harness.run import ranks as started_by
 from harness.run.model import GPT, preset
 from harness.run.process_group import Rank
 
@@ -68,6 +74,37 @@ def test_the_referee_compares(tmp_path):
         # On a busy machine a gloo thread may let go of a unit's buffer a moment later. Without gloo: test_memory.py.
         unit = 4 * 12_704
         assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"] + unit, ours
+
+
+SMALL = ["compare", "1", "--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "ddp"]
+
+
+def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
+    """Nothing that lies there is imported in the project's place."""
+    (tmp_path / "harness.py").write_text("raise SystemExit('not this one')")
+    result = forked.launch(*SMALL, folder=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (file,) = (tmp_path / "runs").iterdir()
+    assert result.stdout.endswith(f"written: {file}\n") and json.loads(file.read_text())["match"]
+
+
+def test_what_cannot_be_written_is_named_below_the_results(tmp_path):
+    result = forked.launch(*SMALL, "--json", "/dev/full", folder=tmp_path)
+    assert result.returncode == 1 and "diff to ddp" in result.stdout and "written" not in result.stdout
+    assert "error: cannot write /dev/full: No space left on device" in result.stderr, result.stderr
+
+
+def test_whoever_reads_no_more_hears_no_more():
+    """As `head` does, which closes its end. The ranks end without a word."""
+    line = [str(ROOT / "launch.sh"), "zero1", "2", "--preset", "toy", "--steps", "5000"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = started_by.environment(PYTHON=forked.python())
+    with started_by.started(line, env=environment, **streams) as process:
+        while not process.stdout.readline().startswith("training step"):
+            pass
+        process.stdout.close()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
 
 
 def test_the_referee_in_bfloat16(tmp_path):
@@ -298,3 +335,36 @@ def test_two_machines_on_loopback():
     # One job of two ranks and not two of one: what is shared, what is sent, and who speaks.
     assert "2 rank(s), gloo" in first.stdout and "3.000 Ψ x (N-1)/N" in first.stdout, first.stdout
     assert "training step" not in second.stdout
+
+
+def described(engine_cls) -> list[tuple[str, dict[str, int]]]:
+    """How an engine is printed, and what it holds: with gradients, without them, and once it is closed."""
+    engine = engine_cls(GPT(preset("toy")), partial(torch.optim.AdamW, lr=1e-3))
+    engine(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    found = [(str(engine), held_bytes(engine))]
+    engine.step()
+    engine.zero_grad()
+    found.append((str(engine), held_bytes(engine)))
+    engine.close()
+    return [*found, (str(engine), {})]
+
+
+@pytest.mark.parametrize("engine_cls", (ZeRO1Engine, ZeRO2Engine, ZeRO3Engine))
+def test_an_engine_says_what_it_is_and_what_a_rank_holds(ranks, engine_cls):
+    for rank, (*alive, (closed, _)) in enumerate(ranks(2).run(described, engine_cls=engine_cls)):
+        for said, held in alive:
+            numbers = ", ".join(f"{part} {nbytes / 1e6:.2f} MB" for part, nbytes in held.items())
+            of = f"{engine_cls.__name__} of a GPT with 34,688 parameters"
+            assert said == f"{of}, rank {rank} of 2; it holds {numbers}"
+        assert closed == f"a closed {engine_cls.__name__}"
+
+
+def test_long_work_says_that_it_goes_on(capsys, monkeypatch):
+    assert list(progress.told("abc", "letters")) == [*"abc"]
+    assert capsys.readouterr().err == ""  # it was quick
+    monkeypatch.setattr(progress, "PATIENCE", -1)
+    assert list(progress.told("abc", "letters")) == [*"abc"]
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("  letters: 2 of 3 done, now c; about ")
+    list(progress.told("abc", "letters", speaks=False))
+    assert capsys.readouterr().err == ""

@@ -1,5 +1,6 @@
 """The dry run: an article's gigabytes, formulas of the peak, the stand-in for DDP, the table, and refusals."""
 
+import argparse
 import json
 import re
 from functools import partial
@@ -9,13 +10,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure import dry_run, gpus, memory, memory_formulas
+from harness.measure import dry_run, enough_memory, gpus, memory, memory_formulas, tables
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.memory_parts import HELD, PARTS, PartsLedger
 from harness.measure.memory_tables import all_tables
 from harness.measure.watched_step import watched_step
 from harness.properties import fixtures
-from harness.run.model import PRESETS, next_token_loss
+from harness.run.model import PRESETS, next_token_loss, number_of_parameters, preset
 from harness.teach.articles.on_memory import dry as articles_dry
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -181,3 +182,39 @@ def test_real_allocations_are_close_to_the_dry_run(name):
     fake, real = dry(name, *argv), dry(name, *argv, device="cuda")
     assert real["held_bytes"] == fake["held_bytes"]
     assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)
+
+
+ASKED = {"engines": ["ddp", "zero3"], "dtype": "fp32", "batch": 4, "accumulate": 1, "timed_steps": 0, "anyway": False}
+
+
+@pytest.mark.parametrize("name", ("toy", "tiny"))
+def test_what_a_command_needs_is_what_the_dry_run_says(name, monkeypatch):
+    """Refused with a byte less, and the largest preset that fits is named; --anyway goes on."""
+    asked = argparse.Namespace(**ASKED, preset=name, seq=preset(name).seq, checkpoint_activations=False)
+    need = 2 * dry("ddp", "2", "--preset", name, "--batch", "4")["peak_bytes"]
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (need, "here"))
+    enough_memory.refuse_too_large(asked, 2, "cpu")
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (need - 1, "here"))
+    take = {"toy": "a smaller model or batch", "tiny": "--preset toy"}[name]
+    with pytest.raises(ValueError, match=rf"2 rank\(s\) need .* MB each, .* are free here: take {take}, or --anyway"):
+        enough_memory.refuse_too_large(asked, 2, "cpu")
+    asked.anyway = True
+    enough_memory.refuse_too_large(asked, 2, "cpu")
+
+
+def test_engines_that_live_together_need_their_states_together():
+    asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b", seq=128, checkpoint_activations=False)
+    need = enough_memory.needed_bytes(asked, "70b", 4, free=1e9)
+    parameters = number_of_parameters(preset("70b"))
+    assert need == pytest.approx(16 * parameters + 16 * parameters / 4)  # DDP's, and ZeRO-3's
+
+
+def test_a_table_that_is_too_wide_goes_on_below(monkeypatch):
+    rows = [["name", *(f"column {number}" for number in range(20))], ["a", *("1" * 8 for _ in range(20))]]
+    for width in (40, 120, 300):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = tables.text(rows)
+        assert max(map(len, lines)) <= min(width, 120)
+        found = " ".join(lines)
+        assert all(f"column {number}" in found for number in range(20)) and found.count("11111111") == 20
+        assert all(line.split()[0] in ("name", "a") for line in lines if line.strip("- "))
