@@ -31,7 +31,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from harness.measure import step_report, step_time
+from harness.measure import step_report, step_time, tables
 from harness.measure.gpus import rates
 from harness.measure.interleaved import take_turns
 from harness.measure.ledger import let_go
@@ -344,7 +344,7 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     me = process_group.start(options.backend, options.device, options)
     referee, about = Referee(options, text, me), conditions(options, me)
-    me.print(headline(about, options, me))
+    me.print(tables.wrapped(headline(about, options, me)))
     runs = first_pass(referee, me)
     reference, match = referee.compare(runs)
     for run in runs.values():
@@ -354,8 +354,9 @@ def main() -> None:
     common.write_json(file, result, whole=False)  # for whoever has no time for the second pass
     if options.timed_steps:
         referee.time(runs)
-    me.print("\n" + step_report.results(result, reference))
-    me.print(verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16"))
+    said = step_report.results(result, reference)
+    said += "\n" + verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16")
+    me.print("\n" + tables.wrapped(said))
     process_group.stop()
     common.write_json(file, result)
     if not result["match"]:

@@ -124,7 +124,7 @@ def check_ranks(ranks: int, per_node: int) -> None:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return "N" if name == "ranks" else f"--{name.replace('_', '-')}"
 
 
 def _one_of(name: str, value: str, known) -> None:

@@ -501,12 +501,13 @@ def test_what_the_page_names_is_there():
     assert {word for words in planned for word in words if word.startswith("--")} <= options
 
 
-NUMBERS = [name.replace("_", "-") for name in (*plan_options.WHOLE, *plan_options.ABOVE_0)]
+NUMBERS = [name.replace("_", "-") for name in (*plan_options.WHOLE, *plan_options.ABOVE_0) if name != "ranks"]
 CHOICES = ("gpu", "network", "dtype", "engines", "checkpoint-activations", "sweep")
 REFUSED = {  # what is typed behind ./launch.sh plan: what is said
     **{f"--{name} 0": f"--{name} must be" for name in NUMBERS},
     **{f"--{name} other": f"--{name} must be one of" for name in CHOICES},
     "8 --engines hybrid": "would be zero3",
+    "0": "N must be from 1 to 1,000,000, got 0",
     "12": "12",
     "--layers 2 --width 65 --heads 4 --vocab 8 --seq 8": "65",
     "--layers 2 --width 64": "--heads, --vocab, --seq",

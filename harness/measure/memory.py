@@ -100,16 +100,19 @@ def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
 def main() -> None:
     with one_line(ValueError):
         options = arguments()
-    print(__doc__.splitlines()[0])
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
     ranks = options.ranks if options.up_to is None else f"1 to {options.up_to}"
-    say = partial(print, flush=True)
+
+    def say(text: str) -> None:
+        print(tables.wrapped(text), flush=True)
+
+    say(__doc__.splitlines()[0])
     say(f"Rank 0 of {ranks} on {what}; {options.dtype}, AdamW, {batch}{extra}; the second step.")
     if options.up_to is None:
         results = measure_all(options, say, partial(common.write_json, options.json, indent=None, whole=False))
-        print("\n" + all_tables(results))
+        say("\n" + all_tables(results))
     else:
         results = measure_up_to(options, say)
     common.write_json(options.json, results, indent=None)

@@ -49,7 +49,7 @@ def results(result: dict, reference: str) -> str:
     lines = tables.text(tables.rows_of(columns(runs, reference), runs))
     peak = "the GPU allocator's" if on_gpu else "all live storages of one step"
     peak = f"Peak: {peak}. {SENT}"
-    lines += ["", tables.wrapped(f"{HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{HELD} {peak}")]
+    lines += ["", f"{HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{HELD} {peak}"]
     lines += [who_trained(runs, dtype=DTYPES[result["dtype"]])]
     lines += [MFU, ""] if on_gpu else [""]
     return "\n".join([*lines, where_time_goes(result) + "\n"] if result["timed_steps"] else lines)

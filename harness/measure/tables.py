@@ -51,9 +51,13 @@ def columns_here() -> int:
     return min(120, shutil.get_terminal_size((120, 24)).columns)
 
 
-def wrapped(sentences: str) -> str:
-    """The paragraphs of a text, in lines that fit."""
-    return "\n".join("\n".join(textwrap.wrap(line, columns_here())) for line in sentences.split("\n"))
+def wrapped(said: str) -> str:
+    """A text in lines that fit. Those that do already stay as they are, and no word is broken."""
+    lines = []
+    for line in said.split("\n"):
+        fits = len(line) <= columns_here()
+        lines += [line] if fits else textwrap.wrap(line, columns_here(), break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -237,7 +237,7 @@ def main() -> None:
     def tell(engine, name, found):
         if found["outcome"] in ("wrong", "crash", "hang"):
             first = found["says"].replace("\n", " ")
-            print(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}", flush=True)
+            print(tables.wrapped(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}"), flush=True)
 
     results, bad = {}, False
     for number, engine in enumerate(options.names, 1):
