@@ -142,7 +142,9 @@ if [ "$command" = test ]; then
         set -- -n 2 --dist loadgroup
     fi
     echo "+ $(basename "$python") -m pytest $*"
-    exec "$python" -m pytest "$@"
+    trap 'stopped=130' INT # pytest itself has 2 for it, as for other things
+    ZERO_STARTER=$$ "$python" -m pytest "$@" && status=0 || status=$? # it ends with this shell (harness/run/starter.py)
+    exit "${stopped:-$status}"
 fi
 if [ "$command" = notebooks ]; then
     "$python" -c "import $module, ipykernel" 2>/dev/null ||
