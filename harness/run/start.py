@@ -7,10 +7,12 @@ import runpy
 import sys
 
 from harness.run.command_line import one_line
+from harness.run.starter import end_with_starter
 
 
 def run() -> None:
     """Start the module that the command line names, with what follows it."""
+    end_with_starter()  # which a notebook is, say: kill -9 leaves nobody else to end this
     with one_line():
         try:
             runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
