@@ -159,7 +159,10 @@ if [ -n "$html" ]; then
     echo "written: $html"
     exit
 fi
-[ "$command" != notebooks ] || [ "$(id -u)" != 0 ] || own+=(--allow-root) # as in most containers; Jupyter asks for it
+if [ "$command" = notebooks ]; then
+    [ "$(id -u)" != 0 ] || own+=(--allow-root) # as in most containers; Jupyter asks for it
+    exec "$python" -m "$module" "${own[@]}" "$@"
+fi
 alone=(-m harness.run.start "$module" "${own[@]}" "$@")
 if [ -z "$ranked" ]; then # one process is enough
     exec "$python" "${alone[@]}"
