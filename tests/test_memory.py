@@ -202,6 +202,16 @@ def test_what_a_command_needs_is_what_the_dry_run_says(name, monkeypatch):
     enough_memory.refuse_too_large(asked, 2, "cpu")
 
 
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
+    asked = argparse.Namespace(**ASKED, preset="toy", seq=32, checkpoint_activations=False)
+    need = dry("ddp", "4", "--preset", "toy", "--batch", "4")["peak_bytes"]
+    monkeypatch.setattr(enough_memory.accelerator, "count", lambda: 2)
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (2 * need, "on the GPU"))
+    enough_memory.refuse_too_large(asked, 4, "cuda:0")
+    with pytest.raises(ValueError, match=r"3 rank\(s\) need .* on the GPU"):
+        enough_memory.refuse_too_large(asked, 6, "cuda:0")
+
+
 def test_engines_that_live_together_need_their_states_together():
     asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b", seq=128, checkpoint_activations=False)
     need = enough_memory.needed_bytes(asked, "70b", 4, free=1e9)
