@@ -8,6 +8,7 @@ import itertools
 import sys
 import textwrap
 import time
+import warnings
 from collections import Counter
 from html import escape
 from operator import itemgetter
@@ -89,6 +90,7 @@ def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
     with one_line(ValueError):
         options = arguments(claims, argv)
     rows, started = [], time.perf_counter()
+    warnings.simplefilter("ignore")  # torch's, of what an article asks for: what a reader can use is in the row
     for number, claim in enumerate(options.claims, 1):
         print(f"[{number}/{len(options.claims)}] {claim.claim} ...", end="", flush=True, file=sys.stderr)
         began = time.perf_counter()
