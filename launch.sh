@@ -163,19 +163,19 @@ if [ "$command" = notebooks ]; then
     [ "$(id -u)" != 0 ] || own+=(--allow-root) # as in most containers; Jupyter asks for it
     exec "$python" -m "$module" "${own[@]}" "$@"
 fi
-alone=(-m harness.run.start "$module" "${own[@]}" "$@")
+start=$here/harness/run/start.py
 if [ -z "$ranked" ]; then # one process is enough
-    exec "$python" "${alone[@]}"
+    exec "$python" "$start" "$module" "${own[@]}" "$@"
 fi
 for option in "$@"; do # an answer that needs no ranks
-    case "$option" in -h | --help | --host | --ratios) exec "$python" "${alone[@]}" ;; esac
+    case "$option" in -h | --help | --host | --ratios) exec "$python" "$start" "$module" "${own[@]}" "$@" ;; esac
 done
 
 # One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
 # the number of ranks (harness/run/process_group.py): the last two lines are N, and why.
 echo "checking the options (importing torch takes a few seconds)"
-alone[1]=harness.measure.enough_memory # which asks one question more
-plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${alone[@]}") || exit $(($? == 130 ? 130 : 2))
+asked=(harness.measure.enough_memory "$module" "${own[@]}" "$@") # which asks one question more
+plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$start" "${asked[@]}") || exit $(($? == 130 ? 130 : 2))
 why=${plan##*$'\n'} ranks=${plan%$'\n'*}
 ranks=${ranks##*$'\n'} # what stands before these two lines a file of the user's has printed
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "the check of the options has ended without a number of ranks; it said '$plan'"
@@ -195,4 +195,4 @@ if [ "$command" = train ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 fi
 echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${how[*]} --nproc-per-node $ranks -m $module ${own[*]} $*"
-exec "$python" -m harness.run.torchrun "${how[@]}" --nproc-per-node "$ranks" -m "$module" "${own[@]}" "$@"
+exec "$python" "$start" harness.run.torchrun "${how[@]}" --nproc-per-node "$ranks" -m "$module" "${own[@]}" "$@"

@@ -151,6 +151,7 @@ def _as_python(executable: str, arguments: list[str], folder: str, environment: 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while arguments[0] == "-u" or arguments[0].startswith("-X"):  # Python's own options, which change nothing here
         del arguments[0]
+    put_first = (lambda path: None) if "PYTHONSAFEPATH" in environment else functools.partial(sys.path.insert, 0)
     multiprocessing.current_process()._config["daemon"] = False  # it may have children of multiprocessing's
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
@@ -160,11 +161,11 @@ def _as_python(executable: str, arguments: list[str], folder: str, environment: 
             exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
         elif arguments[0] == "-m":
             sys.argv = arguments[1:]
-            sys.path.insert(0, folder)
+            put_first(folder)
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = arguments
-            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            put_first(os.path.dirname(os.path.abspath(arguments[0])))
             runpy.run_path(arguments[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # multiprocessing's own end leaves them out

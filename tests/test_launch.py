@@ -33,6 +33,7 @@ from harness.run.model import GPT, preset
 from harness.run.process_group import Rank
 
 ROOT = Path(__file__).resolve().parent.parent
+START = str(ROOT / "harness" / "run" / "start.py")
 
 
 def test_the_referee_compares(tmp_path):
@@ -199,14 +200,14 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(command, s
     for ranks in ("4", None):
         _, ((asked, checked), (nothing, words)) = starts(command, *stage, *([ranks] if ranks else []), *own)
         assert (asked, nothing) == (ranks or "auto", "")
-        assert words[:2] == ["-m", "harness.run.torchrun"]
+        assert words[:2] == [START, "harness.run.torchrun"]
         found = parse_args(words[2:])
         assert found.max_restarts == (3 if command == "train" else 0)
         assert found.nproc_per_node == "3" and found.standalone  # as the check has said
         assert found.training_script.removesuffix(".py") == started and importlib.util.find_spec(started)
         program = [*(["-m"] if found.module else []), found.training_script]
         assert [*program, *found.training_script_args] == [*program, *stage, *own]
-        assert checked == ["-m", "harness.measure.enough_memory", started, *stage, *own]
+        assert checked == [START, "harness.measure.enough_memory", started, *stage, *own]
     _, ((asked, words),) = starts(command, *stage, "--help")  # which needs no ranks
     assert asked == "" and words[-1] == "--help" and "harness.run.torchrun" not in words
 
@@ -214,11 +215,11 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(command, s
 def test_a_command_without_ranks_is_one_process():
     for command in ("memory", "plan", "bug", "report", "articles", "changes", "docs", "exercise", "check"):
         _, ((asked, words),) = starts(command, "one", "--two")
-        assert asked == "" and words[:2] == ["-m", "harness.run.start"]
-        assert importlib.util.find_spec(words[2]) and words[3:] == ["one", "--two"]
+        assert asked == "" and words[0] == START
+        assert importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
     for option in ("--host", "--ratios"):
         _, ((asked, words),) = starts("bench", "--json", "file", option)
-        assert asked == "" and words[2:] == ["harness.measure.bench", "--json", "file", option]
+        assert asked == "" and words[1:] == ["harness.measure.bench", "--json", "file", option]
 
 
 def test_a_mistake_in_the_options_ends_it_before_torchrun():

@@ -1,11 +1,12 @@
 """Is there memory enough for what a command is about to build? A dry run says so, before any rank starts.
 
-    python -m harness.measure.enough_memory harness.run.train zero3 --preset 70b
+    python harness/run/start.py harness.measure.enough_memory harness.run.train zero3 --preset 70b
 
 is how launch.sh has a command's options checked: that command itself does so, and this question is added.
 """
 
 import argparse
+import runpy
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from harness.measure import tables
 from harness.measure.dry_run import measure
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.memory_formulas import held_by_formula
-from harness.run import process_group, start
+from harness.run import process_group
 from harness.run.engines import named
 from harness.run.model import PRESETS, number_of_parameters, preset
 
@@ -84,5 +85,5 @@ def needed_bytes(options: argparse.Namespace, name: str, ranks: int, free: float
 
 
 if __name__ == "__main__":
-    process_group.CHECKS.append(refuse_too_large)
-    start.run()
+    process_group.CHECKS[:] = [refuse_too_large]
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
