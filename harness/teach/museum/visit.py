@@ -9,7 +9,6 @@
 
 import argparse
 import gc
-import inspect
 import math
 import sys
 import textwrap
@@ -28,7 +27,7 @@ from harness.measure.watched_step import watched_step
 from harness.run import process_group, ranks
 from harness.run.command_line import Parser, one_line
 from harness.run.shared_folder import shared_folder
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, hand_out, load, save
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, load_with, save_with
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
 RANKS, MOST_RANKS = 2, 16
@@ -51,11 +50,11 @@ def train(loop: Loop, found: dict) -> None:
                 engine.load_full_state_dict(state)
             if step == loop.training.resume_at:
                 with shared_folder(engine.group) as folder:
-                    save(engine, folder)
+                    save_with(engine, folder)
                     saved["checkpoint"] = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
                     del engine
                     engine = loop.build(100)
-                    load(engine, folder)
+                    load_with(engine, folder)
                 saved["optimizer after resuming"] = held_bytes(engine)["optimizer"]
             counted = train_a_step(loop, engine, step, memory, found)
     sizes = counted.pop("sizes") | saved
@@ -206,23 +205,24 @@ def hint(exhibit: Exhibit) -> str:
 
 
 def answer(exhibit: Exhibit) -> str:
-    code = inspect.getsource(exhibit.code)
-    code = code[code.index("\nclass ") + 1 :]  # without what is told of it above
-    if "hand_out(" in code:
-        code = f"{inspect.getsource(hand_out)}\n\n{code}"
-    return "\n".join(
-        (
-            told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
-            "\nWhat stands in the place of the right lines (harness/teach/museum/exhibits.py):\n",
-            code,
-            "Caught by (it passes as it is, and fails with these lines in place):",
-            *(f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by),
-            f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
-        )
-    )
+    """All: the mistake, where to read, what a student has written, and who catches it."""
+    marks = "" if exhibit.of_engine else " (-: the right lines, +: these)"
+    lines = [
+        told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
+        f"\nWhat a student has written{marks}:\n\n{exhibit.written}",
+        "Caught by (right engines have this property, this one has not):",
+    ]
+    lines += [f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by]
+    lines.append(f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"')
+    return "\n".join(lines)
 
 
-ASKED = {"clue": clue, "hint": hint, "answer": answer}  # what is told, and nothing run
+# What is told, and nothing run: {option: (what it tells, in the help's words)}
+ASKED = {
+    "clue": (clue, "tell what to think of, and run nothing"),
+    "hint": (hint, "tell where to look, and run nothing"),
+    "answer": (answer, "tell what is wrong, and run nothing"),
+}
 
 
 # The command, and what it starts on every rank.
@@ -232,9 +232,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="bug", description=__doc__.splitlines()[0])
     parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"how many ranks train (default {RANKS})")
-    parser.add_argument("--clue", action="store_true", help="tell what to think of, and run nothing")
-    parser.add_argument("--hint", action="store_true", help="tell where to look, and run nothing")
-    parser.add_argument("--answer", action="store_true", help="tell what is wrong, and run nothing")
+    for name, (_, help) in ASKED.items():
+        parser.add_argument(f"--{name}", action="store_true", help=help)
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
     options = parser.parse_args(argv)
     options.exhibit = None if options.number is None else exhibit_of(options.number)
@@ -293,7 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     if exhibit is None:
         print(catalogue())
     elif options.asked:
-        print(ASKED[options.asked[-1]](exhibit))
+        tell, _ = ASKED[options.asked[-1]]
+        print(tell(exhibit))
     else:
         with one_line():
             return show(exhibit, options.ranks)
