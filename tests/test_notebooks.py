@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from harness.engine import accelerator
+from harness.measure import style
 from harness.teach import anywhere, by_hand, notebook, practice, quiz, watch_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,7 +203,7 @@ def test_text_fits_a_screen_and_bars_are_what_they_are_given(capsys):
     notebook.table(["a", "number"], [["long name", 1], ["b", 22]])
     assert capsys.readouterr().out == "a          number\nlong name       1\nb              22\n"
     rows = {"a": {"parameters": 3e6, "optimizer": 1e6}, "b": {"parameters": 2e6}}
-    axes = notebook.bars(rows, "a title").axes[0]
+    axes = style.bars(rows, "a title").axes[0]
     assert [patch.get_width() for patch in axes.patches] == [3, 1, 2]
     assert axes.get_xlabel() == "MB (10⁶ bytes) on one rank" and axes.get_title() == "a title"
 

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from harness.measure import memory as memory_command
-from harness.measure import style, tables
+from harness.measure import tables
 from harness.run import ranks
 from harness.teach import practice
 
@@ -145,8 +145,3 @@ def sent(said: str) -> float:
 def read(path: Path) -> dict:
     """The JSON in a file."""
     return json.loads(Path(path).read_text())
-
-
-def bars(rows: dict[str, dict[str, float]], title: str):
-    """Horizontal bars, stacked by part: see `harness.measure.style.bars`."""
-    return style.bars(rows, title)

@@ -58,7 +58,7 @@ def train(loop: Loop, found: dict) -> None:
                 saved["optimizer after resuming"] = held_bytes(engine)["optimizer"]
             counted = train_a_step(loop, engine, step, memory, found)
     sizes = counted.pop("sizes") | saved
-    found["counted"] = {f"{line}, kB": nbytes / 1e3 for line, nbytes in sizes.items()} | counted
+    found["counted"] = {f"{line}, kB": round(nbytes / 1e3) for line, nbytes in sizes.items()} | counted
     found["finished"] = True
 
 
@@ -124,13 +124,13 @@ def visit(exhibit: Exhibit, rank: int, say=lambda right: None, group=None, right
 # The report.
 
 
-def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
+def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, int, int]]:
     """(line, right engine, this one) of what is counted in the last step, on rank 0. Both have come to their end.
 
     What neither has is left out. An all-gather of `clip_grad_norm_` is among the others.
     """
     ours, theirs = right[0]["counted"], wrong[0]["counted"]
-    return [(line, f"{ours[line]:,.0f}", f"{theirs[line]:,.0f}") for line in ours if ours[line] or theirs[line]]
+    return [(line, ours[line], theirs[line]) for line in ours if ours[line] or theirs[line]]
 
 
 def differences(right: list[dict], wrong: list[dict]) -> set[str]:
@@ -147,7 +147,6 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
             if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in pairs):  # NaN is not close to itself
                 found.add(key)
     for line, a, b in rows(right, wrong):
-        a, b = (float(text.replace(",", "")) for text in (a, b))
         if abs(a - b) > (0.1 * a if line.startswith("peak") else 0):
             found.add(line.removesuffix(", kB").removesuffix(" per step").removesuffix(" held"))
     return found
@@ -163,7 +162,8 @@ def report(right: list[dict], wrong: list[dict]) -> str:
             table.append([f"{label}, step {step + 1}", *values])
     lines = tables.text(table, rule=False)
     if wrong[0]["finished"]:
-        lines += ["", *tables.text([("rank 0, last step", "right", "this"), *rows(right, wrong)], rule=False)]
+        counted = [(line, f"{ours:,}", f"{theirs:,}") for line, ours, theirs in rows(right, wrong)]
+        lines += ["", *tables.text([("rank 0, last step", "right", "this"), *counted], rule=False)]
     for rank in numbers:
         if wrong[rank]["error"]:
             lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]
