@@ -1,7 +1,7 @@
 """Questions that a notebook asks before it answers: answers are kept, and stand beside what was found.
 
     quiz.keep("bytes per parameter", built=..., after_step=...)      # the reader writes numbers in place of `...`
-    quiz.compare("bytes per parameter", built=4.0, after_step=16.0)  # behind the run: what was measured
+    quiz.compare("bytes per parameter", built=4.0, after_step=16.0)  # behind the run, which has measured it
     quiz.score()
 
 and, in notebook 6, twelve claims of the articles to vote on.
@@ -34,15 +34,15 @@ def agrees(answer, found) -> bool:
 
 
 def compare(question: str, **found) -> None:
-    """Print what was found beside what was kept, part by part."""
+    """Print what was found beside what was kept, part by part. What has no answer yet is not told."""
     kept, rows = _kept.get(question, {}), [[question, "you", "found", ""]]
     _right[question] = []
     for part, value in found.items():
-        verdict = ""
+        row = [part.replace("_", " "), "-", "?", "answer first"]
         if part in kept:
             _right[question].append(agrees(kept[part], value))
-            verdict = "right" if _right[question][-1] else "no"
-        rows.append([part.replace("_", " "), str(kept.get(part, "-")), shown(value), verdict])
+            row[1:] = str(kept[part]), shown(value), "right" if _right[question][-1] else "no"
+        rows.append(row)
     print("\n".join(tables.text(rows, rule=False)))
 
 
