@@ -12,17 +12,17 @@ Learn
 ./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
 ./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks: zero1, zero2, zero3
 ./launch.sh check NAME [N] [--hint]     of an exercise, step by step: passed, or expected and found
-./launch.sh bug [NUMBER] [--clue]       the museum of bugs: one (--hint, --answer), or the list
+./launch.sh bug [NUMBER [N]] [--clue]   the museum of bugs: one (--hint, --answer), or the list
 
 Run and measure
 ./launch.sh compare [N] [options]       the referee: one GPT under DDP, our stages and torch's own
 ./launch.sh train STAGE [N] [options]   a training run that goes on after a rank dies or hangs
-./launch.sh memory [options]            what each engine holds, needs, sends at 7B; needs no GPU
+./launch.sh memory [N] [options]        what each engine holds, needs, sends at 7B; needs no GPU
 ./launch.sh bench [N] [options]         step times side by side; --sweeps, --host, --ratios FILE...
 ./launch.sh conform [ENGINE|FILE.py ...] [N]  who trains right, who refuses, who is silently wrong
 ./launch.sh report [FOLDER] [--quick]   all that is worth knowing of this machine, as a page
 ./launch.sh docs [--check]              writes tables and figures of the pages, out of results/
-./launch.sh test [options]              the tests; options are pytest's
+./launch.sh test [options]              the tests; options are pytest's, paths the project's
 ./launch.sh help                        this text; COMMAND --help lists the options of a command
 Extras: ./launch.sh watch (a step as a page for a browser), ./launch.sh plan (step times elsewhere)
 and ./launch.sh test --simulated-gpus N (the GPU path without a GPU)
