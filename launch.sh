@@ -79,9 +79,10 @@ notebooks)
     ;;
 test) ranked= ;;
 *)
+    printf -v list ', %s' "${commands[@]}"
     near='import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:]), sep=" or ")'
     near=$(python3 -c "$near" "$command" "${commands[@]}" 2>/dev/null || true)
-    fail "no command '$command'${near:+: did you mean $near?} There are: ${commands[*]}"
+    fail "no command '$command'${near:+: did you mean $near?} There are: ${list:2}"
     ;;
 esac
 
@@ -194,5 +195,6 @@ if [ "$command" = train ]; then
     how+=(--rdzv-conf last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10)
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 fi
-echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${how[*]} --nproc-per-node $ranks -m $module ${own[*]} $*"
-exec "$python" "$start" harness.run.torchrun "${how[@]}" --nproc-per-node "$ranks" -m "$module" "${own[@]}" "$@"
+program=("$ranks" -m "$module" "${own[@]}" "$@")
+echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${how[*]} --nproc-per-node ${program[*]}"
+exec "$python" "$start" harness.run.torchrun "${how[@]}" --nproc-per-node "${program[@]}"

@@ -127,7 +127,7 @@ def start(backend: str = "auto", device: str = "auto", options=None) -> Rank:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
         command = {"train": "train zero3", "fsdp2_compare": "compare"}.get(name, name)
         raise RuntimeError(f"no ranks: start them by ./launch.sh {command} 2")
-    end_with_starter(os.getppid())
+    _launcher.append(end_with_starter(os.getppid()))
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend, device, why = choose(backend, device, local_rank, ranks_here, accelerator.count())
     chosen = torch.device(device)
@@ -229,10 +229,13 @@ def run(main) -> None:
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
 
 
+_launcher: list[int] = []  # the process that has started this rank
+
+
 def _leave_quietly() -> None:
     """Whoever reads this has enough, as `head`. All ranks are ended: of one that is gone the others complain."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.kill(os.getppid(), signal.SIGPIPE)
+    if "TORCHELASTIC_RUN_ID" in os.environ and _launcher:
+        os.kill(_launcher[0], signal.SIGPIPE)
         time.sleep(timeout())
     os._exit(128 + signal.SIGPIPE)
 

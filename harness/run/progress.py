@@ -16,7 +16,7 @@ def told(things: Iterable, what: str, speaks: bool = True) -> Iterator:
     began = said = time.monotonic()
     for done, thing in enumerate(things):
         now = time.monotonic()
-        if speaks and now - said > PATIENCE:
+        if speaks and done and now - said > PATIENCE:
             left = (now - began) / done * (len(things) - done)
             words = f"  {what}: {done} of {len(things)} done, now {thing}; about {left:.0f} s more"
             print(words, file=sys.stderr, flush=True)
