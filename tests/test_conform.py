@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.properties.conform import OUTCOMES, cases_on, in_names, over_the_ranks, size_of, versions, without_places
-from harness.properties.property import STAGES, library
+from harness.properties.property import library
 from harness.run.engines import installed
 from tests.test_engine_file import LISTING, ROOT, STEP
 

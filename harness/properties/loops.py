@@ -170,8 +170,8 @@ def backwards_before_a_step_add_up(engine):
 
 @holds(
     "traffic",
-    ask(ranks=3, more_ranks=2, no_sync=False),
-    ask(ranks=3, more_ranks=2, no_sync=True),
+    ask(no_sync=False),
+    ask(no_sync=True),
     of_stages=True,
 )
 def micro_batches_send_what_they_must(engine, no_sync, k=3):

@@ -11,14 +11,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from harness.engine import checkpoint
 from harness.properties.fixtures import ADAMW, PartlyFrozen, byte_batch, gpt, grid, of_bytes, seeded
 from harness.properties.precision import of_tokens, scaler_of
-from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
+from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.shared_folder import shared_folder
 
 HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
 
 
-@holds("values", ask(more_ranks=4), ask(ranks=4, **HALF), ask_thorough(ranks=2, **HALF))
+@holds("values", ask(more_ranks=4), ask("zero3", 4, more_engines=STAGES, **HALF), ask_thorough(ranks=2, **HALF))
 def offload_changes_nothing(engine, **options):
     """Losses, norms and weights are right with offload, through micro-batches, clipping, a scaler, a checkpoint.
 
