@@ -1,6 +1,7 @@
 """The chapters and the engines that build on them."""
 
 import contextlib
+import itertools
 from unittest import mock
 
 import torch
@@ -38,11 +39,11 @@ MODELS = {
 
 @contextlib.contextmanager
 def waits_noted(note):
-    """`note("wait")` is called before this rank waits for a collective."""
+    """`note()` is called before this rank waits for a collective."""
     plain = dist.Work.wait
 
     def wait(work, *timeout):
-        note("wait")
+        note()
         return plain(work, *timeout)
 
     with mock.patch.object(dist.Work, "wait", wait):
@@ -55,8 +56,9 @@ def watched(build, model: str, **options) -> dict:
     module, rank = seeded(make, dtype=torch.float32), dist.get_rank()
     gradients, events = [], []
 
-    def note(what, depth=0, collective=None):
-        events.append((what, collective, memory.live if "group" in options else None))
+    def note(what="wait", depth=0, collective=None):
+        if what == "wait" or collective is not None:  # and no label alone: a unit without parameters has one, too
+            events.append((collective or what, memory.live if "group" in options else None))
 
     with MemoryLedger() as memory:
         engine = build(module, ADAMW, **options)
@@ -68,7 +70,7 @@ def watched(build, model: str, **options) -> dict:
         with watched_step(engine, memory, on_event=note) as seen, waits_noted(note):
             loss = engine.training_step(*batch(STEPS - 1, rank), loss_fn)
     found = {
-        "what happens in a step, in its order": events,
+        "collectives, waits, and the bytes that live then": events,
         "bytes held before the update": seen.held,
         "the peak of a step": seen.peak,
     }
@@ -98,12 +100,15 @@ def an_engine_does_what_its_chapter_does(engine, model, **options):
     That is in models whose forward runs the units in the order in which they are declared. In others an engine
     remembers the order of the last forward and prefetches by that; a chapter does not.
 
-    Once with all ranks: labels, collectives and waits come in the same order, and values are equal to the bit, as both
-    hand the same numbers to the same operations. And once where collectives move nothing and keep nothing alive: there
-    the same bytes live at each of these moments.
+    Once with all ranks: collectives and waits come in the same order, and values are equal to the bit, as both hand
+    the same numbers to the same operations. And once where collectives move nothing and keep nothing alive: there the
+    same bytes live at each of these moments.
     """
     for group in ({}, {"group": silent_group()}):
         chapter = watched(CHAPTERS[chapter_of(engine.like)], model, **group, **options)
         found = watched(engine, model, **group, **options)
+        first = "collectives, waits, and the bytes that live then"
+        for number, pair in enumerate(itertools.zip_longest(found.pop(first), chapter.pop(first))):
+            same(f"event {number} of {first}", *pair)
         for what, expected in chapter.items():
             same(what, found[what], expected, step=4)
