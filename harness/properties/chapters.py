@@ -111,4 +111,4 @@ def an_engine_does_what_its_chapter_does(engine, model, **options):
         for number, pair in enumerate(itertools.zip_longest(found.pop(first), chapter.pop(first))):
             same(f"event {number} of {first}", *pair)
         for what, expected in chapter.items():
-            same(what, found[what], expected, step=4)
+            same(what, found[what], expected)

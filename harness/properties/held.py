@@ -121,9 +121,9 @@ def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
         expected["gradients"] += 4 * shard
     live = held.pop("live")
     for kind, nbytes in expected.items():
-        same(f"bytes of the {kind} held in step 4", held[kind], nbytes, step=4)
+        same(f"bytes of the {kind} held in step 4", held[kind], nbytes)
     # Only the loss of the forward before.
-    same("bytes that are alive besides", live - sum(expected.values()), 4, step=4)
+    same("bytes that are alive besides", live - sum(expected.values()), 4)
 
 
 @holds("life")
@@ -189,15 +189,15 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
         else [gather] * layers + [gather, reduce] * layers,
     }[engine.like]
     own = [each for each in traffic.collectives if each.ranks == row]
-    same("the collectives of a step, and where they are issued", [(c.kind, c.step) for c in own], expected, step=3)
-    same("bytes of the buffers", [c.whole_bytes for c in own], [nbytes[kind] for kind, _ in expected], step=3)
+    same("the collectives of a step, and where they are issued", [(c.kind, c.step) for c in own], expected)
+    same("bytes of the buffers", [c.whole_bytes for c in own], [nbytes[kind] for kind, _ in expected])
     across = [(c.kind, c.whole_bytes) for c in traffic.collectives if c.ranks != row]
     replicas = [("all-reduce", 4 * whole // world_size)] * layers if hybrid else []
-    same("collectives with other ranks than the row's", across, replicas, step=3)
+    same("collectives with other ranks than the row's", across, replicas)
     times = {"zero1": 3, "zero2": 2, "zero3": 3}[engine.like]
     if param_dtype is None and not hybrid:
         sent = round(times * layers * 4 * whole * (world_size - 1) / world_size)
-        same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent, step=3)
+        same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent)
 
 
 @holds("order", ask("zero2", (2, 3), reverse=False), ask("zero2", (2, 3), reverse=True), of_stages=True)
@@ -213,7 +213,7 @@ def buckets_are_reduced_in_one_order(engine, reverse):
             pair.backward(step)
             pair.step()
         sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
-        same("bytes of the reduce-scatters, each once, in the order of self.buckets", sizes, expected, step=3)
+        same("bytes of the reduce-scatters, each once, in the order of self.buckets", sizes, expected)
     pair.same_weights()
 
 
@@ -251,7 +251,7 @@ def what_is_shared_out_is_no_more_than_twice_there(engine):
         most = 2.1 * copy
         if kind == "gradients":  # an engine may document a buffer that gradients go through, of a size of its own
             most += dist.get_world_size() * getattr(inner, "bucket_bytes", 0)
-        expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item(), step=4)
+        expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item())
 
 
 @holds("traffic", ask(more_ranks=4))

@@ -70,13 +70,13 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
     expected = [True] * (layers + root - 1) + [False]
     expected = [True] * (2 * layers - 3) + [False] * 3 if hybrid else expected
     hidden = seen.computed_meanwhile("all-reduce", "reduce-scatter")
-    same("reductions behind which the rank computes", hidden, expected, step=3)
+    same("reductions behind which the rank computes", hidden, expected)
     if engine.like == "zero3":
         # In forward the first gather has nothing in front of it, nor has the last unit's in backward. With a root the
         # first gather is the root's; in backward the root is gathered still, and its head hides the first.
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
         expected = [False] + [True] * layers + [True] * layers if root else expected
-        same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected, step=2)
+        same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected)
 
 
 @contextlib.contextmanager
@@ -151,6 +151,6 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
             pair.trained.model.skip = 2  # which is then gathered ahead for nothing
             with torch.no_grad():
                 pair.trained(pair.batch(step, pair.rank)[0])
-            pair.nothing_gathered("an evaluation", 1)
+            pair.nothing_gathered("an evaluation")
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()

@@ -516,7 +516,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
         value = path.loss(model, x, y)
         if frees and not path.keeps and model is pair.trained:
             gathered = sum(storage_bytes(unit.params) for unit in model.units)
-            same("bytes of units that are gathered after forward", gathered, 0, step=1)
+            same("bytes of units that are gathered after forward", gathered, 0)
         return value
 
     pair = Pair(engine, path.build, loss=loss, batch=path.batch, dtype=path.dtype, atol=path.atol, **options)
@@ -534,19 +534,19 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
                 expected += len(pair.trained.root.buckets) * (2 if path.root_again else 1)
                 # Not those that are waited for at once: with these the ranks compare notes.
                 started = [call for call in gathers.call_args_list if call.kwargs.get("async_op")]
-                same("all-gathers of a step", len(started), expected, step=2)
+                same("all-gathers of a step", len(started), expected)
             pair.step()
             if path.loss is of_output:
                 x, _ = pair.batch(9, pair.rank)
                 with torch.no_grad():
-                    same("an evaluation", pair.trained(x), pair.plain(x), pair.atol, step=1)
-            pair.nothing_gathered("an evaluation", 1)
+                    same("an evaluation", pair.trained(x), pair.plain(x), pair.atol)
+            pair.nothing_gathered("an evaluation")
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()
     # Once for each unit, on one rank; but a unit that is still gathered after its own forward gives no reason.
     names = [f"'blocks.{n}'" for n in range(3)] if path.warns and engine.like == "zero3" and pair.rank == 0 else []
     named = len(found) == len(names) and all(name in text for name, text in zip(names, found))
-    expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
+    expect(named or not (frees or found), "warnings of units that are used from outside", names, found)
 
 
 WAYS = (LATE, UNUSED, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {})  # of ZeRO-3

@@ -104,22 +104,22 @@ def equals_ddp_and_fsdp2(engine, device="cpu", hybrid=False, micro_batches=1, no
                 quiet = micro < micro_batches - 1 and (no_sync or engine.like == "zero1" and each is not trained)
                 with each.no_sync() if quiet else contextlib.nullcontext():
                     outputs = each(tokens)
-                    same("the dtype of what the model computes", outputs.dtype, param_dtype or own, step=1)
+                    same("the dtype of what the model computes", outputs.dtype, param_dtype or own)
                     losses[name] = next_token_loss(outputs, targets) / micro_batches
                     losses[name].backward()
             for name in others:
-                same(f"the loss of step {step}, beside {name}'s", losses[""], losses[name], atol, step=1)
+                same(f"the loss of step {step}, beside {name}'s", losses[""], losses[name], atol)
         for each in others.values() if max_norm is not None else ():
             norm = each.clip_grad_norm_(max_norm)
-            same("the gradients' norm", trained.clip_grad_norm_(max_norm), norm, atol * max(1.0, norm.item()), step=3)
+            same("the gradients' norm", trained.clip_grad_norm_(max_norm), norm, atol * max(1.0, norm.item()))
         for each in (trained, *others.values()):
             each.step()
             each.zero_grad()
     state = trained.full_state_dict()
     # The weights that the optimizer updates, not the low-precision ones that compute.
-    same("the dtypes of the weights", {value.dtype for value in state.values()}, {own}, step=4)
+    same("the dtypes of the weights", {value.dtype for value in state.values()}, {own})
     for name, each in others.items():
-        same(f"the weights, beside {name}'s", state, each.full_state_dict(), atol, step=5)
+        same(f"the weights, beside {name}'s", state, each.full_state_dict(), atol)
 
 
 def groups_of(model: nn.Module) -> list[dict]:
@@ -148,7 +148,7 @@ def with_names(model: nn.Module) -> list[dict]:
 def a_loop_of_ones_own_trains_alike(engine, groups=groups_of, **options):
     """Parameter groups, a scheduler, keyword arguments, and evaluations between two steps act as in plain PyTorch."""
     pair = Pair(engine, OddModel, groups=groups, **options)
-    same("groups of the engine's optimizer", len(pair.trained.optimizer.param_groups), 3, step=0)
+    same("groups of the engine's optimizer", len(pair.trained.optimizer.param_groups), 3)
     # It changes the rate and the momentum of each group, and warns if it does not see the optimizer's steps.
     schedules = [
         torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2, 0.05], total_steps=9) for _, optimizer in pair.both
@@ -162,11 +162,11 @@ def a_loop_of_ones_own_trains_alike(engine, groups=groups_of, **options):
             warnings.simplefilter("error")
             for schedule in schedules:
                 schedule.step()
-        same("the rates", schedules[1].get_last_lr(), schedules[0].get_last_lr(), step=4)
+        same("the rates", schedules[1].get_last_lr(), schedules[0].get_last_lr())
         with torch.no_grad():
             first = pair.trained(tokens)
         pair.trained.model.eval()
         # The same weights, and the same operations on them.
-        same("an evaluation", pair.trained(tokens).detach(), first, step=1)
+        same("an evaluation", pair.trained(tokens).detach(), first)
         pair.trained.model.train()
     pair.same_weights()
