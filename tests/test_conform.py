@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from harness.properties.conform import OUTCOMES, cases_on, in_names, over_the_ranks, size_of, versions, without_places
-from harness.properties.property import library
+from harness.properties.conform import (
+    OUTCOMES,
+    arguments,
+    cases_on,
+    in_names,
+    outcome,
+    over_the_ranks,
+    size_of,
+    versions,
+    without_places,
+)
+from harness.properties.property import CHAPTERS, STAGES, library
 from harness.run.engines import installed
 from tests.test_engine_file import LISTING, ROOT, STEP
 
@@ -59,8 +69,8 @@ def test_right_and_refused_engines_end_it_with_status_0(quick_python, tmp_path):
 def test_who_is_silent_until_the_time_is_over_hangs_and_who_is_gone_has_crashed(monkeypatch):
     monkeypatch.setenv("ZERO_TIMEOUT", "3")
     right = {"outcome": "right", "says": "", "seconds": 1.0}
-    for error, outcome in (("had not come to its end after 9 s, and was ended", "hang"), ("exit status 3", "crash")):
-        assert over_the_ranks([right, {"status": "died", "error": error}])["outcome"] == outcome
+    for error, verdict in (("had not come to its end after 9 s, and was ended", "hang"), ("exit status 3", "crash")):
+        assert over_the_ranks([right, {"status": "died", "error": error}])["outcome"] == verdict
 
 
 @pytest.mark.parametrize(
@@ -85,6 +95,15 @@ def test_every_property_is_asked_of_every_engine():
         assert not any("<" in in_names(case) for _, _, case in each.asked(thorough=True)), name  # no raw Python
         ours = {engine for _, engine, _ in each.asked(thorough=True)}
         assert ours and all(cases_on(each, size, engine) for engine in ours), name
+
+
+def test_a_chapter_has_a_row_and_is_asked_what_it_promises_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("ZERO_TIMEOUT", "3")
+    assert {*CHAPTERS, *STAGES, "ddp"} <= {*arguments([]).names} and arguments(["zero2.py", "3"]).names == ["zero2.py"]
+    promised = {name for name, each in library().items() if cases_on(each, size_of(each, 2), "zero2.py")}
+    assert {"a_gradient_that_is_missing_or_sparse_is_refused", "held_bytes_equal_the_theory"} < promised
+    left = "clipping_takes_the_norm_of_the_whole_model"
+    assert left not in promised and outcome(left, "zero2.py", 3)["outcome"] == "not applicable"
 
 
 def test_the_results_that_the_page_shows_are_of_all_properties():

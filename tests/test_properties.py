@@ -7,17 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.properties.property import (
-    CHAPTERS,
-    GROUPS,
-    STAGES,
-    NotApplicable,
-    Subject,
-    chapter_of,
-    examine,
-    library,
-    subject,
-)
+from harness.properties.property import GROUPS, STAGES, NotApplicable, Subject, examine, library, subject
 from harness.run.counterparts import PlainStep
 
 
@@ -95,20 +85,6 @@ def test_a_property_says_what_must_be_true():
         stages = {engine for _, engine, _ in each.asked(thorough=True)}
         usual = {engine for _, engine, _ in each.asked()}
         assert stages == usual or not usual, f"{name} is left to --thorough for a stage"
-
-
-def test_a_chapter_is_asked_what_it_promises_and_nothing_else(monkeypatch):
-    name, chapter = chapter_of("zero2"), PlainStep
-    monkeypatch.setitem(CHAPTERS, name, chapter)
-    asked = {}
-    for each in library().values():
-        cases = [case for _, engine, case in each.asked() if engine == name]
-        if cases:
-            asked[each.name] = cases
-    assert {} in asked["a_gradient_that_is_missing_or_sparse_is_refused"]
-    assert {"path": "a block twice, and tied"} in asked["awkward_models_train_alike"]
-    assert "clipping_takes_the_norm_of_the_whole_model" not in asked
-    assert subject(name).chapter and subject(name).like == "zero2" and subject(name).build is chapter
 
 
 def test_engines_of_the_registry_are_subjects():

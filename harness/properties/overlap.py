@@ -44,8 +44,8 @@ def replaced(**functions):
 
 @holds(
     "order",
-    ask(("zero2", "zero3")),
-    ask("zero3", root=True),
+    ask(("zero2", "zero3"), chapters=("zero2", "zero3")),
+    ask("zero3", root=True, chapters="zero3"),
     ask(("zero2", "zero3"), 4, hybrid=True),
     ask_thorough("zero3", root=True, reverse=True),
     of_stages=True,

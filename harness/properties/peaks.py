@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from harness.measure.ledger import MemoryLedger
 from harness.properties.fixtures import ADAMW, Stack, seeded, silent_group, vector_batch
-from harness.properties.property import ask, ask_thorough, expect, holds
+from harness.properties.property import ask, ask_each, ask_thorough, expect, holds
 
 
 class Alive(MemoryLedger):
@@ -73,8 +73,7 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
 
 @holds(
     "bytes",
-    ask("zero2", (2, 3), more_ranks=4, reverse=False),
-    ask("zero2", (2, 3), more_ranks=4, reverse=True),
+    *ask_each("reverse", (False, True), "zero2", more_ranks=(3, 4), chapters="zero2"),
     of_stages=True,
 )
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
@@ -94,7 +93,7 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
 
 @holds(
     "bytes",
-    ask("zero3", more_ranks=(3, 4)),
+    ask("zero3", more_ranks=(3, 4), chapters="zero3"),
     ask("zero3", more_ranks=(3, 4), reshard_after_forward=False),
     ask("zero3", more_ranks=(3, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     ask_thorough("zero3", (2, 3, 4), prefetch=0),
