@@ -44,24 +44,14 @@ MODELS = {
 }
 
 
-def with_options() -> list:
-    """Each of the models, laid out in other ways."""
-    found = []
-    for name in MODELS:
-        found += [
-            ask_thorough(("zero1", "zero2"), model=name, bucket_mb=0),
-            ask_thorough("zero3", model=name, prefetch=0, find_unused=True),
-            ask_thorough("zero3", model=name, reshard_after_forward=False),
-        ]
-    return found
-
-
 @holds(
     "values",
     ask("zero1", more_engines=STAGES, model="Twice"),
     ask("zero2", more_engines=STAGES, model="TiedAcross"),
     ask("zero3", more_engines=STAGES, model="Checkpointed"),
-    *with_options(),
+    ask_thorough(("zero1", "zero2"), model="Twice", bucket_mb=0),
+    ask_thorough("zero3", model="TiedAcross", prefetch=0, find_unused=True),
+    ask_thorough("zero3", model="Checkpointed", reshard_after_forward=False),
 )
 def mixed_precision_is_a_rounded_copy_that_computes(engine, model, **options):
     """Norms and weights are those of plain PyTorch with a bfloat16 copy that computes, whose gradients are handed over.

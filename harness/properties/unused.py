@@ -78,11 +78,8 @@ IN_ALL = {"ranks": (1, 2, 3)}
     ask("zero3", more_engines=STAGES, more_ranks=(1, 3), **EACH | {"alike": True}),
     ask_thorough(**IN_ALL, **SEVERAL | {"alike": True}),
     ask_thorough(**IN_ALL, **SEVERAL | {"no_sync": False}),
-    ask_thorough("zero2", **IN_ALL, **EACH, bucket_mb=0),
     ask_thorough("zero2", **IN_ALL, **SEVERAL, bucket_mb=0),
-    ask_thorough("zero3", **IN_ALL, **EACH, prefetch=0),
     ask_thorough("zero3", **IN_ALL, **SEVERAL, prefetch=0),
-    ask_thorough("zero3", **IN_ALL, **EACH, reshard_after_forward=False),
     ask_thorough("zero3", **IN_ALL, **SEVERAL, reshard_after_forward=False),
 )
 def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sync, **options):
