@@ -23,7 +23,7 @@ from harness.properties.fixtures import (
     token_batch,
     vector_batch,
 )
-from harness.properties.property import STAGES, ask, ask_thorough, holds, same
+from harness.properties.property import ask, ask_each, ask_thorough, holds, same
 from harness.run.model import next_token_loss
 
 STEPS = 3  # the last one is watched: AdamW makes its state in the first
@@ -85,13 +85,12 @@ def watched(build, model: str, **options) -> dict:
 
 @holds(
     "traffic",
-    ask(STAGES, (1, 2, 3, 4), model="mlp", more_ranks=()),
-    ask(STAGES, 2, model="gpt", more_ranks=(1, 3, 4)),
-    ask(STAGES, 3, model="tied", more_ranks=(1, 2, 4)),
-    ask("zero3", model="mlp", prefetch=0),
-    ask("zero3", model="mlp", prefetch=2),
-    ask(("zero1", "zero2"), model="mlp", bucket_mb=0),
-    ask_thorough(("zero1", "zero2"), model="gpt", bucket_mb=0.02),
+    ask("zero3", (1, 2, 3, 4), model="mlp"),
+    ask(("zero1", "zero2"), (1, 2, 3, 4), model="mlp", bucket_mb=0.001),  # nine buckets
+    ask(model="gpt", more_ranks=(1, 3, 4)),
+    ask(ranks=3, model="tied", more_ranks=(1, 2, 4)),
+    *ask_each("prefetch", (0, 2), "zero3", model="mlp"),
+    ask_thorough(("zero1", "zero2"), model="gpt", bucket_mb=0),
     of_stages=True,
 )
 def an_engine_does_what_its_chapter_does(engine, model, **options):
