@@ -20,7 +20,6 @@ from harness.properties.conform import (
     without_places,
 )
 from harness.properties.property import CHAPTERS, STAGES, library
-from harness.run.engines import installed
 from tests.test_engine_file import LISTING, ROOT, STEP
 
 LAST = "        dist.all_reduce(self.gradients)\n"
@@ -113,14 +112,3 @@ def test_the_results_that_the_page_shows_are_of_all_properties():
             assert set(verdicts) <= set(library()), name
             assert {each["outcome"] for each in verdicts.values()} <= set(OUTCOMES)
             assert all(each["says"] == without_places(each["says"]) for each in verdicts.values()), name
-
-
-@pytest.mark.skipif(not installed("deepspeed1"), reason="DeepSpeed is not installed: pip install '.[peers]'")
-def test_deepspeeds_losses_are_ddps(quick_python, tmp_path):
-    words = ["compare", "2", "--preset", "toy", "--steps", "4", "--timed-steps", "1", "--engines"]
-    words += ["ddp,deepspeed1,deepspeed2,deepspeed3", "--json", str(tmp_path / "seen.json")]
-    run = subprocess.run(["./launch.sh", *words], cwd=ROOT, env=os.environ | {"PYTHON": quick_python})
-    seen = json.loads((tmp_path / "seen.json").read_text())["runs"]
-    assert run.returncode == 0 and all(each["match"] for each in seen.values())
-    first, *_, last = (seen[f"deepspeed{stage}"]["held_bytes"]["optimizer"] for stage in (1, 2, 3))
-    assert first < 0.6 * seen["ddp"]["held_bytes"]["optimizer"] and last < 0.6 * seen["ddp"]["held_bytes"]["optimizer"]
