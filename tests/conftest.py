@@ -78,7 +78,12 @@ def pytest_configure(config):
 
 
 # They share the runs of 7b; and test_train's runs go on meanwhile.
-TOGETHER = {"test_memory": "dry runs", "test_articles": "dry runs", "test_train": "2 ranks"}
+TOGETHER = {
+    "test_memory": "dry runs",
+    "test_articles": "dry runs",
+    "test_train": "2 ranks",
+    "test_properties": "2 ranks",
+}
 # What takes longest begins first, so that both workers end together. The others are short.
 LONGEST = ["2 ranks", "dry runs", "test_museum", "test_notebooks", "test_exercises", "3 ranks", "4 ranks", "test_ranks",
            "test_bench", "test_launch", "test_docs", "test_conform", "test_report"]  # fmt: skip
