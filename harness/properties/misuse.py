@@ -130,7 +130,7 @@ def loops_that_would_train_wrong_are_refused(engine, what):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
     build, act, words = {**LOOPS, **ENDS}[what]
     pair = Pair(engine, build)
-    refused(lambda: act(pair), *words, error=RuntimeError, step=None)
+    refused(lambda: act(pair), *words, error=RuntimeError)
     pair.trained.zero_grad()
     if what in LOOPS:
         pair.alike()
