@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.properties.conform import in_names
 from harness.properties.property import GROUPS, STAGES, NotApplicable, Subject, examine, library, subject
 from harness.run.counterparts import PlainStep
 
@@ -17,10 +18,9 @@ def asked():
     for each in library().values():
         usual = list(each.asked())
         for size, engine, case in each.asked(thorough=True):
-            said = ",".join(f"{key}={getattr(value, '__name__', value)}" for key, value in case.items())
             marks = [pytest.mark.xdist_group(f"{size} ranks")]
             marks += [] if (size, engine, case) in usual else [pytest.mark.thorough]
-            name = "-".join(part for part in (each.name, engine, str(size), said) if part)
+            name = f"{each.name}-{engine}-{size}-{in_names(case)}"
             found.append(pytest.param(each.name, engine, size, case, marks=marks, id=name))
     return found
 

@@ -15,7 +15,6 @@ to say. Nothing here knows pytest: tests, `check`, the museum and `conform` all 
 
 import importlib
 import itertools
-import linecache
 import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -303,7 +302,5 @@ def finding_of(error: AssertionError) -> Finding:
     if isinstance(error, Differs):
         return Finding(error.what, error.expected, error.found, rank)
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == HERE]
-    frame = ours[-1]
-    line = linecache.getline(frame.filename, frame.lineno).strip()
-    said = str(error) or "it does not hold"
-    return Finding(f"{line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, rank)
+    frame, said = ours[-1], str(error) or "it does not hold"
+    return Finding(f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, rank)
