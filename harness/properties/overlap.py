@@ -131,7 +131,7 @@ def late_collectives():
 
 @holds(
     "order",
-    ask("zero1", 3, more_engines=STAGES, more_ranks=2, build=PartlyFrozen),
+    ask("zero1", 3, more_engines=STAGES, more_ranks=2, chapters=STAGES, build=PartlyFrozen),
     ask("zero3", 3, more_engines=STAGES, more_ranks=2, build=Lanes),
     ask("zero2", 4, more_engines=STAGES, build=Lanes, hybrid=True),
     of_stages=True,

@@ -14,6 +14,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zero1
 from harness.measure.ledger import storage_bytes
 from harness.properties.fixtures import (
+    SGD,
     Checkpointed,
     Nested,
     PartlyFrozen,
@@ -29,10 +31,11 @@ from harness.properties.fixtures import (
     TiedAcross,
     Twice,
     TwoTypes,
+    seeded,
     token_batch,
 )
 from harness.properties.overlap import late_collectives
-from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, same
+from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import EXACT, Pair, inside, of_output
 
 
@@ -604,3 +607,15 @@ for kind, (says, paths) in KINDS.items():
     for name, path in paths.items():
         cases += asked(name, path)
     holds("values", *cases, name=kind, says=says)(follow)
+
+
+def written_over(unit, x):
+    """A sigmoid keeps its result for backward, and somebody writes into it."""
+    return torch.sigmoid(unit.a(x)).add_(1)
+
+
+@holds("misuse", ask(chapters=STAGES))
+def what_autograd_has_saved_must_stay_as_it_was(engine):
+    """A tensor that autograd has saved, and that is changed in place then, is an error in backward, as in torch."""
+    trained = engine(seeded(body(plain, written_over)), SGD)
+    refused(of_output(trained, *leaves(0, dist.get_rank())).backward, "place", error=RuntimeError)
