@@ -1,7 +1,7 @@
 """Run by torchrun in a folder that has the three chapters and nothing else: they train beside DDP, and end equal.
 
-A GPT-like model with a tied head, and an MLP; other data on each rank; two backwards in every second step, and an
-evaluation in between.
+A GPT-like model with a tied head, an MLP, a model with odd sizes, a frozen part and a buffer with gaps, and one whose
+units have hooks of their own; other data on each rank; two backwards in every second step; an evaluation in between.
 """
 
 import copy
@@ -37,20 +37,60 @@ class Tied(nn.Module):
         return self.head(x).flatten(0, 1)
 
 
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.frozen = nn.Linear(7, 5).requires_grad_(False)
+        self.last = nn.Linear(5, 1)
+        self.register_buffer("shift", torch.tensor([3]))
+        self.register_buffer("columns", torch.arange(10.0).view(1, 10)[:, ::2])  # with gaps between its numbers
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.frozen(x)) + self.columns) * self.scale + self.shift
+
+
+class Halved(nn.Linear):
+    """Its forward computes with half the weight, which a hook makes right before, as torch's pruning does."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_forward_pre_hook(halve)
+
+    def forward(self, x):
+        return F.linear(x, self.halved, self.bias)
+
+
+def halve(module, inputs):
+    module.halved = module.weight / 2
+
+
 def tokens(generator):
     drawn = torch.randint(WORDS, (2, 6), generator=generator)
     return drawn[:, :-1], drawn[:, 1:].flatten()
 
 
-def vectors(generator):
-    return torch.randn(4, 10, generator=generator), torch.randn(4, 1, generator=generator)
+def vectors(width, generator):
+    return torch.randn(4, width, generator=generator), torch.randn(4, 1, generator=generator)
 
 
 MODELS = {
     "tied": (Tied, tokens, F.cross_entropy),
-    "mlp": (lambda: nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 1)), vectors, F.mse_loss),
+    "mlp": (lambda: nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 1)), partial(vectors, 10), F.mse_loss),
+    "odd": (Odd, partial(vectors, 7), F.mse_loss),
+    "hooked": (
+        lambda: nn.Sequential(nn.Linear(10, 33), Halved(33, 33), Halved(33, 1)),
+        partial(vectors, 10),
+        F.mse_loss,
+    ),
 }
-STAGES = {"ZeRO-1": ZeRO1, "ZeRO-2": partial(ZeRO2, bucket_mb=0.004), "ZeRO-3": ZeRO3}
+STAGES = {
+    "ZeRO-1": ZeRO1,
+    "ZeRO-1, small buckets": partial(ZeRO1, bucket_mb=0.004),
+    "ZeRO-2": partial(ZeRO2, bucket_mb=0.004),
+    "ZeRO-3": ZeRO3,
+    "ZeRO-3, prefetch 0": partial(ZeRO3, prefetch=0),
+}
 
 
 class DDP:
@@ -93,8 +133,8 @@ def main() -> None:
         expected = losses(DDP, copy.deepcopy(model), batch, loss_fn)
         for stage, build in STAGES.items():
             mine = copy.deepcopy(model)
-            for param in mine.parameters():
-                param.data += dist.get_rank()  # every rank another start: rank 0's counts
+            for tensor in (*mine.parameters(), *mine.buffers()):
+                tensor.data += dist.get_rank()  # every rank another start: rank 0's counts
             found = losses(build, mine, batch, loss_fn)
             apart = max(abs(one - other) for one, other in zip(found, expected))
             assert apart < 1e-12, f"{stage} on the model {name}: {apart} from DDP's losses"
