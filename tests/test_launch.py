@@ -101,8 +101,8 @@ def test_whoever_reads_no_more_hears_no_more():
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = started_by.environment(PYTHON=forked.python())
     with started_by.started(line, env=environment, **streams) as process:
-        while not process.stdout.readline().startswith("training step"):
-            pass
+        while not (line := process.stdout.readline()).startswith("training step"):
+            assert line, process.stderr.read()
         process.stdout.close()
         assert process.wait(60) == 128 + signal.SIGPIPE
         assert process.stderr.read() == ""
