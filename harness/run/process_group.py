@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness.engine import accelerator
+from harness.run.endings import LAUNCHER
 from harness.run.starter import end_with_starter
 
 TIMEOUT_SECONDS = 120
@@ -127,7 +128,7 @@ def start(backend: str = "auto", device: str = "auto", options=None) -> Rank:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
         command = {"train": "train zero3", "fsdp2_compare": "compare"}.get(name, name)
         raise RuntimeError(f"no ranks: start them by ./launch.sh {command} 2")
-    _launcher.append(end_with_starter(os.getppid()))
+    end_with_starter(os.getppid())
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend, device, why = choose(backend, device, local_rank, ranks_here, accelerator.count())
     chosen = torch.device(device)
@@ -229,13 +230,10 @@ def run(main) -> None:
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
 
 
-_launcher: list[int] = []  # the process that has started this rank
-
-
 def _leave_quietly() -> None:
     """Whoever reads this has enough, as `head`. All ranks are ended: of one that is gone the others complain."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and _launcher:
-        os.kill(_launcher[0], signal.SIGPIPE)
+    if LAUNCHER in os.environ:
+        os.kill(int(os.environ[LAUNCHER]), signal.SIGPIPE)
         time.sleep(timeout())
     os._exit(128 + signal.SIGPIPE)
 

@@ -16,18 +16,17 @@ import psutil
 STARTER = "ZERO_STARTER"
 
 
-def end_with_starter(parent: int | None = None) -> int | None:
+def end_with_starter(parent: int | None = None) -> None:
     """From here on this process ends with its starter, and what it starts ends with this one.
 
     The starter is the process that the environment names. Where it names none it is `parent`; without one this process
-    is on its own, as a run under nohup must be. Returns its number. To call it twice is to call it once.
+    is on its own, as a run under nohup must be. To call it twice is to call it once.
     """
     own = os.getpid()
     named = os.environ.get(STARTER, parent)
     os.environ[STARTER] = str(own)
     if named is not None and int(named) != own:
         threading.Thread(target=_watch, args=(int(named),), daemon=True).start()
-    return None if named is None else int(named)
 
 
 def _watch(starter: int) -> None:

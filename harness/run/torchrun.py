@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from harness.run.command_line import one_line
-from harness.run.endings import ENDED, SAID, what_failed
+from harness.run.endings import ENDED, LAUNCHER, SAID, what_failed
 from harness.run.starter import end_with_starter
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)  # the last: nobody reads what rank 0 prints
@@ -33,6 +33,7 @@ def _stop(number: int, frame) -> None:
 def main(arguments: list[str]) -> None:
     """Run torchrun with `arguments`. After a signal the exit status is 128 + its number."""
     end_with_starter()
+    os.environ[LAUNCHER] = str(os.getpid())
     with one_line():  # importing torch takes seconds, and somebody may have seen a typing mistake
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.api import SignalException
