@@ -143,7 +143,7 @@ def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, floa
     axes.plot(tokens, compute_ms, color=COLOURS["backward"], linewidth=2.5, label="the block computes")
     for (label, milliseconds), line in zip(gathers.items(), ("-", "--", "-.", ":")):
         axes.axhline(milliseconds, color=COLOURS["gather"], linewidth=1.6, linestyle=line, label=label)
-    axes.legend(loc="lower right")
+    figure.legend(**BELOW)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(tokens, [f"{number:,}" for number in tokens], fontsize=8)
