@@ -2,11 +2,16 @@
 
 import torch.distributed as dist
 
+from harness.engine.safety.waiting import waiting_for
+
 _KINDS = (ValueError, TypeError, FileNotFoundError, PermissionError, RuntimeError)  # of Python's, and all of ours
 
 
-def all_or_none(work, group) -> list:
-    """Every rank does `work`, and gets what all ranks' `work` returned. An error of one rank is one on all."""
+def all_or_none(work, group, what: str = "the other ranks' answers") -> list:
+    """Every rank does `work`, and gets what all ranks' `work` returned. An error of one rank is one on all.
+
+    `what` is what a message calls the wait for the others.
+    """
     result = problem = said = None
     try:
         result = work()
@@ -16,7 +21,8 @@ def all_or_none(work, group) -> list:
             if kind in _KINDS or kind.__module__.startswith("harness.engine."):
                 said = kind, str(error)
     everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (said, result), group=group)
+    with waiting_for(what, group):
+        dist.all_gather_object(everyone, (said, result), group=group)
     for rank, (said, _) in enumerate(everyone):
         if said is not None:  # the first rank's, on all of them, in the same words
             kind, words = said
@@ -25,8 +31,8 @@ def all_or_none(work, group) -> list:
     return [result for _, result in everyone]
 
 
-def on_all(work, group):
+def on_all(work, group, *what):
     """As `all_or_none`, for results that the other ranks have no use for."""
     kept = []
-    all_or_none(lambda: kept.append(work()), group)
+    all_or_none(lambda: kept.append(work()), group, *what)
     return kept[0]

@@ -64,6 +64,11 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     owned = [(b.names[index], piece.numel()) for b in buckets for index, piece in b.numbered(b.pieces)]
     layout = {"stage": type(engine).__name__, "world_size": engine.world_size, "rank": engine.rank, "pieces": owned}
 
+    def members():
+        return [[id(piece) for piece in group["params"]] for group in optimizer.param_groups]
+
+    built = members()
+
     def before_step(optimizer, args, kwargs):
         if this() is not None and vars(this()) and not this().updating:
             for left in ("grad_scale", "found_inf"):  # by torch's GradScaler
@@ -73,6 +78,8 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
                 "the other ranks without it: call engine.step(). A scheduler over engine.optimizer sees that step. "
                 "For float16 take harness.engine.gradients.GradScaler, with the engine in the optimizer's place"
             )
+        if members() != built:
+            refuse_groups()
 
     def after_step(optimizer, args, kwargs):
         if this() is not None:
@@ -89,6 +96,20 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
                 "harness.engine.checkpoint, whose checkpoints fit any stage and number of ranks"
             )
 
+    def swapping(method):
+        """`train()` or `eval()` of an optimizer that swaps weights, as schedule-free ones do."""
+
+        def call(*args, **kwargs):
+            method(*args, **kwargs)
+            if this() is not None and vars(this()):
+                this().shards_changed()
+
+        return call
+
+    for name in ("train", "eval"):
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, swapping(getattr(optimizer, name)))
+    optimizer.add_param_group = refuse_groups
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
     optimizer.register_state_dict_post_hook(saved)
@@ -97,3 +118,11 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     # The pieces' gradients alone are not all that a stage keeps of a step.
     optimizer.zero_grad = lambda set_to_none=True: this().zero_grad()
     return optimizer
+
+
+def refuse_groups(*_) -> None:
+    raise RuntimeError(
+        "the optimizer's groups have other members than at the build. The engine shards, reduces and gathers the "
+        "parameters that it was built with: pass them in groups, as param_groups=[...]; for other ones build another "
+        "model and engine. Options of a group, such as its learning rate, may change"
+    )

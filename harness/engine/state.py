@@ -1,5 +1,6 @@
 """Whole weights out of an engine and into one, the buffers, and the way back to a plain model."""
 
+import contextlib
 import copy
 from collections.abc import Mapping
 
@@ -44,6 +45,7 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     for example) are every rank's own and may differ, as each has seen other data: rank 0's are returned. So is what
     modules give by `get_extra_state()`.
     """
+    _compare_buffers(engine)
     model, group = engine.model, engine.group
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
@@ -66,6 +68,57 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     return state
 
 
+def _compare_buffers(engine) -> None:
+    """All ranks have something to give, of the same shapes; else all raise ValueError. A collective."""
+
+    def own():
+        guard.refuse_lost(engine.all_buckets)
+        state, extras = engine.model.state_dict(keep_vars=True), extra_states(engine.model)
+        return {
+            key: f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else None
+            for key, value in state.items()
+            if plain_name(key) not in extras
+        }
+
+    everyone = all_or_none(own, engine.placement.everyone, "all ranks to call full_state_dict()")
+    for rank, other in enumerate(everyone):
+        for key in {**everyone[0], **other}:
+            here, there = (of.get(key, "not there") for of in (everyone[0], other))
+            if here != there:
+                raise ValueError(
+                    f"{key!r} is {here} on rank 0, and {there} on rank {rank}: the whole state has rank 0's buffers, "
+                    "so all ranks must have buffers of the same names, shapes and dtypes"
+                )
+
+
+@contextlib.contextmanager
+def swapped(engine, values: list[torch.Tensor]):
+    """`with swapped(engine, values):` the optimizer's pieces have these values, in its own order. A collective.
+
+    For averages of weights, of which each rank keeps its own part, in the precision of the shards: inside, `engine(x)`,
+    `full_state_dict()` and checkpoints have them, and nobody trains. Afterwards `values` are as they were.
+    """
+    _swap(engine, values)
+    try:
+        yield
+    finally:
+        _swap(engine, values)
+
+
+def _swap(engine, values) -> None:
+    pieces = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+    wanted, found = ([tuple(each.shape) for each in some] for some in (pieces, values))
+    problem = None if wanted == found else ValueError(f"swapped() needs values of the shapes {wanted}, got {found}")
+    agree(problem, "", engine.placement.everyone, engine.model)
+    engine.placement.finish_all()
+    with torch.no_grad():
+        for piece, value in zip(pieces, values):
+            kept = piece.clone()
+            piece.copy_(value)
+            value.copy_(kept)
+    engine.shards_changed()
+
+
 def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     """Load what `full_state_dict` returned, at any world size: this rank's part of every parameter. A collective.
 
@@ -73,7 +126,8 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     and ValueError for another shape, on every rank, before anything is written; so does what modules raise that take
     their part by `set_extra_state()`.
     """
-    agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model)
+    what = "all ranks to call load_full_state_dict()"
+    agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model, what)
     own = engine.model.state_dict(keep_vars=True)
     modules = extra_states(engine.model)
     extras = {key: modules[plain_name(key)] for key in own if plain_name(key) in modules}
@@ -130,6 +184,7 @@ def close(engine) -> None:
 
     All hooks are gone, and the engine cannot be used any more. Another one may be built on the model.
     """
+    on_all(lambda: guard.refuse_lost(engine.all_buckets), engine.placement.everyone, "all ranks to call close()")
     engine.zero_grad()
     engine.remove_hooks()
     _restore(engine)

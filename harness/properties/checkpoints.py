@@ -518,6 +518,23 @@ def what_cannot_be_loaded_is_not_saved(engine):
         expect(not folder.exists(), "the folder of what cannot be saved", "none", "it is there")
 
 
+@holds("misuse")
+def learning_rates_that_part_are_noticed_at_a_save(engine):
+    """Where a schedule has gone by a rank's own loss, no rank saves, and all say so; mended, all save."""
+    trained = zoo_under(engine)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(trained.optimizer, patience=0)
+    with shared_folder() as folder:
+        checkpoint.save(trained, folder)
+        for loss in (1.0, 2.0 if dist.get_rank() == 0 else 0.5):
+            schedule.step(loss)
+        for _ in range(2):
+            refused(lambda: checkpoint.save(trained, folder), "ranks disagree on 'group 0'", "lr", error=ValueError)
+        same("checkpoints", [path.name for path in checkpoint.complete(folder)], ["000001"])
+        for group, lr in zip(trained.optimizer.param_groups, (0.01, 0.003)):
+            group["lr"] = lr
+        checkpoint.save(trained, folder)
+
+
 @holds("life")
 def old_checkpoints_go(engine):
     """The newest `keep` checkpoints stay, also after kills, each loads by its name; the user's own is not touched."""

@@ -23,8 +23,9 @@ def load(engine, folder) -> dict:
     wait_for_last(engine)
     refuse_parts(engine)
     place = engine.placement
-    path = all_or_none(lambda: newest(folder) if place.rank == 0 else None, place.everyone)[0]
-    names = names_of_groups(engine)
+    what = "all ranks to call checkpoint.load()"
+    path = all_or_none(lambda: newest(folder) if place.rank == 0 else None, place.everyone, what)[0]
+    names = names_of_groups(engine, what)
     source = on_all(lambda: Folder(path, place.rank, place.world_size), place.everyone)
     return _install(engine, *on_all(lambda: _read(engine, source, names), place.everyone))
 

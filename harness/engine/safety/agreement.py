@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.engine import accelerator
+from harness.engine.safety.waiting import waiting_for
 
 
 def digest(text: str) -> int:
@@ -14,7 +15,7 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def agree(problem, fingerprint: str, group, model=None) -> None:
+def agree(problem, fingerprint: str, group, model=None, what: str = "all ranks to come as far") -> None:
     """Raise on every rank if one has a problem, or if the ranks are about to shard different models. A collective.
 
     Where the group's collectives run on GPUs (NCCL), this one runs on that of the model's parameters, or on the current
@@ -32,10 +33,11 @@ def agree(problem, fingerprint: str, group, model=None) -> None:
         device = next((param.device for param in params if param.device.type == device.type), device)
     mine = torch.tensor([-1 if problem is not None else digest(fingerprint)], device=device)
     everyone = torch.empty(world_size, dtype=mine.dtype, device=device)
-    dist.all_gather_single(everyone, mine, group=group)
+    with waiting_for(what, group):
+        dist.all_gather_single(everyone, mine, group=group)
+        everyone = everyone.tolist()
     if problem is not None:
         raise problem
-    everyone = everyone.tolist()
     failed = [other for other, value in enumerate(everyone) if value == -1]
     if failed:
         raise RuntimeError(f"rank {rank} cannot go on: the checks failed on rank(s) {failed}, see the error there")
@@ -43,5 +45,5 @@ def agree(problem, fingerprint: str, group, model=None) -> None:
     if different:
         raise ValueError(
             f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad), another optimizer (its "
-            "name and numbers) or other options than rank 0: every rank must build the same engine"
+            "name, groups and numbers) or other options than rank 0: every rank must build the same engine"
         )

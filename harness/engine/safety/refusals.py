@@ -26,6 +26,7 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
     options |= {"param_dtype": dtypes[0], "reduce_dtype": dtypes[1], "find_unused": find_unused}
     try:
         _check_parameters(model)
+        _check_memory(model)
         _check_devices(model, dist.get_backend(group))
         _check_options(options)
         _check_units(model, options.get("units"))
@@ -35,7 +36,7 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
         fingerprint = _fingerprint(model, options | {"offload": place.offload, "replicas": place.copies})
     except Exception as error:  # a damaged file, or the user's own code, may cause any: the other ranks must hear of it
         problem = error
-    agree(problem, fingerprint, group, model)
+    agree(problem, fingerprint, group, model, "all ranks to build the engine")
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -72,6 +73,39 @@ def _check_parameters(model: nn.Module) -> None:
             f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "
             "Set requires_grad on what is to be trained"
         )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Each parameter gets a place of its own: tensors that are on its memory today would part from it."""
+    in_storage = {}  # number of a storage -> what lies in it
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor, trained = tensor_parallel.local(tensor), isinstance(tensor, nn.Parameter)
+        if trained and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape)):
+            raise ValueError(f"several elements of {name!r} lie in one place of memory (expand()): add .clone()")
+        beside = in_storage.setdefault(tensor.untyped_storage()._cdata, [])
+        for other, there, its in beside:
+            if (trained or its) and _overlap(tensor, there):
+                raise ValueError(
+                    f"{other!r} and {name!r} share memory, and would not after the build. Tie weights by one parameter "
+                    "for both (a.weight = b.weight), and give a buffer memory of its own with .clone()"
+                )
+        beside.append((name, tensor, trained))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in one storage have an element in common."""
+    ends = [
+        (t.storage_offset() + sum(step * (size - 1) for step, size in zip(t.stride(), t.shape)) + 1) * t.element_size()
+        for t in (one, other)
+    ]
+    begins = [t.storage_offset() * t.element_size() for t in (one, other)]
+    if min(one.numel(), other.numel()) == 0 or ends[0] <= begins[1] or ends[1] <= begins[0]:
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    marks = torch.zeros(max(ends) // one.element_size(), dtype=torch.bool, device="cpu")
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def _check_devices(model: nn.Module, backend: str) -> None:
