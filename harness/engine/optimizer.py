@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
 from harness.engine import state
+from harness.engine.all_or_none import on_all
 from harness.engine.safety.optimizer_refusals import handed_out
 
 
@@ -49,16 +50,16 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     """
     buckets = engine.buckets
     pieces = {id(b.params[index]): piece for b in buckets for index, piece in b.numbered(b.pieces)}
-    optimizer = failed = None
     groups = handed_out(buckets[0].shard, pieces, param_groups)
     for piece in [*pieces.values(), *(groups if param_groups is None else ())]:
         if not isinstance(piece, FakeTensor):
             piece.__class__, piece.zero_engine = Piece, weakref.ref(engine)
-    try:
-        optimizer = optimizer_cls(groups)
-    except Exception as error:  # all ranks must hear of it, and the model is plain again
-        failed = error
-    state.agree_or_restore(engine, failed)
+    try:  # the build has come far, and may fail on some rank
+        what = "all ranks to make their optimizer"
+        optimizer = on_all(lambda: optimizer_cls(groups), engine.placement.everyone, what, engine.model)
+    except Exception:
+        state.restore(engine)
+        raise
     this = weakref.ref(engine)
     # What an optimizer's state of one rank fits: the stage, the ranks, and which elements this rank owns.
     owned = [(b.names[index], piece.numel()) for b in buckets for index, piece in b.numbered(b.pieces)]

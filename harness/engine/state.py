@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from harness.engine.all_or_none import all_or_none, on_all
-from harness.engine.layout import extra_states, first_element, plain_name
+from harness.engine.layout import extra_states, pieces, plain_name
 from harness.engine.options import tensor_parallel
 from harness.engine.options.precision import sendable
 from harness.engine.safety import guard
-from harness.engine.safety.agreement import agree
 from harness.engine.safety.waiting import label, not_alike, waiting_for
 
 
@@ -106,13 +105,17 @@ def swapped(engine, values: list[torch.Tensor]):
 
 
 def _swap(engine, values) -> None:
-    pieces = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
-    wanted, found = ([tuple(each.shape) for each in some] for some in (pieces, values))
-    problem = None if wanted == found else ValueError(f"swapped() needs values of the shapes {wanted}, got {found}")
-    agree(problem, "", engine.placement.everyone, engine.model)
+    own = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+
+    def fit():
+        wanted, found = ([tuple(each.shape) for each in some] for some in (own, values))
+        if wanted != found:
+            raise ValueError(f"swapped() needs a value for each piece, of the shapes {wanted}, got {found}")
+
+    on_all(fit, engine.placement.everyone, "all ranks to swap weights")
     engine.placement.finish_all()
     with torch.no_grad():
-        for piece, value in zip(pieces, values):
+        for piece, value in zip(own, values):
             kept = piece.clone()
             piece.copy_(value)
             value.copy_(kept)
@@ -127,7 +130,7 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     their part by `set_extra_state()`.
     """
     what = "all ranks to call load_full_state_dict()"
-    agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model, what)
+    on_all(lambda: _check_state(engine, state), engine.placement.everyone, what)
     own = engine.model.state_dict(keep_vars=True)
     modules = extra_states(engine.model)
     extras = {key: modules[plain_name(key)] for key in own if plain_name(key) in modules}
@@ -135,14 +138,10 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     engine.placement.finish_all()
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
-        sharded = set()
-        for bucket in engine.all_buckets:
-            sharded.update(id(param) for param in bucket.params)
-            for index, part in bucket.numbered(bucket.cut(bucket.shard)):
-                param = bucket.params[index]
-                value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
-                first = first_element(bucket, index)
-                part.copy_(value[first : first + part.numel()])
+        sharded = {id(param) for bucket in engine.all_buckets for param in bucket.params}
+        for _, param, piece, _, first in pieces(engine.all_buckets):
+            value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
+            piece.copy_(value[first : first + piece.numel()])
         for key, tensor in own.items():
             if key not in extras and isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
                 tensor.copy_(state[key])
@@ -164,19 +163,18 @@ def set_extra_states(engine, values: list[tuple]) -> None:
         raise
 
 
-def _state_problem(engine, state) -> Exception | None:
+def _check_state(engine, state) -> None:
     if not isinstance(state, Mapping):
-        return TypeError(f"every rank must pass the whole state, a dictionary of tensors, got {type(state).__name__}")
+        raise TypeError(f"every rank must pass the whole state, a dictionary of tensors, got {type(state).__name__}")
     own = engine.model.state_dict(keep_vars=True)
     missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
     if missing or unexpected:
-        return KeyError(f"the state does not fit the model: {not_alike(missing, unexpected)}")
+        raise KeyError(f"the state does not fit the model: {not_alike(missing, unexpected)}")
     extras = extra_states(engine.model)
     for key, tensor in own.items():
         a_tensor = isinstance(tensor, torch.Tensor) and plain_name(key) not in extras
         if a_tensor and tensor.shape != state[key].shape:
-            return ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
-    return None
+            raise ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
 
 
 def close(engine) -> None:
@@ -187,21 +185,13 @@ def close(engine) -> None:
     on_all(lambda: guard.refuse_lost(engine.all_buckets), engine.placement.everyone, "all ranks to call close()")
     engine.zero_grad()
     engine.remove_hooks()
-    _restore(engine)
+    restore(engine)
     vars(engine).clear()
 
 
-def agree_or_restore(engine, problem: Exception | None) -> None:
-    """The build has come far, and may have failed on some rank: then it fails on all, and the model is plain again."""
-    try:
-        agree(problem, "", engine.placement.everyone, engine.model)
-    except Exception:
-        _restore(engine)
-        raise
-
-
 @torch.no_grad()
-def _restore(engine) -> None:
+def restore(engine) -> None:
+    """The model is plain again."""
     for bucket in engine.all_buckets:
         guard.open(bucket.params)
         guard.release(bucket.params)

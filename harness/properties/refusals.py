@@ -133,10 +133,12 @@ IN_UNITS = [
 def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     """A model or an optimizer that is bad on one rank, or other options there: every rank says where."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    here = f"[{dist.get_world_size() - 1}]"
-    refused(lambda: engine(odd().requires_grad_(not last), ADAMW), "trainable" if last else here)
-    refused(lambda: engine(odd(), raising(1) if last else ADAMW), "of the caller's own" if last else here,
-            error=Exception)  # fmt: skip
+    number = dist.get_world_size() - 1
+    here = f"[{number}]"
+    refused(lambda: engine(odd().requires_grad_(not last), ADAMW), f"rank {number}: ", "trainable")
+    for error_at in (1, 2, 3):
+        optimizer_cls = raising(error_at) if last else ADAMW
+        refused(partial(engine, odd(), optimizer_cls), f"rank {number}: ", "of the caller's own")
     refused(lambda: engine(odd(), torch.optim.AdamW if last else ADAMW), here, "another optimizer", error=ValueError)
     for change in [*CHANGES, *(IN_UNITS if engine.like == "zero3" else IN_BUCKETS)]:
         model = odd()
@@ -346,8 +348,8 @@ def an_init_fn_that_raises_on_one_rank_is_an_error_on_all(engine):
             raise ZeroDivisionError("of the caller's own")
         tensor.fill_(0.1)
 
-    words = "of the caller's own" if rank == last else f"[{last}]"
-    refused(lambda: engine(model, fixtures.MOMENTUM, init_fn=bad), words, error=Exception)
+    words = f"rank {last}: ", "of the caller's own"
+    refused(lambda: engine(model, fixtures.MOMENTUM, init_fn=bad), *words)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert model.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
     trained = engine(model, fixtures.MOMENTUM, init_fn=lambda name, tensor: (names.append(name), tensor.fill_(0.1)))

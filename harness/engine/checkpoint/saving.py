@@ -18,7 +18,7 @@ from harness.engine import groups
 from harness.engine.all_or_none import all_or_none, on_all
 from harness.engine.checkpoint import files
 from harness.engine.checkpoint.rectangles import Cut
-from harness.engine.layout import elementwise, entries, extra_states, first_element, keys_of, pieces, plain_name
+from harness.engine.layout import elementwise, entries, extra_states, keys_of, pieces, plain_name
 from harness.engine.options import tensor_parallel
 from harness.engine.safety import guard
 from harness.engine.safety.optimizer_refusals import options_of
@@ -122,9 +122,9 @@ def _copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
 def _parameters(engine, own) -> dict[tuple, object]:
     """What this rank has of each parameter; of tied ones under all their names, and of empty ones all of it."""
     cuts = {}  # id of a parameter -> its `Cut`
+    for _, param, piece, shape, first in pieces(engine.all_buckets):
+        cuts[id(param)] = Cut.of(own(piece), shape, first)
     for bucket in engine.all_buckets:
-        for index, part in bucket.numbered(bucket.cut(bucket.shard)):
-            cuts[id(bucket.params[index])] = Cut.of(own(part), bucket.shapes[index], first_element(bucket, index))
         for param in bucket.params:
             if param.numel() == 0:
                 cuts[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
@@ -146,7 +146,7 @@ def _beside_parameters(engine, own) -> dict[tuple, object]:
 
 def _optimizer_state(engine, own) -> dict[tuple, object]:
     state = {}
-    for name, piece, shape, start in pieces(engine):
+    for name, _, piece, shape, start in pieces(engine.buckets):
         for path, value in entries(engine.optimizer.state.get(piece, {}), ("optim", "state", name)):
             if elementwise(value, piece):
                 state[path] = Cut.of(own(value), shape, start)
@@ -189,7 +189,7 @@ def _plain(value):
 
 def names_of_groups(engine, what: str) -> list[list[str]]:
     """The names in each group of the optimizer. A rank knows those that it has pieces of. A collective."""
-    names = {id(piece): name for name, piece, _, _ in pieces(engine)}
+    names = {id(piece): name for name, _, piece, _, _ in pieces(engine.buckets)}
     mine = [[names[id(p)] for p in g["params"] if id(p) in names] for g in engine.optimizer.param_groups]
     order = [plain_name(name) for name, _ in engine.model.named_parameters()]
     found = []

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.engine.all_or_none import all_or_none
 from harness.engine.options import meta, tensor_parallel
 from harness.engine.safety import guard
-from harness.engine.safety.agreement import agree
 from harness.engine.safety.optimizer_refusals import check_optimizer
 from harness.engine.safety.waiting import name_some
 
@@ -22,9 +22,9 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
     group = place.everyone
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
-    problem, fingerprint = None, ""
     options |= {"param_dtype": dtypes[0], "reduce_dtype": dtypes[1], "find_unused": find_unused}
-    try:
+
+    def checked() -> str:
         _check_parameters(model)
         _check_memory(model)
         _check_devices(model, dist.get_backend(group))
@@ -33,10 +33,16 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
         tensor_parallel.check(model, group, dtypes)
         meta.check_source(model, source, group)
         options["optimizer"] = check_optimizer(model, optimizer_cls, param_groups, on_host=place.offload is not None)
-        fingerprint = _fingerprint(model, options | {"offload": place.offload, "replicas": place.copies})
-    except Exception as error:  # a damaged file, or the user's own code, may cause any: the other ranks must hear of it
-        problem = error
-    agree(problem, fingerprint, group, model, "all ranks to build the engine")
+        return _fingerprint(model, options | {"offload": place.offload, "replicas": place.copies})
+
+    # A damaged file, or the user's own code, may cause any error: the other ranks must hear of it.
+    everyone = all_or_none(checked, group, "all ranks to build the engine", model)
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        raise ValueError(
+            f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad), another optimizer (its "
+            "name, groups and numbers) or other options than rank 0: every rank must build the same engine"
+        )
 
 
 def _check_parameters(model: nn.Module) -> None:
