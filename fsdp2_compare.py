@@ -101,6 +101,12 @@ def _slow_rank(given: str | None, world_size: int | None) -> tuple[int, float] |
 WATCHED_STEPS = 5  # of each engine on the timeline, or as many as are timed
 
 
+def copied(batch: tuple) -> tuple:
+    """A batch that is made inside of the ledger, and lives for its step. Of one made outside the ledger counts what an
+    engine happens to take a view of, which is no engine's doing."""
+    return tuple(part.clone() for part in batch)
+
+
 class Referee:
     """One comparison: what the engines share, and the passes."""
 
@@ -178,10 +184,10 @@ class Referee:
             for step, batch in enumerate(batches[:number], 1):
                 memory.begin(engine)
                 with explained(f"training step {step} of {name}", engine, memory):
-                    losses.append(self.step(engine, batch))
+                    losses.append(self.step(engine, copied(batch)))
             told = explained(f"training step {number + 1} of {name}", engine, memory)
             with watched_step(engine, memory, allocator) as seen, told:
-                losses.append(self.step(engine, batches[number]))
+                losses.append(self.step(engine, copied(batches[number])))
         said = time.perf_counter()
         for step, batch in enumerate(batches[number + 1 :], number + 2):
             with explained(f"training step {step} of {name}", engine):

@@ -40,8 +40,7 @@ from torch.profiler import record_function
 
 from zero1 import Bucket, by_size, gather_parameters, over_pieces, share_the_rest
 
-# Its name before torch 2.13: `reduce_scatter_tensor`.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
 
 
 class Reduction:

@@ -212,7 +212,10 @@ def test_the_first_table_says_mfu_and_what_is_reserved_on_a_gpu(gpu):
     run = {"losses": [2.0], "difference": 0, "held_bytes": held, "peak_bytes": 1, "sent_bytes": 1, "step_ms": None}
     runs = {"ddp": run | {"reserved_bytes": 3e6, "mfu": 0.4567} if gpu else run}
     runs["zero1"] = run | {"reserved_bytes": 4e6, "mfu": None}  # a GPU that is not in the list
-    text = step_report.results({"runs": runs, "device": "cuda" if gpu else "cpu", "timed_steps": 0}, "ddp")
+    dtype = "bf16" if gpu else "fp32"
+    result = {"runs": runs, "device": "cuda" if gpu else "cpu", "timed_steps": 0, "dtype": dtype}
+    text = step_report.results(result, "ddp")
+    assert ("zero1: the engines" if gpu else "zero1: the chapters themselves") in text
     titles, _, ddp, zero1 = text.splitlines()[:4]
     assert (titles.split()[-4:] == ["MFU", "%", "reserved", "MB"]) == gpu == ("by its data sheet" in text)
     if gpu:

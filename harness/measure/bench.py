@@ -24,7 +24,7 @@ from harness.measure import fake_ranks, tables
 from harness.measure.interleaved import take_turns
 from harness.measure.ledger import MemoryLedger
 from harness.measure.ratios import lines_of_ratios
-from harness.measure.sweeps import SWEEPS, Variant, with_options
+from harness.measure.sweeps import SWEEPS, Variant, with_their_engines
 from harness.measure.watched_step import allocator_of, watched_step
 from harness.run import engine_file, engines, process_group
 from harness.run import options as common
@@ -39,6 +39,7 @@ SHAPE = {"layers": 1, "width": 1, "heads": 1, "vocab": 256}  # and the least of 
 MEANINGS = """
 step ms      time of a step on the slowest rank, median over the rounds; lowest, highest
 relative     time relative to the first row, median over the rounds
+zero1 engine the engine of harness/engine that stands on the chapter zero1; so with the others
 peak MB      the most that was alive at once in a step, in 10^6 bytes
 8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing
 """
@@ -156,14 +157,15 @@ def host_times(options: argparse.Namespace) -> dict[str, dict]:
 
     steps = {}
     with fake_ranks.fake_ranks(8):
-        for name in ON_HOST:
+        for label, (name, prepare) in with_their_engines(ON_HOST).items():
             model = many_small_parameters().to(device)
-            engine = fake_ranks.build("single" if name == "plain" else name, model, adamw, device)
-            steps[name] = partial(engine.training_step, x, y, F.mse_loss)
+            engine = fake_ranks.build("single" if name == "plain" else name, model, adamw, device, **prepare(model))
+            steps[label] = partial(engine.training_step, x, y, F.mse_loss)
         me = Rank(0, 8, torch.device("cpu"), "fake", "")
         times = take_turns(steps, options.rounds, me, meet=wait_for_gpu)
-        if options.host:
-            profile(options.host, steps[options.host])
+        for label in steps:
+            if options.host and label in (options.host, f"{options.host} engine"):
+                profile(label, steps[label])
         del engine, steps
         gc.collect()  # DDP's reducer, before its group
     return rows_of_times(times)
@@ -195,7 +197,7 @@ def table_of_steps(title: str, rows: dict[str, dict]) -> str:
 def variants_of(options: argparse.Namespace) -> dict[str, dict[str, Variant]]:
     """{title: what stands in the table below it}."""
     if options.sweeps is None:
-        return {"engines": {name: (name, with_options) for name in options.engines}}
+        return {"engines": with_their_engines(options.engines)}
     return {sweep: variants for sweep, variants in SWEEPS.items() if options.sweeps in sweep}
 
 

@@ -3,6 +3,7 @@
 from harness.measure import tables
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, fits_on, needed_bytes
 from harness.measure.memory_parts import PARTS
+from harness.run.engines import DTYPES, who_trained
 
 ARTICLE = '"AI in Multiple GPUs: ZeRO & FSDP"'
 SHORT = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}
@@ -26,7 +27,7 @@ def all_tables(results: dict) -> str:
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
     lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}), and in how many collectives:"]
     lines += sent_table(ran, parameters * (results["ranks"] - 1) / results["ranks"], size)
-    lines += ["", *gpu_lines(engines)]
+    lines += ["", who_trained(results["engines"], dtype=DTYPES[results["precision"]]), *gpu_lines(engines)]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """The referee's tables, and the sentences about where the time of a step goes, for the referee and the chapters."""
 
 from harness.measure import tables
+from harness.run.engines import DTYPES, who_trained
 
 MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
 
@@ -49,6 +50,7 @@ def results(result: dict, reference: str) -> str:
     peak = "the GPU allocator's" if on_gpu else "all live storages of one step"
     peak = f"Peak: {peak}. {SENT}"
     lines += ["", f"{HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{HELD} {peak}"]
+    lines += [who_trained(runs, dtype=DTYPES[result["dtype"]])]
     lines += [MFU, ""] if on_gpu else [""]
     return "\n".join([*lines, where_time_goes(result) + "\n"] if result["timed_steps"] else lines)
 

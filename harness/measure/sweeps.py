@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from harness.run.engines import named
+from harness.run.engines import CHAPTERS, named
 from harness.run.model import GPT
 from harness.run.recompute import checkpoint_blocks
 
@@ -38,14 +38,25 @@ def unit_of_all(model: GPT) -> dict:
     return {"units": [model]}
 
 
-def kept(model: GPT) -> dict:
-    """An option that chapters do not have: so that it is the engine, which sees what is recomputed."""
-    return {"reshard_after_forward": True}
+def as_engine(model: GPT) -> dict:
+    """The engine in the place of its chapter."""
+    return {"engine": True}
 
 
 def recomputed(model: GPT) -> dict:
+    """By the engine, which sees what is recomputed."""
     checkpoint_blocks(model, casts=False)
-    return kept(model)
+    return as_engine(model)
+
+
+def with_their_engines(names) -> dict[str, Variant]:
+    """A row for each name, and for a chapter another one: its engine."""
+    variants = {}
+    for name in names:
+        variants[name] = (name, with_options)
+        if name in CHAPTERS:
+            variants[f"{name} engine"] = (name, as_engine)
+    return variants
 
 
 SWEEPS: dict[str, dict[str, Variant]] = {}
@@ -61,4 +72,4 @@ SWEEPS["units"] = {
     "the whole model": ("zero3", unit_of_all),
 }
 SWEEPS["prefetch"] = {f"{ahead} ahead": ("zero3", partial(with_options, prefetch=ahead)) for ahead in (0, 1, 2, 4)}
-SWEEPS["activations"] = {"activations kept": ("zero3", kept), "recomputed": ("zero3", recomputed)}
+SWEEPS["activations"] = {"activations kept": ("zero3", as_engine), "recomputed": ("zero3", recomputed)}

@@ -24,9 +24,24 @@ STAGES = {"zero1": ZeRO1Engine, "zero2": ZeRO2Engine, "zero3": ZeRO3Engine}  # t
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; gradients are reduced in float32
 
 
-def _stage(name, model, optimizer_cls, device, dtype=None, mesh=None, **options):
-    """The chapter `name`; or, where an option asks for what only engines have, its engine."""
-    if dtype is None and not isinstance(mesh, DeviceMesh) and options.keys() <= {"bucket_mb", "prefetch", "units"}:
+def a_chapter_does(dtype=None, mesh=None, **options) -> bool:
+    """Whether these options are those of a chapter. All others are the engines' alone."""
+    return dtype is None and not isinstance(mesh, DeviceMesh) and options.keys() <= {"bucket_mb", "prefetch", "units"}
+
+
+def who_trained(names, **options) -> str:
+    """A line under a table: whether the stages among `names`, built with `options`, were chapters or engines."""
+    stages = ", ".join(name for name in names if name in CHAPTERS)
+    if not stages:
+        return "No chapter is among them."
+    if a_chapter_does(**options):
+        return f"{stages}: the chapters themselves, zero1.py to zero3.py."
+    return f"{stages}: the engines of harness/engine, for an option that the chapters lack."
+
+
+def _stage(name, model, optimizer_cls, device, dtype=None, mesh=None, engine=False, **options):
+    """The chapter `name`. Its engine where an option asks for what only engines have, or where `engine` is True."""
+    if not engine and a_chapter_does(dtype, mesh, **options):
         return CHAPTERS[name](model, optimizer_cls, group=mesh, **options)
     reduce_dtype = None if dtype is None else torch.float32
     return STAGES[name](model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
@@ -42,17 +57,17 @@ def _two_psi(model, optimizer_cls, device, dtype=None, mesh=None, **options):
 class Engine:
     """One engine.
 
-    `build(model, optimizer_cls, device, **options)` puts it around `model`; `optimizer_cls` is a torch optimizer class
-    with its options bound, and of `options` those in `takes` are known: "dtype" to compute in, "mesh" (replicas,
-    shards), "offload_policy", "bucket_mb" (MiB), "prefetch" (units). `counterpart` is the name of torch's own engine
-    that does the same. `promise`: (what its ranks share out between steps, the Ψ (N-1)/N elements that a rank sends in
-    a step); None: nothing is known of it. `on` are the commands that run it unasked. `rows`: its ranks are rows that
-    are copies of each other, which only the planner lays out. `casts` says that it computes in a low precision with
-    plain casts of its weights (`MixedModule`). `exact`: in two ranks it adds the same
-    two numbers as DDP, and hands the same values to the same operations of the optimizer, so its losses must equal
-    DDP's to the bit. `needs` is a package that `pip install .[peers]` brings, and `file` a file of
-    the user's (engine_file.py). `shade`, `line` and `mark` draw it: an
-    engine is no part and no activity, so it has a tone of grey, a line and a mark, and its name beside it.
+    `build(model, optimizer_cls, device, **options)` puts it around `model`; `optimizer_cls` is a torch optimizer
+    class with its options bound, and of `options` those in `takes` are known: "dtype" to compute in, "mesh"
+    (replicas, shards), "offload_policy", "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter).
+    `counterpart` is the name of torch's own engine that does the same. `promise`: (what its ranks share out between
+    steps, the Ψ (N-1)/N elements that a rank sends in a step); None: nothing is known of it. `on` are the commands
+    that run it unasked. `rows`: its ranks are rows that are copies of each other, which only the planner lays out.
+    `casts` says that it computes in a low precision with plain casts of its weights (`MixedModule`). `exact`: in
+    two ranks it adds the same two numbers as DDP, and hands the same values to the same operations of the
+    optimizer, so its losses must equal DDP's to the bit. `needs` is a package that `pip install .[peers]` brings,
+    and `file` a file of the user's (engine_file.py). `shade`, `line` and `mark` draw it: an engine is no part and
+    no activity, so it has a tone of grey, a line and a mark, and its name beside it.
     """
 
     name: str
@@ -77,7 +92,7 @@ def _entry(name: str, title: str, build, promise, on: str, takes: str, **more) -
 
 
 ALL = "compare memory bench plan watch conform"
-BUCKETS, UNITS = "dtype mesh offload_policy bucket_mb", "dtype mesh offload_policy prefetch"
+BUCKETS, UNITS = "dtype mesh offload_policy bucket_mb engine", "dtype mesh offload_policy prefetch engine"
 DARK, MIDDLE, LIGHT = "#60656c", "#717680", "#888c92"
 
 NOTHING, STATE, GRADIENTS = (), ("optimizer",), ("gradients", "optimizer")
