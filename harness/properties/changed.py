@@ -16,7 +16,7 @@ from harness.engine import checkpoint
 from harness.engine.state import swapped
 from harness.properties import fixtures
 from harness.properties.property import ask, ask_each, ask_thorough, expect, holds, refused, same
-from harness.properties.training import Pair
+from harness.properties.training import EXACT, Pair
 from harness.run.shared_folder import shared_folder
 
 OFFLOAD, LOW = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"param_dtype": torch.bfloat16}
@@ -288,32 +288,26 @@ def groups_that_change_after_the_build_are_refused(engine, how):
 @holds("values", ask(), ask(**LOW), ask_thorough(**OFFLOAD), of_stages=True)
 def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
     """An average of each piece is kept by this rank, put in place for an evaluation or a save, and taken out again."""
-    pair = Pair(engine, fixtures.OddModel, **options)
-    update, sides = get_ema_multi_avg_fn(0.9), []
-    plain = [param for param in pair.plain.parameters() if param.requires_grad]
-    for weights in (plain, fixtures.pieces_of(pair.trained)):
-        sides.append((weights, [weight.detach().clone() for weight in weights]))
-    for _ in range(3):
-        pair.train(1)
-        for weights, averages in sides:
-            with torch.no_grad():
-                update(averages, weights, None)
-    (weights, expected), (_, averages) = sides
-    own, kept = pair.trained.full_state_dict(), [weight.detach().clone() for weight in weights]
-    with swapped(pair.trained, averages), torch.no_grad():
-        for weight, average in zip(weights, expected):
-            weight.copy_(average)
-        pair.same_weights()
-        pair.trained(pair.batch(0, pair.rank)[0])
-        if not options:
-            tokens = pair.batch(0, pair.rank)[0]
-            same("what the averages compute", pair.trained(tokens), pair.plain(tokens), pair.atol, step=1)
-        for weight, value in zip(weights, kept):
-            weight.copy_(value)
-    same("the weights afterwards", pair.trained.full_state_dict(), own)
-    for average, piece in zip(averages, fixtures.pieces_of(pair.trained)):
-        same("an average's dtype", average.dtype, piece.dtype)
-    pair.alike(1)
+    trained, plain = engine(fixtures.seeded(fixtures.OddModel), fixtures.MOMENTUM, **options), fixtures.OddModel()
+    pieces, update = fixtures.pieces_of(trained), get_ema_multi_avg_fn(0.9)
+    averages, expected = [piece.detach().clone() for piece in pieces], trained.full_state_dict()
+    for step in range(3):
+        trained.training_step(*fixtures.own_tokens(step), fixtures.in_float32)
+        own = trained.full_state_dict()
+        with torch.no_grad():
+            update(averages, pieces, None)
+            update(list(expected.values()), list(own.values()), None)
+    plain.double().load_state_dict(expected)
+    tokens, _ = fixtures.own_tokens(0)
+    with swapped(trained, averages), torch.no_grad():
+        same("the weights", trained.full_state_dict(), expected, EXACT, step=5)
+        # Offload computes in the dtype of the shards, mixed precision in another one.
+        same("what the averages compute", trained(tokens), plain(tokens), 1e-2 if options == LOW else EXACT, step=1)
+    same("the weights afterwards", trained.full_state_dict(), own)
+    wrong = averages[:-1]
+    refused(lambda: swapped(trained, wrong).__enter__(), "a value for each piece", error=ValueError)
+    same("an average's dtype", {average.dtype for average in averages}, {torch.float64})
+    trained.training_step(*fixtures.own_tokens(3), fixtures.in_float32)
 
 
 # Modules.
