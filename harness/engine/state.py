@@ -44,8 +44,10 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     for example) are every rank's own and may differ, as each has seen other data: rank 0's are returned. So is what
     modules give by `get_extra_state()`.
     """
-    _compare_buffers(engine)
     model, group = engine.model, engine.group
+    what = "all ranks to call full_state_dict()"
+    everyone = all_or_none(lambda: _to_give(engine), engine.placement.everyone, what)
+    _compare([tensors for tensors, _ in everyone])
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
         for bucket in engine.all_buckets:
@@ -53,10 +55,8 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
             for param, view in zip(bucket.params, bucket.views(flat)):
                 values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
         state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
-        extras = extra_states(model)
-        extras = {key: value for key, value in state.items() if plain_name(key) in extras}
-        extras = tree_map_only(torch.Tensor, torch.Tensor.cpu, extras)
-        state.update(all_or_none(lambda: extras, engine.placement.everyone)[0] if extras else {})
+        _, extras = everyone[0]
+        state.update(extras)
         for key, tensor in state.items():
             if id(tensor) in values:
                 state[key] = values[id(tensor)]
@@ -67,19 +67,19 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     return state
 
 
-def _compare_buffers(engine) -> None:
-    """All ranks have something to give, of the same shapes; else all raise ValueError. A collective."""
+def _to_give(engine) -> tuple[dict, dict]:
+    """({name: what kind of tensor}, {name: what a module keeps besides}) of this rank's model."""
+    guard.refuse_lost(engine.all_buckets)
+    tensors, extras, modules = {}, {}, extra_states(engine.model)
+    for key, value in engine.model.state_dict(keep_vars=True).items():
+        if plain_name(key) in modules:
+            extras[key] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), value)
+        elif isinstance(value, torch.Tensor):
+            tensors[key] = f"{value.dtype} of shape {tuple(value.shape)}"
+    return tensors, extras
 
-    def own():
-        guard.refuse_lost(engine.all_buckets)
-        state, extras = engine.model.state_dict(keep_vars=True), extra_states(engine.model)
-        return {
-            key: f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else None
-            for key, value in state.items()
-            if plain_name(key) not in extras
-        }
 
-    everyone = all_or_none(own, engine.placement.everyone, "all ranks to call full_state_dict()")
+def _compare(everyone: list[dict]) -> None:
     for rank, other in enumerate(everyone):
         for key in {**everyone[0], **other}:
             here, there = (of.get(key, "not there") for of in (everyone[0], other))
