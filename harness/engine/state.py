@@ -47,7 +47,7 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     model, group = engine.model, engine.group
     what = "all ranks to call full_state_dict()"
     everyone = all_or_none(lambda: _to_give(engine), engine.placement.everyone, what)
-    _compare([tensors for tensors, _ in everyone])
+    _compare([buffers for buffers, _ in everyone])
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
         for bucket in engine.all_buckets:
@@ -68,15 +68,16 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
 
 
 def _to_give(engine) -> tuple[dict, dict]:
-    """({name: what kind of tensor}, {name: what a module keeps besides}) of this rank's model."""
+    """({name of a buffer: what it is}, {name: what a module keeps besides}) of this rank's model."""
     guard.refuse_lost(engine.all_buckets)
-    tensors, extras, modules = {}, {}, extra_states(engine.model)
+    sharded = {id(param) for bucket in engine.all_buckets for param in bucket.params}
+    buffers, extras, modules = {}, {}, extra_states(engine.model)
     for key, value in engine.model.state_dict(keep_vars=True).items():
         if plain_name(key) in modules:
             extras[key] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), value)
-        elif isinstance(value, torch.Tensor):
-            tensors[key] = f"{value.dtype} of shape {tuple(value.shape)}"
-    return tensors, extras
+        elif isinstance(value, torch.Tensor) and id(value) not in sharded:
+            buffers[key] = f"{value.dtype} of shape {tuple(value.shape)}"
+    return buffers, extras
 
 
 def _compare(everyone: list[dict]) -> None:

@@ -26,7 +26,7 @@ def with_graph():
 
 
 def raising(error_at: int):
-    """An optimizer class that cannot be built the `error_at`-th time: the third is when the model is cut already."""
+    """An optimizer class that cannot be built the `error_at`-th time: the fourth is when the model is cut already."""
     calls = []
 
     def optimizer_cls(params):
@@ -50,7 +50,7 @@ CONSTRUCTIONS = (
     (lambda e, m: e(m, torch.optim.Adafactor), ("Adafactor", "AdamW")),
     (lambda e, m: e(m, raising(1)), ("of the caller's own",)),
     (lambda e, m: e(m, raising(2)), ("of the caller's own",)),
-    (lambda e, m: e(m, raising(3)), ("of the caller's own",)),
+    (lambda e, m: e(m, raising(4)), ("of the caller's own",)),
     (lambda e, m: e(with_graph(), ADAMW), ("'graph'", "to_dense()")),
     (lambda e, m: e(nn.Sequential(nn.Embedding(11, 3, max_norm=0.1)), ADAMW), ("'0'", "max_norm")),
     (lambda e, m: e(nn.parallel.DistributedDataParallel(m), ADAMW), ("DistributedDataParallel", ".module")),
@@ -136,7 +136,7 @@ def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     number = dist.get_world_size() - 1
     here = f"[{number}]"
     refused(lambda: engine(odd().requires_grad_(not last), ADAMW), f"rank {number}: ", "trainable")
-    for error_at in (1, 2, 3):
+    for error_at in (1, 2, 4):
         optimizer_cls = raising(error_at) if last else ADAMW
         refused(partial(engine, odd(), optimizer_cls), f"rank {number}: ", "of the caller's own")
     refused(lambda: engine(odd(), torch.optim.AdamW if last else ADAMW), here, "another optimizer", error=ValueError)

@@ -20,22 +20,23 @@ def check_optimizer(model, optimizer_cls, param_groups, on_host: bool = False) -
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if param_groups is not None:
         _check_groups(named, param_groups)
-    params = [param for _, param in named]
-    make = partial(_trial, optimizer_cls, param_groups, params, on_host)
     with torch.random.fork_rng(devices=[]):  # what the user draws next does not depend on it
-        optimizer, numbers = make(whole=True)
-        names = {id(number): name for (name, _), number in zip(named, numbers)}
-        groups = optimizer.param_groups
-        if any(id(number) not in names for group in groups for number in group["params"]):
-            raise ValueError(
-                "the optimizer holds tensors that are not this rank's pieces: optimizer_cls must build it over the "
-                "list that it is called with, not over model.parameters()"
-            )
-        told = [([names[id(number)] for number in group["params"]], options_of(group)) for group in groups]
-        if not any(isinstance(param, FakeTensor) for param in params):  # a dry run's have no values
-            steps = _steps(optimizer, numbers)
+        make = partial(_trial, optimizer_cls, param_groups, on_host)
+        optimizer, numbers = make(named, whole=True)
+        known, told, kinds = dict(zip(map(id, numbers), named)), [], {}
+        for at, group in enumerate(optimizer.param_groups):
+            if any(id(number) not in known for number in group["params"]):
+                raise ValueError(
+                    "the optimizer holds tensors that are not this rank's pieces: optimizer_cls must build it over the "
+                    "list that it is called with, not over model.parameters()"
+                )
+            told.append(([known[id(number)][0] for number in group["params"]], options_of(group)))
+            kinds |= {(at, number.ndim): known[id(number)] for number in group["params"]}
+        kinds = list(kinds.values())  # one parameter of each group and number of dimensions
+        if not any(isinstance(param, FakeTensor) for _, param in named):  # a dry run's have no values
+            steps = _steps(*make(kinds, whole=True))
             # An optimizer that draws random numbers steps otherwise each time: nobody can tell by that.
-            if not _same(steps, _steps(*make(whole=False))) and _same(steps, _steps(*make(whole=True))):
+            if not _same(steps, _steps(*make(kinds, False))) and _same(steps, _steps(*make(kinds, True))):
                 raise ValueError(_LOOKS.format(type(optimizer).__name__, "steps otherwise with a part of a tensor"))
     return type(optimizer).__name__, told
 
@@ -57,21 +58,20 @@ _LOOKS = (
 )
 
 
-def _trial(optimizer_cls, param_groups, params, on_host: bool, whole: bool):
+def _trial(optimizer_cls, param_groups, on_host: bool, named, whole: bool):
     """The optimizer over a few numbers for each parameter, in its number of dimensions, or over flat parts of these.
 
     A rank hands it flat parts. So whoever looks at whole tensors (a norm, rows, a matrix) steps otherwise with them.
     """
-    numbers = []
-    for place, param in enumerate(params):
+    pieces = {}  # id of a parameter -> its numbers
+    for place, (_, param) in enumerate(named):
         device = accelerator.kind() if param.is_meta else param.device
         dtype = torch.complex128 if param.is_complex() else torch.float64
         shape = (2,) * (param.ndim - 1) + (3,) * (param.ndim > 0)
         values = _wave(math.prod(shape), place).to("cpu" if on_host else device, dtype) + 1.5
         values = values.view(shape) if whole else values[: len(values) // 2 + 1]
-        numbers.append(values.requires_grad_())
-    pieces = {id(param): number for param, number in zip(params, numbers)}
-    return optimizer_cls(handed_out(torch.zeros(1), pieces, param_groups)), numbers
+        pieces[id(param)] = values.requires_grad_()
+    return optimizer_cls(handed_out(torch.zeros(1), pieces, param_groups)), list(pieces.values())
 
 
 def _wave(numel: int, phase: float) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """What is wrong with a model or an option is said before anything is changed, and on every rank."""
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,7 +35,8 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
         tensor_parallel.check(model, group, dtypes)
         meta.check_source(model, source, group)
         options["optimizer"] = check_optimizer(model, optimizer_cls, param_groups, on_host=place.offload is not None)
-        return _fingerprint(model, options | {"offload": place.offload, "replicas": place.copies})
+        text = _fingerprint(model, options | {"offload": place.offload, "replicas": place.copies})
+        return hashlib.sha256(text.encode()).hexdigest()
 
     # A damaged file, or the user's own code, may cause any error: the other ranks must hear of it.
     everyone = all_or_none(checked, group, "all ranks to build the engine", model)

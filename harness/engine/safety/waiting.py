@@ -6,6 +6,7 @@ can tell who has come. A step costs that nothing: it writes down what it waits f
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -32,9 +33,9 @@ def label(bucket) -> str:
     return getattr(bucket, "label", None) or f"the bucket of {name_some(bucket.names)}"
 
 
-def wait(work, collective: str, bucket) -> None:
+def wait(work, collective: str, bucket, group=None) -> None:
     """`work.wait()`; on CUDA the stream waits and not the host. An error names the collective and the bucket."""
-    with waiting_for(f"the {collective} of {label(bucket)}", bucket.group):
+    with waiting_for(f"the {collective} of {label(bucket)}", group or bucket.group):
         work.wait()
 
 
@@ -89,6 +90,7 @@ class waiting_for:
 
 _waits: dict[int, waiting_for] = {}  # number of a thread -> what it waits for
 _watching = threading.Event()
+os.register_at_fork(after_in_child=_watching.clear)  # a child has no such thread yet
 
 
 def _watch() -> None:
