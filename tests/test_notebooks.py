@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from harness.engine import accelerator
-from harness.teach import anywhere, notebook, quiz, watch_page
+from harness.measure import style
+from harness.teach import anywhere, by_hand, notebook, practice, quiz, watch_page
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -33,8 +34,26 @@ def test_no_outputs_are_kept_and_answers_are_folded_away(file):
         assert "execution" not in cell["metadata"], cell["id"]  # the times that nbclient writes
     texts = ["".join(cell["source"]) for cell in cells_of(file, "markdown")]
     questions = texts[-1].partition("## Questions")[2]
-    assert sum("**Predict" in text for text in texts) >= 3
     assert questions.count("<details>") == questions.count("</details>") >= 5
+    assert re.search(r"\*\*Time\*\*: .*\d+", texts[0])  # as it was measured
+
+
+@each
+def test_a_prediction_is_asked_and_kept_before_it_is_answered(file):
+    """Below each "Predict" the reader writes; behind that stands what was found; what explains it is folded."""
+    cells = json.loads(file.read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    asked = [place for place, text in enumerate(sources) if "**Predict.**" in text]
+    assert len(asked) >= 3
+    told = {}  # question -> the cell that says what was found
+    for place, text in enumerate(sources):
+        for found in re.findall(r'quiz\.compare\(\s*"(.*?)"|quiz\.reveal\((votes)', text):
+            told["".join(found)] = place
+    for place in asked:
+        question = re.match(r'quiz\.keep\(\s*"(.*?)"[^)]*=\.\.\.|(votes) = ', sources[place + 1])
+        assert told.pop("".join(filter(None, question.groups()))) > place + 1
+    assert not told
+    assert sum(text.startswith("<details>") for text in sources) >= 2
 
 
 @each
@@ -183,7 +202,7 @@ def test_text_fits_a_screen_and_bars_are_what_they_are_given(capsys):
     notebook.table(["a", "number"], [["long name", 1], ["b", 22]])
     assert capsys.readouterr().out == "a          number\nlong name       1\nb              22\n"
     rows = {"a": {"parameters": 3e6, "optimizer": 1e6}, "b": {"parameters": 2e6}}
-    axes = notebook.bars(rows, "a title").axes[0]
+    axes = style.bars(rows, "a title").axes[0]
     assert [patch.get_width() for patch in axes.patches] == [3, 1, 2]
     assert axes.get_xlabel() == "MB (10⁶ bytes) on one rank" and axes.get_title() == "a title"
 
@@ -201,6 +220,50 @@ def test_the_quiz_asks_claims_that_exist_and_tells_only_what_was_voted_on(capsys
     assert quiz.reveal(right | {1: "maybe", 2: "not"}, [recorded[quiz.ASKED[2]]]) == 10
     out = capsys.readouterr().out
     assert "it is 'maybe'" in out and out.count("run just now") == 1
+
+
+def test_answers_are_kept_and_stand_beside_what_was_found(capsys):
+    quiz.keep("a question", a_part=4, another=..., third="Yes", fourth=12)
+    quiz.compare("a question", a_part=4.1, another=7, third="yes", fourth=13)
+    quiz.keep("nobody says anything", part=...)
+    quiz.compare("nobody says anything", part="word")
+    quiz.score()
+    first, *table, no_answer, _, nothing, score = capsys.readouterr().out.splitlines()
+    assert first.startswith("1 of 4 without an answer yet") and no_answer.startswith("1 of 1 without")
+    rows = [re.split(r"  +", line.strip()) for line in table[1:]]
+    others = [["third", "Yes", "yes", "right"], ["fourth", "12", "13", "no"]]
+    assert rows == [["a part", "4", "4.1", "right"], ["another", "-", "?", "answer first"], *others]
+    assert "word" not in nothing and score.startswith("2 of 3 predictions right")
+
+
+def test_what_a_told_step_does_is_counted():
+    said = """how to read: Step 1 gather x
+Step 2 backward                                                 1.10
+  3 reduce gradients: reduce-scatter            1.06     0.53    1.10  x 2
+  holds parameters 1.00 MB, gradients 0.50 MB, optimizer 1.00 MB
+Step 5 gather parameters                                        1.00
+  all-gather                                    1.06     0.53    1.00
+sent in this step: 10 elements = 1.500 Ψ x (N-1)/N, with N = 2; 0.10 MB in 2 collectives
+"""
+    assert notebook.events(said) == {(2, "reduce-scatter"): 2, (5, "all-gather"): 1} and notebook.sent(said) == 1.5
+    said = """Step 1 forward
+  gather root, blocks.0 | compute root         0.10     1.00  ####
+  gather blocks.1 | compute blocks.0           0.10     1.00  ####
+  free blocks.0, reduce blocks.1, root         0.10     1.00  ####
+  holds parameters 1.00 MB, gradients 0.50 MB
+"""
+    gathers = [(1, f"gather {unit}") for unit in ("root", "blocks.0", "blocks.1")]
+    others = [(1, f"compute {unit}") for unit in ("root", "blocks.0")] + [(1, "free blocks.0")]
+    assert notebook.events(said) == dict.fromkeys([*gathers, *others, (1, "reduce blocks.1"), (1, "reduce root")], 1)
+
+
+def test_the_projects_own_way_is_shown_when_the_reader_has_tried(capsys):
+    practice.TRIED.discard("cut")
+    for solution, begins in ((lambda values, ranks: ..., "The project's own"), (by_hand.cut, "# harness")):
+        assert practice.check("cut", solution) is (solution is by_hand.cut)
+        capsys.readouterr()
+        notebook.solution("cut", by_hand.cut)
+        assert capsys.readouterr().out.startswith(begins)
 
 
 # The command. A Python that says what it was given stands for the real one.

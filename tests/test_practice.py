@@ -156,8 +156,10 @@ WRONG = [
     ("gather", (gather_twice, free), "at twice the memory"),
     ("gather", (gather, resize_tensor), "`Tensor.resize_` changes the tensor and not its memory"),
     ("gather", (gather, delete), "to delete a name"),
+    ("gather", (gather, lambda whole: setattr(whole, "data", torch.empty(0))), "keeps the old storage"),
     ("wrap", lambda model: wrap(model, root=False), "wrap the model too"),
     ("wrap", lambda model: wrap(model, blocks=False), "gathered with all the rest"),
+    ("wrap", lambda model: (wrap(model, blocks=False), wrap(model, root=False)), "wrap the blocks first"),
     ("cut", lambda values, ranks: values[0.5], "TypeError"),
 ]
 

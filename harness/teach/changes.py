@@ -34,13 +34,9 @@ def read(name: str) -> Chapter:
     beside, methods, words = {}, {}, {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef) and node.name == CHAPTERS[name]:
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef):
-                    first = min([method.lineno, *(mark.lineno for mark in method.decorator_list)])
-                    methods[method.name] = "\n".join(text.split("\n")[first - 1 : method.end_lineno])
-                    words[method.name] = (ast.get_docstring(method) or "").partition("\n")[0]
-                elif isinstance(method, ast.Assign):
-                    methods[method.targets[0].id] = ast.get_source_segment(text, method)
+            for method in filter(lambda node: isinstance(node, ast.FunctionDef), node.body):
+                methods[method.name] = "\n".join(text.split("\n")[method.lineno - 1 : method.end_lineno])
+                words[method.name] = (ast.get_docstring(method) or "").partition("\n")[0]
         elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name != "main":
             beside[node.name] = ast.get_source_segment(text, node)
     return Chapter(name, methods, beside, words)

@@ -24,7 +24,6 @@ from harness.measure.ratios import ratios
 from harness.measure.report import TITLES as OF_A_MACHINE
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
-from harness.run import journal
 from harness.run.command_line import Parser, one_line
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
@@ -39,7 +38,6 @@ REFEREE = "referee-cpu-2ranks-3.json"
 REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
 REFEREE_DEEPSPEED = "referee-deepspeed-cpu.json"
 REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
-SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 MEMORY = "memory-7b-8ranks.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
 ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
@@ -112,19 +110,6 @@ def launches() -> str:
     return table(titles, "`{name}` | {values[2]:.2f} | {values[0]:.2f} | {values[4]:.2f}", rows)
 
 
-def slow_rank() -> str:
-    """One rank is delayed in every step: the ranks' step times, and what tells them apart."""
-    report = result(SLOW_RANK)
-    # "single" is one process, which waits for nobody.
-    rows = [run["step_time"] | {"engine": name} for name, run in report["runs"].items() if name != "single"]
-    titles, cells = "engine", "`{engine}`"
-    for title, key in (("step ms", "step_ms"), ("own work ms", "own_ms"), ("waiting ms", "waiting_ms")):
-        titles += f" | {title}, rank 0 | {title}, rank 1"
-        cells += f" | {{ranks[0][{key}]:.0f}} | {{ranks[1][{key}]:.0f}}"
-    made = table(f"{titles} | slowest rank", f"{cells} | {{slowest_rank}}", rows)
-    return f"{conditions(report, SLOW_RANK)}\n\n{made}"
-
-
 # Memory, in GB of 10^9 bytes.
 
 
@@ -179,22 +164,6 @@ def machines() -> str:
     for file in sorted((ROOT / "results").glob("*/report.md")):
         name, *rest = file.read_text().splitlines()[4].strip("| ").split(" | ")
         rows.append([f"[{name}]({file.relative_to(ROOT)})", *rest])
-    return tables.markdown(rows)
-
-
-# A run that came back.
-
-RESTARTED = ("a second machine comes: N = 2", "a rank is killed by `kill -9`",
-             "the launcher of one machine is killed: N = 1")  # fmt: skip
-
-
-def restarts() -> str:
-    """How long each restart of a recorded run took."""
-    lines = journal.read(ROOT / "results" / "train-zero2-cpu.jsonl")
-    found = [line for line in lines if line.get("event") == "restart"]
-    rows = [["preset `tiny`", "seconds from the last step to the next", "steps made again"]]
-    for what, line in zip(RESTARTED, found, strict=True):
-        rows.append([what, f"{line['seconds']:.1f}", str(line["repeated"])])
     return tables.markdown(rows)
 
 
@@ -263,7 +232,7 @@ def exhibits_of(which: str) -> str:
     return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)
 
 
-MEASURED = referee, launches, slow_rank, sweep, machines, restarts
+MEASURED = referee, launches, sweep, machines
 COMPUTED = memory_peaks, memory_state
 SAID = article, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
 

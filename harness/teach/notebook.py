@@ -3,6 +3,7 @@
 import atexit
 import inspect
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,11 +11,13 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 
 from harness.measure import memory as memory_command
-from harness.measure import style, tables
+from harness.measure import tables
 from harness.run import ranks
+from harness.teach import practice
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = 99  # the widest line that a notebook shows without scrolling
@@ -91,6 +94,14 @@ def source(*things) -> None:
         print(textwrap.dedent(inspect.getsource(thing)))
 
 
+def solution(task: str, *things) -> None:
+    """The project's own way of a practice task, as `source` prints it: once the reader has tried the task."""
+    if task in practice.TRIED:
+        source(*things)
+    else:
+        print("The project's own code stands here when you have tried yours: run the check, then this cell.")
+
+
 def part(text: str, first: str, last: str) -> str:
     """The lines of `text` from the one that begins with `first` to before the one that begins with `last`.
 
@@ -104,11 +115,33 @@ def part(text: str, first: str, last: str) -> str:
     return "\n".join(lines[start:stop]).rstrip()
 
 
+VERBS = ("gather", "compute", "free", "reduce")
+
+
+def events(said: str) -> Counter:
+    """How often a told step does what: {(step, "gather blocks.0"): 1} or, of buckets, {(step, "all-reduce"): 7}."""
+    found, step = Counter(), 0
+    for line in said.splitlines():
+        collective = re.search(r"all-reduce|all-gather|reduce-scatter", line)
+        if line.startswith("Step "):
+            step = int(line[5])
+        elif step and collective:
+            times = re.search(r"  x (\d+)$", line)
+            found[step, collective[0]] += int(times[1]) if times else 1
+        elif step and line.startswith(tuple(f"  {verb} " for verb in VERBS)):
+            verb = ""
+            for words in re.split(r"[|,]", re.split(r"  +", line.strip())[0]):
+                *verbs, unit = words.split()
+                verb = verbs[0] if verbs else verb
+                found[step, f"{verb} {unit}"] += 1
+    return found
+
+
+def sent(said: str) -> float:
+    """What a rank has sent in a told step, in elements: Ψ (N-1)/N times this."""
+    return float(re.search(r"([\d.]+) Ψ x", said)[1])
+
+
 def read(path: Path) -> dict:
     """The JSON in a file."""
     return json.loads(Path(path).read_text())
-
-
-def bars(rows: dict[str, dict[str, float]], title: str):
-    """Horizontal bars, stacked by part: see `harness.measure.style.bars`."""
-    return style.bars(rows, title)

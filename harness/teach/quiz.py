@@ -1,22 +1,75 @@
-"""Twelve claims of the articles to vote on before their verdicts are shown (notebook 6)."""
+"""Questions that a notebook asks before it answers: answers are kept, and stand beside what was found.
 
+    quiz.keep("bytes per parameter", built=..., after_step=...)      # the reader writes numbers in place of `...`
+    quiz.compare("bytes per parameter", built=4.0, after_step=16.0)  # behind the run, which has measured it
+    quiz.score()
+
+and, in notebook 6, twelve claims of the articles to vote on.
+"""
+
+from harness.measure import tables
+from harness.teach.articles.claim import shown
 from harness.teach.notebook import ROOT, read, say
 
+NEAR = 0.05  # a measured number is right within this fraction, a count to the last one
+_kept: dict[str, dict] = {}  # question -> {part: what the reader has written}
+_right: dict[str, list[bool]] = {}  # question -> of each part that was answered, whether it was right
+
+
+def keep(question: str, **answers) -> None:
+    """Keep what the reader says to each part of a question: a number, or a word; `...` is no answer yet."""
+    _kept[question] = {part: answer for part, answer in answers.items() if answer is not ...}
+    missing = len(answers) - len(_kept[question])
+    if missing:
+        print(f"{missing} of {len(answers)} without an answer yet: write it in place of `...`, then run this cell")
+    else:
+        print("kept")
+
+
+def agrees(answer, found) -> bool:
+    """Whether an answer is what was found: a measured number nearly, anything else to the letter."""
+    if isinstance(found, float) and isinstance(answer, int | float):
+        return abs(answer - found) <= NEAR * abs(found)
+    return str(answer).strip().casefold() == str(found).casefold()
+
+
+def compare(question: str, **found) -> None:
+    """Print what was found beside what was kept, part by part. What has no answer yet is not told."""
+    kept, rows = _kept.get(question, {}), [[question, "you", "found", ""]]
+    _right[question] = []
+    for part, value in found.items():
+        row = [part.replace("_", " "), "-", "?", "answer first"]
+        if part in kept:
+            _right[question].append(agrees(kept[part], value))
+            row[1:] = str(kept[part]), shown(value), "right" if _right[question][-1] else "no"
+        rows.append(row)
+    print("\n".join(tables.text(rows, rule=False)))
+
+
+def score() -> None:
+    """Print how many of the answers so far were right."""
+    answered = sum(map(len, _right.values()))
+    right = sum(map(sum, _right.values()))
+    print(f"{right} of {answered} predictions right, in {len(_right)} questions")
+
+
+# The claims of notebook 6.
+
 VOTES = ("holds", "when", "not")
-# As the articles' room words them; two or three of each kind from every corner.
+# As the articles' room words them; four of each verdict. The notebooks have shown what decides each of them.
 ASKED = (
-    "ZeRO-3 on 8 GPUs: 8 times less memory",
+    "on 8 GPUs ZeRO-3 needs 8 times less memory than DDP",
     "ZeRO-2 saves bandwidth as well as memory",
     "the printed ZeRO-3 frees what it has gathered",
-    "7B under ZeRO-3 fits a 40 GB A100",
+    "ZeRO leaves activations as they are",
     "ZeRO-3 needs no all-gather at the end of the step",
-    "fully_shard must go on every layer and then on the model",
+    "too-large buckets spike memory",
     "the gradient sync overlaps with the optimizer's step",
     "an all-reduce sends 2 (N-1)/N of the buffer",
-    "fully_shard on the layers, FSDP around the model",
+    "ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
     "ZeRO-3 sends 50% more than DDP",
-    "communication: DDP low, ZeRO-1 and -2 medium, ZeRO-3 high",
-    "the optimizer state is the largest part",
+    "DDP communicates least, ZeRO-1 and -2 more, and ZeRO-3 most",
+    "the optimizer state is the largest part of what training needs",
 )
 
 

@@ -32,13 +32,15 @@ def arguments(claims: list[Claim], argv: list[str] | None = None) -> argparse.Na
     """The command's options, `claims` among them. Raises ValueError for what cannot work."""
     parser = Parser(prog="articles", description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the rows to this file")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only claims with TEXT in the claim or its article")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="only claims with a TEXT in the claim or its article"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub shows it")
     options = parser.parse_args(argv)
-    wanted = options.only.lower()
-    options.claims = [claim for claim in claims if wanted in f"{claim.article} {claim.claim}".lower()]
+    wanted = [text.lower() for text in options.only]
+    options.claims = [one for one in claims if any(text in f"{one.article} {one.claim}".lower() for text in wanted)]
     if not options.claims:
-        raise ValueError(f"--only {options.only!r} matches none of the {len(claims)} claims")
+        raise ValueError(f"--only {' '.join(options.only)!r} matches none of the {len(claims)} claims")
     check_writable("--json", options.json)
     return options
 

@@ -55,8 +55,21 @@ def table_7b(engine: str, claimed: list[float]):
     return found, all(map(about, found, [sum(claimed), *claimed]))
 
 
-def times_less_state():
-    return [state(dry("ddp")) / state(dry("zero3"))]
+def times_less_memory():
+    ddp, zero3 = dry("ddp"), dry("zero3")
+    return [state(ddp) / state(zero3), ddp["peak_bytes"] / zero3["peak_bytes"]]
+
+
+def optimizer_beside_the_rest():
+    """At the peak of a step, activations included: of whole state, and of state that is cut."""
+    found = []
+    for name in ("ddp", "zero3"):
+        parts = dict(dry(name)["peak_parts"])
+        optimizer = parts.pop("optimizer")
+        largest = max(parts, key=parts.get)
+        found.append(optimizer / parts[largest])
+    whole, cut = found
+    return [whole, cut, largest], whole > 1, cut > 1
 
 
 def share_of_the_optimizer():
@@ -243,11 +256,6 @@ def ddp_in_gigabytes():
 def adams_bytes():
     _, _, master, moments = weighed()
     return [master + moments, moments]
-
-
-def optimizers_share():
-    _, _, master, moments = weighed()
-    return [(master + moments) / sum(weighed())]
 
 
 def boxes_of_figure_two():

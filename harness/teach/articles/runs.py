@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-from collections import Counter
 from functools import partial
 
 import torch
@@ -13,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import sdpa_kernel
 
 from harness.measure.fake_ranks import fake_ranks, grid
-from harness.measure.ledger import MemoryLedger, held_bytes
-from harness.measure.traffic import TrafficLedger
+from harness.measure.ledger import MemoryLedger
+from harness.measure.watched_step import watched_step
 from harness.run.engines import ENGINES, STAGES
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.recompute import checkpoint_blocks
@@ -107,25 +106,22 @@ class Step:
     """What one training step of an engine did, the third one: `collectives`, bytes `held` and at the `peak`."""
 
     def __init__(self, name, model_of, ranks=8, rank=0, micro_batches=1, no_sync=False, **options):
-        self.held, model = {}, model_of()
-        self.parameters = sum(p.numel() for p in model.parameters())  # Ψ
-        self.parameter_bytes = sum(p.nbytes for p in model.parameters())
-        del model
+        parameters = list(model_of().parameters())
+        self.parameters = sum(param.numel() for param in parameters)  # Ψ
+        self.parameter_bytes = sum(param.nbytes for param in parameters)
+        del parameters
         options = {"optimizer_cls": ADAMW, **options}
         with MemoryLedger() as memory, running(name, model_of, ranks, rank, **options) as engine:
-            engine.optimizer.register_step_pre_hook(lambda *_: self.held.update(held_bytes(engine)))
             for _ in range(3):  # the first makes the optimizer's state, in the second DDP rearranges its buckets
-                memory.reset_peak()
-                with TrafficLedger() as traffic:
+                with watched_step(engine, memory) as seen:
                     for turn in range(micro_batches):
                         quiet = no_sync and turn < micro_batches - 1
                         syncs = engine if name in STAGES else engine.model
                         with syncs.no_sync() if quiet else contextlib.nullcontext():
                             forward(engine).backward()
                     update(engine)
-            self.peak, self.collectives = memory.peak, traffic.collectives
             engine = None  # before the group goes
-        self.count = Counter(collective.kind for collective in self.collectives)
+        self.held, self.peak, self.collectives, self.count = seen.held, seen.peak, seen.collectives, seen.count
 
     @property
     def state(self) -> int:

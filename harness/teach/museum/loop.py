@@ -47,8 +47,6 @@ class Tempered(GPT):
 class Balanced(nn.Module):
     """A block that keeps a loss beside its output, as the router of a mixture of experts does."""
 
-    told = ", with a loss that each block keeps"  # what a visitor hears of the model
-
     def __init__(self, block: nn.Module, width: int):
         super().__init__()
         self.block, self.router = block, nn.Linear(width, 4)
@@ -62,8 +60,6 @@ class Balanced(nn.Module):
 class Written(nn.Module):
     """A block whose last layer returns a view, which the next block writes to, as `nn.ReLU(inplace=True)` would."""
 
-    told = ", on a model that writes to what its blocks return"
-
     def __init__(self, block: nn.Module, width: int):
         super().__init__()
         self.block, self.last = block, nn.Linear(width, width)
@@ -73,7 +69,17 @@ class Written(nn.Module):
         return self.last(self.block(x))
 
 
-MODELS = {"tempered": None, "routed": Balanced, "in place": Written}
+# What is around each block, and {a field of `Training`: how a visitor hears of it}.
+AROUND = {"with a loss that each block keeps": Balanced, "on a model that writes to what its blocks return": Written}
+TOLD = {
+    "micro_batches": "{} backwards per step",
+    "max_norm": "gradients clipped to a norm of {}",
+    "frozen": "{} frozen",
+    "model": "{}",
+    "overflow_at": "with a loss scaler; after {} steps one gradient of rank 1 is inf",
+    "reload_at": "after {} steps a new engine loads the state",
+    "resume_at": "after {} steps it stops, and is resumed from a checkpoint",
+}
 
 
 @dataclass(frozen=True)
@@ -87,26 +93,17 @@ class Training:
     reload_at: int | None = None  # before that step (from 0) a new engine takes the old one's weights
     resume_at: int | None = None  # before that step the run stops, and goes on from a checkpoint
     frozen: str | None = None  # parameters with this in their name
-    model: str = "tempered"  # one of MODELS
+    model: str | None = None  # one of AROUND
     overflow_at: int | None = None  # in that step a gradient of rank 1 is inf; a loss scaler is there for it
 
     def __str__(self):
         """All but the number of steps."""
-        told = self.optimizer
-        if self.micro_batches > 1:
-            told += f", {self.micro_batches} backwards per step"
-        if self.max_norm is not None:
-            told += f", gradients clipped to a norm of {self.max_norm}"
-        if self.frozen is not None:
-            told += f", {self.frozen} frozen"
-        told += getattr(MODELS[self.model], "told", "")
-        if self.overflow_at is not None:
-            told += f", with a loss scaler; in step {self.overflow_at + 1} one gradient of rank 1 is inf"
-        if self.reload_at is not None:
-            told += f"; before step {self.reload_at + 1} a new engine loads the state"
-        if self.resume_at is not None:
-            told += f"; before step {self.resume_at + 1} it stops, and is resumed from a checkpoint"
-        return told
+        said = [self.optimizer]
+        for name, words in TOLD.items():
+            value = getattr(self, name)
+            if value not in (None, 1):
+                said.append(words.format(value))
+        return ", ".join(said)
 
 
 @functools.cache
@@ -134,7 +131,7 @@ class Loop:
     def build(self, seed: int = 0):
         """The engine over a new model. Every rank starts from other weights: an engine takes rank 0's."""
         training = self.training
-        model = Tempered(SHAPE, seed + self.rank, MODELS[training.model])
+        model = Tempered(SHAPE, seed + self.rank, AROUND.get(training.model))
         if training.overflow_at is not None:
             model.temperature.register_hook(lambda gradient: gradient * self._overflow)
         for name, param in model.named_parameters():

@@ -9,7 +9,6 @@
 
 import argparse
 import gc
-import inspect
 import math
 import sys
 import textwrap
@@ -28,7 +27,7 @@ from harness.measure.watched_step import watched_step
 from harness.run import process_group, ranks
 from harness.run.command_line import Parser, one_line
 from harness.run.shared_folder import shared_folder
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, hand_out, load, save
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, load_with, save_with
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
 RANKS, MOST_RANKS = 2, 16
@@ -51,15 +50,15 @@ def train(loop: Loop, found: dict) -> None:
                 engine.load_full_state_dict(state)
             if step == loop.training.resume_at:
                 with shared_folder(engine.group) as folder:
-                    save(engine, folder)
+                    save_with(engine, folder)
                     saved["checkpoint"] = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
                     del engine
                     engine = loop.build(100)
-                    load(engine, folder)
+                    load_with(engine, folder)
                 saved["optimizer after resuming"] = held_bytes(engine)["optimizer"]
             counted = train_a_step(loop, engine, step, memory, found)
     sizes = counted.pop("sizes") | saved
-    found["counted"] = {f"{line}, kB": nbytes / 1e3 for line, nbytes in sizes.items()} | counted
+    found["counted"] = {f"{line}, kB": round(nbytes / 1e3) for line, nbytes in sizes.items()} | counted
     found["finished"] = True
 
 
@@ -125,13 +124,13 @@ def visit(exhibit: Exhibit, rank: int, say=lambda right: None, group=None, right
 # The report.
 
 
-def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, str, str]]:
+def rows(right: list[dict], wrong: list[dict]) -> list[tuple[str, int, int]]:
     """(line, right engine, this one) of what is counted in the last step, on rank 0. Both have come to their end.
 
     What neither has is left out. An all-gather of `clip_grad_norm_` is among the others.
     """
     ours, theirs = right[0]["counted"], wrong[0]["counted"]
-    return [(line, f"{ours[line]:,.0f}", f"{theirs[line]:,.0f}") for line in ours if ours[line] or theirs[line]]
+    return [(line, ours[line], theirs[line]) for line in ours if ours[line] or theirs[line]]
 
 
 def differences(right: list[dict], wrong: list[dict]) -> set[str]:
@@ -148,7 +147,6 @@ def differences(right: list[dict], wrong: list[dict]) -> set[str]:
             if any(not math.isclose(x, y, rel_tol=1e-5) for x, y in pairs):  # NaN is not close to itself
                 found.add(key)
     for line, a, b in rows(right, wrong):
-        a, b = (float(text.replace(",", "")) for text in (a, b))
         if abs(a - b) > (0.1 * a if line.startswith("peak") else 0):
             found.add(line.removesuffix(", kB").removesuffix(" per step").removesuffix(" held"))
     return found
@@ -164,7 +162,8 @@ def report(right: list[dict], wrong: list[dict]) -> str:
             table.append([f"{label}, step {step + 1}", *values])
     lines = tables.text(table, rule=False)
     if wrong[0]["finished"]:
-        lines += ["", *tables.text([("rank 0, last step", "right", "this"), *rows(right, wrong)], rule=False)]
+        counted = [(line, f"{ours:,}", f"{theirs:,}") for line, ours, theirs in rows(right, wrong)]
+        lines += ["", *tables.text([("rank 0, last step", "right", "this"), *counted], rule=False)]
     for rank in numbers:
         if wrong[rank]["error"]:
             lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]
@@ -206,23 +205,24 @@ def hint(exhibit: Exhibit) -> str:
 
 
 def answer(exhibit: Exhibit) -> str:
-    code = inspect.getsource(exhibit.code)
-    code = code[code.index("\nclass ") + 1 :]  # without what is told of it above
-    if "hand_out(" in code:
-        code = f"{inspect.getsource(hand_out)}\n\n{code}"
-    return "\n".join(
-        (
-            told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
-            "\nWhat stands in the place of the right lines (harness/teach/museum/exhibits.py):\n",
-            code,
-            "Caught by (it passes as it is, and fails with these lines in place):",
-            *(f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by),
-            f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"',
-        )
-    )
+    """All: the mistake, where to read, what a student has written, and who catches it."""
+    marks = "" if exhibit.of_engine else " (-: the right lines, +: these)"
+    lines = [
+        told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
+        f"\nWhat a student has written{marks}:\n\n{exhibit.written}",
+        "Caught by (right engines have this property, this one has not):",
+    ]
+    lines += [f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by]
+    lines.append(f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"')
+    return "\n".join(lines)
 
 
-ASKED = {"clue": clue, "hint": hint, "answer": answer}  # what is told, and nothing run
+# What is told, and nothing run: {option: (what it tells, in the help's words)}
+ASKED = {
+    "clue": (clue, "tell what to think of, and run nothing"),
+    "hint": (hint, "tell where to look, and run nothing"),
+    "answer": (answer, "tell what is wrong, and run nothing"),
+}
 
 
 # The command, and what it starts on every rank.
@@ -232,9 +232,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="bug", description=__doc__.splitlines()[0])
     parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"how many ranks train (default {RANKS})")
-    parser.add_argument("--clue", action="store_true", help="tell what to think of, and run nothing")
-    parser.add_argument("--hint", action="store_true", help="tell where to look, and run nothing")
-    parser.add_argument("--answer", action="store_true", help="tell what is wrong, and run nothing")
+    for name, (_, help) in ASKED.items():
+        parser.add_argument(f"--{name}", action="store_true", help=help)
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
     options = parser.parse_args(argv)
     options.exhibit = None if options.number is None else exhibit_of(options.number)
@@ -293,7 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     if exhibit is None:
         print(catalogue())
     elif options.asked:
-        print(ASKED[options.asked[-1]](exhibit))
+        tell, _ = ASKED[options.asked[-1]]
+        print(tell(exhibit))
     else:
         with one_line():
             return show(exhibit, options.ranks)

@@ -5,6 +5,7 @@ tasks: what is asked and how it is checked; ranks: ranks as threads of this proc
 
 from harness.teach.practice.tasks import TASKS, NotYet
 
+TRIED: set[str] = set()  # the tasks for which somebody has written something, right or wrong
 _shown: dict[str, int] = {}  # hints that were given, by task
 
 
@@ -19,12 +20,12 @@ def check(name: str, solution) -> bool:
     except NotYet as blank:
         print(f"not yet: {blank}. A hint: practice.hint({name!r})")
         return False
-    except AssertionError as wrong:
-        print(f"not right yet: {wrong}")
+    except Exception as mistake:  # the reader's own, or what the task found
+        TRIED.add(name)
+        kind = "" if isinstance(mistake, AssertionError) else f"{type(mistake).__name__}: "
+        print(f"not right yet: {kind}{mistake}")
         return False
-    except Exception as error:  # the reader's own mistake
-        print(f"not right yet: {type(error).__name__}: {error}")
-        return False
+    TRIED.add(name)
     print(f"right: {answer}")
     print(f"Next: {task.onward}")
     return True
