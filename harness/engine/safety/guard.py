@@ -76,6 +76,14 @@ class EngineParameter(nn.Parameter):
     def grad(self):
         _grad.__set__(self, None)
 
+    def detach(self):
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.parameter":  # nn.Parameter(this one)
+            raise RuntimeError(
+                f"parameter {self.zero_name!r} belongs to an engine, and cannot become another one (by weight_norm "
+                "or a parametrization, say): change the model first, then build the engine"
+            )
+        return super().detach()
+
     def __deepcopy__(self, memo):  # a copy belongs to no engine
         if id(self) not in memo:
             data = self.data.clone(memory_format=torch.preserve_format)
