@@ -267,6 +267,7 @@ class Beside(fixtures.OddModel):
         self.head = nn.utils.spectral_norm(self.head)
         self.register_buffer("a", torch.zeros(4))
         self.register_buffer("b", self.a[1:3])
+        self.eval()  # the norm's own buffers stay as they are
 
     def forward(self, tokens):
         return super().forward(tokens) + (self.left * self.right).sum()
