@@ -9,7 +9,7 @@ of these alone and updates these alone. Then the ranks give each other what they
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [########]   [########]   [########]   [########]
-    optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]     (really 1/N of each bucket)
+    optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]     (1/N of every bucket, see below)
 
 One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two:
 
@@ -35,14 +35,14 @@ One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0
 Ψ is the number of parameters. A rank holds, in bytes (float32, AdamW), and sends per step, in elements:
 
     DDP    4Ψ parameters + 4Ψ gradients + 8Ψ optimizer state      (7e9 parameters: 112 GB)       2Ψ, an all-reduce
-    here   4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state    (N = 8: 63 GB)                 3Ψ (see step 3)
+    here   4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state    (N = 8: 63 GB)                 3Ψ (why: step 3)
     peak   8Ψ + 8Ψ/N + one gradient on its way into the bucket, and activations, which forward keeps for backward; or,
-           in the update, what AdamW computes with (on a GPU some 4Ψ/N)
+           in the update: AdamW's temporary copies (on a GPU some 4Ψ/N)
 
-Really Ψ (N-1)/N is sent for each Ψ: all chapters leave the (N-1)/N out. (gloo, the library for CPUs, sends more: it
-makes its reduce-scatter of an all-reduce.) Steps have the same numbers in all chapters. Paper: ZeRO (Rajbhandari et
-al., 2020), sections 5.1 "P_os", which counts mixed precision, 4Ψ + 12Ψ/N, and 7. Article: "AI in Multiple GPUs: ZeRO &
-FSDP". Run it: ./launch.sh zero1 2
+What is sent is really (N-1)/N of these numbers: all chapters leave the (N-1)/N out. (gloo, the library for CPUs, sends
+more: its reduce-scatter is an all-reduce.) Steps have the same numbers in all chapters. Paper: ZeRO (Rajbhandari et
+al., 2020), sections 5.1 "P_os", which counts mixed precision, 4Ψ + 12Ψ/N, and 7. Article: "AI in Multiple GPUs: ZeRO
+& FSDP". Run it: ./launch.sh zero1 2
 """
 
 from functools import partial
@@ -64,7 +64,7 @@ class Bucket:
         shard    000000000000111111111111222222222222333333333333     (the rank that owns it)
 
     Rank 1 has three pieces: the end of a, all of b, the start of c. Rank 3 owns padding alone, and takes part in every
-    collective. With whole layers for each rank one would own more than another, and all would wait for it.
+    collective. If each rank owned whole layers, some would own more than others, and all would wait for them.
     """
 
     def __init__(self, named_params, group):
@@ -93,7 +93,7 @@ class Bucket:
         self.flat = self.flatten()  # all parameters, (numel,)
         self.shard = self.flat[self.own]  # this rank's part: a view (shard_numel,)
         self.pieces = self.make_pieces()
-        self.gradient = None  # ZeRO-1 alone: all gradients, (numel,)
+        self.gradient = None  # ZeRO-1 alone: all gradients, (numel,), kept for ever
         self.missing = set()  # numbers of the parameters whose gradient has still to come
 
     def alignment(self):
@@ -166,7 +166,7 @@ class Bucket:
 
 
 def by_size(model, bucket_mb):
-    """All trained (name, parameter), in runs of at most `bucket_mb` MiB. Each run becomes a bucket.
+    """All trained (name, parameter), in runs of at most `bucket_mb` MiB, or one that is larger. A run becomes a bucket.
 
     A collective has a fixed cost, so parameters share buckets. From ZeRO-2 on one is sent while backward computes the
     next, so there are several: the default is a sixth of the model, between 1 and 25 MiB. 0: one per parameter.
@@ -192,7 +192,9 @@ def share_the_rest(model, group):
     """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone (DDP sends buffers)."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.requires_grad:
-            dist.broadcast(tensor, group_src=0, group=group)
+            whole = tensor.contiguous()  # a collective reads memory from end to end, also what lies between columns
+            dist.broadcast(whole, group_src=0, group=group)
+            tensor.copy_(whole)
 
 
 def gather_parameters(buckets):
@@ -219,7 +221,7 @@ class ZeRO1:
 
     It trains any model in which a backward gives each trained parameter one gradient, on all ranks alike. It does not
     see weights that are replaced, moved, frozen or unfrozen later, torch's clipping, `optimizer.zero_grad()`, and
-    optimizers that look at whole tensors (LAMB); hooks keep it alive. Its subclass `ZeRO1Engine` sees all that.
+    optimizers that look at whole tensors (LAMB). Its hooks keep it alive. Its subclass `ZeRO1Engine` sees all that.
     """
 
     def __init__(self, model, optimizer_cls, *, bucket_mb=None, group=None):
@@ -265,8 +267,8 @@ class ZeRO1:
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
-        Every rank receives all averages and uses 1/N of them, as in one article. The paper claims 2Ψ with step 5: that
-        takes a reduce-scatter (./launch.sh exercise zero1_2psi). As backward is over, nothing hides it.
+        Every rank receives all averages and uses 1/N of them, as in the article. The paper claims 2Ψ with step 5: that
+        takes a reduce-scatter (./launch.sh exercise zero1_2psi). Backward is over, so nothing hides what is sent.
         """
         works = []
         for bucket in self.buckets:
@@ -292,7 +294,7 @@ class ZeRO1:
 
     def on_gradient(self, bucket, index, param):
         """Inside step 2: `param.grad` is finished. It moves into the bucket, so it exists only once."""
-        gradient = bucket.take_gradient(index)  # after `param.grad = place` one `model.zero_grad()` would part the two
+        gradient = bucket.take_gradient(index)  # if it were `place` itself, `model.zero_grad()` would cut the link
         place = bucket.place(bucket.gradient, index)
         if index in bucket.missing:
             place.copy_(gradient)  # over what the step before has left there

@@ -16,10 +16,10 @@ Per rank, in bytes (float32 and AdamW, one backward per step), and sent per step
     peak     4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes; without activations, late in backward
     sent     Ψ reduce-scatter + Ψ all-gather = 2Ψ, as under DDP
 
-At that moment two buckets have whole gradients: the one that backward is finishing, and the one in flight. The former
-has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more collectives. Activations
-come on top, but are largest early in backward, when there are hardly any gradients yet. So the peak of both together
-comes early as a rule, and is less than the two peaks' sum. (Unequal buckets: harness/measure/memory_formulas.py.)
+Right before the last bucket is sent two have whole gradients: the one that backward is finishing, and the one in
+flight. The former has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more
+collectives. Activations are added, but they are largest early in backward, when there are hardly any gradients yet. So
+the peak of both together comes early as a rule, and is less than the two peaks' sum. In the update come AdamW's copies.
 
 ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one, and
 here the all-gather brings parameters and not gradients.
@@ -52,7 +52,7 @@ class Reduction:
 
     def __init__(self, bucket):
         self.bucket = bucket
-        self.flat = torch.zeros_like(bucket.flat)  # the whole gradients, and zeros for padding
+        self.flat = torch.zeros_like(bucket.flat)  # new for each bucket: the whole gradients, and zeros for padding
         self.fill()
         self.shard = torch.empty_like(bucket.shard)  # receives this rank's part of the sum
         self.work = reduce_scatter(
@@ -164,7 +164,7 @@ class ZeRO2:
 
         A collective carries no name: the third one of this rank meets the third one of every other rank. So buckets are
         sent in one fixed order. Ranks may finish gradients in different orders, for example where a model calls its
-        branches in the order in which a rank's own data came. Then complete buckets wait their turn, whole.
+        branches in the order in which a rank's own data came. Then a complete bucket waits, and stays whole.
         """
         while self.turn < len(self.buckets) and not self.buckets[self.turn].missing:
             self.send(self.buckets[self.turn])
@@ -173,8 +173,8 @@ class ZeRO2:
     def send(self, bucket):
         """Step 3, first half: send one bucket. Backward goes on meanwhile."""
         with record_function("step 3 reduce gradients"):
-            # The bucket before has travelled while backward computed this one. To receive it first frees its gradients
-            # before others are copied. If all come in turn, two at most are whole: that is ZeRO-2.
+            # The bucket before has travelled while backward computed this one. It is received first: this frees its
+            # gradients before others are copied. If all come in turn, two at most are whole: that is ZeRO-2.
             self.receive()
             self.in_flight = Reduction(bucket)
 
@@ -185,9 +185,9 @@ class ZeRO2:
             self.in_flight = None
 
 
-# Without `missing` nobody knows when a bucket is complete. Without turns ranks that finish gradients in other orders
-# add up different buckets. Without `param.grad = None` all gradients stay whole. Without `receive` in `send` the whole
-# gradients of all buckets would be in flight at the end of backward.
+# Without `missing` nobody knows when a bucket is complete. Without turns ranks that finish gradients in different
+# orders add up different buckets. Without `param.grad = None` all gradients stay whole. Without `receive` in `send` all
+# buckets would be in flight at the end of backward, each with its whole gradients.
 
 
 def main():

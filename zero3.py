@@ -16,13 +16,14 @@ end of backward. **Prefetch** means to start the all-gather of the next unit bef
 Per rank, in bytes (float32 and AdamW, one backward per step), and sent per step, in elements:
 
     memory   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 14 GB)
-    peak     16Ψ/N + R + 4U - (R + 2U)/N (R, U: bytes of root, equal units); no activations, late in backward
+    peak     16Ψ/N + R + 4U - (R + 2U)/N (R, U: bytes of root, equal units; R < 2U); no activations, prefetch 1
     sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
 
-At that moment these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and whole
-gradients of the unit at work and of the one in flight (2U). Root, the unit at work and the one prefetched have no
-gradient shard yet, so (R + 2U)/N is subtracted. Not counted are the root's own gradients (last norm, head), which stay
-whole until the embedding's has come. The root is gathered once per step, so a little less than 3Ψ is sent.
+Late in backward these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and the
+gradients of the unit at work and of the one in flight (2U), whole. Root, the unit at work and the one prefetched have
+no gradient shard yet, so (R + 2U)/N is subtracted. The root's own gradients (last norm, head) stay whole until the
+embedding's has come: then 16Ψ/N + 2R + U - R/N are alive, which is more if R > 3U. The root is gathered once per step,
+so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
 needs it, unit by unit. In the order of time, for three units and prefetch 1, and under it what is gathered:
@@ -32,9 +33,8 @@ needs it, unit by unit. In the order of time, for three units and prefetch 1, an
     backward  gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | ... | compute 0 | free 0, reduce 0 | ..
               R + U      R + U   R + 2U     R + 2U      R + U                    R + U       R                  R
 
-A gather stands left of the computation that it hides behind: it is started first and waited for later. The last unit is
-freed although backward soon gathers it again: head and loss come in between, whose activations are among the largest.
-On a CPU a missing wait can leave every number right (./launch.sh bug 33).
+A gather is started before the computation that hides it, and waited for after. The last unit is freed although backward
+soon gathers it again: head and loss come in between, whose activations are among the largest.
 
 Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. It frees little: for
 its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. Of 8 linear layers
@@ -142,7 +142,7 @@ def make_units(model, modules, group):
 
 
 def line_up(units, root, prefetch):
-    """Prefetch: who is gathered with whom. Behind the root's first weight come units, in backward the last ones."""
+    """Prefetch: who is gathered with whom. The root brings the first units in forward, the last ones in backward."""
     for place, unit in enumerate(units):
         unit.following = units[place + 1 : place + 1 + prefetch]
         before = units[max(0, place - prefetch) : place]
@@ -157,8 +157,9 @@ class ZeRO3:
 
     Arguments are ZeRO-1's, with `units`, the modules to gather and free as one (default: `default_units`), in the place
     of buckets. `prefetch` is how many units ahead to gather. Call the engine, not the model. With k backwards before a
-    step a rank sends 3kΨ. What it cannot see, beside ZeRO-1's list: a part of a unit that is recomputed alone, a unit
-    that is called outside of forward, weights that forward writes into or keeps without autograd. `ZeRO3Engine` can.
+    step a rank sends 3kΨ. All ranks run the units in the same order. What it cannot see, beside ZeRO-1's list: a part
+    of a unit that is recomputed alone, or by a reentrant checkpoint; weights outside their unit's forward (in the loss,
+    returned, kept without autograd) or changed in it; a backward through a backward. `ZeRO3Engine` can, or refuses.
     """
 
     def __init__(self, model, optimizer_cls, *, units=None, prefetch=1, group=None):
@@ -227,7 +228,7 @@ class ZeRO3:
     def watch_forward(self):
         """Set up once: torch calls these right before a unit's forward, and right after. The root is freed later."""
         for unit in self.all_units:
-            unit.module.register_forward_pre_hook(partial(self.before_forward, unit))
+            unit.module.register_forward_pre_hook(partial(self.before_forward, unit), prepend=True)  # before the user's
         for unit in self.units:
             unit.module.register_forward_hook(partial(self.after_forward, unit))
 
@@ -242,7 +243,7 @@ class ZeRO3:
         if in_backward():
             return  # a recomputed unit stays: its own backward comes now
         unit.free()
-        if isinstance(output, torch.Tensor) and output.requires_grad:  # backward has come here when its gradient comes
+        if isinstance(output, torch.Tensor) and output.requires_grad:  # its gradient comes when backward gets here
             output.register_hook(lambda gradient: self.before_backward(unit))
 
     # The moments of backward.
@@ -250,7 +251,7 @@ class ZeRO3:
     def pack(self, tensor):
         """Autograd calls this when forward saves `tensor`, and keeps what it returns.
 
-        That is not the tensor itself: an operation that keeps its own result would never be freed.
+        That is not the tensor itself: an operation that keeps its own result would keep itself alive, for ever.
         """
         unit = self.unit_of.get(storage_of(tensor))  # whose weight is it, or a view of? None: nobody's
         return unit, tensor.detach(), tensor._version
@@ -265,9 +266,10 @@ class ZeRO3:
         return tensor
 
     def before_backward(self, unit):
-        """Backward has come to `unit`: it asks for a weight, or runs it again. The unit before is next.
+        """Backward has come to `unit`: its output's gradient is there, a weight is asked for, or it runs again.
 
-        The first weight asked for is the head's, the root's: then the last unit is gathered while the head computes.
+        The unit before it is next. The first weight asked for is the root's, the head's: then the last unit is gathered
+        while the head computes.
         """
         self.notice_backward()
         unit.start_gather()
@@ -295,7 +297,7 @@ class ZeRO3:
             unit.watch(self.on_gradient)
 
     def on_gradient(self, unit, index, param):
-        """Inside step 2: `param.grad` is finished. With the last one of a unit, backward is through with the unit.
+        """Inside step 2: `param.grad` is finished. With its last one a unit is done. (Else `unpack` gathers it again.)
 
         No turns as in ZeRO-2: units are gathered in the order of computation, so all ranks must have the same anyway.
         """
@@ -306,7 +308,7 @@ class ZeRO3:
             self.send(unit)  # `Reduction` needs only the size of `flat`, not its memory
 
     def end_backward(self):
-        """Nothing is asked for any more. Normally one reduction is left to receive, the root's."""
+        """Nothing is asked for any more. Normally one reduction is left to receive, the root's, and none to free."""
         self.receive()
         self.free_all()
 
@@ -338,9 +340,9 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-# Without `clone` a shard would lie in the memory that is freed. Without `wait` a unit computes with half its weights.
+# Without `clone` a shard would lie in the memory that is freed. Without `wait` a unit computes with old weights.
 # Without `free` in `on_gradient` all units would be whole at the end of backward. Without `free_all` in `step` the next
-# forward would find the root gathered, if an evaluation has left it there, and compute with the weights of before.
+# forward would find the root gathered, if a forward without backward has left it so, and use the weights of before.
 
 
 def main():

@@ -1,7 +1,7 @@
 """Run by torchrun in a folder that has the three chapters and nothing else: they train beside DDP, and end equal.
 
-A GPT-like model with a tied head, an MLP, and a model with odd sizes and a frozen part; other data on each rank; two
-backwards in every second step, and an evaluation in between.
+A GPT-like model with a tied head, an MLP, a model with odd sizes, a frozen part and a buffer with gaps, and one whose
+units have hooks of their own; other data on each rank; two backwards in every second step; an evaluation in between.
 """
 
 import copy
@@ -44,9 +44,25 @@ class Odd(nn.Module):
         self.frozen = nn.Linear(7, 5).requires_grad_(False)
         self.last = nn.Linear(5, 1)
         self.register_buffer("shift", torch.tensor([3]))
+        self.register_buffer("columns", torch.arange(10.0).view(1, 10)[:, ::2])  # with gaps between its numbers
 
     def forward(self, x):
-        return self.last(torch.tanh(self.frozen(x))) * self.scale + self.shift
+        return self.last(torch.tanh(self.frozen(x)) + self.columns) * self.scale + self.shift
+
+
+class Halved(nn.Linear):
+    """Its forward computes with half the weight, which a hook makes right before, as torch's pruning does."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_forward_pre_hook(halve)
+
+    def forward(self, x):
+        return F.linear(x, self.halved, self.bias)
+
+
+def halve(module, inputs):
+    module.halved = module.weight / 2
 
 
 def tokens(generator):
@@ -62,6 +78,11 @@ MODELS = {
     "tied": (Tied, tokens, F.cross_entropy),
     "mlp": (lambda: nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 1)), partial(vectors, 10), F.mse_loss),
     "odd": (Odd, partial(vectors, 7), F.mse_loss),
+    "hooked": (
+        lambda: nn.Sequential(nn.Linear(10, 33), Halved(33, 33), Halved(33, 1)),
+        partial(vectors, 10),
+        F.mse_loss,
+    ),
 }
 STAGES = {
     "ZeRO-1": ZeRO1,
@@ -112,8 +133,8 @@ def main() -> None:
         expected = losses(DDP, copy.deepcopy(model), batch, loss_fn)
         for stage, build in STAGES.items():
             mine = copy.deepcopy(model)
-            for param in mine.parameters():
-                param.data += dist.get_rank()  # every rank another start: rank 0's counts
+            for tensor in (*mine.parameters(), *mine.buffers()):
+                tensor.data += dist.get_rank()  # every rank another start: rank 0's counts
             found = losses(build, mine, batch, loss_fn)
             apart = max(abs(one - other) for one, other in zip(found, expected))
             assert apart < 1e-12, f"{stage} on the model {name}: {apart} from DDP's losses"
