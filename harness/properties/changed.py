@@ -19,7 +19,8 @@ from harness.properties.property import ask, ask_each, ask_thorough, expect, hol
 from harness.properties.training import EXACT, Pair
 from harness.run.shared_folder import shared_folder
 
-OFFLOAD, LOW = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"param_dtype": torch.bfloat16}
+OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}  # sums that plain PyTorch makes to the bit
 
 
 def refused_or_right(pair: Pair, act: Callable, *words: str) -> None:
