@@ -77,10 +77,16 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist would begin with the group of most tests
 
 
-# They share the runs of 7b, and what is predicted of it; and the ranks with those who ask for ranks.
-TOGETHER = {"test_memory": "dry runs", "test_articles": "dry runs", "test_train": "2 ranks"}
+# They share the runs of 7b; and test_train's runs go on meanwhile.
+TOGETHER = {
+    "test_memory": "dry runs",
+    "test_articles": "dry runs",
+    "test_train": "2 ranks",
+    "test_properties": "2 ranks",
+}
 # What takes longest begins first, so that both workers end together. The others are short.
-LONGEST = ["2 ranks", "dry runs", "test_report", "test_conform", "test_notebooks", "test_exercises"]
+LONGEST = ["2 ranks", "dry runs", "test_museum", "test_notebooks", "test_exercises", "3 ranks", "4 ranks", "test_ranks",
+           "test_bench", "test_launch", "test_docs", "test_conform", "test_report"]  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
@@ -93,8 +99,7 @@ def pytest_collection_modifyitems(config, items):
     place = {}
     for item in items:
         fixtures, group = getattr(item, "fixturenames", ()), item.get_closest_marker("xdist_group")
-        name = group.args[0] if group else "2 ranks" if "ranks" in fixtures else None
-        name = name or TOGETHER.get(item.path.stem, item.path.stem)
+        name = group.args[0] if group else TOGETHER.get(item.path.stem, item.path.stem)
         if group is None and config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(name))
         first = LONGEST.index(name) if name in LONGEST else len(LONGEST)

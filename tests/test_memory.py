@@ -100,10 +100,14 @@ def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
 
 @pytest.mark.parametrize(
     "name, preset, more",
-    [*(("ddp", "tiny", more) for more in ([], ["--precision", "bf16"], ["--checkpoint-activations"])),
-     *((stage, "toy", []) for stage in fixtures.STAGES)],
+    [
+        ("ddp", "tiny", []),
+        pytest.param("ddp", "tiny", ["--precision", "bf16"], marks=pytest.mark.thorough),
+        pytest.param("ddp", "tiny", ["--checkpoint-activations"], marks=pytest.mark.thorough),
+        *((stage, "toy", []) for stage in fixtures.STAGES),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, preset, more):
     argv = ["--preset", preset, "--ranks", "3", "--batch", "2", *more]
     fake, real = dry(name, *argv), dry(name, *argv, device="cpu")

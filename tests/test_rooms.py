@@ -3,7 +3,7 @@
 import ast
 import functools
 import io
-import json
+import itertools
 import re
 import sys
 import tokenize
@@ -23,33 +23,21 @@ WALKTHROUGH = "harness.measure.walkthrough"  # the demo's driver: a chapter star
 # Imports.
 
 
-def name_of(file: Path) -> str:
-    """The module in `file`, as it is imported: "harness.run.data"."""
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports_of(text: str, module: str = "") -> set[tuple[str, str | None]]:
-    """(imported module, the function in which it is imported or None) of a file's `text`; `module` is its own name.
-
-    `from package import name` counts as package.name: whether that is a module or something in one, it lies there.
-    """
+def imports_of(*nodes: ast.AST) -> set[str]:
+    """What is imported in these, in functions too: `from package import name` counts as package.name."""
     found = set()
-
-    def look(node, function):
-        for child in ast.iter_child_nodes(node):
-            inside = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
-            if isinstance(child, ast.Import):
-                found.update((alias.name, function) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                package = module.split(".")[: -child.level] if child.level else []
-                base = ".".join([*package, *([child.module] if child.module else [])])
-                found.update((f"{base}.{alias.name}", function) for alias in child.names)
-            elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith(("import_module", "__import__")):
-                found.update((arg.value, function) for arg in child.args[:1] if isinstance(arg, ast.Constant))
-            look(child, inside)
-
-    look(ast.parse(text), None)
+    for node in itertools.chain(*map(ast.walk, nodes)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+@functools.cache
+def imports_in(file: Path) -> set[str]:
+    return imports_of(ast.parse(file.read_text()))
 
 
 def place_of(imported: str) -> str:
@@ -96,9 +84,11 @@ def files_of(place: str) -> list[Path]:
     return found
 
 
-def test_every_room_has_its_line_in_the_table():
-    assert {place.removeprefix("harness/") for place in TABLE if place.startswith("harness/")} == set(ROOMS)
-    assert {"zero1.py zero2.py zero3.py", "fsdp2_compare.py", "tests", "extra", CORE_IN_ALL} < set(TABLE)
+def test_every_folder_of_the_house_is_a_room_and_has_its_line_in_the_table():
+    assert [file.name for file in (ROOT / "harness").glob("*.py")] == ["__init__.py"]
+    assert {path.parent.name for path in (ROOT / "harness").glob("*/__init__.py")} == set(ROOMS)
+    rooms = {f"harness/{room}" for room in ROOMS}
+    assert rooms | {"zero1.py zero2.py zero3.py", "fsdp2_compare.py", "tests", "extra", CORE_IN_ALL} <= set(TABLE)
 
 
 # How much is in a room.
@@ -128,12 +118,6 @@ def tokens_in(file: Path) -> int:
     return number_of_tokens(file.read_text())
 
 
-def test_tokens_are_counted_without_comments_and_docstrings():
-    function = '"""A module."""\n\n\ndef add(a, b=1):  # comment\n    """Two\n    lines."""\n    return a + b\n'
-    assert number_of_tokens(function) == 10 + 4  # def add ( a , b = 1 ) :     return a + b
-    assert number_of_tokens("x = 'a # b'\n# y = 2\n") == 3
-
-
 @pytest.mark.parametrize("place", [place for place, (_, most) in TABLE.items() if most is not None])
 def test_no_room_has_more_tokens_than_it_may_have(place):
     """A room that must grow says so in the commit that raises its number in docs/design.md."""
@@ -147,70 +131,32 @@ def test_no_room_has_more_tokens_than_it_may_have(place):
 @pytest.mark.parametrize("place", [*(f"harness/{room}" for room in ROOMS), "fsdp2_compare.py"])
 def test_a_room_imports_only_what_it_may(place):
     for file in files_of(place):
-        found = own(place_of(imported) for imported, _ in imports_of(file.read_text(), name_of(file)))
+        found = own(map(place_of, imports_in(file)))
         assert found <= TABLE[place][0], f"{file.relative_to(ROOT)} imports {sorted(found - TABLE[place][0])}"
 
 
-def code_in(file: Path) -> str:
-    """The Python of a file; of a notebook that of its cells, without the lines that only Jupyter reads."""
-    if file.suffix != ".ipynb":
-        return file.read_text()
-    lines = []
-    for cell in json.loads(file.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            lines += "".join(cell["source"]).splitlines()
-    return "\n".join(line for line in lines if not line.startswith(("%", "!")))
-
-
-def names_extra(text: str, module: str = "") -> bool:
-    """Whether `text` imports something of extra/, in a function too, or has the name of a module there in a string."""
-    imported = {name.split(".")[0] for name, _ in imports_of(text, module)}
-    strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
-    named = [value for value in strings if isinstance(value, str) and re.fullmatch(r"extra(\.\w+)+", value)]
-    return "extra" in imported or bool(named)
-
-
-def test_an_import_of_extra_is_seen_wherever_it_stands():
-    module = "extra" + ".planner"
-    for text in (f"import {module}", "from extra import planner", f"def f():\n    from {module} import predict",
-                 "import importlib\nimportlib.import_module('extra')", f"command = ['-m', '{module}']"):  # fmt: skip
-        assert names_extra(text), text
-    assert not names_extra("import extras\nextra = 'extra'")
-
-
-def test_nothing_in_the_core_imports_extra():
+def test_nothing_in_the_core_imports_or_starts_extra():
     """launch.sh alone starts what stands there."""
     for file in [*files_of(CORE_IN_ALL), *(ROOT / "notebooks").glob("*.ipynb")]:
-        assert not names_extra(code_in(file), name_of(file)), file.relative_to(ROOT)
+        assert not re.search(r"\b(from|import|-m) extra\b|[\"']extra\.\w", file.read_text()), file.relative_to(ROOT)
 
 
 def test_the_engine_needs_torch_and_nothing_else_that_is_installed():
     for file in (ROOT / "harness" / "engine").rglob("*.py"):
-        found = {imported.split(".")[0] for imported, _ in imports_of(file.read_text(), name_of(file))}
+        found = {imported.split(".")[0] for imported in imports_in(file)}
         more = found - sys.stdlib_module_names - {"torch", "harness", *CHAPTERS}
         assert not more, f"{file.relative_to(ROOT)} imports {sorted(more)}"
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_chapter_imports_torch_and_earlier_chapters_alone(chapter):
-    text = (ROOT / f"{chapter}.py").read_text()
-    earlier = set(CHAPTERS[: CHAPTERS.index(chapter)])
-    assert any(imported.startswith(WALKTHROUGH) for imported, _ in imports_of(text, chapter))  # also in functions
-    for imported, function in imports_of(text, chapter):
-        first = imported.split(".")[0]
-        if first == "harness":
-            assert imported.startswith(WALKTHROUGH) and function == "main", f"{imported} is imported in {function}"
-        else:
-            assert first in earlier | {"torch"} | sys.stdlib_module_names, imported
-
-
-# What lies where.
-
-
-def test_nothing_lies_flat_in_the_house():
-    assert [file.name for file in (ROOT / "harness").glob("*.py")] == ["__init__.py"]
-    folders = {path.parent.name for path in (ROOT / "harness").glob("*/__init__.py")}
-    assert folders == set(ROOMS)
+    """And `main` the demo's driver."""
+    lesson, main = [], []
+    for node in ast.parse((ROOT / f"{chapter}.py").read_text()).body:
+        (main if getattr(node, "name", "") == "main" else lesson).append(node)
+    assert imports_of(*main) == {WALKTHROUGH}
+    packages = {imported.split(".")[0] for imported in imports_of(*lesson)}
+    assert packages <= {*CHAPTERS[: CHAPTERS.index(chapter)], "torch", *sys.stdlib_module_names}
 
 
 # How long a chapter is.
@@ -257,14 +203,8 @@ def test_the_chapters_have_one_idea_in_a_line():
 
 def test_names_of_torchs_inner_modules_are_there():
     """A wrong one would else be noticed by the first who has a GPU. What we use is in torch's build for CPUs too."""
-    found, files = set(), []
-    for pattern in ("*.py", "[ht]*/**/*.py", "extra/**/*.py", "notebooks/*.ipynb"):
-        files += ROOT.glob(pattern)
-    for file in files:
-        text = file.read_text()
-        imported = {name for name, _ in imports_of(text)} if file.suffix == ".py" else set()
-        hidden = imported & {"torch.cuda", "torch._C"}
-        assert not hidden, f"{file.relative_to(ROOT)}: write {hidden.pop()}.NAME, that this test can look it up"
-        found |= set(re.findall(r"\btorch\.(cuda|_C)\.(\w+)", "\n".join([text, *imported])))
+    found = set()
+    for file in [*files_of(CORE_IN_ALL), *files_of("extra"), *(ROOT / "notebooks").glob("*.ipynb")]:
+        found |= set(re.findall(r"\btorch\.(cuda|_C)\.(\w+)", file.read_text()))
     missing = [f"torch.{module}.{name}" for module, name in found if not hasattr(getattr(torch, module), name)]
     assert len(found) > 20 and not missing, missing

@@ -1,8 +1,10 @@
 """Who trains right, who refuses, and who is silently wrong: every property, asked of any engines.
 
-./launch.sh conform                              the stages, torch's own, and DeepSpeed where it is installed
+./launch.sh conform                              ours, torch's own, and DeepSpeed where it is installed
 ./launch.sh conform zero2 fsdp2 my_engine.py 3   these, on three ranks (default: two)
+./launch.sh conform zero2.py zero2               a chapter's class, and the engine that builds on it
 
+A chapter is asked what the lesson promises, with the cases in which it does: all else is not applicable.
 A property that is not made for so many ranks, as one of a grid of 2 x 2, has its own number.
 An outcome for each engine and property: right; refused (an error in words); wrong (it trains, and silently differs);
 crash (an error without words, or the process has gone); hang; not applicable (it documents nothing of the kind).
@@ -26,7 +28,16 @@ from pathlib import Path
 import torch
 
 from harness.measure import tables
-from harness.properties.property import GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
+from harness.properties.property import (
+    CHAPTERS,
+    GROUPS,
+    HERE,
+    STAGES,
+    NotApplicable,
+    examine,
+    library,
+    subject,
+)
 from harness.run import engine_file, engines, process_group, ranks
 from harness.run.command_line import Parser, one_line
 
@@ -52,14 +63,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         options.ranks = int(options.engines.pop())
     if not 1 <= options.ranks <= 8:
         raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
-    options.engine_file += [given for given in options.engines if given.endswith(".py")]
+    chapters = [given for given in options.engines if given in CHAPTERS]
+    options.engine_file += [given for given in options.engines if given.endswith(".py") and given not in CHAPTERS]
     options.engines = [given for given in options.engines if not given.endswith(".py")]
     os.environ.setdefault("ZERO_TIMEOUT", str(COLLECTIVE))
     process_group.timeout()  # raises, too
     own = engine_file.enter(options.engine_file, "conform")
-    if not options.engines and not own:
-        options.engines = [name for name in engines.named("conform") if engines.installed(name)]
-    options.names = engines.chosen(",".join([*options.engines, *own]), "conform")
+    named = [*options.engines, *own]
+    if not named and not chapters:
+        chapters = CHAPTERS
+        named = [name for name in engines.named("conform") if engines.installed(name)]
+    options.names = [*chapters, *(engines.chosen(",".join(named), "conform") if named else ())]
     options.properties = [name for name, each in library().items() if wanted(each, options.only)]
     if not options.properties:
         raise ValueError(f"--only {options.only!r}: no property has that in its name, group or sentence")
@@ -78,9 +92,11 @@ def outcome(name: str, engine: str, size: int) -> dict:
     """{"outcome", "says", "seconds"} of this rank: the worst of all cases that the tests ask on so many ranks."""
     started, found = time.perf_counter(), []
     each = library()[name]
-    if engine in STAGES and engine not in each.engines:
-        return {"outcome": "not applicable", "says": f"it is of {', '.join(each.engines)} alone", "seconds": 0.0}
-    for case in cases_on(each, size, engine):
+    cases = cases_on(each, size, engine)
+    if not cases:
+        says = "the chapter does not promise it" if engine in CHAPTERS else f"it is of {', '.join(each.engines)} alone"
+        return {"outcome": "not applicable", "says": says, "seconds": 0.0}
+    for case in cases:
         found.append(dict(zip(("outcome", "says"), _of_case(name, engine, case))))
         if found[-1]["outcome"] in ("crash", "hang"):
             break
@@ -92,10 +108,11 @@ def worst(verdicts: list[dict]) -> dict:
 
 
 def cases_on(each, size: int, engine: str) -> list[dict]:
-    """The cases that the tests ask of a stage, or if this is none of any stage, on so many ranks."""
+    """The cases that the tests ask of this stage or chapter on so many ranks; of others' engines those of any."""
+    ours = engine in STAGES or engine in CHAPTERS
     for thorough in (False, True):
         asked = [(of, case) for n, of, case in each.asked(thorough) if n == size]
-        if found := {repr(case): case for of, case in asked if engine == of or engine not in STAGES}:
+        if found := {repr(case): case for of, case in asked if engine == of or not ours}:
             return list(found.values())
     return []
 
@@ -116,13 +133,18 @@ def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
         if process_group.lost(said):
             return "hang", said.splitlines()[0]
         # A RuntimeError comes out of torch's C++, which has no line. Others of a property's own line are no words.
-        last, file = traceback.extract_tb(error.__traceback__)[-1], engines.ENGINES[engine].file
+        last, file = traceback.extract_tb(error.__traceback__)[-1], file_of(engine)
         ours = Path(last.filename).parent == HERE
         words = isinstance(error, IN_WORDS) and str(error) and (not ours or isinstance(error, RuntimeError))
         if file and isinstance(error, ACCIDENTS):
             words = Path(last.filename).resolve() == Path(file).resolve() and last.line.startswith("raise")
         return ("refused" if words else "crash"), said
     return ("wrong", f"{findings[0]}\n  asked     {in_names(case)}") if findings else ("right", "")
+
+
+def file_of(engine: str) -> str | None:
+    """The user's file that the engine comes from."""
+    return None if engine in CHAPTERS else engines.ENGINES[engine].file
 
 
 def in_names(case) -> str:
@@ -246,7 +268,7 @@ def main() -> None:
         found = {}
         for size in sorted(set(sizes.values())):
             names = [name for name in sizes if sizes[name] == size]
-            found |= ask(engine, engines.ENGINES[engine].file, names, size, tell)
+            found |= ask(engine, file_of(engine), names, size, tell)
         results[engine] = {name: found[name] for name in options.properties}
         if options.json:  # after each engine: it takes minutes
             report = {"versions": versions(), "ranks": options.ranks, "engines": results}

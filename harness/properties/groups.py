@@ -56,13 +56,13 @@ def groups_keep_to_themselves(engine):
     scaler = scaler_of(engine, init_scale=4.0)
     for step in range(3):
         pair.scaled_step(step, scaler, 0.1, skipped=step == 1 and side == 0)
-    same("the scale of the group's loss scaler", scaler.get_scale(), 2.0 if side == 0 else 4.0, step=4)
+    same("the scale of the group's loss scaler", scaler.get_scale(), 2.0 if side == 0 else 4.0)
     trained = pair.trained
     if who:
         trained.model.shift.add_(1)  # as running statistics would: the group's rank 0 has those that count
     pair.same_weights()
     trained.load_full_state_dict(trained.full_state_dict())
-    same("the buffer of the group", trained.model.shift, pair.plain.shift, step=0)
+    same("the buffer of the group", trained.model.shift, pair.plain.shift)
     dist.barrier()
     refused(lambda: odd(engine, group=groups[1 - side]), "group")
     dist.barrier()
@@ -86,9 +86,9 @@ def one_dimension_of_a_mesh_is_a_group(engine, of_mesh):
     pair.same_weights()
     if not (engine.foreign or engine.chapter):
         trained = pair.trained
-        same("world size and rank", (trained.world_size, trained.rank), (2, dist.get_rank() % 2), step=0)
+        same("world size and rank", (trained.world_size, trained.rank), (2, dist.get_rank() % 2))
         shards = sum(bucket.shard_numel for bucket in trained.all_buckets)
-        same("elements of all buckets", sum(bucket.numel for bucket in trained.all_buckets), 2 * shards, step=0)
+        same("elements of all buckets", sum(bucket.numel for bucket in trained.all_buckets), 2 * shards)
 
 
 # Grids of replicas and shards.
@@ -201,29 +201,29 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     pair.scaled_step(0, scaler, 0.5)
     pair.scaled_step(1, scaler, 0.5, skipped=True, spoil=spoil)
     pair.scaled_step(2, scaler, 0.5)
-    same("the scale", scaler.get_scale(), 2.0, step=4)
+    same("the scale", scaler.get_scale(), 2.0)
     pair.same_weights()
     other = {name: value + 1 for name, value in trained.full_state_dict().items()}
     trained.load_full_state_dict(other)
-    same("the state that was loaded", trained.full_state_dict(), other, step=5)  # copies
+    same("the state that was loaded", trained.full_state_dict(), other)  # copies
 
     # Each rank has a quarter of what both dimensions cut, and half of the rest.
     cut = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor) and p.placements[0].is_shard())
     least = cut / 4 + (sum(p.numel() for p in model.parameters()) - cut) / 2
     most = least + 2 * 8 * len(list(model.parameters()))  # with padding
     held = sum(bucket.shard_numel for bucket in trained.all_buckets)
-    expect(least <= held <= most, "elements of this rank's shards", f"{least:.0f} to {most:.0f}", held, step=0)
+    expect(least <= held <= most, "elements of this rank's shards", f"{least:.0f} to {most:.0f}", held)
     row, column = (tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in ("data", "tensor"))
     with TrafficLedger() as traffic:
         trained.training_step(*byte_batch(9, pair.rank), next_token_loss)
     own = [one for one in traffic.collectives if one.step.startswith(("step 3", "step 5"))]
-    same("who sends gradients and parameters", {one.ranks for one in own} | {column}, {row, column}, step=3)
+    same("who sends gradients and parameters", {one.ranks for one in own} | {column}, {row, column})
     kinds = {one.kind for one in own if one.ranks == row and one.whole_bytes > 8 * WIDTH}
     reduced = "all-reduce" if engine.like == "zero1" else "reduce-scatter"
-    same("collectives of the data dimension", kinds, {"all-gather", reduced}, step=3)
+    same("collectives of the data dimension", kinds, {"all-gather", reduced})
     # Sequence parallelism leaves the norms' gradients as parts of a sum: that is all that crosses the tensor dimension.
     across = {one.whole_bytes for one in own if one.ranks == column} - ({8 * WIDTH} if sequence else set())
-    same("bytes of what else crosses the tensor dimension", across, set(), step=3)
+    same("bytes of what else crosses the tensor dimension", across, set())
     for act in (checkpoint.save, checkpoint.load):
         refused(lambda act=act: act(trained, "/nowhere"), "full_state_dict", error=ValueError)
     trained.close()
@@ -274,7 +274,7 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
         pair.step()
     found = pair.trained.full_state_dict()
     assert found, "this part has no weights"
-    same("the weights", found, {name: pair.plain.state_dict()[name] for name in found}, pair.atol, step=5)
+    same("the weights", found, {name: pair.plain.state_dict()[name] for name in found}, pair.atol)
 
 
 @holds("misuse", ask(ranks=4))

@@ -11,7 +11,7 @@ from harness.measure.ledger import MemoryLedger, held_bytes, optimizer_of
 from harness.measure.traffic import TrafficLedger
 from harness.properties import fixtures
 from harness.properties.fixtures import ADAMW, Lanes, OddModel, Stack, grid, odd, own_tokens, seeded, vector_batch
-from harness.properties.property import NotApplicable, Subject, ask, ask_thorough, expect, holds, same
+from harness.properties.property import STAGES, NotApplicable, Subject, ask, ask_each, ask_thorough, expect, holds, same
 from harness.properties.training import Pair, of_vectors, vectors
 from harness.run import engines
 
@@ -67,7 +67,7 @@ def mixed(param_dtype) -> dict:
 
 @holds(
     "bytes",
-    ask(more_ranks=(1, 3, 4)),
+    ask(more_ranks=(1, 3, 4), chapters=STAGES),
     ask(more_ranks=(1, 3, 4), param_dtype=torch.bfloat16),
     of_stages=True,
 )
@@ -105,25 +105,26 @@ def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
     align = alignment(device) // (2 if low else 4)  # in elements of the smallest dtype
     lengths = [padded(sizes, world_size, align) for sizes in trainable]
     whole, shard = (sum(each) for each in zip(*lengths))
-    all_whole, all_shard = (sum(each) for each in zip(*lengths, padded([frozen], world_size, align)))
+    # A chapter leaves what is frozen as it is.
+    frozen_whole, frozen_shard = (frozen, frozen) if engine.chapter else padded([frozen], world_size, align)
     pieces = []
     for sizes in trainable:
         pieces += owned(sizes, rank, world_size, align)
-    in_use = 0 if stage == "zero3" else (2 if low else 4) * all_whole
+    in_use = 0 if stage == "zero3" else (2 if low else 4) * (whole + frozen_whole)
     expected = {
         # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
         "optimizer": 8 * sum(pieces) + 4 * len(pieces),
         "gradients": 4 * (whole if stage in ("zero1", "zero1_2psi") else shard),
         # A shard in float32 is a part of the weights in use, where those are float32 and whole.
-        "parameters": in_use + (4 * all_shard if low or stage == "zero3" else 0),
+        "parameters": in_use + (4 * (shard + frozen_shard) if low or stage == "zero3" else 0),
     }
     if stage == "zero1_2psi" and held["gradients"] > 4 * whole:  # the mean came into a buffer of its own, as it may
         expected["gradients"] += 4 * shard
     live = held.pop("live")
     for kind, nbytes in expected.items():
-        same(f"bytes of the {kind} held in step 4", held[kind], nbytes, step=4)
+        same(f"bytes of the {kind} held in step 4", held[kind], nbytes)
     # Only the loss of the forward before.
-    same("bytes that are alive besides", live - sum(expected.values()), 4, step=4)
+    same("bytes that are alive besides", live - sum(expected.values()), 4)
 
 
 @holds("life")
@@ -150,7 +151,7 @@ def steps_leave_no_hooks_behind(engine):
 
 @holds(
     "traffic",
-    ask(ranks=(2, 3), more_ranks=1),
+    ask(ranks=(2, 3), more_ranks=1, chapters=STAGES),
     ask(ranks=4, hybrid=True),
     ask_thorough(ranks=(1, 2, 3), param_dtype=torch.bfloat16),
     of_stages=True,
@@ -189,18 +190,18 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
         else [gather] * layers + [gather, reduce] * layers,
     }[engine.like]
     own = [each for each in traffic.collectives if each.ranks == row]
-    same("the collectives of a step, and where they are issued", [(c.kind, c.step) for c in own], expected, step=3)
-    same("bytes of the buffers", [c.whole_bytes for c in own], [nbytes[kind] for kind, _ in expected], step=3)
+    same("the collectives of a step, and where they are issued", [(c.kind, c.step) for c in own], expected)
+    same("bytes of the buffers", [c.whole_bytes for c in own], [nbytes[kind] for kind, _ in expected])
     across = [(c.kind, c.whole_bytes) for c in traffic.collectives if c.ranks != row]
     replicas = [("all-reduce", 4 * whole // world_size)] * layers if hybrid else []
-    same("collectives with other ranks than the row's", across, replicas, step=3)
+    same("collectives with other ranks than the row's", across, replicas)
     times = {"zero1": 3, "zero2": 2, "zero3": 3}[engine.like]
     if param_dtype is None and not hybrid:
         sent = round(times * layers * 4 * whole * (world_size - 1) / world_size)
-        same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent, step=3)
+        same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent)
 
 
-@holds("order", ask("zero2", (2, 3), reverse=False), ask("zero2", (2, 3), reverse=True), of_stages=True)
+@holds("order", *ask_each("reverse", (False, True), "zero2", chapters="zero2"), of_stages=True)
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
     pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, batch=vectors(8), loss=of_vectors)
@@ -213,7 +214,7 @@ def buckets_are_reduced_in_one_order(engine, reverse):
             pair.backward(step)
             pair.step()
         sizes = [c.whole_bytes for c in traffic.collectives if c.kind == "reduce-scatter"]
-        same("bytes of the reduce-scatters, each once, in the order of self.buckets", sizes, expected, step=3)
+        same("bytes of the reduce-scatters, each once, in the order of self.buckets", sizes, expected)
     pair.same_weights()
 
 
@@ -235,7 +236,7 @@ def built(engine: Subject):
     return trained, whole, lambda n: trained.training_step(*vector_batch(n, dist.get_rank(), 32), F.mse_loss)
 
 
-@holds("bytes", ask(ranks=4))
+@holds("bytes", ask(ranks=4, chapters=STAGES))
 def what_is_shared_out_is_no_more_than_twice_there(engine):
     """Of what the ranks share out, all four together have two copies at most before the update, and not four."""
     kinds, _ = promised(engine)
@@ -251,10 +252,10 @@ def what_is_shared_out_is_no_more_than_twice_there(engine):
         most = 2.1 * copy
         if kind == "gradients":  # an engine may document a buffer that gradients go through, of a size of its own
             most += dist.get_world_size() * getattr(inner, "bucket_bytes", 0)
-        expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item(), step=4)
+        expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item())
 
 
-@holds("traffic", ask(more_ranks=4))
+@holds("traffic", ask(more_ranks=4, chapters=STAGES))
 def a_step_sends_no_more_than_is_promised(engine):
     """A step sends the 2Ψ or 3Ψ (N-1)/N elements that the engine's documentation says, and 1 % for notes."""
     _, times = promised(engine)

@@ -37,11 +37,11 @@ def hooks_find_the_units_weights(engine, late):
         found.clear()
         with late_collectives() if late else contextlib.nullcontext():
             trained.training_step(*own_tokens(step), F.cross_entropy)
-        same("hooks that ran", len({kind for kind, _, _ in found}), 8, step=1)
+        same("hooks that ran", len({kind for kind, _, _ in found}), 8)
         for kind, name, weight in found:
-            same(f"what a hook finds ({kind})", weight, right[name], step=1)  # copies of the same shards
+            same(f"what a hook finds ({kind})", weight, right[name])  # copies of the same shards
         if engine.like == "zero3":
-            same("bytes that a hook keeps gathered", storage_bytes(model.parameters()), 0, step=2)
+            same("bytes that a hook keeps gathered", storage_bytes(model.parameters()), 0)
 
 
 @holds(
@@ -79,7 +79,7 @@ def hooks_find_this_ranks_gradients(engine, before, **options):
         F.cross_entropy(plain(tokens), targets).backward()
         trained.training_step(tokens, targets, F.cross_entropy)
         expected = {name: param.grad for name, param in plain.named_parameters() if param.requires_grad}
-        same("gradients that hooks find", {name: found.get(name) for name in expected}, expected, EXACT, step=3)
+        same("gradients that hooks find", {name: found.get(name) for name in expected}, expected, EXACT)
 
 
 @holds("values")
@@ -135,5 +135,5 @@ def hooks_do_not_pile_up_on_what_passes_through(engine):
     pair = Pair(engine, PassesOn, loss=loss, batch=lambda step, rank: (*token_batch(step, rank), rank))
     before = hooks()
     pair.alike(4)
-    same("hooks on the leaf and on each parameter", hooks(), before, step=2)
-    same("the gradient of the leaf", leaf.grad, twins[pair.rank].grad * pair.size, pair.atol, step=2)
+    same("hooks on the leaf and on each parameter", hooks(), before)
+    same("the gradient of the leaf", leaf.grad, twins[pair.rank].grad * pair.size, pair.atol)

@@ -93,7 +93,7 @@ def closing_gives_a_plain_model(engine, **options):
     pair.train(2)
     before = trained.full_state_dict()
     trained.close()
-    same("the plain model's state", model.state_dict(), before, step=5)
+    same("the plain model's state", model.state_dict(), before)
     for name, param in model.named_parameters():
         kept = param is objects[name] and type(param) is type(fresh.get_parameter(name)) and param.requires_grad
         kept = kept and param.grad is None and "requires_grad=True" in repr(param)
@@ -122,11 +122,11 @@ def closing_drops_gradients_and_takes_the_shards_values(engine, mixed):
         fixtures.in_float32(trained(tokens), targets).backward()
     fixtures.in_float32(trained(tokens), targets).backward()
     trained.close()
-    same("the plain model's state", model.state_dict(), before, step=5)
+    same("the plain model's state", model.state_dict(), before)
     same("parameters with a gradient", [n for n, p in model.named_parameters() if p.grad is not None], [])
     same("dtypes of parameters", {param.dtype for param in model.parameters()}, {torch.float32})
     rounded = all((param == param.bfloat16().float()).all() for param in model.parameters())
-    expect(not rounded, "the plain model's values", "those of the shards", "all are bfloat16 numbers", step=5)
+    expect(not rounded, "the plain model's values", "those of the shards", "all are bfloat16 numbers")
     same("the dtype of what the model computes", model(tokens).dtype, torch.float32)  # inputs are not cast any more
     model.load_state_dict(before)  # and loading is not refused
 
@@ -187,7 +187,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     step_both(1)
     # The same engine on the same data: the same operations.
     same("the weights, beside an engine's whose model was never copied", trained.full_state_dict(),
-         untouched.full_state_dict(), step=5)  # fmt: skip
+         untouched.full_state_dict())  # fmt: skip
 
 
 class Branching(nn.Module):
@@ -210,7 +210,7 @@ class Branching(nn.Module):
 
 @holds(
     "life",
-    ask("zero1", more_engines=STAGES, way="forward alone"),
+    ask("zero1", more_engines=STAGES, chapters=STAGES, way="forward alone"),
     ask("zero2", more_engines=STAGES, way="a branch that the loss leaves out"),
     ask("zero3", more_engines=STAGES, way="a graph that is retained"),
 )
@@ -219,7 +219,8 @@ def what_autograd_has_saved_goes_with_the_graph(engine, way):
 
     An operation that saves its own result (tanh, softmax, exp) makes a cycle through C++, which only a backward opens.
     """
-    trained = engine(fixtures.seeded(Branching), fixtures.MOMENTUM, find_unused=True)
+    options = {} if engine.chapter else {"find_unused": True}
+    trained = engine(fixtures.seeded(Branching), fixtures.MOMENTUM, **options)
     model = trained.model
     for step in range(3):
         x, y = fixtures.vector_batch(step, dist.get_rank(), 5, torch.float64)
@@ -231,5 +232,5 @@ def what_autograd_has_saved_goes_with_the_graph(engine, way):
             trained.zero_grad()
         model.extra = out = None
         alive = [reference() for reference in model.seen if reference() is not None]
-        same(f"results that are alive after step {step}", len(alive), 0, step=2)
+        same(f"results that are alive after step {step}", len(alive), 0)
         del alive

@@ -49,7 +49,7 @@ def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddMode
         expect(not norm.requires_grad, "the norm", "detached", "it requires a gradient")
         same("the norm's device", norm.device.type, device)
         # One number, which all ranks have computed from the same numbers in the same order.
-        same("the ranks' norms", len(fixtures.of_all_ranks(norm).unique()), 1, step=3)
+        same("the ranks' norms", len(fixtures.of_all_ranks(norm).unique()), 1)
         clipped += norm > max_norm
         pair.step()
     assert 0 < clipped < 5, "the norms lie on one side of what they are clipped to: this proves nothing"
@@ -88,7 +88,7 @@ def one_ranks_nan_is_in_every_ranks_norm(engine, value, norm_type):
     right = math.isnan(norm) if math.isnan(value) else not math.isfinite(norm)
     said = str(value).replace("nan", "NaN")
     what = f"the norm with norm_type {norm_type:g} when rank 0 has a {said}"
-    expect(right, what, f"{said} on every rank", norm, step=3)
+    expect(right, what, f"{said} on every rank", norm)
 
 
 @holds("values", ask(ranks=3))
@@ -103,7 +103,7 @@ def clipping_by_value_is_torchs_on_the_whole_model(engine):
         pair.step()
     pair.same_weights()
     pieces = pieces_of(pair.trained)
-    refused(lambda: pair.trained.clip_grad_value_(pieces), "engine.clip_grad_value_(1.0)", error=TypeError, step=3)
+    refused(lambda: pair.trained.clip_grad_value_(pieces), "engine.clip_grad_value_(1.0)", error=TypeError)
 
 
 class Gained(nn.Module):
@@ -147,7 +147,7 @@ def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high, norm_typ
     pair = gained(engine, low, high, dtype=None, atol=1e-2 if low == torch.bfloat16 else 1e-5)
     pair.backward(0)
     expected = torch.nn.utils.get_total_norm([p.grad for p in pair.plain.parameters()], norm_type)
-    same("the norm's dtype", pair.clip(0.1, norm_type).dtype, expected.dtype, step=3)
+    same("the norm's dtype", pair.clip(0.1, norm_type).dtype, expected.dtype)
     pair.step()
 
 
@@ -163,15 +163,15 @@ def backwards_before_a_step_add_up(engine):
             pair.backward(2 * step + micro)
             with torch.no_grad():
                 tokens = own_tokens(9)[0]
-                same("an evaluation between backwards", pair.trained(tokens), pair.plain(tokens), pair.atol, step=1)
+                same("an evaluation between backwards", pair.trained(tokens), pair.plain(tokens), pair.atol)
         pair.step()
     pair.same_weights()
 
 
 @holds(
     "traffic",
-    ask(ranks=3, more_ranks=2, no_sync=False),
-    ask(ranks=3, more_ranks=2, no_sync=True),
+    ask(no_sync=False),
+    ask(no_sync=True),
     of_stages=True,
 )
 def micro_batches_send_what_they_must(engine, no_sync, k=3):
@@ -189,14 +189,14 @@ def micro_batches_send_what_they_must(engine, no_sync, k=3):
                 pair.backward(step * k + micro, scale=1 / k, inside=inside_of)
                 if stage != "zero1" and quiet:
                     given = sum(p.grad is not None for p in pieces)
-                    same("pieces that have a gradient under no_sync", given, 0, step=3)
+                    same("pieces that have a gradient under no_sync", given, 0)
                 elif stage != "zero1":
                     whole = storage_bytes([p.grad for p in trained.model.parameters() if p.grad is not None])
-                    same("bytes of whole gradients after backward", whole, 0, step=3)
+                    same("bytes of whole gradients after backward", whole, 0)
             pair.step()
     times = {"zero1": 3, "zero2": 2 if no_sync else k + 1, "zero3": 2 * k + 1 if no_sync else 3 * k}[stage]
     psi = sum(8 * bucket.numel for bucket in trained.all_buckets) * (pair.size - 1) / pair.size
-    same(f"bytes sent, {times}Ψ (N-1)/N", traffic.sent_bytes, round(times * psi), step=3)
+    same(f"bytes sent, {times}Ψ (N-1)/N", traffic.sent_bytes, round(times * psi))
     pair.same_weights()
 
 
@@ -211,10 +211,10 @@ def nested_no_sync_ends_at_the_outer_exit(engine):
                 raise ZeroDivisionError
             pair.backward(1)
         reductions = [each.kind for each in traffic.collectives if "reduce" in each.kind]
-        same("reductions under no_sync", reductions, [], step=3)
+        same("reductions under no_sync", reductions, [])
         pair.backward(2)
         sent = any("reduce" in each.kind for each in traffic.collectives)
-        same("whether a backward after no_sync sends", sent, engine.like != "zero1", step=3)
+        same("whether a backward after no_sync sends", sent, engine.like != "zero1")
     pair.step()
     pair.same_weights()
 
@@ -362,7 +362,7 @@ def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
         if engine.foreign:
             raise  # a refusal in words of its own
         right = engine.like != "zero1" and not find_unused and "find_unused=True" in str(error)
-        expect(right and "'head." in str(error), "the error", "none, or one that names find_unused=True", error, step=3)
+        expect(right and "'head." in str(error), "the error", "none, or one that names find_unused=True", error)
         pair.trained.zero_grad()
         both(pair.trained, pair.batch(0, pair.rank), 1).backward()
         pair.trained.step()
@@ -401,10 +401,10 @@ def reentrant_checkpointing_is_right_or_refused(engine):
     if engine.like == "zero3":
         other = engine(seeded(lambda: Checkpointed("around", use_reentrant=True)), DECAY)
         for _ in range(2):
-            refused(of_output(other, tokens, targets).backward, "use_reentrant=False", step=2)
+            refused(of_output(other, tokens, targets).backward, "use_reentrant=False")
             other.zero_grad()
         embedded = torch.zeros((), dtype=torch.float64, requires_grad=True)
         out = checkpoint(lambda t, e: pair.trained(t) + e, tokens, embedded, use_reentrant=True)
-        refused(F.cross_entropy(out, targets).backward, "use_reentrant=False", step=2)
+        refused(F.cross_entropy(out, targets).backward, "use_reentrant=False")
         pair.trained.zero_grad()
     pair.alike(3)

@@ -41,13 +41,13 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
     init_fn, groups = partial(initialize, seed=7), groups_of(model)
     with torch.device(device):
         trained = engine(model, ADAMW, init_fn=init_fn, param_groups=groups, param_dtype=param_dtype)
-    same("bytes that stay gathered", storage_bytes(model.parameters()), 0, step=0)
-    same("the weights from the seed", trained.full_state_dict(), expected, step=0)
+    same("bytes that stay gathered", storage_bytes(model.parameters()), 0)
+    same("the weights from the seed", trained.full_state_dict(), expected)
     devices = {tensor.device.type for tensor in (*model.parameters(), *fixtures.pieces_of(trained))}
-    same("the devices of parameters and their pieces", devices, {device}, step=0)
+    same("the devices of parameters and their pieces", devices, {device})
     trained.training_step(*byte_batch(0, dist.get_rank(), device), next_token_loss)
     kept = model.head.weight is model.tokens.weight and model.blocks[0].up.weight is weight and weight.tag == "no decay"
-    expect(kept, "parameters that were on meta", "the same objects, tied as before", "others", step=0)
+    expect(kept, "parameters that were on meta", "the same objects, tied as before", "others")
     assert not torch.equal(expected["tokens.weight"], GPT(config, seed=8).tokens.weight)
     assert not torch.equal(expected["blocks.0.up.weight"], expected["blocks.1.up.weight"])
     for name, value in expected.items():  # a GPT as it should start
@@ -79,11 +79,11 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
             options = {"state_dict": folder}
         with MemoryLedger() as memory:
             trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
-    same("bytes that stay", memory.live, held_bytes(trained)["parameters"], step=0)
+    same("bytes that stay", memory.live, held_bytes(trained)["parameters"])
     unit = max(4 * sum(bucket.numel for bucket in each.buckets) for each in (*trained.units, trained.root))
     most = memory.live + (3 if source == "folder" else 1) * unit + 4
     assert most < sum(4 * value.numel() for value in weights.values()), "the whole model is no more: this says nothing"
-    expect(memory.peak <= most, "the peak of live bytes while it is built", f"at most {most:,}", f"{memory.peak:,}", 0)
+    expect(memory.peak <= most, "the peak of live bytes while it is built", f"at most {most:,}", f"{memory.peak:,}")
 
 
 @holds(
@@ -112,11 +112,11 @@ def weights_on_file_are_read_into_meta(engine, source):
             state = checkpoint.save(subject("zero1")(seeded(build, seed=5), ADAMW), folder).path
         pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=groups_of, find_unused=True, state_dict=state,
                     init_fn=init_fn)  # fmt: skip
-    same("names that init_fn is asked for", asked, ["table"], step=0)
-    same("the weights from the file", pair.trained.full_state_dict(), whole.state_dict(), step=0)
+    same("names that init_fn is asked for", asked, ["table"])
+    same("the weights from the file", pair.trained.full_state_dict(), whole.state_dict())
     model = pair.trained.model
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    same("names that are still on meta", left, [], step=0)
+    same("names that are still on meta", left, [])
     if source == "file":
         before = whole.mix.detach().clone()
     pair.train(3)
@@ -132,20 +132,20 @@ def init_fn_fills_what_is_on_meta(engine):
     model = on_meta(OddModel)  # init_fn may draw from a generator that differs between the ranks
     trained = engine(model, ADAMW, init_fn=lambda name, tensor: tensor.fill_(rank + len(name)), prefetch=0)
     expected = {name: torch.full_like(value, len(name)) for name, value in trained.full_state_dict().items()}
-    same("the weights that rank 0 has filled", trained.full_state_dict(), expected, step=0)
+    same("the weights that rank 0 has filled", trained.full_state_dict(), expected)
     model, names = seeded(OddModel, dtype=torch.float32), []
     before = model.head.weight.detach().clone()
     model.blocks[1] = on_meta(lambda: fixtures.OddBlock(5, 9))
     trained = engine(model, ADAMW, init_fn=lambda name, tensor: (names.append(name), tensor.fill_(0.5)))
     same("names on meta", sorted(names), sorted(f"blocks.1.{name}" for name, _ in model.blocks[1].named_parameters()))
     state = trained.full_state_dict()
-    same("weights that were not on meta", state["head.weight"], before, step=0)
-    same("weights on meta", state["blocks.1.up.weight"], torch.full((9, 5), 0.5), step=0)
+    same("weights that were not on meta", state["head.weight"], before)
+    same("weights on meta", state["blocks.1.up.weight"], torch.full((9, 5), 0.5))
     fine = 1 + 2**-12  # bfloat16 has no such number
     trained = engine(on_meta(lambda: nn.Linear(6, 3)), ADAMW, init_fn=lambda name, tensor: tensor.fill_(fine),
                      param_dtype=torch.bfloat16)  # fmt: skip
     state = trained.full_state_dict()
-    same("float32 shards", state, {name: torch.full(value.shape, fine) for name, value in state.items()}, step=0)
+    same("float32 shards", state, {name: torch.full(value.shape, fine) for name, value in state.items()})
 
 
 @holds("misuse", ask(ranks=3), of_stages=True)

@@ -47,7 +47,7 @@ def who_takes_gradients_past_the_engine_is_refused(engine):
     for step, (taker, words) in enumerate(TAKERS):
         pair.backward(step)
         errors = (RuntimeError, TypeError, ValueError, AssertionError)
-        refused(lambda taker=taker: taker(pair.trained), *words, error=errors, step=4)
+        refused(lambda taker=taker: taker(pair.trained), *words, error=errors)
         pair.step()
         pair.same_weights()
 
@@ -130,7 +130,7 @@ def loops_that_would_train_wrong_are_refused(engine, what):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
     build, act, words = {**LOOPS, **ENDS}[what]
     pair = Pair(engine, build)
-    refused(lambda: act(pair), *words, error=RuntimeError, step=None)
+    refused(lambda: act(pair), *words, error=RuntimeError)
     pair.trained.zero_grad()
     if what in LOOPS:
         pair.alike()
@@ -193,12 +193,12 @@ def a_model_that_changes_after_the_build_is_refused(engine, change):
         act(pair.trained.model)
         pair.step_alone()
 
-    said = refused(go, *words, "engine", error=(RuntimeError, TypeError, KeyError), step=1)
+    said = refused(go, *words, "engine", error=(RuntimeError, TypeError, KeyError))
     same("whether one that did not change is named", "'head.weight'" in said and len(words) > 1, False)
     if change in MOVES:
         state = pair.trained.full_state_dict()
         for name, param in pair.plain.named_parameters():
-            same(f"{name} after the refusal", state[name], param, 1e-12, step=5)
+            same(f"{name} after the refusal", state[name], param, 1e-12)
 
 
 def there_and_back(block):
@@ -229,10 +229,10 @@ def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
             with contextlib.suppress(RuntimeError):
                 pair.step_alone()
         else:
-            refused(pair.step_alone, *words, error=RuntimeError, step=1)
+            refused(pair.step_alone, *words, error=RuntimeError)
         pair.trained.zero_grad()
         shards.append(pair.trained.full_state_dict())
-    same("the weights after a refused step", shards[1], shards[0], step=4)  # no step after the first one counts
+    same("the weights after a refused step", shards[1], shards[0])  # no step after the first one counts
     model = pair.trained.model
     pair.trained.close()
     broken = [name for name, param in model.named_parameters() if param.isnan().any()]

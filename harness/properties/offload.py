@@ -11,14 +11,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from harness.engine import checkpoint
 from harness.properties.fixtures import ADAMW, PartlyFrozen, byte_batch, gpt, grid, of_bytes, seeded
 from harness.properties.precision import of_tokens, scaler_of
-from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
+from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.shared_folder import shared_folder
 
 HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
 
 
-@holds("values", ask(more_ranks=4), ask(ranks=4, **HALF), ask_thorough(ranks=2, **HALF))
+@holds("values", ask(more_ranks=4), ask("zero3", 4, more_engines=STAGES, **HALF), ask_thorough(ranks=2, **HALF))
 def offload_changes_nothing(engine, **options):
     """Losses, norms and weights are right with offload, through micro-batches, clipping, a scaler, a checkpoint.
 
@@ -43,7 +43,7 @@ def offload_changes_nothing(engine, **options):
     pair.same_weights()
     for bucket in pair.trained.all_buckets:
         shared = bucket.shard.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata
-        expect(not shared, "the shard's memory", "its own", "a part of the gathered buffer", step=0)
+        expect(not shared, "the shard's memory", "its own", "a part of the gathered buffer")
 
 
 @holds("misuse")
@@ -67,21 +67,21 @@ def the_host_waits_for_copies(engine):
     trained.optimizer.register_step_pre_hook(lambda *_: device.update() and None)  # what it returns would be used
     with mock.patch.object(torch.Tensor, "record_stream", lambda *_: device.memory_is_kept()):
         of_bytes(trained, *byte_batch(0, rank)).backward()
-        same("waits before there is anything to add to", device.down.synchronize.call_count, 0, step=3)
+        same("waits before there is anything to add to", device.down.synchronize.call_count, 0)
         of_bytes(trained, *byte_batch(1, rank)).backward()
         trained.step()
     # ZeRO-1 adds on the device.
-    same("whether the host waits before it adds", device.down.synchronize.called, engine.like != "zero1", step=3)
+    same("whether the host waits before it adds", device.down.synchronize.called, engine.like != "zero1")
     stream = {id(device.up): "copies up", id(device.down): "copies down"}
     calls = [stream[id(args[0])] if name == "stream" else name for name, args, _ in device.mock_calls]
     calls = [name for name in calls if name != "current_stream" and not name.startswith("stream()")]
     assert "copies down" in calls, "nothing was copied down"
-    same("copies whose memory is kept", calls.count("memory_is_kept"), calls.count("copies down"), step=3)
+    same("copies whose memory is kept", calls.count("memory_is_kept"), calls.count("copies down"))
     # What is copied was computed, and what is written over is not in use.
     for before, call in zip(calls, calls[1:]):
         if call.startswith("copies"):
-            same(f"what comes right before {call}", before, f"{call.split()[1]}.wait_stream", step=3)
+            same(f"what comes right before {call}", before, f"{call.split()[1]}.wait_stream")
     ends = [call for call in calls[: calls.index("update")] if call in ("copies down", "synchronize")]
-    same("the last before the update", ends[-2:], ["copies down", "synchronize"], step=4)
-    same("copies down after the update", calls[calls.index("update") :].count("copies down"), 0, step=4)
-    same("whether copies up have a stream", "copies up" in calls, engine.like == "zero3", step=5)
+    same("the last before the update", ends[-2:], ["copies down", "synchronize"])
+    same("copies down after the update", calls[calls.index("update") :].count("copies down"), 0)
+    same("whether copies up have a stream", "copies up" in calls, engine.like == "zero3")

@@ -44,8 +44,8 @@ def replaced(**functions):
 
 @holds(
     "order",
-    ask(("zero2", "zero3")),
-    ask("zero3", root=True),
+    ask(("zero2", "zero3"), chapters=("zero2", "zero3")),
+    ask("zero3", root=True, chapters="zero3"),
     ask(("zero2", "zero3"), 4, hybrid=True),
     ask_thorough("zero3", root=True, reverse=True),
     of_stages=True,
@@ -70,13 +70,13 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
     expected = [True] * (layers + root - 1) + [False]
     expected = [True] * (2 * layers - 3) + [False] * 3 if hybrid else expected
     hidden = seen.computed_meanwhile("all-reduce", "reduce-scatter")
-    same("reductions behind which the rank computes", hidden, expected, step=3)
+    same("reductions behind which the rank computes", hidden, expected)
     if engine.like == "zero3":
         # In forward the first gather has nothing in front of it, nor has the last unit's in backward. With a root the
         # first gather is the root's; in backward the root is gathered still, and its head hides the first.
         expected = [False] + [True] * (layers - 1) + [False] + [True] * (layers - 1)
         expected = [False] + [True] * layers + [True] * layers if root else expected
-        same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected, step=2)
+        same("gathers behind which the rank computes", seen.computed_meanwhile("all-gather"), expected)
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def late_collectives():
 
 @holds(
     "order",
-    ask("zero1", 3, more_engines=STAGES, more_ranks=2, build=PartlyFrozen),
+    ask("zero1", 3, more_engines=STAGES, more_ranks=2, chapters=STAGES, build=PartlyFrozen),
     ask("zero3", 3, more_engines=STAGES, more_ranks=2, build=Lanes),
     ask("zero2", 4, more_engines=STAGES, build=Lanes, hybrid=True),
     of_stages=True,
@@ -151,6 +151,6 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
             pair.trained.model.skip = 2  # which is then gathered ahead for nothing
             with torch.no_grad():
                 pair.trained(pair.batch(step, pair.rank)[0])
-            pair.nothing_gathered("an evaluation", 1)
+            pair.nothing_gathered("an evaluation")
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()

@@ -59,7 +59,7 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
     # A rank between the first and the last may meet it a unit later.
     unit = f" 'blocks.{3 if evaluation else skip}'" if rank in (0, last) else ""
     try:
-        refused(evaluate if evaluation else train, f"all-gather of unit{unit}", error=RuntimeError, step=1)
+        refused(evaluate if evaluation else train, f"all-gather of unit{unit}", error=RuntimeError)
     finally:
         dist.barrier()  # the others may still be on their way to their error
 
@@ -80,9 +80,9 @@ def only_the_first_step_of_a_kind_is_compared(engine):
                     F.mse_loss(trained(x), y).backward()
                 trained.training_step(x, y, F.mse_loss)
         whole = trained.units[0].buckets[0].flat.nbytes
-        same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole}, step=1)
+        same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole})
         groups.append(len(dist.distributed_c10d._world.pg_map))
-    same("process groups with a second engine", groups[1], groups[0], step=0)
+    same("process groups with a second engine", groups[1], groups[0])
 
 
 @holds("misuse", of_stages=True)
@@ -100,7 +100,7 @@ def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
         if rank != late:
             started = time.monotonic()
             refused(lambda: trained.training_step(*own_tokens(1), F.cross_entropy),
-                    f"waited in vain for the {where[engine.like]} '", error=RuntimeError, step=3)  # fmt: skip
+                    f"waited in vain for the {where[engine.like]} '", error=RuntimeError)  # fmt: skip
             seconds = time.monotonic() - started
             expect(seconds < 40, "seconds until the error", "about the timeout's one", seconds)
     finally:

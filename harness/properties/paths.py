@@ -14,6 +14,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zero1
 from harness.measure.ledger import storage_bytes
 from harness.properties.fixtures import (
+    SGD,
     Checkpointed,
     Nested,
     PartlyFrozen,
@@ -29,10 +31,11 @@ from harness.properties.fixtures import (
     TiedAcross,
     Twice,
     TwoTypes,
+    seeded,
     token_batch,
 )
 from harness.properties.overlap import late_collectives
-from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, same
+from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import EXACT, Pair, inside, of_output
 
 
@@ -516,7 +519,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
         value = path.loss(model, x, y)
         if frees and not path.keeps and model is pair.trained:
             gathered = sum(storage_bytes(unit.params) for unit in model.units)
-            same("bytes of units that are gathered after forward", gathered, 0, step=1)
+            same("bytes of units that are gathered after forward", gathered, 0)
         return value
 
     pair = Pair(engine, path.build, loss=loss, batch=path.batch, dtype=path.dtype, atol=path.atol, **options)
@@ -534,19 +537,19 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
                 expected += len(pair.trained.root.buckets) * (2 if path.root_again else 1)
                 # Not those that are waited for at once: with these the ranks compare notes.
                 started = [call for call in gathers.call_args_list if call.kwargs.get("async_op")]
-                same("all-gathers of a step", len(started), expected, step=2)
+                same("all-gathers of a step", len(started), expected)
             pair.step()
             if path.loss is of_output:
                 x, _ = pair.batch(9, pair.rank)
                 with torch.no_grad():
-                    same("an evaluation", pair.trained(x), pair.plain(x), pair.atol, step=1)
-            pair.nothing_gathered("an evaluation", 1)
+                    same("an evaluation", pair.trained(x), pair.plain(x), pair.atol)
+            pair.nothing_gathered("an evaluation")
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()
     # Once for each unit, on one rank; but a unit that is still gathered after its own forward gives no reason.
     names = [f"'blocks.{n}'" for n in range(3)] if path.warns and engine.like == "zero3" and pair.rank == 0 else []
     named = len(found) == len(names) and all(name in text for name, text in zip(names, found))
-    expect(named or not (frees or found), "warnings of units that are used from outside", names, found, step=1)
+    expect(named or not (frees or found), "warnings of units that are used from outside", names, found)
 
 
 WAYS = (LATE, UNUSED, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {})  # of ZeRO-3
@@ -604,3 +607,15 @@ for kind, (says, paths) in KINDS.items():
     for name, path in paths.items():
         cases += asked(name, path)
     holds("values", *cases, name=kind, says=says)(follow)
+
+
+def written_over(unit, x):
+    """A sigmoid keeps its result for backward, and somebody writes into it."""
+    return torch.sigmoid(unit.a(x)).add_(1)
+
+
+@holds("misuse", ask(chapters=STAGES))
+def what_autograd_has_saved_must_stay_as_it_was(engine):
+    """A tensor that autograd has saved, and that is changed in place then, is an error in backward, as in torch."""
+    trained = engine(seeded(body(plain, written_over)), SGD)
+    refused(of_output(trained, *leaves(0, dist.get_rank())).backward, "place", error=RuntimeError)

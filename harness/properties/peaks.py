@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from harness.measure.ledger import MemoryLedger
 from harness.properties.fixtures import ADAMW, Stack, seeded, silent_group, vector_batch
-from harness.properties.property import ask, ask_thorough, expect, holds
+from harness.properties.property import ask, ask_each, ask_thorough, expect, holds
 
 
 class Alive(MemoryLedger):
@@ -42,9 +42,9 @@ def batch(step: int = 0):
     return vector_batch(step, dist.get_rank(), WIDTH)
 
 
-def at_most(what: str, nbytes: float, allowed: float, step: int, means: str = "") -> None:
+def at_most(what: str, nbytes: float, allowed: float, means: str = "") -> None:
     found = f"{nbytes / LAYER:.2f} layers"
-    expect(nbytes <= allowed, what, f"at most {allowed / LAYER:.2f} layers of {LAYER:,} bytes{means}", found, step)
+    expect(nbytes <= allowed, what, f"at most {allowed / LAYER:.2f} layers of {LAYER:,} bytes{means}", found)
 
 
 def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) -> SimpleNamespace:
@@ -73,8 +73,7 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
 
 @holds(
     "bytes",
-    ask("zero2", (2, 3), more_ranks=4, reverse=False),
-    ask("zero2", (2, 3), more_ranks=4, reverse=True),
+    *ask_each("reverse", (False, True), "zero2", more_ranks=(3, 4), chapters="zero2"),
     of_stages=True,
 )
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
@@ -85,16 +84,16 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     what = "gradients in backward at the worst moment"
     if reverse:  # documented: every bucket waits for bucket 0, whose gradients come last
         assert most > allowed, "in the opposite order all gradients should be whole at once"
-        at_most(what, most, LAYERS * LAYER + 2 * LAYER + activations, step=3)
+        at_most(what, most, LAYERS * LAYER + 2 * LAYER + activations)
     else:
         means = " (4Ψ/N of gradients, 2 buckets of a layer each: receive the one before first; and activations)"
-        at_most(what, most, allowed, step=3, means=means)
+        at_most(what, most, allowed, means=means)
         assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
 
 
 @holds(
     "bytes",
-    ask("zero3", more_ranks=(3, 4)),
+    ask("zero3", more_ranks=(3, 4), chapters="zero3"),
     ask("zero3", more_ranks=(3, 4), reshard_after_forward=False),
     ask("zero3", more_ranks=(3, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     ask_thorough("zero3", (2, 3, 4), prefetch=0),
@@ -105,24 +104,24 @@ def zero3_has_only_the_units_in_use_gathered(engine, **options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
     own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
     found = peaks_of(engine, stack(), **options)
-    at_most("what is alive after the construction", found.built, own + NOISE, step=0)
+    at_most("what is alive after the construction", found.built, own + NOISE)
     # Parameters, and AdamW's two moments with a counter for each piece.
-    at_most("what is alive between steps", found.between, 3 * own + 4 * 2 * LAYERS + NOISE, step=5)
+    at_most("what is alive between steps", found.between, 3 * own + 4 * 2 * LAYERS + NOISE)
     if "reshard_after_forward" not in options:
         units = 1 + min(options.get("prefetch", 1), LAYERS - 1)
         # In bfloat16 they are half as large, and two rounded shards may be on their way.
         unit, sent = (LAYER / 2, LAYER / dist.get_world_size()) if "param_dtype" in options else (LAYER, 0)
-        at_most("units gathered in forward", found.forward, units * unit + sent + NOISE, step=1)
+        at_most("units gathered in forward", found.forward, units * unit + sent + NOISE)
         assert found.forward >= units * unit, "fewer units than promised were gathered: is prefetching on?"
-        at_most("units gathered after forward", found.kept, NOISE, step=1)
+        at_most("units gathered after forward", found.kept, NOISE)
         # Backward adds the gradients' shards, and at most two units of whole gradients.
         means = f" (4Ψ/N of gradients, {units} units' parameters and 2 units' gradients, and activations)"
         what = "bytes alive at backward's worst moment"
-        at_most(what, found.backward, (units + 2) * LAYER + own + NOISE, step=2, means=means)
+        at_most(what, found.backward, (units + 2) * LAYER + own + NOISE, means=means)
     else:
-        at_most("units that are kept for backward", found.kept, LAYERS * LAYER + NOISE, step=1)
+        at_most("units that are kept for backward", found.kept, LAYERS * LAYER + NOISE)
         assert found.kept >= LAYERS * LAYER, "units were freed after forward, and should not have been"
-    at_most("units and gradients after backward", found.left, own + NOISE, step=2)
+    at_most("units and gradients after backward", found.left, own + NOISE)
 
 
 class ByKeyword(Stack):
@@ -160,7 +159,7 @@ def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
     gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else dist.get_world_size())
     allowed = gradients + (2 if "no_sync" in options else 3 + ("find_unused" in options)) * LAYER + NOISE
     most = peaks_of(engine, model, **options).backward
-    at_most("units gathered in backward, and gradients", most, allowed, step=2)
+    at_most("units gathered in backward, and gradients", most, allowed)
 
 
 @holds(
@@ -176,4 +175,4 @@ def zero3_gathers_little_where_it_cannot_know(engine, **options):
     """
     most = peaks_of(engine, stack(), **options).forward
     allowed = 3 if "turn" in options else 2
-    at_most("units gathered in forward", most, allowed * LAYER + NOISE, step=1)
+    at_most("units gathered in forward", most, allowed * LAYER + NOISE)

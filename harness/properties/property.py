@@ -5,7 +5,7 @@
         "Two backwards before a step add up."
         trained = engine(seeded(OddModel), SGD)          # as ZeRO1(model, optimizer_cls) would be written
         ...
-        same("the weights", trained.full_state_dict(), expected, atol=1e-12, step=5)
+        same("the weights", trained.full_state_dict(), expected, atol=1e-12)
 
 `ask` is a case: which engines are asked, on how many ranks, with which arguments. `engine` is the one under test, a
 `Subject`: it is called as a stage's class is. A property says with `same`, `expect`
@@ -15,7 +15,6 @@ to say. Nothing here knows pytest: tests, `check`, the museum and `conform` all 
 
 import importlib
 import itertools
-import linecache
 import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -29,36 +28,29 @@ from harness.properties.chapter_subjects import CHAPTERS, chapter_of
 from harness.run import engines
 
 GROUPS = ("values", "bytes", "traffic", "order", "life", "misuse")
-STEPS = ("partition", "forward", "backward", "reduce gradients", "update the shard", "gather parameters")
 STAGES = tuple(engines.STAGES)
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it must be: on which rank, and at which step of the algorithm (0 to 5) where known.
-
-    `read` says where that is explained, if it is known.
-    """
+    """One thing that is not as it must be, and on which rank."""
 
     what: str
     expected: str
     found: str
-    step: int | None
     rank: int
-    read: str = ""
 
     def __str__(self):
-        at = f", step {self.step} {STEPS[self.step]}" if self.step is not None else ""
-        return f"rank {self.rank}{at}: {self.what}\n  expected  {self.expected}\n  found     {self.found}"
+        return f"rank {self.rank}: {self.what}\n  expected  {self.expected}\n  found     {self.found}"
 
 
 class Differs(AssertionError):
     """An engine is not what it must be."""
 
-    def __init__(self, what: str, expected, found, step: int | None = None):
+    def __init__(self, what: str, expected, found):
         super().__init__(f"{what}: expected {expected}, found {found}")
-        self.what, self.expected, self.found, self.step = what, str(expected), str(found), step
+        self.what, self.expected, self.found = what, str(expected), str(found)
 
 
 class NotApplicable(Exception):
@@ -68,30 +60,30 @@ class NotApplicable(Exception):
 # How a property says what must be.
 
 
-def expect(right, what: str, expected, found, step: int | None = None) -> None:
+def expect(right, what: str, expected, found) -> None:
     if not right:
-        raise Differs(what, expected, found, step)
+        raise Differs(what, expected, found)
 
 
-def same(what: str, found, expected, atol: float = 0.0, step: int | None = None) -> None:
+def same(what: str, found, expected, atol: float = 0.0) -> None:
     """`found` equals `expected`: a tensor to within `atol` (0: to the bit), a mapping of them name by name, or a value.
 
     To the bit is for what adds the same numbers in the same order on both sides; say there why it does.
     """
     if isinstance(expected, Mapping):
-        expect(list(found) == list(expected), f"the names of {what}", list(expected), list(found), step)
+        expect(list(found) == list(expected), f"the names of {what}", list(expected), list(found))
         for name in expected:
-            same(f"{what}, {name}", found[name], expected[name], atol, step)
+            same(f"{what}, {name}", found[name], expected[name], atol)
     elif isinstance(expected, torch.Tensor):
         shapes = tuple(getattr(found, "shape", ())) if isinstance(found, torch.Tensor) else type(found).__name__
-        expect(shapes == tuple(expected.shape), f"the shape of {what}", tuple(expected.shape), shapes, step)
+        expect(shapes == tuple(expected.shape), f"the shape of {what}", tuple(expected.shape), shapes)
         if there := first_difference(found, expected, atol):
             right, wrong, where = there
             off = (found.detach().to(expected) - expected.detach()).abs().max().item()
             allowed = f", to within {atol:g}" if atol else ", to the bit"
-            raise Differs(what, f"{right:.17g}{allowed}", f"{wrong:.17g}{where}, by {off:.3g} at most", step)
+            raise Differs(what, f"{right:.17g}{allowed}", f"{wrong:.17g}{where}, by {off:.3g} at most")
     else:
-        expect(found == expected, what, expected, found, step)
+        expect(found == expected, what, expected, found)
 
 
 def first_difference(found: torch.Tensor, expected: torch.Tensor, atol: float, rtol: float = 0):
@@ -104,7 +96,7 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor, atol: float, r
     return *values, f" at element {first}; {int(wrong.sum())} of {wrong.numel()} differ"
 
 
-def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeError), step: int | None = 0) -> str:
+def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeError)) -> str:
     """`call()` raises one of the `error`s, with all `words` in its message, which is returned."""
     wanted = f"an error that says {', '.join(map(repr, words)) or 'what is wrong'}"
     foreign = _asked is not None and _asked.foreign
@@ -118,11 +110,11 @@ def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeEr
         if foreign:  # it has errors of its own, and words
             return said
         missing = [word for word in words if word not in said]
-        expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said}", step)
+        expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said}")
         return said
     if foreign:
         raise NotApplicable(f"{_asked.name} does not say that it refuses this")
-    raise Differs("what cannot work", wanted, "no error", step)
+    raise Differs("what cannot work", wanted, "no error")
 
 
 _asked = None  # the `Subject` that is being examined
@@ -308,9 +300,7 @@ def finding_of(error: AssertionError) -> Finding:
     """What an assertion says; of a plain `assert`, the line that is not true."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if isinstance(error, Differs):
-        return Finding(error.what, error.expected, error.found, error.step, rank)
+        return Finding(error.what, error.expected, error.found, rank)
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == HERE]
-    frame = ours[-1]
-    line = linecache.getline(frame.filename, frame.lineno).strip()
-    said = str(error) or "it does not hold"
-    return Finding(f"{line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, None, rank)
+    frame, said = ours[-1], str(error) or "it does not hold"
+    return Finding(f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, rank)

@@ -97,7 +97,7 @@ def constructions_that_cannot_work_are_refused(engine):
         model = odd()
         before = all_of(model)
         refused(lambda build=build, model=model: build(engine, model), *words, error=Exception)
-        same("the model after the refusal", all_of(model), before, step=0)
+        same("the model after the refusal", all_of(model), before)
     plain = odd()
     for module in (plain, model):  # trained by plain PyTorch first, and then by an engine
         optimizer = ADAMW([param for param in module.parameters() if param.requires_grad])
@@ -354,8 +354,8 @@ def an_init_fn_that_raises_on_one_rank_is_an_error_on_all(engine):
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert model.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
     trained = engine(model, fixtures.MOMENTUM, init_fn=lambda name, tensor: (names.append(name), tensor.fill_(0.1)))
-    expect(model.count is model.head.count, "the buffer of two modules", "one object", "two", step=0)
-    same("how it is filled", [name for name in names if "count" in name], ["count"], step=0)
+    expect(model.count is model.head.count, "the buffer of two modules", "one object", "two")
+    same("how it is filled", [name for name in names if "count" in name], ["count"])
     trained.training_step(*fixtures.token_batch(0, rank), F.cross_entropy)
     state = trained.full_state_dict()
     assert not model.count.is_meta and not any(value.is_meta for value in state.values())

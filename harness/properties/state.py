@@ -36,19 +36,19 @@ def the_state_of_one_engine_is_taken_in_by_another(engine):
     trained.training_step(*fixtures.token_batch(0, dist.get_rank()), F.cross_entropy)
     trained.load_full_state_dict(source.state_dict())
     state = trained.full_state_dict()
-    same("the state that was loaded", state, source.state_dict(), step=0)
+    same("the state that was loaded", state, source.state_dict())
     for name, value in state.items():  # no view of a bucket, all of which torch.save would write for each entry
         same(f"bytes of the storage under {name}", value.untyped_storage().nbytes(), value.nbytes)
     tokens, _ = fixtures.token_batch(3, dist.get_rank())
     with torch.no_grad():  # the weights in use, not only those on file
-        same("what the engine computes", trained(tokens), source(tokens), EXACT, step=1)
+        same("what the engine computes", trained(tokens), source(tokens), EXACT)
     for broken, name in (
         ({k: v for k, v in state.items() if k != "head.bias"}, "head.bias"),
         ({**state, "nobody": torch.ones(1)}, "nobody"),
         ({**state, "head.bias": torch.ones(4)}, "head.bias"),
     ):
         refused(lambda broken=broken: trained.load_full_state_dict(broken), name, error=(KeyError, ValueError))
-    same("the state after what was refused", trained.full_state_dict(), state, step=0)
+    same("the state after what was refused", trained.full_state_dict(), state)
 
 
 def buffers_of(model) -> dict:
@@ -124,14 +124,14 @@ def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None)
     assert dist.get_rank() == 0 or alike < 4, "the ranks have the same buffers: this proves nothing"
     block.register_forward_hook(lambda *_: seen.append(quantized_of(block)))
     trained = engine(model, fixtures.DECAY, param_dtype=param_dtype)
-    same("buffers of the model", buffers_of(model), expected, step=0)
+    same("buffers of the model", buffers_of(model), expected)
     for step in range(2):
         inputs, _ = fixtures.vector_batch(step, dist.get_rank(), 5, batch=2)
         trained.training_step(inputs, torch.tensor([0, 1]), fixtures.in_float32)
-    same("quantized weights in forward", seen, [quantized] * 2, step=1)
+    same("quantized weights in forward", seen, [quantized] * 2)
     if engine.like == "zero3":
         held = storage_bytes([getattr(block, name) for name in QUANTIZED])
-        same("bytes of quantized weights that are gathered", held, 0, step=5)
+        same("bytes of quantized weights that are gathered", held, 0)
     model.int16_scalar.add_(dist.get_rank())  # own again, as running statistics are
     own = buffers_of(model)
     state = trained.full_state_dict()

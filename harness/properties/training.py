@@ -113,8 +113,8 @@ class Pair:
         with inside():
             found = loss(self.trained, *self.batch(step, self.rank)) * scale
             found.backward()
-        same("this rank's loss", found, expected, self.atol, step=1)
-        self.nothing_gathered("backward", 2)
+        same("this rank's loss", found, expected, self.atol)
+        self.nothing_gathered("backward")
         return found
 
     def backward_of_plain(self, step: int, loss=None, scale: float = 1.0) -> list[torch.Tensor]:
@@ -138,10 +138,10 @@ class Pair:
         self.optimizer.step()
         self.optimizer.zero_grad()
         found = self.trained.training_step(*self.batch(step, self.rank), F.cross_entropy)
-        expect(not found.requires_grad, "the loss that training_step returns", "detached", "it requires a gradient", 1)
+        expect(not found.requires_grad, "the loss that training_step returns", "detached", "it requires a gradient")
         everyone = of_all_ranks(found)
-        same(f"the ranks' losses of step {step}", everyone, torch.stack(expected), self.atol, step=1)
-        self.nothing_gathered("the step", 5)
+        same(f"the ranks' losses of step {step}", everyone, torch.stack(expected), self.atol)
+        self.nothing_gathered("the step")
         return everyone
 
     def backward_by(self, way: Callable, step: int) -> None:
@@ -149,21 +149,21 @@ class Pair:
         for other in range(self.size):
             way(self.plain, self.batch(step, other), 1 / self.size)
         way(self.trained, self.batch(step, self.rank), 1)
-        self.nothing_gathered(way.__name__, 2)
+        self.nothing_gathered(way.__name__)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Both clip; the norms are the same, and returned."""
         expected = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm, norm_type)
         norm = self.trained.clip_grad_norm_(max_norm, norm_type)
         what = f"the gradients' norm with norm_type {norm_type:g}"
-        same(what, norm, expected, self.atol * max(1.0, expected.item()), step=3)
+        same(what, norm, expected, self.atol * max(1.0, expected.item()))
         return norm
 
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.trained.step()
-        self.nothing_gathered("the step", 5)
+        self.nothing_gathered("the step")
         self.trained.zero_grad()
 
     def scaled_step(self, step: int, scaler, max_norm: float | None, skipped=False, spoil=lambda trained: None) -> None:
@@ -188,7 +188,7 @@ class Pair:
         self.optimizer.zero_grad()
         scaler.step(self.trained)
         scaler.update()
-        self.nothing_gathered("the step", 5)
+        self.nothing_gathered("the step")
         self.trained.zero_grad()
 
     def train(self, steps: int, **how) -> None:
@@ -212,12 +212,12 @@ class Pair:
     def same_weights(self) -> None:
         """All ranks take part."""
         found = self.trained.full_state_dict()
-        same("the weights", found, {n: v.cpu() for n, v in self.plain.state_dict().items()}, self.atol, step=5)
+        same("the weights", found, {n: v.cpu() for n, v in self.plain.state_dict().items()}, self.atol)
 
-    def nothing_gathered(self, after: str, step: int) -> None:
+    def nothing_gathered(self, after: str) -> None:
         """ZeRO-3 has freed all units, and the root; the chapter leaves frozen parameters whole."""
         if self.engine.like == "zero3" and not self.keeps:
             params = list(self.trained.model.parameters())
             if self.engine.chapter:
                 params = [param for param in params if param.requires_grad]
-            same(f"bytes of parameters that are gathered after {after}", storage_bytes(params), 0, step=step)
+            same(f"bytes of parameters that are gathered after {after}", storage_bytes(params), 0)

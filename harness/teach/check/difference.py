@@ -176,7 +176,7 @@ class Differences:
 
     def say(self, what: str, expected, found) -> None:
         at = f", {self.case.at}" if self.case.at else ""
-        self.findings.append(Finding(what + at, str(expected), str(found), None, dist.get_rank()))
+        self.findings.append(Finding(what + at, str(expected), str(found), dist.get_rank()))
 
     def compare(self, right: Run, wrong: Run) -> list[Finding]:
         for number, (one, other) in enumerate(zip(right.calls, wrong.calls), start=1):

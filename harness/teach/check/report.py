@@ -113,8 +113,7 @@ def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
         lines.append(
             "  Collectives match by their order alone: every rank must issue the same ones, in the same order."
         )
-    reads = [finding["read"] for finding in verdict.get("findings", ()) if finding.get("read")]
-    lines += [] if loading else [f"  read      {(reads or [check.read])[0]}"]
+    lines += [] if loading else [f"  read      {check.read}"]
     return [text for line in lines for text in _wrapped(line)]
 
 
