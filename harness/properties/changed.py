@@ -35,7 +35,7 @@ def refused_or_right(pair: Pair, act: Callable, *words: str) -> None:
         act(pair.trained.model, pair.trained.optimizer)
         pair.step_alone()
 
-    refused(go, *words, error=(RuntimeError, ValueError), step=1)
+    refused(go, *words, error=(RuntimeError, ValueError))
     pair.trained.zero_grad()
 
 
@@ -114,7 +114,7 @@ def what_would_be_lost_is_not_given_out(engine, how, options):
                 WRITES[how](pair.trained.model, None)
                 take(pair.trained, folder)
 
-            refused(go, "'head.weight'", error=RuntimeError, step=None)
+            refused(go, "'head.weight'", error=RuntimeError)
         pair.trained.zero_grad()
 
 
@@ -159,7 +159,7 @@ def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **
         for loader in loaders:
             loss = pair.alone(0)
             loader()
-            refused(loss.backward, "version", error=RuntimeError, step=2)
+            refused(loss.backward, "version", error=RuntimeError)
             pair.trained.zero_grad()
     pair.alike(1)
 
@@ -208,7 +208,7 @@ def an_optimizer_that_swaps_its_weights_is_right(engine):
             model.eval()
         with torch.no_grad():
             tokens, _ = pair.batch(step, pair.rank)
-            same("what the averages compute", pair.trained(tokens), pair.plain(tokens), pair.atol, step=1)
+            same("what the averages compute", pair.trained(tokens), pair.plain(tokens), pair.atol)
         pair.same_weights()
         for model, optimizer in pair.both:
             optimizer.train()
@@ -283,7 +283,7 @@ def groups_that_change_after_the_build_are_refused(engine, how):
         REGROUPS[how](pair.trained.model, pair.trained.optimizer)
         pair.trained.step()
 
-    refused(go, "the optimizer's groups", "param_groups=", error=(RuntimeError, ValueError), step=4)
+    refused(go, "the optimizer's groups", "param_groups=", error=(RuntimeError, ValueError))
 
 
 @holds("values", ask(), ask(**LOW), ask_thorough(**OFFLOAD), of_stages=True)
@@ -301,9 +301,9 @@ def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
     plain.double().load_state_dict(expected)
     tokens, _ = fixtures.own_tokens(0)
     with swapped(trained, averages), torch.no_grad():
-        same("the weights", trained.full_state_dict(), expected, EXACT, step=5)
+        same("the weights", trained.full_state_dict(), expected, EXACT)
         # Offload computes in the dtype of the shards, mixed precision in another one.
-        same("what the averages compute", trained(tokens), plain(tokens), 0.05 if options == LOW else EXACT, step=1)
+        same("what the averages compute", trained(tokens), plain(tokens), 0.05 if options == LOW else EXACT)
     same("the weights afterwards", trained.full_state_dict(), own)
     wrong = averages[:-1]
     refused(lambda: swapped(trained, wrong).__enter__(), "a value for each piece", error=ValueError)
@@ -375,5 +375,5 @@ def a_wrapper_around_a_child_is_no_swap(engine):
     pair.train(2)
     found = list(pair.trained.full_state_dict().values())
     for value, (name, expected) in zip(found, pair.plain.state_dict().items()):
-        same(name, value, expected, pair.atol, step=5)
+        same(name, value, expected, pair.atol)
     expect(len(found) > 9, "values", "all of the model's", len(found))
