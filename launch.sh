@@ -154,7 +154,7 @@ fi
 if [ -n "$html" ]; then
     "$python" -m "$module" "${own[@]}" || fail "a cell has failed, see above; what is in $html is not complete"
     # A notebook leads to the next one, and to files of the project: the pages do so too.
-    sed -i.bak -E -e 's|href="([0-9]{2}_[a-z0-9_]+)\.ipynb"|href="\1.html"|g' \
+    sed -i.bak -E -e 's|href="([0-9]{2}[a-z]?_[a-z0-9_]+)\.ipynb"|href="\1.html"|g' \
         -e "s|href=\"\.\./|href=\"file://${here// /%20}/|g" "$html"/*.html
     rm "$html"/*.html.bak
     echo "written: $html"

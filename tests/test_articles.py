@@ -72,7 +72,7 @@ def test_what_gives_a_verdict(changed, verdict):
 
 def test_the_command_writes_its_rows(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    assert main(["--only", "9.8 s", "--json", str(file)]) == 0
+    assert main(["--only", "9.8 s", "said nowhere", "--json", str(file)]) == 0
     (found,) = json.loads(file.read_text())
     assert found == RECORDED[found["article"], found["claim"]]
     printed = capsys.readouterr()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-THOROUGH = [pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (1, 2, 4)]
+THOROUGH = [pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (1, 3, 4)]
 
 
-@pytest.mark.parametrize("ranks", (3, *THOROUGH))
+@pytest.mark.parametrize("ranks", (2, *THOROUGH))
 def test_chapters_train_beside_ddp_in_an_empty_folder(ranks, tmp_path):
     for name in ("zero1.py", "zero2.py", "zero3.py", "tests/train_alone.py"):
         shutil.copy(ROOT / name, tmp_path)

@@ -286,11 +286,11 @@ def test_launch_sh_opens_them_and_makes_html_copies(tmp_path):
     assert without.returncode == 2 and "has no Jupyter" in without.stderr
     # nbconvert executes and writes; then the pages lead to each other and to the project's files.
     pages.mkdir()
-    (pages / "01_a.html").write_text('<a href="02_b.ipynb">next</a> <a href="../zero1.py">the chapter</a>')
+    (pages / "01_a.html").write_text('<a href="02b_c.ipynb">next</a> <a href="../zero1.py">the chapter</a>')
     made = notebooks("--html", str(pages))
     assert made.returncode == 0 and f"-m nbconvert --to html --execute --output-dir={pages}" in made.stdout
     assert all(str(file) in made.stdout for file in FILES)
-    said = f'<a href="02_b.html">next</a> <a href="{ROOT.as_uri()}/zero1.py">the chapter</a>'
+    said = f'<a href="02b_c.html">next</a> <a href="{ROOT.as_uri()}/zero1.py">the chapter</a>'
     assert (pages / "01_a.html").read_text().strip() == said and len([*pages.iterdir()]) == 1
     assert notebooks("--html", "pages", "--only").returncode == 2
     failed = notebooks("--html", str(pages), python='[ "$1" = -c ]')

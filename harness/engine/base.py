@@ -67,6 +67,7 @@ class Engine:
         before, self.updating = self.updating, True
         try:
             super().step()
+            self.look.note_shards()
         finally:
             self.updating = before
 
@@ -84,6 +85,14 @@ class Engine:
         """The optimizer has changed the shards."""
         for bucket in self.buckets:
             guard.stepped(bucket.params)
+
+    def shards_changed(self) -> None:
+        """Somebody else has: a backward of an earlier forward is an error, as in plain PyTorch."""
+        self.stepped()
+        for bucket in self.all_buckets:
+            if not bucket.trained:
+                guard.stepped(bucket.params)
+        self.look.note_shards()
 
     def remove_hooks(self) -> None:
         for handle in self.handles:

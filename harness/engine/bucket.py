@@ -8,7 +8,7 @@ from harness.engine import gradients
 from harness.engine.options import precision
 from harness.engine.options.tensor_parallel import local
 from harness.engine.safety import guard
-from harness.engine.safety.waiting import label, waiting_for
+from harness.engine.safety.waiting import wait
 
 
 class NamedWork:
@@ -19,8 +19,7 @@ class NamedWork:
 
     def wait(self) -> None:
         """On a CPU the host waits, on CUDA the stream."""
-        with waiting_for(f"the {self._collective} of {label(self._bucket)}"):
-            self._work.wait()
+        wait(self._work, self._collective, self._bucket)
 
 
 class EngineBucket(zero1.Bucket):

@@ -50,16 +50,12 @@ def nested(values: dict[tuple, object]):
     return [inner[number] for number in sorted(inner)] if numbered else inner
 
 
-def first_element(bucket, index: int) -> int:
-    """Which element of parameter `index` is the first in this rank's shard."""
-    return max(0, bucket.own.start - bucket.offsets[index])
-
-
-def pieces(engine):
-    """(name, piece, shape of the parameter, first element) of what this rank's optimizer has."""
-    for bucket in engine.buckets:
+def pieces(buckets):
+    """(name, parameter, piece, shape, first element) of each part of a parameter that this rank has in `buckets`."""
+    for bucket in buckets:
         for index, piece in bucket.numbered(bucket.pieces):
-            yield plain_name(bucket.names[index]), piece, bucket.shapes[index], first_element(bucket, index)
+            first = max(0, bucket.own.start - bucket.offsets[index])
+            yield plain_name(bucket.names[index]), bucket.params[index], piece, bucket.shapes[index], first
 
 
 def elementwise(value, piece: torch.Tensor) -> bool:

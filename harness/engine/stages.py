@@ -47,6 +47,7 @@ class BucketEngine(Engine):
         """Somebody has written into the shards: all ranks gather what is new."""
         for work in [bucket.gather() for bucket in self.all_buckets]:
             work.wait()
+        super().shards_changed()
 
 
 class ZeRO1Engine(BucketEngine, zero1.ZeRO1):

@@ -1,5 +1,6 @@
 """Whole weights out of an engine and into one, the buffers, and the way back to a plain model."""
 
+import contextlib
 import copy
 from collections.abc import Mapping
 
@@ -8,11 +9,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from harness.engine.all_or_none import all_or_none, on_all
-from harness.engine.layout import extra_states, first_element, plain_name
+from harness.engine.layout import extra_states, pieces, plain_name
 from harness.engine.options import tensor_parallel
 from harness.engine.options.precision import sendable
 from harness.engine.safety import guard
-from harness.engine.safety.agreement import agree
 from harness.engine.safety.waiting import label, not_alike, waiting_for
 
 
@@ -45,6 +45,9 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     modules give by `get_extra_state()`.
     """
     model, group = engine.model, engine.group
+    what = "all ranks to call full_state_dict()"
+    everyone = all_or_none(lambda: _to_give(engine), engine.placement.everyone, what)
+    _compare([buffers for buffers, _ in everyone])
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
         for bucket in engine.all_buckets:
@@ -52,10 +55,8 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
             for param, view in zip(bucket.params, bucket.views(flat)):
                 values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
         state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
-        extras = extra_states(model)
-        extras = {key: value for key, value in state.items() if plain_name(key) in extras}
-        extras = tree_map_only(torch.Tensor, torch.Tensor.cpu, extras)
-        state.update(all_or_none(lambda: extras, engine.placement.everyone)[0] if extras else {})
+        _, extras = everyone[0]
+        state.update(extras)
         for key, tensor in state.items():
             if id(tensor) in values:
                 state[key] = values[id(tensor)]
@@ -66,6 +67,62 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     return state
 
 
+def _to_give(engine) -> tuple[dict, dict]:
+    """({name of a buffer: what it is}, {name: what a module keeps besides}) of this rank's model."""
+    guard.refuse_lost(engine.all_buckets)
+    sharded = {id(param) for bucket in engine.all_buckets for param in bucket.params}
+    buffers, extras, modules = {}, {}, extra_states(engine.model)
+    for key, value in engine.model.state_dict(keep_vars=True).items():
+        if plain_name(key) in modules:
+            extras[key] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), value)
+        elif isinstance(value, torch.Tensor) and id(value) not in sharded:
+            buffers[key] = f"{value.dtype} of shape {tuple(value.shape)}"
+    return buffers, extras
+
+
+def _compare(everyone: list[dict]) -> None:
+    for rank, other in enumerate(everyone):
+        for key in {**everyone[0], **other}:
+            here, there = (of.get(key, "not there") for of in (everyone[0], other))
+            if here != there:
+                raise ValueError(
+                    f"{key!r} is {here} on rank 0, and {there} on rank {rank}: the whole state has rank 0's buffers, "
+                    "so all ranks must have buffers of the same names, shapes and dtypes"
+                )
+
+
+@contextlib.contextmanager
+def swapped(engine, values: list[torch.Tensor]):
+    """`with swapped(engine, values):` the optimizer's pieces have these values, in its own order. A collective.
+
+    For averages of weights, of which each rank keeps its own part, in the precision of the shards: inside, `engine(x)`,
+    `full_state_dict()` and checkpoints have them, and nobody trains. Afterwards `values` are as they were.
+    """
+    _swap(engine, values)
+    try:
+        yield
+    finally:
+        _swap(engine, values)
+
+
+def _swap(engine, values) -> None:
+    own = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+
+    def fit():
+        wanted, found = ([tuple(each.shape) for each in some] for some in (own, values))
+        if wanted != found:
+            raise ValueError(f"swapped() needs a value for each piece, of the shapes {wanted}, got {found}")
+
+    on_all(fit, engine.placement.everyone, "all ranks to swap weights")
+    engine.placement.finish_all()
+    with torch.no_grad():
+        for piece, value in zip(own, values):
+            kept = piece.clone()
+            piece.copy_(value)
+            value.copy_(kept)
+    engine.shards_changed()
+
+
 def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     """Load what `full_state_dict` returned, at any world size: this rank's part of every parameter. A collective.
 
@@ -73,7 +130,8 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     and ValueError for another shape, on every rank, before anything is written; so does what modules raise that take
     their part by `set_extra_state()`.
     """
-    agree(_state_problem(engine, state), "", engine.placement.everyone, engine.model)
+    what = "all ranks to call load_full_state_dict()"
+    on_all(lambda: _check_state(engine, state), engine.placement.everyone, what)
     own = engine.model.state_dict(keep_vars=True)
     modules = extra_states(engine.model)
     extras = {key: modules[plain_name(key)] for key in own if plain_name(key) in modules}
@@ -81,14 +139,10 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     engine.placement.finish_all()
     with torch.no_grad():
         keys = {id(tensor): key for key, tensor in own.items()}
-        sharded = set()
-        for bucket in engine.all_buckets:
-            sharded.update(id(param) for param in bucket.params)
-            for index, part in bucket.numbered(bucket.cut(bucket.shard)):
-                param = bucket.params[index]
-                value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
-                first = first_element(bucket, index)
-                part.copy_(value[first : first + part.numel()])
+        sharded = {id(param) for bucket in engine.all_buckets for param in bucket.params}
+        for _, param, piece, _, first in pieces(engine.all_buckets):
+            value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
+            piece.copy_(value[first : first + piece.numel()])
         for key, tensor in own.items():
             if key not in extras and isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
                 tensor.copy_(state[key])
@@ -110,19 +164,18 @@ def set_extra_states(engine, values: list[tuple]) -> None:
         raise
 
 
-def _state_problem(engine, state) -> Exception | None:
+def _check_state(engine, state) -> None:
     if not isinstance(state, Mapping):
-        return TypeError(f"every rank must pass the whole state, a dictionary of tensors, got {type(state).__name__}")
+        raise TypeError(f"every rank must pass the whole state, a dictionary of tensors, got {type(state).__name__}")
     own = engine.model.state_dict(keep_vars=True)
     missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
     if missing or unexpected:
-        return KeyError(f"the state does not fit the model: {not_alike(missing, unexpected)}")
+        raise KeyError(f"the state does not fit the model: {not_alike(missing, unexpected)}")
     extras = extra_states(engine.model)
     for key, tensor in own.items():
         a_tensor = isinstance(tensor, torch.Tensor) and plain_name(key) not in extras
         if a_tensor and tensor.shape != state[key].shape:
-            return ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
-    return None
+            raise ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
 
 
 def close(engine) -> None:
@@ -130,23 +183,16 @@ def close(engine) -> None:
 
     All hooks are gone, and the engine cannot be used any more. Another one may be built on the model.
     """
+    on_all(lambda: guard.refuse_lost(engine.all_buckets), engine.placement.everyone, "all ranks to call close()")
     engine.zero_grad()
     engine.remove_hooks()
-    _restore(engine)
+    restore(engine)
     vars(engine).clear()
 
 
-def agree_or_restore(engine, problem: Exception | None) -> None:
-    """The build has come far, and may have failed on some rank: then it fails on all, and the model is plain again."""
-    try:
-        agree(problem, "", engine.placement.everyone, engine.model)
-    except Exception:
-        _restore(engine)
-        raise
-
-
 @torch.no_grad()
-def _restore(engine) -> None:
+def restore(engine) -> None:
+    """The model is plain again."""
     for bucket in engine.all_buckets:
         guard.open(bucket.params)
         guard.release(bucket.params)

@@ -407,7 +407,9 @@ class UnitLife(Engine, zero3.ZeRO3):
         for unit in self.all_units:
             unit.free()
 
-    shards_changed = free_all  # new values were loaded into all shards: what is gathered has the old ones
+    def shards_changed(self) -> None:
+        self.free_all()  # what is gathered has the old values
+        super().shards_changed()
 
     def zero_grad(self) -> None:
         self.receive()  # of a backward that did not finish

@@ -518,6 +518,23 @@ def what_cannot_be_loaded_is_not_saved(engine):
         expect(not folder.exists(), "the folder of what cannot be saved", "none", "it is there")
 
 
+@holds("misuse")
+def learning_rates_that_part_are_noticed_at_a_save(engine):
+    """Where a schedule has gone by a rank's own loss, no rank saves, and all say so; mended, all save."""
+    trained = zoo_under(engine)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(trained.optimizer, patience=0)
+    with shared_folder() as folder:
+        checkpoint.save(trained, folder)
+        for loss in (1.0, 2.0 if dist.get_rank() == 0 else 0.5):
+            schedule.step(loss)
+        for _ in range(2):
+            refused(lambda: checkpoint.save(trained, folder), "ranks disagree on 'group 0'", "lr", error=ValueError)
+        same("checkpoints", [path.name for path in checkpoint.complete(folder)], ["000001"])
+        for group, lr in zip(trained.optimizer.param_groups, (0.01, 0.003)):
+            group["lr"] = lr
+        checkpoint.save(trained, folder)
+
+
 @holds("life")
 def old_checkpoints_go(engine):
     """The newest `keep` checkpoints stay, also after kills, each loads by its name; the user's own is not touched."""
@@ -542,6 +559,20 @@ def old_checkpoints_go(engine):
         dist.barrier()
         same("what is in the folder", sorted(os.listdir(folder)), ["000005", "000006", "3song.partial", "notes"])
         same("what the older one holds", checkpoint.load(trained, folder / "000005"), {"step": 5})
+        own = ["000008.partial", "000009.partial", "1²"]
+        if first:
+            (folder / own[0]).write_text("")
+            (folder / own[1]).symlink_to(folder / "notes")
+            (folder / own[2]).mkdir()
+        dist.barrier()
+        checkpoint.save(trained, folder, keep=2, step=7)
+        found = sorted(os.listdir(folder))
+        same(
+            "what is beside names of the user's",
+            found,
+            ["000006", *own[:2], "000010", own[2], "3song.partial", "notes"],
+        )
+        same("what the newest holds", checkpoint.load(trained, folder), {"step": 7})
 
 
 @holds("bytes", ask(), ask(ranks=4, hybrid=True))
@@ -555,7 +586,9 @@ def each_rank_writes_its_part(engine, hybrid=False):
     trained.training_step(*fixtures.vector_batch(0, dist.get_rank(), 256), F.mse_loss)
     with shared_folder() as folder:
         written = checkpoint.save(trained, folder).nbytes
-    runs = [rectangles(shape, first, first + piece.numel()) for _, piece, shape, first in layout.pieces(trained)]
+    runs = [
+        rectangles(shape, first, first + piece.numel()) for _, _, piece, shape, first in layout.pieces(trained.buckets)
+    ]
     own = 0
     if not hybrid or dist.get_rank() < 2:
         own = sum(3 * 4 * bucket.shard.numel() for bucket in trained.all_buckets)

@@ -174,6 +174,6 @@ def what_cannot_be_materialised_is_refused(engine):
     refused(lambda: engine(OddModel(), ADAMW, init_fn=lambda name, tensor: None), *words)
     # What is wrong on one rank is an error on all.
     source, words = (
-        ({}, "init_fn=") if dist.get_rank() == 1 else ({"init_fn": lambda name, tensor: tensor.zero_()}, "[1]")
+        ({}, "init_fn=") if dist.get_rank() == 1 else ({"init_fn": lambda name, tensor: tensor.zero_()}, "rank 1: ")
     )
     refused(lambda: engine(on_meta(OddModel), ADAMW, **source), words)

@@ -327,7 +327,7 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
     pair.alike(3)
     # Rank 0 has passed a state, the others none.
     state = pair.trained.full_state_dict()
-    words = "[1" if rank == 0 else "every rank"
+    words = "rank 1: every rank must pass the whole state"
     refused(lambda: pair.trained.load_full_state_dict(state if rank == 0 else None), words)
     pair.alike(1)
 

@@ -1,17 +1,23 @@
 """Ranks that part: one runs other units, does not come, or has fewer batches. Every rank learns where."""
 
 import datetime
+import io
+import sys
 import time
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from harness.engine import checkpoint
+from harness.engine.safety import waiting
 from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import DECAY, Lanes, OddModel, Stack, odd, own_tokens, seeded, vector_batch
 from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.data import while_all_have
+from harness.run.shared_folder import shared_folder
 
 
 def short_group():
@@ -99,6 +105,91 @@ def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
             expect(seconds < 40, "seconds until the error", "about the timeout's one", seconds)
     finally:
         dist.barrier()
+
+
+class Heard(io.StringIO):
+    """In the place of stderr: what is written is kept, and a key in the ranks' store says that something was."""
+
+    def __init__(self, key: str):
+        super().__init__()
+        self.key = key
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        dist.distributed_c10d._get_default_store().set(self.key, "heard")
+        return written
+
+
+def a_step(trained, folder):
+    trained.training_step(*own_tokens(0), F.cross_entropy)
+
+
+def a_save(trained, folder):
+    checkpoint.save(trained, folder)
+
+
+def a_save_in_the_background(trained, folder):
+    checkpoint.async_save(trained, folder).result()
+
+
+def a_load(trained, folder):
+    checkpoint.load(trained, folder)
+
+
+def the_whole_state(trained, folder):
+    trained.full_state_dict()
+
+
+def a_whole_state_to_load(trained, folder):
+    trained.load_full_state_dict(seeded(OddModel).state_dict())
+
+
+def another_engine(trained, folder):
+    type(trained)(seeded(OddModel), DECAY)
+
+
+def the_end(trained, folder):
+    trained.close()
+
+
+CALLS = {  # what a rank does that is alone, and what it waits for
+    a_step: "the ",
+    a_save: "checkpoint.save()",
+    a_save_in_the_background: "checkpoint.async_save()",
+    a_load: "checkpoint.load()",
+    the_whole_state: "full_state_dict()",
+    a_whole_state_to_load: "load_full_state_dict()",
+    another_engine: "all ranks to build the engine",
+    the_end: "close()",
+}
+
+
+@holds("misuse", ask(more_ranks=3), of_stages=True)
+def a_rank_that_waits_long_says_for_what(engine):
+    """After a while it says on stderr, once, what it waits for and who has come; when the others come, it goes on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    late, trained, store = size - 1, odd(engine), dist.distributed_c10d._get_default_store()
+    with shared_folder() as folder, patch.object(waiting, "NOTICE", 0.4):
+        checkpoint.save(trained, folder)
+        for call, words in CALLS.items():
+            keys = [f"{call.__name__} {engine.name} {size} {other}" for other in range(size)]
+            dist.barrier()
+            if rank == late:
+                store.wait(keys[:late])  # the others have spoken
+                call(trained, folder)
+                same("what is said by who comes last", [key for key in keys[late:] if store.check([key])], [])
+            else:
+                with patch.object(sys, "stderr", Heard(keys[rank])) as heard:
+                    call(trained, folder)
+                said = heard.getvalue()
+                same("lines that are said", said.count("\n"), 1)
+                for word in (f"[rank {rank}] has waited", words, f"rank {late} has not come"):
+                    expect(word in said, "what a rank says that waits", word, said)
+            dist.barrier()
+            left = [other for other in range(size) if store.check([f"zero waits {other}"])]
+            same("ranks of which the store says that they wait", left, [])
+            for key in keys[:late] if rank == late else ():
+                store.delete_key(key)
 
 
 @holds("life", ask(ranks=3, more_ranks=2, longest=0), ask(ranks=3, more_ranks=2, longest=1))

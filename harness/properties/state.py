@@ -252,3 +252,38 @@ def a_module_that_does_not_take_its_state_changes_nothing(engine):
             same("the optimizer's state", str(trained.optimizer.state_dict()), moments)
         checkpoint.load(trained, folder)
     same("what modules keep", kept(model), "[1, 2]")
+
+
+@holds("life", ask(ranks=3, more_ranks=2), of_stages=True)
+def buffers_of_other_shapes_are_an_error_on_all_ranks(engine):
+    """Where ranks' buffers are not alike, the whole state is refused on all ranks, and names the buffer."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def grow(model):
+        model.shift = torch.zeros(7, dtype=torch.float64)
+
+    def shrink(model):
+        model.shift = torch.zeros(2, 2, dtype=torch.float64)
+
+    def another_dtype(model):
+        model.shift = model.shift.float()
+
+    def one_more(model):
+        model.register_buffer("more", torch.zeros(2))
+
+    def one_less(model):
+        del model.shift
+
+    for change in (grow, shrink, another_dtype, one_more, one_less):
+        model = fixtures.seeded(fixtures.OddModel)
+        trained = engine(model, fixtures.DECAY)
+        expected = trained.full_state_dict()
+        kept = model.shift
+        if last:
+            change(model)
+        name = "'more'" if change is one_more else "'shift'"
+        refused(trained.full_state_dict, name, f"rank {dist.get_world_size() - 1}", error=ValueError)
+        if last:
+            model.register_buffer("shift", kept)
+            vars(model)["_buffers"].pop("more", None)
+        same("the state with the buffer as it was", sorted(trained.full_state_dict()), sorted(expected))

@@ -66,23 +66,22 @@ def forked(engine, optimizer=DECAY, alike=False, **options) -> Pair:
                 batch=lambda number, rank: (*divmod(number, 10), rank), **options)  # fmt: skip
 
 
-EACH = {"alike": False, "micro_batches": 1, "no_sync": False}
-SEVERAL = {"alike": False, "micro_batches": 3, "no_sync": True}
+SEVERAL = {"micro_batches": 3, "no_sync": True}
 IN_ALL = {"ranks": (1, 2, 3)}
 
 
 @holds(
     "values",
-    ask(more_ranks=(1, 3), **EACH),
+    ask(more_ranks=(1, 3)),
     ask("zero2", more_engines=STAGES, more_ranks=(1, 3), **SEVERAL),
-    ask("zero3", more_engines=STAGES, more_ranks=(1, 3), **EACH | {"alike": True}),
-    ask_thorough(**IN_ALL, **SEVERAL | {"alike": True}),
-    ask_thorough(**IN_ALL, **SEVERAL | {"no_sync": False}),
+    ask("zero3", more_engines=STAGES, more_ranks=(1, 3), alike=True),
+    ask_thorough(**IN_ALL, **SEVERAL, alike=True),
+    ask_thorough(**IN_ALL, micro_batches=3),
     ask_thorough("zero2", **IN_ALL, **SEVERAL, bucket_mb=0),
     ask_thorough("zero3", **IN_ALL, **SEVERAL, prefetch=0),
     ask_thorough("zero3", **IN_ALL, **SEVERAL, reshard_after_forward=False),
 )
-def what_nobody_used_is_left_out_of_the_step(engine, alike, micro_batches, no_sync, **options):
+def what_nobody_used_is_left_out_of_the_step(engine, alike=False, micro_batches=1, no_sync=False, **options):
     """With `find_unused` what no rank used gets no decay, no momentum and no state; the rest trains as ever."""
     pair = forked(engine, alike=alike, **options)
     pieces = {}

@@ -1,30 +1,28 @@
 """The notebooks' own pictures, in the colours and on the paper of the README's."""
 
 import textwrap
+from collections import Counter
 
-from harness.measure.style import BELOW, COLOURS, INK, OVER_LINES, PAPER, beside, look, new, tick
+from harness.measure.style import BELOW, COLOURS, INK, OVER_LINES, PAPER, beside, key, look, new, stacked, tick
+from harness.teach import quiz
 
 
 def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
     """What one rank sends, in buffers, against the number of ranks: counted in the ring, and everyone to everyone."""
     figure, axes = new(1, height=3.6)
     simple = [ranks - 1 for ranks in numbers]
-    lines = (
-        (simple, "o:", INK, "all-reduce, everyone to everyone", 7),
-        (all_reduce, "s-", INK, "all-reduce, ring", 7),
-        (halves, "^-", COLOURS["reduce"], "reduce-scatter or all-gather, ring", -17),
-    )
-    for ys, mark, colour, label, above in lines:
-        axes.plot(numbers, ys, mark, color=colour, linewidth=1.4)
-        axes.annotate(label, (numbers[-1], ys[-1]), (-8, above), textcoords="offset points", ha="right")
+    axes.plot(numbers, simple, "o:", color=INK, label="all-reduce, everyone to everyone")
+    axes.plot(numbers, all_reduce, "s-", color=INK, label="all-reduce, ring")
+    axes.plot(numbers, halves, "^-", color=COLOURS["reduce"], label="reduce-scatter or all-gather, ring")
     for ranks, ring in zip(numbers, all_reduce):
-        axes.annotate(f"{ring:.4g}", (ranks, ring), (0, -13), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(f"{ring:.4g}", (ranks, ring), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.loglog(base=2)
     axes.set_xticks(numbers, [str(ranks) for ranks in numbers])
     axes.set_yticks([0.5, 1, 2, 8, 32], ["0.5", "1", "2", "8", "32"])
     axes.grid()
+    axes.legend(loc="upper left")
     title = "In a ring an all-reduce never costs two buffers (counted in the lists above)"
-    axes.set(ylim=(0.35, 2.2 * simple[-1]), xlabel="ranks N", ylabel="sent per rank, in buffers", title=title)
+    axes.set(xlabel="ranks N", ylabel="sent per rank, in buffers", title=title)
     return figure
 
 
@@ -115,7 +113,7 @@ def columns(rows: dict[str, dict[str, float]], title: str):
     return figure
 
 
-VERDICTS = {"holds": "optimizer", "holds when": "temporaries", "does not hold": "waiting"}  # in the colours of these
+VERDICTS = {"holds": "optimizer", "when": "temporaries", "not": "waiting"}  # in the colours of these
 
 
 def verdicts(claims: list[dict]):
@@ -123,35 +121,29 @@ def verdicts(claims: list[dict]):
     articles = list(dict.fromkeys(claim["article"] for claim in claims))
     figure, axes = new(1, height=0.5 * len(articles) + 1.6)
     for place, article in enumerate(articles):
-        start = 0
-        for kind, colour in VERDICTS.items():
-            mine = [claim["verdict"] for claim in claims if claim["article"] == article]
-            number = sum(verdict.startswith(kind) and (kind != "holds" or verdict == kind) for verdict in mine)
-            label = (f"{kind} ..." if kind == "holds when" else kind) if place == 0 else None
-            bar = axes.barh(place, number, 0.7, left=start, label=label, **look(colour))
-            axes.bar_label(
-                bar, [str(number or "")], label_type="center", fontsize=9, bbox=OVER_LINES if number else None
+        found = Counter(quiz.kind(claim["verdict"]) for claim in claims if claim["article"] == article)
+        stacked(axes, place, {part: found[vote] for vote, part in VERDICTS.items()}, 0.7)
+    for (bar,) in axes.containers:
+        if bar.get_width():
+            axes.text(
+                *bar.get_center(), f"{bar.get_width():.0f}", ha="center", va="center", fontsize=9, bbox=OVER_LINES
             )
-            start += number
     axes.set_yticks(range(len(articles)), [textwrap.fill(article, 42) for article in articles], fontsize=8)
     axes.invert_yaxis()
     held = sum(claim["verdict"] == "holds" for claim in claims)
     axes.set(xlabel="number of claims", title=f"{held} of {len(claims)} claims hold without a condition")
-    figure.legend(**BELOW)
+    words = ("holds", "holds when ...", "does not hold")
+    figure.legend(handles=key(VERDICTS.values(), dict(zip(VERDICTS.values(), words))), **BELOW)
     return figure
 
 
 def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, float], title: str):
     """When a gather hides: ms that a block computes, against a rank's tokens, and ms of its gather, {label: ms}."""
     figure, axes = new(1, height=4.0)
-    axes.plot(tokens, compute_ms, color=COLOURS["backward"], linewidth=2.5)
-    axes.annotate("the block computes", (tokens[-2], compute_ms[-2]), (-8, 0), textcoords="offset points", ha="right")
-    for number, (label, milliseconds) in enumerate(gathers.items()):
-        line = ("-", "--", "-.", ":")[number % 4]
-        axes.axhline(milliseconds, color=COLOURS["gather"], linewidth=1.6, linestyle=line)
-        above = number % 2  # neighbours would write over each other
-        axes.annotate(label, (tokens[0], milliseconds), (0, 3 if above else -3), textcoords="offset points", fontsize=8,
-                      va="bottom" if above else "top")  # fmt: skip
+    axes.plot(tokens, compute_ms, color=COLOURS["backward"], linewidth=2.5, label="the block computes")
+    for (label, milliseconds), line in zip(gathers.items(), ("-", "--", "-.", ":")):
+        axes.axhline(milliseconds, color=COLOURS["gather"], linewidth=1.6, linestyle=line, label=label)
+    figure.legend(**BELOW)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(tokens, [f"{number:,}" for number in tokens], fontsize=8)

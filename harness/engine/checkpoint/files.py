@@ -48,10 +48,10 @@ def new_folder(folder, keep) -> Path:
         raise ValueError(f"{str(folder)!r} is a checkpoint itself: pass the folder that it is in")
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("[0-9]*.partial"):
-        if left.stem.isdigit() and left.is_dir():  # else it is the user's
-            shutil.rmtree(left)
+        if left.stem.isdecimal() and left.is_dir():  # else it is the user's
+            shutil.rmtree(left, ignore_errors=True)
     _delete_old(folder, keep)  # of runs that died before they did it
-    taken = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()]
+    taken = [int(path.stem) for path in folder.glob("[0-9]*") if path.stem.isdecimal()]
     path = folder / f"{max(taken, default=0) + 1:06d}.partial"
     path.mkdir()
     return path

@@ -8,7 +8,7 @@ from harness.engine.all_or_none import all_or_none, on_all
 from harness.engine.checkpoint.reader import Folder, newest
 from harness.engine.checkpoint.rectangles import Cut
 from harness.engine.checkpoint.saving import names_of_groups, refuse_parts, wait_for_last
-from harness.engine.layout import extra_states, first_element, keys_of, nested, pieces
+from harness.engine.layout import extra_states, keys_of, nested, pieces
 from harness.engine.safety.waiting import name_some, not_alike
 from harness.engine.state import set_extra_states
 
@@ -23,8 +23,9 @@ def load(engine, folder) -> dict:
     wait_for_last(engine)
     refuse_parts(engine)
     place = engine.placement
-    path = all_or_none(lambda: newest(folder) if place.rank == 0 else None, place.everyone)[0]
-    names = names_of_groups(engine)
+    what = "all ranks to call checkpoint.load()"
+    path = all_or_none(lambda: newest(folder) if place.rank == 0 else None, place.everyone, what)[0]
+    names = names_of_groups(engine, what)
     source = on_all(lambda: Folder(path, place.rank, place.world_size), place.everyone)
     return _install(engine, *on_all(lambda: _read(engine, source, names), place.everyone))
 
@@ -108,11 +109,10 @@ def _places_of_tensors(engine, source: Folder, saved: dict, wanted: dict) -> lis
         else:
             wanted[name] = torch.empty(value.shape, dtype=value.dtype)
             places.append((value, name))
-    for bucket in engine.all_buckets:
-        for index, part in bucket.numbered(bucket.cut(bucket.shard)):
-            name, values = name_of[id(bucket.params[index])], torch.empty(part.shape, dtype=part.dtype)
-            wanted[name] = Cut.of(values, bucket.shapes[index], first_element(bucket, index))
-            places.append((part, name))
+    for _, param, piece, shape, first in pieces(engine.all_buckets):
+        name = name_of[id(param)]
+        wanted[name] = Cut.of(torch.empty(piece.shape, dtype=piece.dtype), shape, first)
+        places.append((piece, name))
     return places
 
 
@@ -160,7 +160,7 @@ def _optimizer_state(engine, source: Folder, wanted: dict) -> list[tuple]:
         shape = shapes[source.entries["model", param]]
         per_element.update(path for path, name in own.items() if shape and shapes.get(name) == shape)
     result = []
-    for param, piece, shape, first in pieces(engine):
+    for param, _, piece, shape, first in pieces(engine.buckets):
         own = saved.get(param, {})
         for path, name in own.items():
             blank = source.blank(name, "meta")

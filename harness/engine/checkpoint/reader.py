@@ -43,7 +43,7 @@ def sha256(file: Path) -> str:
 
 def complete(folder) -> list[Path]:
     """The checkpoints in `folder`, the oldest first. One that was not finished has another name."""
-    found = [path for path in Path(folder).glob("[0-9]*") if path.name.isdigit() and (path / METADATA).is_file()]
+    found = [path for path in Path(folder).glob("[0-9]*") if path.name.isdecimal() and (path / METADATA).is_file()]
     return sorted(found, key=lambda path: int(path.name))
 
 

@@ -25,22 +25,19 @@ def rectangles(shape, first: int, end: int) -> list[tuple[tuple, tuple]]:
 
     At most 2(n-1) + 1 of them for n dimensions.
     """
-    if first >= end:
-        return []
-    if not shape:
-        return [((), ())]
-    inner = math.prod(shape[1:])  # elements of a row: of all that one index of the first dimension holds
-    top, bottom = -(-first // inner), end // inner  # the whole rows are those from `top` up to `bottom`
-    if top > bottom:  # within one row
-        return _in_row(bottom, rectangles(shape[1:], first - bottom * inner, end - bottom * inner))
-    found = _in_row(top - 1, rectangles(shape[1:], first - (top - 1) * inner, inner)) if first < top * inner else []
-    if top < bottom:
-        found.append(((top, *(0 for _ in shape[1:])), (bottom - top, *shape[1:])))
-    return found + _in_row(bottom, rectangles(shape[1:], 0, end - bottom * inner))
-
-
-def _in_row(row: int, found: list[tuple[tuple, tuple]]) -> list[tuple[tuple, tuple]]:
-    return [((row, *offsets), (1, *sizes)) for offsets, sizes in found]
+    found = []
+    while first < end:
+        # The outermost dimension of which a whole step begins here, and ends before `end`.
+        inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        fits = [dim for dim, step in enumerate(inner) if first % step == 0 and first + step <= end]
+        place = tuple(first // step % size for step, size in zip(inner, shape))
+        if not fits:  # a scalar
+            return [((), ())]
+        dim = fits[0]
+        steps = min(shape[dim] - place[dim], (end - first) // inner[dim])
+        found.append((place, (*(1 for _ in shape[:dim]), steps, *shape[dim + 1 :])))
+        first += steps * inner[dim]
+    return found
 
 
 class Cut(torch.Tensor):
@@ -54,11 +51,8 @@ class Cut(torch.Tensor):
     def of(part: torch.Tensor, shape, first: int) -> "Cut":
         """`part` (numel,) are the elements from `first` on of a tensor of `shape`. They are not copied."""
         cut = torch.Tensor._make_subclass(Cut, part.new_empty(()).expand(shape))
-        cut.part, cut.boxes, start = (
-            part,
-            {},
-            0,
-        )  # boxes: offsets -> the elements there, a view of `part` in the rectangle's shape
+        cut.part, start = part, 0
+        cut.boxes = {}  # offsets -> the elements there, a view of `part` in the rectangle's shape
         for offsets, sizes in rectangles(tuple(shape), first, first + part.numel()):
             end = start + math.prod(sizes)
             cut.boxes[offsets] = part[start:end].view(sizes)

@@ -18,8 +18,10 @@ from harness.engine import groups
 from harness.engine.all_or_none import all_or_none, on_all
 from harness.engine.checkpoint import files
 from harness.engine.checkpoint.rectangles import Cut
-from harness.engine.layout import elementwise, entries, extra_states, first_element, keys_of, pieces, plain_name
+from harness.engine.layout import elementwise, entries, extra_states, keys_of, pieces, plain_name
 from harness.engine.options import tensor_parallel
+from harness.engine.safety import guard
+from harness.engine.safety.optimizer_refusals import options_of
 
 
 @dataclasses.dataclass
@@ -56,6 +58,7 @@ def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futu
     in the background they must not mix with training's.
     """
     wait_for_last(engine)
+    on_all(lambda: None, engine.placement.everyone, "all ranks to call checkpoint.async_save()")
     if "background" not in vars(engine):
         group = groups.new(dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD), "gloo")
         engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
@@ -78,9 +81,9 @@ def _begin(engine, folder, keep, extra, group, in_background: bool):
     refuse_parts(engine)
     wait_for_last(engine)
     began, rank, everyone = time.perf_counter(), engine.placement.rank, engine.placement.everyone
-    names = names_of_groups(engine)
+    names = names_of_groups(engine, "all ranks to call checkpoint.save()")
     state = on_all(lambda: _state(engine, extra, names, in_background), everyone)
-    _must_go_together(state, everyone)
+    _must_go_together(engine, state)
     path = all_or_none(lambda: files.new_folder(folder, keep) if rank == 0 else None, everyone)[0]
     ready = time.perf_counter()
 
@@ -99,6 +102,7 @@ def _state(engine, extra: dict, names: list[list[str]], copied: bool) -> dict[tu
     """
     own = _copied_to_host if copied else torch.Tensor.detach
     with torch.no_grad():
+        guard.refuse_lost(engine.all_buckets)
         state = _parameters(engine, own) | _optimizer_state(engine, own)
         if engine.placement.rank == 0:
             state |= _beside_parameters(engine, own) | _options(engine, names)
@@ -118,9 +122,9 @@ def _copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
 def _parameters(engine, own) -> dict[tuple, object]:
     """What this rank has of each parameter; of tied ones under all their names, and of empty ones all of it."""
     cuts = {}  # id of a parameter -> its `Cut`
+    for _, param, piece, shape, first in pieces(engine.all_buckets):
+        cuts[id(param)] = Cut.of(own(piece), shape, first)
     for bucket in engine.all_buckets:
-        for index, part in bucket.numbered(bucket.cut(bucket.shard)):
-            cuts[id(bucket.params[index])] = Cut.of(own(part), bucket.shapes[index], first_element(bucket, index))
         for param in bucket.params:
             if param.numel() == 0:
                 cuts[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
@@ -142,7 +146,7 @@ def _beside_parameters(engine, own) -> dict[tuple, object]:
 
 def _optimizer_state(engine, own) -> dict[tuple, object]:
     state = {}
-    for name, piece, shape, start in pieces(engine):
+    for name, _, piece, shape, start in pieces(engine.buckets):
         for path, value in entries(engine.optimizer.state.get(piece, {}), ("optim", "state", name)):
             if elementwise(value, piece):
                 state[path] = Cut.of(own(value), shape, start)
@@ -183,30 +187,39 @@ def _plain(value):
     return value
 
 
-def names_of_groups(engine) -> list[list[str]]:
+def names_of_groups(engine, what: str) -> list[list[str]]:
     """The names in each group of the optimizer. A rank knows those that it has pieces of. A collective."""
-    names = {id(piece): name for name, piece, _, _ in pieces(engine)}
+    names = {id(piece): name for name, _, piece, _, _ in pieces(engine.buckets)}
     mine = [[names[id(p)] for p in g["params"] if id(p) in names] for g in engine.optimizer.param_groups]
     order = [plain_name(name) for name, _ in engine.model.named_parameters()]
     found = []
-    for same_group in zip(*all_or_none(lambda: mine, engine.placement.everyone)):
+    for same_group in zip(*all_or_none(lambda: mine, engine.placement.everyone, what)):
         there = set().union(*same_group)
         found.append([name for name in order if name in there])
     return found
 
 
-def _must_go_together(state: dict[tuple, object], group) -> None:
-    """Raises ValueError if ranks have other numbers or keys in one parameter's state. A collective."""
-    mine = {}  # name of a parameter -> {path in its state: what all ranks must have there}
+def _must_go_together(engine, state: dict[tuple, object]) -> None:
+    """Raises ValueError if ranks have other numbers or keys in one parameter's state, or in a group's options.
+
+    A collective. A group's options may part where a schedule goes by a rank's own loss.
+    """
+    mine = {}  # name of a parameter or group -> {path in its state: what all ranks must have there}
+    for number, group in enumerate(engine.optimizer.param_groups):
+        mine[f"group {number}"] = {"options": options_of(group)}
     for path, value in state.items():
         if path[:2] == ("optim", "state"):
             plain = None if type(value) is Cut else tree_map_only(torch.Tensor, torch.Tensor.tolist, value)
             mine.setdefault(path[2], {})[path[3:]] = repr(plain)
     together = {}
-    for other in all_or_none(lambda: mine, group):
+    for other in all_or_none(lambda: mine, engine.placement.everyone):
         for name, own in other.items():
             if together.setdefault(name, own) != own:
-                raise ValueError(f"ranks disagree on {name!r} in the optimizer's state, in a key or in a number")
+                raise ValueError(
+                    f"ranks disagree on {name!r} in the optimizer's state, in a key or in a number: {together[name]} "
+                    f"and {own}. One checkpoint cannot hold both, and the ranks' weights part. A schedule must have "
+                    "the same numbers on all ranks, as the mean of their losses is"
+                )
 
 
 def _must_be_plain(named: dict) -> None:

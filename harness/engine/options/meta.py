@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.engine import accelerator
+from harness.engine.all_or_none import on_all
 from harness.engine.checkpoint import reader
 from harness.engine.safety import guard
-from harness.engine.safety.agreement import agree
 from harness.engine.safety.waiting import name_some, not_alike
 
 
@@ -137,6 +137,10 @@ class Source:
                 "for example tensor.normal_() or tensor.copy_(values)"
             )
 
+    def _raise_problem(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
     def finish(self) -> None:
         """Make the buffers that are on `meta` real, and fill them. Raises on every rank what was raised on one."""
         made, real = [], {}  # real: id of a buffer on `meta` -> what takes its place, under all of its names
@@ -149,7 +153,7 @@ class Source:
                         self.fill([(f"{prefix}.{key}" if prefix else key, real[id(buffer)])])
                     module._buffers[key] = real[id(buffer)]
         try:
-            agree(self._problem, "", self._group, self._model)
+            on_all(self._raise_problem, self._group, "all ranks to fill the model", self._model)
         except Exception:
             for module, key, buffer in made:
                 module._buffers[key] = buffer

@@ -70,7 +70,7 @@ class Placement:
         """Wait for the all-reduce in flight, if there is one, and give its shard to the pieces."""
         if self._in_flight is not None:
             (bucket, shard, work), self._in_flight = self._in_flight, None
-            wait(work, "all-reduce over the replicas", bucket)
+            wait(work, "all-reduce over the replicas", bucket, self.replicas)
             self._give(bucket, precision.mean_of_sum(shard, self.copies))
 
     def _give(self, bucket, shard: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ class Placement:
         if self.replicas is not None:
             shard = precision.before_sum(shard.clone(), self.copies)
             work = dist.all_reduce(shard, group=self.replicas, async_op=True)
-            wait(work, "all-reduce over the replicas", bucket)
+            wait(work, "all-reduce over the replicas", bucket, self.replicas)
             shard = precision.mean_of_sum(shard, self.copies)
         return self._to_host(bucket, shard)
 

@@ -36,7 +36,7 @@ _MOVES = {"to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"}
 # Who would take a gradient of None for "this parameter has no gradient".
 _TAKERS = ("torch.nn.utils.clip_grad", "torch.optim.", "torch.amp.", "torch.nn.modules.module")
 
-_grad = torch._C.TensorBase.grad
+_grad, _data = torch._C.TensorBase.grad, torch._C.TensorBase.data
 
 
 class EngineParameter(nn.Parameter):
@@ -44,6 +44,16 @@ class EngineParameter(nn.Parameter):
 
     zero_name, zero_moved = "", False  # what an error calls it; whether its gradient has moved since `zero_grad()`
     zero_touched = staticmethod(lambda param: False)  # see `watch`
+    zero_apart = False  # whether its shards have memory of their own: then what is written into it is lost
+
+    @property
+    def data(self):
+        # Writes through `.data` count nowhere. `detach` gives the same memory, and shares the parameter's counter.
+        return super().detach() if self.zero_apart else _data.__get__(self)
+
+    @data.setter
+    def data(self, value):
+        _data.__set__(self, value)
 
     @property
     def grad(self):
@@ -98,10 +108,6 @@ class Freed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         freed = next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Freed))
-        if name == "data" and own == "__get__":
-            return freed._data()
-        if name == "data" and len(args) == 2 and args[1] is freed:
-            return None  # `module._apply` puts back what did not change
         if (
             name in _MOVES
             and _caller() == "torch.nn.modules.module"
@@ -115,22 +121,25 @@ class Freed:
     def __reduce_ex__(self, protocol):
         raise RuntimeError(message(self, "to be pickled"))
 
-    def _data(self):
-        """What `param.data` is: something that knows the shape, and whose values nobody can read."""
+    @property
+    def data(self):
+        """Something that knows the shape, and whose values nobody can read."""
         with torch._C.DisableTorchFunctionSubclass():
-            data = self.detach()
+            data = torch.Tensor.detach(self)
         data.__class__ = FreedData
         data.zero_name = self.zero_name
         return data
+
+    @data.setter
+    def data(self, value):
+        if value is not self:  # `module._apply` puts back what did not change
+            raise RuntimeError(message(self, "data"))
 
 
 class FreedData(Freed, torch.Tensor):
     """`param.data` of a freed parameter."""
 
     zero_touched = staticmethod(lambda param: False)
-
-    def _data(self):
-        return self
 
 
 def _caller() -> str | None:
@@ -157,6 +166,12 @@ def message(param: nn.Parameter, asked_for: str) -> str:
     )
 
 
+LOST = (
+    "was written to outside of a step. Here shards have memory of their own (mixed precision, offload, ZeRO-3), and "
+    "what is written into the weights beside them is lost. Change weights by the optimizer, or by "
+    "engine.load_full_state_dict(), with what engine.full_state_dict() has given before"
+)
+
 _CLOSED: dict[type, type] = {}  # class of a gathered parameter -> its class while it is freed
 _OPENED: dict[type, type] = {}  # and back
 
@@ -175,11 +190,12 @@ def adopt(bucket, engine) -> None:
 
     Fake tensors of a dry run keep their class, for they have no values. So do DTensors, as torch looks at theirs.
     """
+    apart = bucket.shard.untyped_storage()._cdata != bucket.flat.untyped_storage()._cdata
     for name, param in zip(bucket.names, bucket.params):
         if not isinstance(param, (FakeTensor, DTensor, EngineParameter)):
             param.zero_plain_class, param.__class__ = type(param), _engine_class(type(param))
         param.zero_name, param.zero_version, param.zero_moved = name, param._version, False
-        param.zero_engine = weakref.ref(engine)
+        param.zero_engine, param.zero_apart = weakref.ref(engine), apart
 
 
 def release(params) -> None:
@@ -218,8 +234,18 @@ def with_gradient(params) -> list[int]:
 
 
 def written(params) -> list[str]:
-    """Names of those that were written to since they were gathered, or since `stepped`."""
-    return [p.zero_name for p in params if type(p) in _CLOSED and p._version != p.zero_version]
+    """Names of those that were written to since they were gathered, or since `stepped`: each write is told once."""
+    found = [param for param in params if type(param) in _CLOSED and param._version != param.zero_version]
+    for param in found:
+        param.zero_version = param._version
+    return [param.zero_name for param in found]
+
+
+def refuse_lost(buckets) -> None:
+    """Raise RuntimeError if somebody has written into weights, and shards that have memory of their own lack it."""
+    lost = written([param for bucket in buckets for param in bucket.params if param.zero_apart])
+    if lost:
+        raise RuntimeError(f"{name_some(lost)} {LOST}")
 
 
 def stepped(params) -> None:

@@ -5,11 +5,13 @@ another unit's: at best the sizes differ and the process is aborted, at worst th
 wrong. So whoever comes to something else than in the step before compares notes with the other ranks first.
 """
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 
 from harness.engine import groups
-from harness.engine.safety.agreement import digest
+from harness.engine.all_or_none import alone
 from harness.engine.safety.waiting import waiting_for
 
 
@@ -23,8 +25,7 @@ class Sequence:
     """
 
     def __init__(self, group):
-        alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"  # nobody to compare with
-        self._control = None if alone else groups.beside(group, "gloo")
+        self._control = None if alone(group) else groups.beside(group, "gloo")
         self._known: dict = {}  # kind of step -> its events when it was last run
         self._kind, self._events = None, []
 
@@ -48,7 +49,9 @@ class Sequence:
             return
         known, event = self._known.get(self._kind, ()), _told(event)
         before = f" (the last time it was {_told(known[position])})" if position < len(known) else ""
-        mine = torch.tensor([digest(event)], device="cpu")
+        # 7 bytes of its SHA-256 stand for it in the collective, positive as an int64.
+        digest = int.from_bytes(hashlib.sha256(event.encode()).digest()[:7], "big")
+        mine = torch.tensor([digest], device="cpu")
         everyone = torch.empty(dist.get_world_size(self._control), dtype=torch.int64, device="cpu")
         with waiting_for(f"the others to come to {event}{before}"):
             dist.all_gather_single(everyone, mine, group=self._control)

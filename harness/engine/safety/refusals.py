@@ -1,12 +1,14 @@
 """What is wrong with a model or an option is said before anything is changed, and on every rank."""
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.engine.all_or_none import all_or_none
 from harness.engine.options import meta, tensor_parallel
 from harness.engine.safety import guard
-from harness.engine.safety.agreement import agree
 from harness.engine.safety.optimizer_refusals import check_optimizer
 from harness.engine.safety.waiting import name_some
 
@@ -22,20 +24,28 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
     group = place.everyone
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
-    problem, fingerprint = None, ""
     options |= {"param_dtype": dtypes[0], "reduce_dtype": dtypes[1], "find_unused": find_unused}
-    try:
+
+    def checked() -> str:
         _check_parameters(model)
+        _check_memory(model)
         _check_devices(model, dist.get_backend(group))
         _check_options(options)
         _check_units(model, options.get("units"))
         tensor_parallel.check(model, group, dtypes)
         meta.check_source(model, source, group)
         options["optimizer"] = check_optimizer(model, optimizer_cls, param_groups, on_host=place.offload is not None)
-        fingerprint = _fingerprint(model, options | {"offload": place.offload, "replicas": place.copies})
-    except Exception as error:  # a damaged file, or the user's own code, may cause any: the other ranks must hear of it
-        problem = error
-    agree(problem, fingerprint, group, model)
+        text = _fingerprint(model, options | {"offload": place.offload, "replicas": place.copies})
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # A damaged file, or the user's own code, may cause any error: the other ranks must hear of it.
+    everyone = all_or_none(checked, group, "all ranks to build the engine", model)
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        raise ValueError(
+            f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad), another optimizer (its "
+            "name, groups and numbers) or other options than rank 0: every rank must build the same engine"
+        )
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -72,6 +82,39 @@ def _check_parameters(model: nn.Module) -> None:
             f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "
             "Set requires_grad on what is to be trained"
         )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Each parameter gets a place of its own: tensors that are on its memory today would part from it."""
+    in_storage = {}  # number of a storage -> what lies in it
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor, trained = tensor_parallel.local(tensor), isinstance(tensor, nn.Parameter)
+        if trained and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape)):
+            raise ValueError(f"several elements of {name!r} lie in one place of memory (expand()): add .clone()")
+        beside = in_storage.setdefault(tensor.untyped_storage()._cdata, [])
+        for other, there, its in beside:
+            if (trained or its) and _overlap(tensor, there):
+                raise ValueError(
+                    f"{other!r} and {name!r} share memory, and would not after the build. Tie weights by one parameter "
+                    "for both (a.weight = b.weight), and give a buffer memory of its own with .clone()"
+                )
+        beside.append((name, tensor, trained))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in one storage have an element in common."""
+    ends = [
+        (t.storage_offset() + sum(step * (size - 1) for step, size in zip(t.stride(), t.shape)) + 1) * t.element_size()
+        for t in (one, other)
+    ]
+    begins = [t.storage_offset() * t.element_size() for t in (one, other)]
+    if min(one.numel(), other.numel()) == 0 or ends[0] <= begins[1] or ends[1] <= begins[0]:
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    marks = torch.zeros(max(ends) // one.element_size(), dtype=torch.bool, device="cpu")
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def _check_devices(model: nn.Module, backend: str) -> None:

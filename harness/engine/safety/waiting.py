@@ -1,10 +1,20 @@
-"""Waiting for collectives, so that an error says what this rank waited for; and how messages name things."""
+"""Waiting for collectives: an error says what this rank waited for, and so does a wait that takes long.
+
+torch lets a rank wait for half an hour, in silence. Here a thread looks once a second for how long this rank's other
+threads have waited. After a few seconds it leaves a note in the store through which the ranks have met, so that each
+can tell who has come. A step costs that nothing: it writes down what it waits for, and when it began.
+"""
 
 import contextlib
+import os
+import sys
+import threading
+import time
 
 import torch.distributed as dist
 
 MAX_NAMES = 5  # in an error message
+NOTICE = 30.0  # seconds after which a rank says what it waits for
 
 
 def name_some(names: list[str]) -> str:
@@ -23,19 +33,77 @@ def label(bucket) -> str:
     return getattr(bucket, "label", None) or f"the bucket of {name_some(bucket.names)}"
 
 
-def wait(work, collective: str, bucket) -> None:
+def wait(work, collective: str, bucket, group=None) -> None:
     """`work.wait()`; on CUDA the stream waits and not the host. An error names the collective and the bucket."""
-    with waiting_for(f"the {collective} of {label(bucket)}"):
+    with waiting_for(f"the {collective} of {label(bucket)}", group or bucket.group):
         work.wait()
 
 
-@contextlib.contextmanager
-def waiting_for(what: str):
-    """Let an error of a collective inside say what this rank waited for."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {dist.get_rank()} waited in vain for {what}: some rank has died, hangs, or went another way "
-            f"(a branch or a unit that not all ranks run). {error}"
-        ) from error
+class waiting_for:
+    """`with waiting_for(what, group):` an error of a collective inside says what this rank waited for."""
+
+    def __init__(self, what: str, group=None):
+        self.what, self.group = what, group
+        self.since = time.monotonic()
+        self.noted, self.told = False, False  # whether the store has a note of it, and whether it was said
+
+    def __enter__(self):
+        if not _watching.is_set():
+            _watching.set()
+            threading.Thread(target=_watch, name="waiting", daemon=True).start()
+        _waits[threading.get_ident()] = self
+
+    def __exit__(self, kind, error, traceback):
+        _waits.pop(threading.get_ident(), None)
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(
+                f"rank {dist.get_rank()} waited in vain for {self.what}: some rank has died, hangs, or went another "
+                f"way (a branch or a unit that not all ranks run). {error}"
+            ) from error
+        if self.noted:
+            _store().delete_key(_key(dist.get_rank()))
+
+    def look(self) -> None:
+        """In the thread that watches."""
+        waited = time.monotonic() - self.since
+        if not self.noted and waited > NOTICE / 6:
+            self.noted = True
+            _store().set(_key(dist.get_rank()), self.what)
+        if not self.told and waited > NOTICE:
+            self.told = True
+            print(f"[rank {dist.get_rank()}] {self._said()}", file=sys.stderr, flush=True)
+
+    def _said(self) -> str:
+        come, others = [], []
+        for rank in dist.get_process_group_ranks(self.group or dist.group.WORLD):
+            note = _store().get(_key(rank)).decode() if _store().check([_key(rank)]) else None
+            if note == self.what:
+                come.append(rank)
+            else:
+                others.append(f"rank {rank} waits for {note}" if note else f"rank {rank} has not come")
+        return (
+            f"has waited {NOTICE:.0f} seconds for {self.what}. Ranks that have come: {come}; {'; '.join(others)}. Who "
+            "has not come computes, hangs, or makes other calls: all ranks must make the same calls and take equally "
+            "many batches. Ctrl-C ends all ranks; else an error comes after the timeout of init_process_group()"
+        )
+
+
+_waits: dict[int, waiting_for] = {}  # number of a thread -> what it waits for
+_watching = threading.Event()
+os.register_at_fork(after_in_child=_watching.clear)  # a child has no such thread yet
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(NOTICE / 30)
+        for each in list(_waits.values()):
+            with contextlib.suppress(Exception):  # the process group may have gone
+                each.look()
+
+
+def _store():
+    return dist.distributed_c10d._get_default_store()
+
+
+def _key(rank: int) -> str:
+    return f"zero waits {rank}"

@@ -210,7 +210,7 @@ def answer(exhibit: Exhibit) -> str:
     marks = "" if exhibit.of_engine else " (-: the right lines, +: these)"
     lines = [
         told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
-        f"\nWhat a student has written{marks}:\n\n{exhibit.written}",
+        f"\nWhat a student has written{marks}:\n\n{exhibit.written.rstrip()}\n",
         "Caught by (right engines have this property, this one has not):",
     ]
     lines += [f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by]

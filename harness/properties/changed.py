@@ -1,0 +1,379 @@
+"""Weights, pieces, groups and modules that are changed past the engine: right as in plain PyTorch, or refused.
+
+An engine of ours refuses in the words that are given here. Another one may train on, and is compared with plain
+PyTorch.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from harness.engine import checkpoint
+from harness.engine.state import swapped
+from harness.properties import fixtures
+from harness.properties.property import ask, ask_each, ask_thorough, expect, holds, refused, same
+from harness.properties.training import EXACT, Pair
+from harness.run.shared_folder import shared_folder
+
+OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}  # sums that plain PyTorch makes to the bit
+
+
+def refused_or_right(pair: Pair, act: Callable, *words: str) -> None:
+    """`act(model, optimizer)` and a step after it: an engine of ours says `words`, another one is as plain PyTorch."""
+    if pair.engine.foreign:
+        for side in pair.both:
+            act(*side)
+        pair.alike()
+        return
+
+    def go():
+        act(pair.trained.model, pair.trained.optimizer)
+        pair.step_alone()
+
+    refused(go, *words, error=(RuntimeError, ValueError))
+    pair.trained.zero_grad()
+
+
+# Weights.
+
+
+@torch.no_grad()
+def clamp(model, _):
+    model.head.weight.clamp_(-0.1, 0.1)
+
+
+def clamp_data(model, _):
+    model.head.weight.data.clamp_(-0.1, 0.1)
+
+
+def fill_a_part(model, _):
+    model.head.weight.data.view(-1)[3:9].fill_(0.25)
+
+
+def initialize(model, _):
+    nn.init.constant_(model.head.weight, 0.1)
+
+
+def load(model, _):
+    model.load_state_dict(fixtures.seeded(fixtures.OddModel, seed=8, dtype=None).state_dict())
+
+
+WRITES = {each.__name__: each for each in (clamp, clamp_data, fill_a_part, initialize, load)}
+
+
+@holds(
+    "misuse",
+    *ask_each("how", WRITES, ("zero1", "zero2"), more_engines="zero3"),
+    ask(("zero1", "zero2"), how="clamp_data", options=OFFLOAD),
+    ask(("zero1", "zero2"), how="fill_a_part", options=LOW),
+    *[ask_thorough(how=how, options=options) for how in ("clamp", "initialize", "load") for options in (OFFLOAD, LOW)],
+)
+def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None):
+    """Weights that are written between two steps count, as in plain PyTorch; where they would be lost it is said.
+
+    They would be where shards have memory of their own: in ZeRO-3, in mixed precision and in offload.
+    """
+    pair = Pair(engine, fixtures.OddModel, **(options or {}))
+    pair.train(1)
+    write = WRITES[how]
+    if engine.foreign or not options and engine.like != "zero3":
+        for side in pair.both:
+            write(*side)
+        pair.alike()
+        return
+    before = pair.trained.full_state_dict()
+    refused_or_right(pair, write, "head.weight" if how != "load" else "load", "full_state_dict(")
+    same("the weights after the refusal", pair.trained.full_state_dict(), before)
+
+
+@holds(
+    "misuse",
+    *[ask(("zero1", "zero2"), more_engines="zero3", how=how, options=OFFLOAD) for how in ("clamp", "clamp_data")],
+    ask_thorough(how="clamp_data", options=LOW),
+    of_stages=True,
+)
+def what_would_be_lost_is_not_given_out(engine, how, options):
+    """Weights that were written past the shards, and no forward since: nobody gets or saves the old ones in silence."""
+    pair = Pair(engine, fixtures.OddModel, **options)
+    takers = (
+        lambda engine, folder: engine.full_state_dict(),
+        lambda engine, folder: checkpoint.save(engine, folder),
+        lambda engine, folder: engine.step(),
+        lambda engine, folder: engine.close(),
+    )
+    for take in takers:
+        pair.alone(0).backward()
+        with shared_folder() as folder:
+
+            def go(take=take, folder=folder):
+                WRITES[how](pair.trained.model, None)
+                take(pair.trained, folder)
+
+            refused(go, "'head.weight'", error=RuntimeError)
+        pair.trained.zero_grad()
+
+
+def by_data(block):
+    block.up.weight.data.clamp_(-0.2, 0.2)
+
+
+class Clamps(fixtures.OddModel):
+    """A block that keeps its weight within bounds, in its own forward and past autograd."""
+
+    class Block(fixtures.OddBlock):
+        def forward(self, x):
+            self.up.weight.data.clamp_(-0.2, 0.2)
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = self.Block(5, 9)
+
+
+@holds("misuse", ask(), ask_thorough("zero3", prefetch=0, reshard_after_forward=False), ask_thorough(**LOW),
+       ask_thorough(**OFFLOAD))  # fmt: skip
+def a_forward_that_clamps_its_weights_counts_or_is_refused(engine, **options):
+    """`self.weight.data.clamp_()` in a forward: as in plain PyTorch, and where it would be lost it is said."""
+    pair = Pair(engine, Clamps, **options)
+    if engine.foreign or not options and engine.like != "zero3":
+        pair.alike()
+    else:
+        refused_or_right(pair, lambda *_: None, "'blocks.1.up.weight'", "was written to")
+
+
+@holds("misuse", ask(), ask_thorough(**LOW), ask_thorough(**OFFLOAD), of_stages=True)
+def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **options):
+    """A backward of a forward with other weights raises, as in plain PyTorch; the next step is right."""
+    pair = Pair(engine, fixtures.OddModel, **options)
+    pair.train(1)
+    with shared_folder() as folder:
+        state, loaders = pair.trained.full_state_dict(), []
+        checkpoint.save(pair.trained, folder)
+        loaders.append(lambda: pair.trained.load_full_state_dict(state))
+        loaders.append(lambda: checkpoint.load(pair.trained, folder))
+        for loader in loaders:
+            loss = pair.alone(0)
+            loader()
+            refused(loss.backward, "version", error=RuntimeError)
+            pair.trained.zero_grad()
+    pair.alike(1)
+
+
+# The optimizer and its pieces.
+
+
+class Averaging(torch.optim.SGD):
+    """Schedule-free in its form: `eval()` puts the averages into the weights, `train()` puts back what is trained."""
+
+    training = True
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for param in (param for group in self.param_groups for param in group["params"]):
+            mean = self.state[param].setdefault("mean", param.clone())
+            mean.lerp_(param, 0.25)
+
+    @torch.no_grad()
+    def eval(self):
+        self._swap(self.training)
+        self.training = False
+
+    @torch.no_grad()
+    def train(self):
+        self._swap(not self.training)
+        self.training = True
+
+    def _swap(self, now: bool):
+        for param in (param for group in self.param_groups for param in group["params"]) if now else ():
+            mean = self.state[param].setdefault("mean", param.clone())
+            kept = param.clone()
+            param.copy_(mean)
+            mean.copy_(kept)
+
+
+@holds("misuse", ask(ranks=(2, 3), more_ranks=1))
+def an_optimizer_that_swaps_its_weights_is_right(engine):
+    """Optimizers with `eval()` and `train()`, as schedule-free ones: what they write is in use at once."""
+    pair = Pair(engine, fixtures.OddModel, lambda params: Averaging(params, lr=0.05))
+    for step in range(3):
+        pair.train(2)
+        for model, optimizer in pair.both:
+            optimizer.eval()
+            model.eval()
+        with torch.no_grad():
+            tokens, _ = pair.batch(step, pair.rank)
+            same("what the averages compute", pair.trained(tokens), pair.plain(tokens), pair.atol)
+        pair.same_weights()
+        for model, optimizer in pair.both:
+            optimizer.train()
+            model.train()
+    pair.alike()
+
+
+@torch.no_grad()
+def decay(model, optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.mul_(0.9)
+
+
+@holds("misuse", ask(ranks=(2, 3)), ask_thorough(**LOW), ask_thorough(**OFFLOAD))
+def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, **options):
+    """Decay by hand between two steps: ZeRO-3 gathers it; in ZeRO-1 and -2 the other ranks would not have it."""
+    pair = Pair(engine, fixtures.OddModel, **options)
+    pair.train(1)
+    if engine.foreign or engine.like == "zero3":
+        for side in pair.both:
+            decay(*side)
+    else:
+        refused_or_right(pair, decay, "outside of engine.step()")
+        return
+    pair.alike()
+    pair.backward(0)  # between backward and step everybody may
+    for side in pair.both:
+        decay(*side)
+    pair.step()
+    pair.same_weights()
+
+
+def add_a_stranger(model, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
+
+
+def add_its_own(model, optimizer):
+    optimizer.add_param_group({"params": [model.frozen.requires_grad_()]})
+
+
+def append_a_group(model, optimizer):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [torch.ones(3, requires_grad=True)]})
+
+
+def lengthen_a_group(model, optimizer):
+    optimizer.param_groups[0]["params"].append(torch.ones(3, requires_grad=True))
+
+
+def lose_a_parameter(model, optimizer):
+    optimizer.param_groups[0]["params"].pop()
+
+
+def empty_a_group(model, optimizer):
+    optimizer.param_groups[0]["params"] = []
+
+
+REGROUPS = {
+    each.__name__: each
+    for each in (add_a_stranger, add_its_own, append_a_group, lengthen_a_group, lose_a_parameter, empty_a_group)
+}
+
+
+@holds("misuse", *ask_each("how", REGROUPS), of_stages=True)
+def groups_that_change_after_the_build_are_refused(engine, how):
+    """A parameter more or less in the optimizer's groups: each rank would train its own, or leave one out."""
+    pair = Pair(engine, fixtures.OddModel)
+    pair.train(1)
+    pair.alone(0).backward()
+
+    def go():
+        REGROUPS[how](pair.trained.model, pair.trained.optimizer)
+        pair.trained.step()
+
+    refused(go, "the optimizer's groups", "param_groups=", error=(RuntimeError, ValueError))
+
+
+@holds("values", ask(), ask(**LOW), ask_thorough(**OFFLOAD), of_stages=True)
+def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
+    """An average of each piece is kept by this rank, put in place for an evaluation or a save, and taken out again."""
+    trained, plain = engine(fixtures.seeded(fixtures.OddModel), fixtures.MOMENTUM, **options), fixtures.OddModel()
+    pieces, update = fixtures.pieces_of(trained), get_ema_multi_avg_fn(0.9)
+    averages, expected = [piece.detach().clone() for piece in pieces], trained.full_state_dict()
+    for step in range(3):
+        trained.training_step(*fixtures.own_tokens(step), fixtures.in_float32)
+        own = trained.full_state_dict()
+        with torch.no_grad():
+            update(averages, pieces, None)
+            update(list(expected.values()), list(own.values()), None)
+    plain.double().load_state_dict(expected)
+    tokens, _ = fixtures.own_tokens(0)
+    with swapped(trained, averages), torch.no_grad():
+        same("the weights", trained.full_state_dict(), expected, EXACT)
+        # Offload computes in the dtype of the shards, mixed precision in another one.
+        same("what the averages compute", trained(tokens), plain(tokens), 0.05 if options == LOW else EXACT)
+    same("the weights afterwards", trained.full_state_dict(), own)
+    wrong = averages[:-1]
+    refused(lambda: swapped(trained, wrong).__enter__(), "a value for each piece", error=ValueError)
+    same("an average's dtype", {average.dtype for average in averages}, {torch.float64})
+    trained.training_step(*fixtures.own_tokens(3), fixtures.in_float32)
+
+
+# Modules.
+
+
+class Wrapped(nn.Module):
+    """As LoRA's: the layer as it was, and another one beside it."""
+
+    def __init__(self, inner: nn.Module, more: bool):
+        super().__init__()
+        self.inner = inner
+        self.more = nn.Linear(5, 3).double() if more else None
+
+    def forward(self, x):
+        return self.inner(x) + (self.more(x) if self.more else 0)
+
+
+def another_head(model, _):
+    model.head = fixtures.seeded(lambda: nn.Linear(5, 3), 4)
+
+
+def another_head_inside(model, _):
+    model.blocks[1].up = fixtures.seeded(lambda: nn.Linear(5, 9), 4)
+
+
+def a_lora(model, _):
+    model.head = Wrapped(model.head, more=True)
+
+
+def blocks_of_another_model(model, _):
+    model.blocks = fixtures.seeded(fixtures.OddModel, 4).blocks
+
+
+def without_a_head(model, _):
+    model.head = nn.Flatten()
+
+
+SWAPS = {
+    "another_head": (another_head, "'head.weight'"),
+    "another_head_inside": (another_head_inside, "'blocks.1.up.weight'"),
+    "a_lora": (a_lora, "'head.more.weight'"),
+    "blocks_of_another_model": (blocks_of_another_model, "'blocks.0.up.weight'"),
+    "without_a_head": (without_a_head, "'head.weight'"),
+}
+
+
+@holds("misuse", *ask_each("how", SWAPS, more_ranks=()), of_stages=True)
+def a_child_that_is_swapped_is_refused(engine, how):
+    """Another module in the place of one, also with as many parameters: the engine would train what nobody uses."""
+    pair = Pair(engine, fixtures.OddModel)
+    pair.train(1)
+    act, name = SWAPS[how]
+    refused_or_right(pair, act, name, "after the engine was built")
+
+
+@holds("misuse")
+def a_wrapper_around_a_child_is_no_swap(engine):
+    """Modules may be wrapped after the build, as long as parameters are the same: training goes on."""
+    pair = Pair(engine, fixtures.OddModel)
+    pair.train(1)
+    for model, _ in pair.both:
+        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+        model.head = Wrapped(model.head, more=False)
+    pair.train(2)
+    found = list(pair.trained.full_state_dict().values())
+    for value, (name, expected) in zip(found, pair.plain.state_dict().items()):
+        same(name, value, expected, pair.atol)
+    expect(len(found) > 9, "values", "all of the model's", len(found))
