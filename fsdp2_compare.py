@@ -31,7 +31,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from harness.measure import step_report, step_time
+from harness.measure import step_report, step_time, tables
 from harness.measure.gpus import rates
 from harness.measure.interleaved import take_turns
 from harness.measure.ledger import let_go
@@ -42,9 +42,10 @@ from harness.run import engine_file, micro_batches, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
 from harness.run.endings import SAID
-from harness.run.engines import DTYPES, ENGINES, build, named
+from harness.run.engines import DTYPES, ENGINES, build
 from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
 from harness.run.process_group import Rank
+from harness.run.progress import told
 from harness.run.recompute import checkpoint_blocks
 
 # In float32 at N = 2 every engine adds the same two numbers and halves them: equal to the bit. With more ranks,
@@ -63,20 +64,15 @@ COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  #
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = common.Parser(prog="fsdp2_compare.py", description=__doc__.splitlines()[0])
-    common.add(parser, "preset", "seq", "checkpoint-activations", "data", "lr", "seed", "backend", "device", "json")
-    parser.add_argument("--steps", type=int, default=40, help="training steps per engine (default 40)")
-    parser.add_argument("--timed-steps", type=int, default=12, help="steps to time per engine, 0 for none (default 12)")
-    micro_batches.add_options(parser, 4)
-    parser.add_argument("--engines", help=f"any of {', '.join(COMPARED)} (default {', '.join(named('compare'))})")
-    engine_file.add_option(parser)
-    parser.add_argument("--dtype", default="fp32", help="fp32 or bf16: compute and gather in bfloat16 (default fp32)")
-    parser.add_argument("--slow-rank", metavar="RANK:SECONDS", help="delay that rank in every timed step, as 1:0.05")
+    parser = common.Parser("compare [N]", description=__doc__.splitlines()[0], epilog=f"Engines: {', '.join(COMPARED)}")
+    common.add(parser, "preset", "engines", "engine-file", "steps", "timed-steps", "dtype", "seq", steps=40)
+    common.add(parser, *micro_batches.OPTIONS, "checkpoint-activations", "data", "lr", "seed", "slow-rank")
+    common.add(parser, "backend", "device", "json", "anyway")
     options = parser.parse_args(argv)
-    if options.dtype not in DTYPES:
-        raise ValueError(f"--dtype must be {' or '.join(DTYPES)}, got {options.dtype!r}")
-    common.settle(options, steps=1, timed_steps=0, seq=1)
+    common.settle(options)
     micro_batches.settle(options, 4)
+    if options.slow_rank and not options.timed_steps:
+        raise ValueError("--slow-rank delays timed steps, and --timed-steps 0 leaves none: leave out one of them")
     options.slow_rank = _slow_rank(options.slow_rank, process_group.planned_world_size(options.backend, options.device))
     options.engines = engine_file.chosen(options, "compare", COMPARED)
     return options
@@ -185,8 +181,8 @@ class Referee:
                 memory.begin(engine)
                 with explained(f"training step {step} of {name}", engine, memory):
                     losses.append(self.step(engine, copied(batch)))
-            told = explained(f"training step {number + 1} of {name}", engine, memory)
-            with watched_step(engine, memory, allocator) as seen, told:
+            words = explained(f"training step {number + 1} of {name}", engine, memory)
+            with watched_step(engine, memory, allocator) as seen, words:
                 losses.append(self.step(engine, copied(batches[number])))
         said = time.perf_counter()
         for step, batch in enumerate(batches[number + 1 :], number + 2):
@@ -240,7 +236,7 @@ class Referee:
             for name in engines:
                 steps[name] = partial(self.timed_step, engines[name], self.batch(name, 0))
             times = take_turns(steps, rounds, self.me, self.meet, self.me.print)
-            for name in group:
+            for name in told(group, "what a step is spent on", self.me.rank == 0):
                 seconds = statistics.median(times[name])
                 tokens_per_s = round(self.options.batch * self.options.seq * self.me.world_size / seconds, 1)
                 runs[name] |= {"step_ms": round(seconds * 1000, 3), "tokens_per_s": tokens_per_s}
@@ -333,7 +329,7 @@ def first_pass(referee: Referee, me: Rank) -> dict[str, dict]:
     """{engine: its run} of every engine, one after the other."""
     runs = {}
     torch.use_deterministic_algorithms(me.device.type != "cpu")  # CUDA adds atomically in some backwards, in any order
-    for name in referee.options.engines:
+    for name in told(referee.options.engines, "losses, memory and traffic", me.rank == 0):
         started = time.perf_counter()
         runs[name] = referee.train(name)
         me.print(f"losses, memory and traffic of {name}: {time.perf_counter() - started:.1f} s")
@@ -346,24 +342,23 @@ def main() -> None:
     options = arguments()
     text = load_text(options.data, options.seq)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    me = process_group.start(options.backend, options.device)
+    me = process_group.start(options.backend, options.device, options)
     referee, about = Referee(options, text, me), conditions(options, me)
-    me.print(headline(about, options, me))
+    me.print(tables.wrapped(headline(about, options, me)))
     runs = first_pass(referee, me)
     reference, match = referee.compare(runs)
     for run in runs.values():
         run["step_ms"] = run["tokens_per_s"] = None
     result = about | {"runs": runs, "match": match}
-    file = options.json if me.rank == 0 else None
-    common.write_json(file, result)  # for whoever has no time for the second pass
+    file = common.file_of_results(options.json, "compare") if me.rank == 0 else None
+    common.write_json(file, result, whole=False)  # for whoever has no time for the second pass
     if options.timed_steps:
         referee.time(runs)
-    me.print("\n" + step_report.results(result, reference))
-    me.print(verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16"))
-    common.write_json(file, result)
-    if options.json:
-        me.print(f"\nwritten: {options.json}")
+    said = step_report.results(result, reference)
+    said += "\n" + verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16")
+    me.print("\n" + tables.wrapped(said))
     process_group.stop()
+    common.write_json(file, result)
     if not result["match"]:
         sys.exit(SAID)
 

@@ -2,7 +2,6 @@
 # The one door: sets up the environment, chooses ranks and backend, and runs torchrun.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-cd "$here"
 
 usage() {
     cat <<'TEXT'
@@ -13,23 +12,23 @@ Learn
 ./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
 ./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks: zero1, zero2, zero3
 ./launch.sh check NAME [N] [--hint]     of an exercise, step by step: passed, or expected and found
-./launch.sh bug [NUMBER] [--clue]       the museum of bugs: one (--hint, --answer), or the list
+./launch.sh bug [NUMBER [N]] [--clue]   the museum of bugs: one (--hint, --answer), or the list
 
 Run and measure
 ./launch.sh compare [N] [options]       the referee: one GPT under DDP, our stages and torch's own
 ./launch.sh train STAGE [N] [options]   a training run that goes on after a rank dies or hangs
-./launch.sh memory [options]            what each engine holds, needs, sends at 7B; needs no GPU
+./launch.sh memory [N] [options]        what each engine holds, needs, sends at 7B; needs no GPU
 ./launch.sh bench [N] [options]         step times side by side; --sweeps, --host, --ratios FILE...
 ./launch.sh conform [ENGINE|FILE.py ...] [N]  who trains right, who refuses, who is silently wrong
 ./launch.sh report [FOLDER] [--quick]   all that is worth knowing of this machine, as a page
 ./launch.sh docs [--check]              writes tables and figures of the pages, out of results/
-./launch.sh test [options]              the tests; options are pytest's
+./launch.sh test [options]              the tests; options are pytest's, paths the project's
 ./launch.sh help                        this text; COMMAND --help lists the options of a command
 Extras: ./launch.sh watch (a step as a page for a browser), ./launch.sh plan (step times elsewhere)
 and ./launch.sh test --simulated-gpus N (the GPU path without a GPU)
 
 Without a command: compare. Without N: a rank per GPU over NCCL, or two over gloo.
-Paths begin at this file's folder. Variables: PYTHON (used as it is, nothing is installed), NNODES,
+Paths begin where you stand. Variables: PYTHON (used as it is, nothing is installed), NNODES,
 NODE_RANK and RDZV_ENDPOINT=host:port (several machines; N is then the ranks of each),
 OMP_NUM_THREADS (default 1), ZERO_TIMEOUT (seconds in which all ranks must join a collective: 120).
 TEXT
@@ -43,44 +42,47 @@ fail() {
 # Everything that can be refused is refused before anything is installed.
 command=${1-compare}
 [ $# -gt 0 ] && shift
-entry=() ranked=yes html= # what Python is given, and whether by torchrun
+module= own=() ranked=yes html= # what Python is given before the options, and whether by torchrun
+commands=(zero1 zero2 zero3 changes articles notebooks exercise check bug compare train memory bench conform report docs
+    test help watch plan)
 case "$command" in
 help | -h | --help) usage && exit 0 ;;
-compare) entry=(fsdp2_compare.py) ;;
+compare) module=fsdp2_compare ;;
 train)
     case "${1:-}" in
     zero1 | zero2 | zero3) ;;
     -h | --help) set -- zero3 --help ;;
     *) fail "train needs a stage, zero1, zero2 or zero3, as in: ./launch.sh train zero3 2; got '${1:-}'" ;;
     esac
-    entry=(-m harness.run.train "$1")
+    module=harness.run.train own=("$1")
     shift
     ;;
-zero1 | zero2 | zero3) entry=("$command.py") ;;
-bench) entry=(-m harness.measure.bench) ;;
-memory) entry=(-m harness.measure.memory) ranked= ;;
-bug) entry=(-m harness.teach.museum) ranked= ;; # it starts its ranks itself, as they may hang or die; check does so too
-report) entry=(-m harness.measure.report) ranked= ;; # and so does this
-plan) entry=(-m extra.planner) ranked= ;;
-watch) entry=(-m extra.watch) ranked= ;; # it starts its ranks itself
-conform) entry=(-m harness.properties.conform) ranked= ;;
+zero1 | zero2 | zero3) module=$command ;;
+bench) module=harness.measure.bench ;;
+memory | report) module=harness.measure.$command ranked= ;; # a report starts its ranks itself, as they may hang or die
+bug) module=harness.teach.museum ranked= ;; # and so do this, check, conform and watch
+plan) module=extra.planner ranked= ;;
+watch) module=extra.watch ranked= ;;
+conform) module=harness.properties.conform ranked= ;;
 sweeps) fail "sweeps is an option now: ./launch.sh bench --sweeps" ;;
 ratios) fail "ratios is an option now: ./launch.sh bench --ratios FILE..." ;;
 figures) fail "figures are drawn by ./launch.sh docs, one of them by docs --figure NAME" ;;
-articles | changes | docs | exercise | check) entry=(-m "harness.teach.$command") ranked= ;;
+articles | changes | docs | exercise | check) module=harness.teach.$command ranked= ;;
 notebooks)
-    entry=(-m jupyterlab "--notebook-dir=$here/notebooks") ranked=
+    module=jupyterlab own=("--notebook-dir=$here/notebooks") ranked=
     if [ "${1:-}" = --html ]; then
         [ $# -le 2 ] && [[ ${2:-} != -* ]] || fail "--html takes a folder and nothing else, got '${*:2}'"
         mkdir -p "${2:-$here/notebooks/html}" || fail "cannot write to '${2:-notebooks/html}'"
         html=$(cd "${2:-$here/notebooks/html}" && pwd)
-        entry=(-m nbconvert --to html --execute "--output-dir=$html" "$here"/notebooks/*.ipynb)
+        module=nbconvert own=(--to html --execute "--output-dir=$html" "$here"/notebooks/*.ipynb)
     fi
     ;;
 test) ranked= ;;
 *)
-    fail "no command '$command'; there are: zero1, zero2, zero3, changes, articles, notebooks, exercise, check, bug," \
-        "compare, train, memory, bench, conform, report, docs, test, help, watch, plan"
+    printf -v list ', %s' "${commands[@]}"
+    near='import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:]), sep=" or ")'
+    near=$(python3 -c "$near" "$command" "${commands[@]}" 2>/dev/null || true)
+    fail "no command '$command'${near:+: did you mean $near?} There are: ${list:2}"
     ;;
 esac
 
@@ -109,55 +111,72 @@ assert [*map(int, version("torch").split(".")[:2])] >= [2, 11]' 2>/dev/null ||
         fail "PYTHON=$PYTHON has no psutil, or no torch from 2.11 on; unset PYTHON to have .venv made"
 else
     python=$here/.venv/bin/python
-    wanted=$(cksum <requirements.txt)
-    if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
-        echo "making .venv and installing requirements.txt (once; torch is large, this takes minutes)"
+    wanted=$(cksum <"$here/requirements.txt")
+    if [ "$(cat "$here/.venv/installed" 2>/dev/null)" != "$wanted" ]; then
+        echo "making $here/.venv, once, and installing what requirements.txt pins: torch, Jupyter and some small ones"
+        if [ "$(uname)" = Linux ] && [ -z "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ]; then
+            echo "torch's usual build brings NVIDIA's libraries: 5 GB in all. Without an NVIDIA GPU stop this by Ctrl-C, and"
+            echo "set PIP_EXTRA_INDEX_URL to the address of torch's builds for CPUs, which PyTorch's page 'Get Started' has"
+            echo "behind --index-url: 1.5 GB in all. Or PYTHON=python3 takes the torch that you have, and installs nothing"
+        fi
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
             fail "python3 is $(python3 --version 2>&1), 3.11 or newer is needed; or set PYTHON to an environment with torch"
-        python3 -m venv .venv || fail "python3 -m venv failed (on Debian and Ubuntu: apt install python3-venv)"
-        "$python" -m pip install -qq --disable-pip-version-check -r requirements.txt ||
+        python3 -m venv "$here/.venv" || fail "python3 -m venv failed (on Debian and Ubuntu: apt install python3-venv)"
+        "$python" -m pip install --disable-pip-version-check -r "$here/requirements.txt" ||
             fail "the installation failed, see above; the next start tries again"
-        echo "$wanted" >.venv/installed # last: an interrupted installation is started over
+        echo "$wanted" >"$here/.venv/installed" # last: an interrupted installation is started over
     fi
 fi
 
+# Paths on the command line begin where the user stands, so nobody changes the folder. The project is found wherever
+# that is, and nothing that lies there is imported in its place (PYTHONSAFEPATH).
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 if [ "$command" = test ] && [ "${1:-}" = --simulated-gpus ]; then
     shift
     exec "$python" -m extra.simulated_gpu.run "$@"
 fi
 if [ "$command" = test ]; then
+    cd "$here" # tests are named by their place in the project
     # All of them: two at a time, as many wait for their ranks or compute in one process (groups: tests/conftest.py).
     if [ $# -eq 0 ] && "$python" -c 'import xdist' 2>/dev/null; then
         set -- -n 2 --dist loadgroup
     fi
     echo "+ $(basename "$python") -m pytest $*"
-    exec "$python" -m pytest "$@"
+    trap 'stopped=130' INT # pytest itself has 2 for it, as for other things
+    ZERO_STARTER=$$ "$python" -m pytest "$@" && status=0 || status=$? # it ends with this shell (harness/run/starter.py)
+    exit "${stopped:-$status}"
 fi
 if [ "$command" = notebooks ]; then
-    "$python" -c "import ${entry[1]}, ipykernel" 2>/dev/null ||
+    "$python" -c "import $module, ipykernel" 2>/dev/null ||
         fail "this Python has no Jupyter: $python -m pip install jupyter"
 fi
 if [ -n "$html" ]; then
-    "$python" "${entry[@]}" || fail "a cell has failed, see above; what is in $html is not complete"
+    "$python" -m "$module" "${own[@]}" || fail "a cell has failed, see above; what is in $html is not complete"
     # A notebook leads to the next one, and to files of the project: the pages do so too.
     sed -i.bak -E -e 's|href="([0-9]{2}[a-z]?_[a-z0-9_]+)\.ipynb"|href="\1.html"|g' \
         -e "s|href=\"\.\./|href=\"file://${here// /%20}/|g" "$html"/*.html
     rm "$html"/*.html.bak
+    echo "written: $html"
     exit
 fi
-[ "$command" != notebooks ] || [ "$(id -u)" != 0 ] || entry+=(--allow-root) # as in most containers; Jupyter asks for it
+if [ "$command" = notebooks ]; then
+    [ "$(id -u)" != 0 ] || own+=(--allow-root) # as in most containers; Jupyter asks for it
+    exec "$python" -m "$module" "${own[@]}" "$@"
+fi
+start=$here/harness/run/start.py
 if [ -z "$ranked" ]; then # one process is enough
-    exec "$python" "${entry[@]}" "$@"
+    exec "$python" "$start" "$module" "${own[@]}" "$@"
 fi
 for option in "$@"; do # an answer that needs no ranks
-    case "$option" in -h | --help | --host | --ratios) exec "$python" "${entry[@]}" "$@" ;; esac
+    case "$option" in -h | --help | --host | --ratios) exec "$python" "$start" "$module" "${own[@]}" "$@" ;; esac
 done
 
 # One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
 # the number of ranks (harness/run/process_group.py): the last two lines are N, and why.
 echo "checking the options (importing torch takes a few seconds)"
-plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "${entry[@]}" "$@") || exit 2
+asked=(harness.measure.enough_memory "$module" "${own[@]}" "$@") # which asks one question more
+plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$start" "${asked[@]}") || exit $(($? == 130 ? 130 : 2))
 why=${plan##*$'\n'} ranks=${plan%$'\n'*}
 ranks=${ranks##*$'\n'} # what stands before these two lines a file of the user's has printed
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "the check of the options has ended without a number of ranks; it said '$plan'"
@@ -176,5 +195,6 @@ if [ "$command" = train ]; then
     how+=(--rdzv-conf last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10)
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 fi
-echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${how[*]} --nproc-per-node $ranks ${entry[*]} $*"
-exec "$python" -m harness.run.torchrun "${how[@]}" --nproc-per-node "$ranks" "${entry[@]}" "$@"
+program=("$ranks" -m "$module" "${own[@]}" "$@")
+echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${how[*]} --nproc-per-node ${program[*]}"
+exec "$python" "$start" harness.run.torchrun "${how[@]}" --nproc-per-node "${program[@]}"

@@ -69,15 +69,15 @@ def on_ranks(program: list[str], ranks: int, **environment) -> list[subprocess.C
         return list(pool.map(lambda rank: _run(line, given | {"RANK": rank, "LOCAL_RANK": rank}), range(ranks)))
 
 
-def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run ./launch.sh as a user does, by that executable."""
-    return _run([str(ROOT / "launch.sh"), *arguments], {"PYTHON": python(), "ZERO_TIMEOUT": 300, **environment})
+def launch(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """Run ./launch.sh as a user does who stands in that folder, by that executable."""
+    return _run([str(ROOT / "launch.sh"), *arguments], {"PYTHON": python(), "ZERO_TIMEOUT": 300, **environment}, folder)
 
 
-def _run(line: list[str], environment: dict) -> subprocess.CompletedProcess:
+def _run(line: list[str], environment: dict, folder: Path = ROOT) -> subprocess.CompletedProcess:
     """To its end, with no variable of a torchrun around us."""
     clean = ranks.environment(**{name: str(value) for name, value in environment.items()})
-    return subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=A_HANG)
+    return subprocess.run(line, cwd=folder, env=clean, capture_output=True, text=True, timeout=A_HANG)
 
 
 def free_port() -> int:
@@ -151,6 +151,7 @@ def _as_python(executable: str, arguments: list[str], folder: str, environment: 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while arguments[0] == "-u" or arguments[0].startswith("-X"):  # Python's own options, which change nothing here
         del arguments[0]
+    put_first = (lambda path: None) if "PYTHONSAFEPATH" in environment else functools.partial(sys.path.insert, 0)
     multiprocessing.current_process()._config["daemon"] = False  # it may have children of multiprocessing's
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
@@ -160,11 +161,11 @@ def _as_python(executable: str, arguments: list[str], folder: str, environment: 
             exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
         elif arguments[0] == "-m":
             sys.argv = arguments[1:]
-            sys.path.insert(0, folder)
+            put_first(folder)
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = arguments
-            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            put_first(os.path.dirname(os.path.abspath(arguments[0])))
             runpy.run_path(arguments[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # multiprocessing's own end leaves them out

@@ -84,7 +84,7 @@ def test_offload_changes_nothing(on_gpus, size, stage):
 def test_out_of_memory_is_a_row_and_leaves_nothing():
     from harness.measure import memory
 
-    argv = ["--preset", "small", "--ranks", "2", "--seq", "64", "--device", "cuda", "--engines", "ddp,zero3"]
+    argv = ["--preset", "small", "2", "--seq", "64", "--device", "cuda", "--engines", "ddp,zero3"]
     options = memory.arguments(argv)
     torch.cuda.init()
     gc.collect()

@@ -39,7 +39,7 @@ def test_the_command_writes_says_and_refuses(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     assert docs.main(["--check"]) == 1
     assert "stale: docs/page.md" in capsys.readouterr().out and ">3<" in page.read_text()  # it has written nothing
-    assert docs.main([]) == 0 and "written: docs/page.md" in capsys.readouterr().out
+    assert docs.main([]) == 0 and f"written: {page}" in capsys.readouterr().out
     assert f">{docs.exhibits()}<" in page.read_text() and f">{docs.exhibits_of('zero2')}<" in page.read_text()
     assert docs.main(["--check"]) == 0 and "up to date: 2 pages" in capsys.readouterr().out
     for wrong, said in (
@@ -143,7 +143,7 @@ def test_every_command_that_a_page_names_is_there_and_every_command_is_named():
                     assert word.partition("=")[0] in options[words[0]], (page, words)
     assert named == known
     _, _, refused = typed("nonsense")
-    assert set(refused.partition("there are: ")[2].strip().split(", ")) == known
+    assert set(refused.partition("There are: ")[2].strip().split(", ")) == known
 
 
 # What the pages print and run.
@@ -158,7 +158,7 @@ def code(containing: str, page: str = "README.md") -> str:
 def test_the_first_run_prints_what_the_readme_shows():
     result = forked.launch("zero1", "2", "--device", "cpu")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "torchrun --standalone --nproc-per-node 2 zero1.py --device cpu" in result.stdout
+    assert "torchrun --standalone --nproc-per-node 2 -m zero1 --device cpu" in result.stdout
     assert "Warning" not in result.stderr
     printed = result.stdout.splitlines()
     for line in code("Step 1 forward").splitlines():

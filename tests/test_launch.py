@@ -7,6 +7,8 @@ have imported torch already: through the door (`forked.launch`), or without it (
 import importlib.util
 import json
 import re
+import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,11 +24,16 @@ from torch.distributed.run import parse_args
 from typed_commands import starts
 
 import fsdp2_compare as referee
+from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
+from harness.measure.held import held_bytes
 from harness.measure.memory_parts import PARTS
+from harness.run import progress
+from harness.run import ranks as started_by
 from harness.run.model import GPT, preset
 from harness.run.process_group import Rank
 
 ROOT = Path(__file__).resolve().parent.parent
+START = str(ROOT / "harness" / "run" / "start.py")
 
 
 def test_the_referee_compares(tmp_path):
@@ -37,7 +44,7 @@ def test_the_referee_compares(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(file.read_text())
     assert "MATCH: all engines have the same losses." in result.stdout
-    assert "torchrun --standalone --nproc-per-node 2 fsdp2_compare.py" in result.stdout
+    assert "torchrun --standalone --nproc-per-node 2 -m fsdp2_compare" in result.stdout
     assert "Warning" not in result.stderr and "Warning" not in result.stdout, result.stderr[-3000:]
     told = {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 4, "parameters": 34_688}
     assert report["match"] is True and told.items() <= report.items()
@@ -68,6 +75,37 @@ def test_the_referee_compares(tmp_path):
         # On a busy machine a gloo thread may let go of a unit's buffer a moment later. Without gloo: test_memory.py.
         unit = 4 * 12_704
         assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"] + unit, ours
+
+
+SMALL = ["compare", "1", "--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "ddp"]
+
+
+def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
+    """Nothing that lies there is imported in the project's place."""
+    (tmp_path / "harness.py").write_text("raise SystemExit('not this one')")
+    result = forked.launch(*SMALL, folder=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (file,) = (tmp_path / "runs").iterdir()
+    assert result.stdout.endswith(f"written: {file}\n") and json.loads(file.read_text())["match"]
+
+
+def test_what_cannot_be_written_is_named_below_the_results(tmp_path):
+    result = forked.launch(*SMALL, "--json", "/dev/full", folder=tmp_path)
+    assert result.returncode == 1 and "diff to ddp" in result.stdout and "written" not in result.stdout
+    assert "error: cannot write /dev/full: No space left on device" in result.stderr, result.stderr
+
+
+def test_whoever_reads_no_more_hears_no_more():
+    """As `head` does, which closes its end. The ranks end without a word."""
+    line = [str(ROOT / "launch.sh"), "zero1", "2", "--preset", "toy", "--steps", "5000"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = started_by.environment(PYTHON=forked.python())
+    with started_by.started(line, env=environment, **streams) as process:
+        while not (line := process.stdout.readline()).startswith("training step"):
+            assert line, process.stderr.read()
+        process.stdout.close()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
 
 
 def test_the_referee_in_bfloat16(tmp_path):
@@ -162,13 +200,14 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(command, s
     for ranks in ("4", None):
         _, ((asked, checked), (nothing, words)) = starts(command, *stage, *([ranks] if ranks else []), *own)
         assert (asked, nothing) == (ranks or "auto", "")
-        assert words[:2] == ["-m", "harness.run.torchrun"]
+        assert words[:2] == [START, "harness.run.torchrun"]
         found = parse_args(words[2:])
         assert found.max_restarts == (3 if command == "train" else 0)
         assert found.nproc_per_node == "3" and found.standalone  # as the check has said
         assert found.training_script.removesuffix(".py") == started and importlib.util.find_spec(started)
         program = [*(["-m"] if found.module else []), found.training_script]
-        assert [*program, *found.training_script_args] == [*program, *stage, *own] == checked
+        assert [*program, *found.training_script_args] == [*program, *stage, *own]
+        assert checked == [START, "harness.measure.enough_memory", started, *stage, *own]
     _, ((asked, words),) = starts(command, *stage, "--help")  # which needs no ranks
     assert asked == "" and words[-1] == "--help" and "harness.run.torchrun" not in words
 
@@ -176,17 +215,18 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(command, s
 def test_a_command_without_ranks_is_one_process():
     for command in ("memory", "plan", "bug", "report", "articles", "changes", "docs", "exercise", "check"):
         _, ((asked, words),) = starts(command, "one", "--two")
-        assert asked == "" and words[0] == "-m" and importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
+        assert asked == "" and words[0] == START
+        assert importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
     for option in ("--host", "--ratios"):
         _, ((asked, words),) = starts("bench", "--json", "file", option)
-        assert asked == "" and words == ["-m", "harness.measure.bench", "--json", "file", option]
+        assert asked == "" and words[1:] == ["harness.measure.bench", "--json", "file", option]
 
 
 def test_a_mistake_in_the_options_ends_it_before_torchrun():
     """Really started. That every mistake is one line is held by tests/test_refusals.py."""
     result = forked.launch("zero3", "2", "--prefetch", "-1")
     assert result.returncode == 2 and result.stdout.splitlines()[1:] == []  # but for the words that it checks
-    assert result.stderr.count("\n") == 1 and "--prefetch must be 0 or more, got -1" in result.stderr
+    assert result.stderr.count("\n") == 1 and "--prefetch: must be a whole number, 0 or more, got -1" in result.stderr
 
 
 def test_without_ranks_a_chapter_says_how_it_is_started():
@@ -296,3 +336,36 @@ def test_two_machines_on_loopback():
     # One job of two ranks and not two of one: what is shared, what is sent, and who speaks.
     assert "2 rank(s), gloo" in first.stdout and "3.000 Ψ x (N-1)/N" in first.stdout, first.stdout
     assert "training step" not in second.stdout
+
+
+def described(engine_cls) -> list[tuple[str, dict[str, int]]]:
+    """How an engine is printed, and what it holds: with gradients, without them, and once it is closed."""
+    engine = engine_cls(GPT(preset("toy")), partial(torch.optim.AdamW, lr=1e-3))
+    engine(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    found = [(str(engine), held_bytes(engine))]
+    engine.step()
+    engine.zero_grad()
+    found.append((str(engine), held_bytes(engine)))
+    engine.close()
+    return [*found, (str(engine), {})]
+
+
+@pytest.mark.parametrize("engine_cls", (ZeRO1Engine, ZeRO2Engine, ZeRO3Engine))
+def test_an_engine_says_what_it_is_and_what_a_rank_holds(ranks, engine_cls):
+    for rank, (*alive, (closed, _)) in enumerate(ranks(2).run(described, engine_cls=engine_cls)):
+        for said, held in alive:
+            numbers = ", ".join(f"{part} {nbytes / 1e6:.2f} MB" for part, nbytes in held.items())
+            of = f"{engine_cls.__name__} of a GPT with 34,688 parameters"
+            assert said == f"{of}, rank {rank} of 2; it holds {numbers}"
+        assert closed == f"a closed {engine_cls.__name__}"
+
+
+def test_long_work_says_that_it_goes_on(capsys, monkeypatch):
+    assert list(progress.told("abc", "letters")) == [*"abc"]
+    assert capsys.readouterr().err == ""  # it was quick
+    monkeypatch.setattr(progress, "PATIENCE", -1)
+    assert list(progress.told("abc", "letters")) == [*"abc"]
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("  letters: 2 of 3 done, now c; about ")
+    list(progress.told("abc", "letters", speaks=False))
+    assert capsys.readouterr().err == ""

@@ -1,5 +1,6 @@
 """The dry run: an article's gigabytes, formulas of the peak, the stand-in for DDP, the table, and refusals."""
 
+import argparse
 import json
 import re
 from functools import partial
@@ -9,13 +10,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure import dry_run, gpus, memory, memory_formulas
+from harness.measure import dry_run, enough_memory, gpus, memory, memory_formulas, tables
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.memory_parts import HELD, PARTS, PartsLedger
 from harness.measure.memory_tables import all_tables
 from harness.measure.watched_step import watched_step
 from harness.properties import fixtures
-from harness.run.model import PRESETS, next_token_loss
+from harness.run.model import PRESETS, next_token_loss, number_of_parameters, preset
 from harness.teach.articles.on_memory import dry as articles_dry
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -78,7 +79,7 @@ def test_a_formula_computes_what_it_prints(formula):
 
 @pytest.mark.parametrize("stage", fixtures.STAGES)
 def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
-    row = dry(stage, "--preset", "tiny", "--ranks", "4", "--seq", "2", "--micro-batch", "1", "--accumulate", "3")
+    row = dry(stage, "--preset", "tiny", "4", "--seq", "2", "--micro-batch", "1", "--accumulate", "3")
     assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.005)
 
 
@@ -86,13 +87,13 @@ def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
     "ranks, more",
     (
         (1, []),
-        pytest.param(3, ["--precision", "bf16"], marks=pytest.mark.thorough),
+        pytest.param(3, ["--dtype", "bf16"], marks=pytest.mark.thorough),
         pytest.param(8, ["--checkpoint-activations", "--batch", "3"], marks=pytest.mark.thorough),
     ),
     ids=str,
 )
 def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
-    argv = ["--preset", "tiny", "--ranks", str(ranks), "--seq", "16", *more]
+    argv = ["--preset", "tiny", str(ranks), "--seq", "16", *more]
     ours, theirs = dry("zero3", *argv), dry("fsdp2", *argv)
     assert ours["peak_bytes"] <= theirs["peak_bytes"]
     assert ours["sent_bytes"] <= theirs["sent_bytes"]
@@ -102,14 +103,14 @@ def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
     "name, preset, more",
     [
         ("ddp", "tiny", []),
-        pytest.param("ddp", "tiny", ["--precision", "bf16"], marks=pytest.mark.thorough),
+        pytest.param("ddp", "tiny", ["--dtype", "bf16"], marks=pytest.mark.thorough),
         pytest.param("ddp", "tiny", ["--checkpoint-activations"], marks=pytest.mark.thorough),
         *((stage, "toy", []) for stage in fixtures.STAGES),
     ],
     ids=str,
 )
 def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, preset, more):
-    argv = ["--preset", preset, "--ranks", "3", "--batch", "2", *more]
+    argv = ["--preset", preset, "3", "--batch", "2", *more]
     fake, real = dry(name, *argv), dry(name, *argv, device="cpu")
     if name == "ddp":
         assert fake.pop("stand_in") and fake["sent"][0]["count"] > 1
@@ -120,7 +121,7 @@ def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, pr
 
 def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     file = tmp_path / "memory.json"
-    monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "--ranks", "4", "--json", str(file)])
+    monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "4", "--json", str(file)])
     memory.main()
     text, results = capsys.readouterr().out, json.loads(file.read_text())
     assert results["ranks"] == 4 and tuple(results["engines"]) == memory.registry.named("memory")
@@ -136,8 +137,8 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("name, sent", (("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp2_no_reshard", 2)))
 def test_traffic_in_elements_does_not_depend_on_the_precision(name, sent):
     """bfloat16 halves the bytes of a gather, and sends as many elements."""
-    low = dry(name, "--preset", "toy", "--ranks", "4", "--precision", "bf16")
-    full = dry(name, "--preset", "toy", "--ranks", "4")
+    low = dry(name, "--preset", "toy", "4", "--dtype", "bf16")
+    full = dry(name, "--preset", "toy", "4")
     assert low["sent_elements"] == pytest.approx(sent * 34_688 * 3 / 4, rel=0.01)
     assert full["sent_elements"] == pytest.approx(low["sent_elements"], rel=0.01)
     assert (low["sent_bytes"] < full["sent_bytes"]) == (name != "ddp")
@@ -166,7 +167,7 @@ def test_out_of_memory_is_a_row(monkeypatch):
 
 def test_a_dry_run_keeps_what_it_has_after_each_engine():
     kept = []
-    options = memory.arguments(["--preset", "toy", "--ranks", "2", "--engines", "zero1,zero3"])
+    options = memory.arguments(["--preset", "toy", "2", "--engines", "zero1,zero3"])
     last = memory.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
     assert [list(found["engines"]) for found in kept] == [["zero1"], ["zero1", "zero3"]]
     assert kept[-1] == json.loads(json.dumps(last))
@@ -181,7 +182,53 @@ def test_cuda_without_a_gpu_is_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", memory.registry.named("memory"))
 def test_real_allocations_are_close_to_the_dry_run(name):
-    argv = ["--preset", "small", "--ranks", "4"]
+    argv = ["--preset", "small", "4"]
     fake, real = dry(name, *argv), dry(name, *argv, device="cuda")
     assert real["held_bytes"] == fake["held_bytes"]
     assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)
+
+
+ASKED = {"engines": ["ddp", "zero3"], "dtype": "fp32", "batch": 4, "accumulate": 1, "timed_steps": 0, "anyway": False}
+
+
+@pytest.mark.parametrize("name", ("toy", "tiny"))
+def test_what_a_command_needs_is_what_the_dry_run_says(name, monkeypatch):
+    """Refused with a byte less, and the largest preset that fits is named; --anyway goes on."""
+    asked = argparse.Namespace(**ASKED, preset=name, seq=preset(name).seq, checkpoint_activations=False)
+    need = 2 * dry("ddp", "2", "--preset", name, "--batch", "4")["peak_bytes"]
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (need, "here"))
+    enough_memory.refuse_too_large(asked, 2, "cpu")
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (need - 1, "here"))
+    take = {"toy": "a smaller model or batch", "tiny": "--preset toy"}[name]
+    with pytest.raises(ValueError, match=rf"2 rank\(s\) need .* MB each, .* are free here: take {take}, or --anyway"):
+        enough_memory.refuse_too_large(asked, 2, "cpu")
+    asked.anyway = True
+    enough_memory.refuse_too_large(asked, 2, "cpu")
+
+
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
+    asked = argparse.Namespace(**ASKED, preset="toy", seq=32, checkpoint_activations=False)
+    need = dry("ddp", "4", "--preset", "toy", "--batch", "4")["peak_bytes"]
+    monkeypatch.setattr(enough_memory.accelerator, "count", lambda: 2)
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (2 * need, "on the GPU"))
+    enough_memory.refuse_too_large(asked, 4, "cuda:0")
+    with pytest.raises(ValueError, match=r"3 rank\(s\) need .* on the GPU"):
+        enough_memory.refuse_too_large(asked, 6, "cuda:0")
+
+
+def test_engines_that_live_together_need_their_states_together():
+    asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b", seq=128, checkpoint_activations=False)
+    need = enough_memory.needed_bytes(asked, "70b", 4, free=1e9)
+    parameters = number_of_parameters(preset("70b"))
+    assert need == pytest.approx(16 * parameters + 16 * parameters / 4)  # DDP's, and ZeRO-3's
+
+
+def test_a_table_that_is_too_wide_goes_on_below(monkeypatch):
+    rows = [["name", *(f"column {number}" for number in range(20))], ["a", *("1" * 8 for _ in range(20))]]
+    for width in (40, 120, 300):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = tables.text(rows)
+        assert max(map(len, lines)) <= min(width, 120)
+        found = " ".join(lines)
+        assert all(f"column {number}" in found for number in range(20)) and found.count("11111111") == 20
+        assert all(line.split()[0] in ("name", "a") for line in lines if line.strip("- "))

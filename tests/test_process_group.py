@@ -58,12 +58,17 @@ def test_the_reason_says_whether_ranks_share_a_gpu():
         assert ("share" in why) == shared and str(ranks) in why and str(gpus) in why and "slow" in why, why
 
 
-def test_tf32_is_what_torch_says(monkeypatch):
+def test_tf32_is_what_torch_says():
     """Also what a container has set, by a variable that torch reads when it is imported."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
-    assert not process_group.tf32()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    assert process_group.tf32()
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        products.fp32_precision = "ieee"
+        assert not process_group.tf32()
+        products.fp32_precision = "tf32"
+        assert process_group.tf32()
+    finally:
+        products.fp32_precision = before
 
 
 def test_how_many_ranks_when_nobody_says():

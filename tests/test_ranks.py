@@ -156,7 +156,8 @@ PYTHON = """\
 #!/usr/bin/env bash
 case "$*" in -c*) exit 0 ;; esac
 [ -z "${{ZERO_PREFLIGHT:-}}" ] || {{ echo 2 && echo "two ranks" && exit 0; }}
-exec {python} "${{@/zero1.py/{script}}}"
+line=" $* "
+exec {python} ${{line/ -m zero1 / {script} }}
 """
 
 

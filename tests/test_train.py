@@ -25,7 +25,9 @@ from harness.run.folder import lock, refuse_others
 from harness.run.process_group import Rank
 
 STEPS = 80
-OPTIONS = f"zero3 --preset toy --steps {STEPS} --save-every 7 --evaluate-every 20 --accumulate 2 --batch 6".split()
+OPTIONS = (
+    f"zero3 --preset toy --steps {STEPS} --save-every 7 --evaluate-every 20 --accumulate 2 --global-batch 6".split()
+)
 ENDLESS = 100_000
 A_HANG = 600  # seconds: a limit for what should come, and comes late on a busy machine
 pytestmark = pytest.mark.usefixtures("begun")
@@ -108,7 +110,7 @@ def disturbed(folder: Path) -> list[Run]:
 def machines(folder: Path) -> list[Run]:
     """Two launchers with a rank each. The second is killed, and comes back. Then one rank is asked to leave."""
     environment = {"NNODES": "1:2", "RDZV_ENDPOINT": f"localhost:{forked.free_port()}"}
-    options = f"--preset toy --steps {ENDLESS} --save-every 40 --batch 3 --evaluate-every {ENDLESS}".split()
+    options = f"--preset toy --steps {ENDLESS} --save-every 40 --global-batch 3 --evaluate-every {ENDLESS}".split()
     command = [str(ranks.ROOT / "launch.sh"), "train", "zero2", "1", *options]
     run = Run(folder, *command, **environment)
     alone = run.wait_for_ranks(1, [], 1)
@@ -179,7 +181,7 @@ def test_a_machine_goes_and_comes_back(stories):
 
 
 def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(ranks, tmp_path):
-    options = ["--preset", "toy", "--steps", "20", "--batch", "7", "--save-every", "6"]
+    options = ["--preset", "toy", "--steps", "20", "--global-batch", "7", "--save-every", "6"]
     whole = ranks(2).run(in_the_pool, options=["zero2", *options], folder=tmp_path / "whole")[0]
     ranks(2).run(in_the_pool, options=["zero3", *options], folder=tmp_path / "parts", leave_at=11)
     shutil.rmtree(tmp_path / "parts" / "000002")
@@ -243,7 +245,7 @@ def test_all_ranks_together_have_the_whole_batch(size):
     numbers = []
     for rank in range(size):
         training = object.__new__(train.Training)
-        training.options = train_options.arguments(["zero1", "--batch", "16", "--accumulate", "3"])
+        training.options = train_options.arguments(["zero1", "--global-batch", "16", "--accumulate", "3"])
         training.me = Rank(rank, size, torch.device("cpu"), "gloo", "")
         for sequences, share in training.parts(32):
             assert share == len(sequences) / 16 > 0
@@ -253,8 +255,8 @@ def test_all_ranks_together_have_the_whole_batch(size):
 
 def test_what_is_new_of_the_options_is_named():
     before = train_options.kept(train_options.arguments(["zero1"]))
-    now = train_options.arguments(["zero3", "--batch", "16", "--seed", "0", "--print-every", "1"])
-    assert train_options.changed(before, now) == ["--batch 8 -> 16"]
+    now = train_options.arguments(["zero3", "--global-batch", "16", "--seed", "0", "--print-every", "1"])
+    assert train_options.changed(before, now) == ["--global-batch 8 -> 16"]
 
 
 def test_the_learning_rate_warms_up_and_falls():

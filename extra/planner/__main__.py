@@ -10,19 +10,21 @@ from extra.planner.predict import Prediction, predict
 from harness.run import process_group
 from harness.run.command_line import one_line
 from harness.run.options import command, write_json
+from harness.run.progress import told
 
 
 def plan(options) -> dict:
     """Predict every engine, print the table and the recommendation; returns what --json writes."""
     cluster, found, config = cluster_of(options), [], options.config
     shape = f"{config.layers} blocks of width {config.width}, {config.seq} tokens per sequence"
-    where = f"{words.gpus(options.ranks, cluster)}, {options.precision}"
+    where = f"{words.gpus(options.ranks, cluster)}, {options.dtype}"
     print(f"{shape}; {where}. Recording the engines' events:", flush=True)
     for number, engine in enumerate(options.engines, 1):
         print(f"  {number} of {len(options.engines)}: {engine} ... ", end="", flush=True)
         started = time.perf_counter()
         found.append(predict(setup_of(options, engine), cluster))
         print(f"{time.perf_counter() - started:.1f} s", flush=True)
+    print("Recording what twice the bandwidth and half the ranks would change", flush=True)
     print(f"\nPredicted for {found[0].parameters / 1e9:.2f}e9 parameters:\n{words.table(found)}")
     lines = [words.recommendation(found, cluster), *_otherwise(options, cluster, words.choose(found))]
     print("\n" + "\n".join(lines) + "\n\n" + words.assumptions(cluster))
@@ -39,13 +41,14 @@ def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str
     else:
         what, twice = "links", replace(cluster, intra_gbps=2 * (cluster.intra_gbps or cluster.gpu.link_gbps))
     alone = len(options.engines) == 1
-    doubled = words.choose([predict(setup_of(options, engine), twice) for engine in options.engines])
+    engines = told(options.engines, "twice the bandwidth")
+    doubled = words.choose([predict(setup_of(options, engine), twice) for engine in engines])
     said = [words.changed(chosen, doubled, f"twice the bandwidth of the {what}", alone)]
     half, per_node = options.ranks // 2, options.ranks_per_node
     # One engine alone has nobody to lose against, and is not recorded twice; and half of them may be no whole nodes.
     if not alone and (half <= per_node or half % per_node == 0):
         fewer = [predict(setup_of(options, engine, ranks=half), cluster)
-                 for engine in different(options.engines, half, per_node)]  # fmt: skip
+                 for engine in told(different(options.engines, half, per_node), "half the ranks")]  # fmt: skip
         said.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})"))
     return said
 
@@ -65,7 +68,6 @@ def main() -> None:
         results = plan(options)
     if options.json:
         write_json(options.json, results | {"command": command("plan")})
-        print(f"\nwritten: {options.json}")
 
 
 if __name__ == "__main__":

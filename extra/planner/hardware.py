@@ -34,7 +34,7 @@ class GPU:
         """FLOP/s at the peak in "bf16" or "fp32". Raises ValueError for a GPU without bfloat16."""
         peak = self.bf16 if dtype == "bf16" else self.fp32
         if peak is None:
-            raise ValueError(f"GPU {self.name} has no bfloat16: use --precision fp32")
+            raise ValueError(f"GPU {self.name} has no bfloat16: use --dtype fp32")
         return peak * 1e12
 
 

@@ -66,7 +66,7 @@ def draw(name: str, folder: Path = RESULTS / "figures") -> Path:
 @one_line(ValueError, OSError)
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 if --check finds something stale; an error ends it with 2."""
-    parser = Parser(prog="page", description="Writes the generated parts of the planner's page, and its pictures.")
+    parser = Parser("", description="Writes the generated parts of the planner's page, and its pictures.")
     parser.add_argument("--check", action="store_true", help="write nothing, and say whether the page is stale")
     options = parser.parse_args(argv)
     stale = docs.update([PAGE], BLOCKS, "python -m extra.planner.page", options.check)

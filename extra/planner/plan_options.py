@@ -16,12 +16,12 @@ SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
 SHAPE = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 WHOLE = (*SHAPE, "ranks", "ranks_per_node", "micro_batch", "accumulate")  # from 1 on
 ABOVE_0 = ("intra_GBps", "inter_GBps", "alpha_us", "bucket_mb", "efficiency")
-CHOICES = {"gpu": GPUS, "network": NETWORKS, "precision": ("fp32", "bf16"), "checkpoint_activations": RECOMPUTED,
+CHOICES = {"gpu": GPUS, "network": NETWORKS, "dtype": ("fp32", "bf16"), "checkpoint_activations": RECOMPUTED,
            "sweep": SWEEPS}  # fmt: skip
 
 
 def parser() -> Parser:
-    made = Parser(prog="plan", description="How long a step would take on hardware that is not here.")
+    made = Parser("plan [N]", description="How long a step would take on hardware that is not here.")
     add = made.add_argument
     add("--preset", default=None, help=f"model shape: {', '.join(PRESETS)} (default 7b)")
     for name, words in (
@@ -37,10 +37,10 @@ def parser() -> Parser:
     add("--gated", action="store_true", help="a gated MLP: three weights and not two")
     add("--tied", action="store_true", help="embedding and head share one weight (presets do, other shapes do not)")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)} (default h100)")
-    add("--ranks", type=int, default=64, help="GPUs in all (default 64)")
+    add("ranks", metavar="N", nargs="?", type=int, default=64, help="GPUs in all (default 64)")
     add("--ranks-per-node", type=int, default=8, help="GPUs in a node (default 8)")
-    add("--engine", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES)} (default all)")
-    add("--precision", default="bf16", help="fp32 or bf16 over float32 gradients and weights (default bf16)")
+    add("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES)} (default all)")
+    add("--dtype", default="bf16", help="fp32 or bf16 over float32 gradients and weights (default bf16)")
     add("--micro-batch", type=int, default=1, help="sequences per rank and backward (default 1)")
     add("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
     add("--checkpoint-activations", default="none", help=f"{', '.join(RECOMPUTED)}: computed again in backward")
@@ -61,7 +61,9 @@ def parser() -> Parser:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options, with `config` (the shape), `engines` and `left_out`. Raises ValueError for what cannot be."""
-    options = parser().parse_args(argv)
+    line = parser()
+    options = line.parse_args(argv)
+    line.needs("--out", "--sweep")
     given = {name: value for name, value in vars(options).items() if value is not None}
     for name in given.keys() & {*WHOLE}:
         if not 1 <= given[name] <= 10**6:
@@ -81,12 +83,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     asked = [name for name in ("validate", "scale", "sweep") if getattr(options, name)]
     if len(asked) > 1:
         raise ValueError(f"--{asked[0]} and --{asked[1]} are two questions: ask one, and leave out the other")
-    if options.sweep and os.path.isfile(options.out):
-        raise ValueError(f"--out {options.out!r} is a file: name a folder for the figures")
+    if options.sweep:
+        try:
+            os.makedirs(options.out, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {options.out!r} must be a folder for the figures: {error.strerror}") from error
     options.network = options.network or "infiniband"
-    options.engines = list(dict.fromkeys(name.strip() for name in options.engine.split(",") if name.strip()))
+    options.engines = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
     for name in options.engines or [""]:
-        _one_of("engine", name, ENGINES)
+        _one_of("engines", name, ENGINES)
     check_ranks(options.ranks, options.ranks_per_node)
     options.left_out = None  # what is not planned, in words
     if options.sweep != "ranks" and not (options.validate or options.scale):
@@ -95,10 +100,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             options.left_out = "hybrid: left out, one node: it would be zero3"
         if not options.engines:
             raise ValueError(
-                f"--engine hybrid on one node (--ranks {options.ranks}, --ranks-per-node {options.ranks_per_node}) "
-                "would be zero3: use --engine zero3, or more ranks than a node has"
+                f"--engines hybrid on one node (N = {options.ranks}, --ranks-per-node {options.ranks_per_node}) "
+                "would be zero3: use --engines zero3, or more ranks than a node has"
             )
-    GPUS[options.gpu].flops(options.precision)
+    GPUS[options.gpu].flops(options.dtype)
     process_group.check_writable("--json", options.json)
     options.config = _config(options)
     return options
@@ -113,13 +118,13 @@ def check_ranks(ranks: int, per_node: int) -> None:
     """Raises ValueError if not all nodes would have as many ranks."""
     if ranks > per_node and ranks % per_node:
         raise ValueError(
-            f"--ranks {ranks} are not whole nodes of --ranks-per-node {per_node}: "
+            f"N = {ranks} ranks are not whole nodes of --ranks-per-node {per_node}: "
             f"use {ranks // per_node * per_node} or {-(-ranks // per_node) * per_node} ranks"
         )
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return "N" if name == "ranks" else f"--{name.replace('_', '-')}"
 
 
 def _one_of(name: str, value: str, known) -> None:
@@ -148,7 +153,7 @@ def setup_of(options: argparse.Namespace, engine: str, **changed) -> Setup:
     """What the options ask for under one engine; `changed` are fields of `Setup`."""
     row = min(changed.get("ranks", options.ranks), options.ranks_per_node) if REGISTRY[engine].rows else None
     made = Setup(
-        options.config, engine, options.ranks, options.precision, options.micro_batch, options.accumulate,
+        options.config, engine, options.ranks, options.dtype, options.micro_batch, options.accumulate,
         recompute=options.checkpoint_activations, prefetch=options.prefetch, bucket_mb=options.bucket_mb, row=row,
     )  # fmt: skip
     return replace(made, **changed)

@@ -15,7 +15,8 @@ from extra.planner.events import Await, Collective, Mark, Memory, Operation, Rec
 from extra.planner.one_rank import Setup, build, mesh_for, parameters_of, train
 from extra.planner.streams import Streams
 from harness.measure.fake_ranks import fake_ranks
-from harness.measure.ledger import MemoryLedger, tensors_in
+from harness.measure.held import tensors_in
+from harness.measure.ledger import MemoryLedger
 from harness.measure.position_in_step import PositionInStep
 from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
 

@@ -10,6 +10,7 @@ from extra.planner.published import ROWS, Row
 from extra.planner.words import gpus
 from harness.run.engines import named
 from harness.run.model import preset
+from harness.run.progress import told
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
 ENGINES = named("scale")
@@ -40,12 +41,12 @@ def curve(rows: list[Row]) -> dict:
 def run(options: argparse.Namespace) -> dict:
     """Predict all points; blocks are recomputed, as 70B would not fit otherwise. Returns what --json writes."""
     cluster, points = cluster_of(options), []
-    print(f"{gpus('N', cluster)} in nodes of {cluster.per_node}, {options.precision}; {options.micro_batch} "
+    print(f"{gpus('N', cluster)} in nodes of {cluster.per_node}, {options.dtype}; {options.micro_batch} "
           "sequence(s) of 2,048 tokens per rank, blocks recomputed; all predicted:", flush=True)  # fmt: skip
     for name in PRESETS:
-        for engine in ENGINES:
+        for engine in told(ENGINES, f"planned of {name}"):
             for ranks in RANKS:
-                setup = Setup(preset(name), engine, ranks, options.precision, options.micro_batch, recompute="blocks")
+                setup = Setup(preset(name), engine, ranks, options.dtype, options.micro_batch, recompute="blocks")
                 for network in COVERED:
                     found = predict(setup, replace(cluster, network=network))
                     points.append({"preset": name, "network": network, **found.numbers()})
@@ -56,6 +57,6 @@ def run(options: argparse.Namespace) -> dict:
     for model, engine, sequences in CURVES:
         rows = [row for row in ROWS if row.model == model and row.gpu == "h100" and row.setup.engine == engine]
         curves.append(curve([row for row in rows if row.setup.micro_batch == sequences]))
-    about = {"gpu": options.gpu, "precision": options.precision, "micro_batch": options.micro_batch}
+    about = {"gpu": options.gpu, "precision": options.dtype, "micro_batch": options.micro_batch}
     about |= {"memory_gb": cluster.gpu.memory_gb, "covered": COVERED}
     return {"predicted": True, **about, "points": points, "curves": curves}

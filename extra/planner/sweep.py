@@ -8,6 +8,7 @@ from extra.planner.one_rank import BUCKETED, BY_UNIT
 from extra.planner.plan_options import cluster_of, setup_of
 from extra.planner.predict import Prediction, predict
 from extra.planner.words import gpus
+from harness.run.progress import told
 
 HIDDEN = 0.05  # communication is called hidden when less of the step than this is exposed
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -36,7 +37,10 @@ def points(options: argparse.Namespace, engine: str) -> Points:
     values, field = [nodes * options.ranks_per_node for nodes in NODES], "ranks"
     if options.sweep != "ranks":
         values, field, _ = ALONG[options.sweep]
-    return [(value, predict(setup_of(options, engine, **{field: value}), cluster_of(options))) for value in values]
+    found = []
+    for value in told(values, f"{engine}, {field}"):
+        found.append((value, predict(setup_of(options, engine, **{field: value}), cluster_of(options))))
+    return found
 
 
 def along(options: argparse.Namespace) -> str:
@@ -51,7 +55,9 @@ def swept(options: argparse.Namespace) -> list[str]:
     which = {"bucket": BUCKETED, "prefetch": BY_UNIT}.get(options.sweep, options.engines)
     engines = [name for name in options.engines if name in which]
     if not engines:
-        raise ValueError(f"--sweep {options.sweep} is for {', '.join(which)}, got --engine {options.engine}")
+        raise ValueError(
+            f"--sweep {options.sweep} is for {', '.join(which)}, got --engines {','.join(options.engines)}"
+        )
     return engines
 
 
@@ -90,7 +96,7 @@ def run(options: argparse.Namespace) -> dict:
             print(f"  {value:>6g}  step {one.step * 1e3:,.1f} ms  exposed {one.exposed:.0%}  "
                   f"{one.tokens_per_s:,.0f} tokens/s/GPU{fits}")  # fmt: skip
     shape = f"{options.layers} blocks" if options.layers else options.preset or "7b"
-    title = f"{shape}, {where}, {options.precision}"
+    title = f"{shape}, {where}, {options.dtype}"
     results = {"predicted": True, "sweep": options.sweep, "title": title, "engines": rows, "break_even": words}
     os.makedirs(options.out, exist_ok=True)
     written = os.path.join(options.out, "plan-sweep.png")

@@ -67,7 +67,7 @@ def test_report(tmp_path):
 
 def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path):
     """To 0.25%, in bytes that were asked for: the allocator rounds them up to blocks, which is no engine's doing."""
-    options = ["--preset", "tiny", "--ranks", "4"]
+    options = ["--preset", "tiny", "4"]
     launch("memory", *options, "--json", tmp_path / "fake")
     launch("memory", *options, "--device", "cuda", "--json", tmp_path / "cuda")  # as users run it
     code = f"from extra.simulated_gpu import cases_simulated; cases_simulated.print_peaks(*{options!r})"

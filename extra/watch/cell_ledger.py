@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from extra.watch.rows_of_cells import Row, Stretch, rows_of
-from harness.measure.ledger import optimizer_of, tensors_in
+from harness.measure.held import optimizer_of, tensors_in
 from harness.measure.memory_parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
 from harness.measure.traffic import kind_of
 

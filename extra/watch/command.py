@@ -29,16 +29,16 @@ MOST_RANKS = 16  # more cells than these nobody can tell apart
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
-    parser = common.Parser(prog="watch", description=__doc__, formatter_class=form)
+    parser = common.Parser("watch [ENGINE] [N]", description=__doc__, formatter_class=form)
     parser.add_argument("engine", nargs="?", help=f"that the page opens with: {', '.join(TITLES)} (default zero3)")
     parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
-    engine_file.add_option(parser)
-    parser.add_argument("--only", metavar="ENGINES", help="record these and no others, as zero3,ddp")
+    parser.add_argument("--engines", metavar="NAME,NAME", help="record these and no others, as zero3,ddp")
+    common.add(parser, "engine-file")
     parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
     common.add(parser, "preset", "backend", "device", "json")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that the state can be seen)")
-    parser.add_argument("--bucket-mb", type=float, help="MiB per bucket of ZeRO-1, -2 and DDP (default: 1/6 of all)")
+    common.add(parser, "bucket-mb", bucket_mb=None)
     parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
     parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
     parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: show what this file has")
@@ -60,7 +60,6 @@ def settle(options: argparse.Namespace) -> None:
         given = getattr(options, name)
         if not least <= given <= most:
             raise ValueError(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
-    common.at_least(options, bucket_mb=0)
     settle_ranks(options)
     settle_engines(options)
     settle_files(options)
@@ -79,19 +78,19 @@ def settle_ranks(options: argparse.Namespace) -> None:
 def settle_engines(options: argparse.Namespace) -> None:
     """What is recorded, `names` or `bug`, and with what the page opens, `opens`."""
     if options.bug is not None:
-        if options.engine is not None or options.only is not None:
+        if options.engine is not None or options.engines is not None:
             raise ValueError("--bug brings its own engine: leave out the other one")
         options.bug = exhibit_of(options.bug).number
         of_exhibit(options.bug)  # raises, too
     own = engine_file.enter(options.engine_file, "watch")
     TITLES.update({name: ENGINES[name].title for name in own})
     names = list(TITLES)
-    if options.only is not None:
-        names = [name.strip() for name in options.only.split(",") if name.strip()]
+    if options.engines is not None:
+        names = [name.strip() for name in options.engines.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"--only is empty; there are: {', '.join(TITLES)}")
+        raise ValueError(f"--engines is empty; there are: {', '.join(TITLES)}")
     if options.engine is None:
-        first = names[0] if options.only is not None else "zero3"
+        first = names[0] if options.engines is not None else "zero3"
         options.engine = own[0] if own else first
     options.names = list(dict.fromkeys([options.engine, *names]))
     if unknown := [name for name in options.names if name not in TITLES]:
@@ -162,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     recordings = page.recordings_of(options.source) if options.source else None
     if recordings is None:
         several = len(runs_of(options))
-        hint = f" (about a minute; --only {options.opens} records one)" if several > 2 else ""
+        hint = f" (about a minute; --engines {options.opens} records one)" if several > 2 else ""
         print(f"recording {several} engines on {options.ranks} ranks{hint}", flush=True)
         recordings = record_all(options, argv)
     if options.json:

@@ -195,7 +195,7 @@ def test_the_command_is_one_process_that_starts_its_ranks_itself():
 REFUSED = {  # what is typed behind ./launch.sh watch: what is said
     "zero4": "no engine 'zero4'; there are: ddp, ",
     "zero3 1": "N must be 2 to 16 ranks, got '1'",
-    "zero3 2 --only ddp,zero9": "no engine 'zero9'",
+    "zero3 2 --engines ddp,zero9": "no engine 'zero9'",
     "--bug 99": "no bug '99'",
     "--bug 30": "not in a step: ./launch.sh bug 30",
     "zero3 --bug 19": "leave out the other one",
@@ -205,7 +205,7 @@ REFUSED = {  # what is typed behind ./launch.sh watch: what is said
     "--from README.md": "has no recordings",
     "--from {folder}/wrong.json": "has no recordings",
     "--from {folder}/latin.py": "has no recordings",
-    "--only ,": "--only is empty",
+    "--engines ,": "--engines is empty",
     "--gif page.webm": "--gif must name a file that ends with .gif, got 'page.webm'",
 }
 
@@ -235,8 +235,8 @@ def test_its_own_page_names_files_and_commands_that_are_there():
 
 
 def test_only_what_was_asked_for_is_recorded():
-    assert arguments(["--only", "zero1"]).names == ["zero1"] and arguments(["--only", "ddp,zero1"]).opens == "ddp"
-    assert arguments(["zero2", "--only", "ddp"]).names == ["zero2", "ddp"] and arguments([]).opens == "zero3"
+    assert arguments(["--engines", "zero1"]).names == ["zero1"] and arguments(["--engines", "ddp,zero1"]).opens == "ddp"
+    assert arguments(["zero2", "--engines", "ddp"]).names == ["zero2", "ddp"] and arguments([]).opens == "zero3"
     notes = {number: of_exhibit(number)[1].about["note"] for number in (3, 19, 21)}  # 3 changes numbers alone
     assert ["./launch.sh bug" in note for note in notes.values()] == [True, False, False]
 

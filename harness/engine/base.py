@@ -3,7 +3,9 @@
 import contextlib
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from harness.engine import gradients, optimizer, state
 from harness.engine.hooks import GradientHook
@@ -13,6 +15,15 @@ from harness.engine.safety import guard, refusals
 
 def _of_the_model(name: str):
     return lambda engine, *args, **kwargs: getattr(engine.model, name)(*args, **kwargs)
+
+
+def _megabytes(tensors) -> float:
+    """What the storages under these tensors have, each counted once."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(storages.values()) / 1e6
 
 
 class Engine:
@@ -91,6 +102,21 @@ class Engine:
                 hooks = param._post_accumulate_grad_hooks or {}
                 for key in [key for key, hook in hooks.items() if type(hook) is GradientHook]:
                     del hooks[key]
+
+    def __repr__(self) -> str:
+        """What it is, over which ranks, and what this one holds at the moment."""
+        if "model" not in vars(self):
+            return f"a closed {type(self).__name__}"
+        parameters, gradients, numel = [], [], 0
+        for bucket in self.all_buckets:
+            parameters += [bucket.flat, bucket.shard]
+            gradients += [bucket.gradient, *(piece.grad for piece in bucket.pieces), *bucket.kept.values()]
+            numel += sum(shape.numel() for shape in bucket.shapes)
+        state = tree_leaves([*self.optimizer.state.values()])
+        held = {"parameters": parameters, "gradients": gradients, "optimizer": state}
+        words = ", ".join(f"{part} {_megabytes(tensors):.2f} MB" for part, tensors in held.items())
+        of = f"{type(self).__name__} of a {type(self.model).__name__} with {numel:,} parameters"
+        return f"{of}, rank {self.rank} of {self.world_size}; it holds {words}"
 
     def __reduce_ex__(self, protocol):
         way = "checkpoint.save(engine, folder) keeps it, and engine.full_state_dict() has whole weights"

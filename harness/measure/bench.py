@@ -32,10 +32,12 @@ from harness.run.command_line import one_line
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.process_group import Rank
+from harness.run.progress import told
 
 ENGINES = engines.named("bench")
 ON_HOST = ("plain", *(name for name in ENGINES if "memory" in engines.ENGINES[name].on))  # they run without others
-SHAPE = {"layers": 1, "width": 1, "heads": 1, "vocab": 256}  # and the least of each; text is bytes
+SHAPE = ("layers", "width", "heads", "vocab")
+SWEPT = ("rounds", "batch", "seq", "backend", "device", "json", "anyway")  # what else --sweeps takes
 MEANINGS = """
 step ms      time of a step on the slowest rank, median over the rounds; lowest, highest
 relative     time relative to the first row, median over the rounds
@@ -50,14 +52,9 @@ CELLS_OF_BYTES = " | {peak:.2f} | {short:.2f} | {collectives} | {all_gathers}"
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = common.Parser(prog="bench", description=__doc__.splitlines()[0])
-    common.add(parser, "preset", "seq", "backend", "device", "json")
-    for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int, help="in place of the preset's")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step (default 4)")
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each engine (default 15)")
-    parser.add_argument("--engines", help=f"any of {', '.join(ENGINES)}")
-    engine_file.add_option(parser)
+    parser = common.Parser("bench [N]", description=__doc__.splitlines()[0], epilog=f"Engines: {', '.join(ENGINES)}")
+    common.add(parser, "preset", *SHAPE, "engines", "engine-file", "rounds", "batch", "seq", batch=4)
+    common.add(parser, "backend", "device", "json", "anyway")
     instead = parser.add_mutually_exclusive_group()
     help = f"what options cost; those with WORDS in their name: {'; '.join(SWEEPS)}"
     instead.add_argument("--sweeps", nargs="?", const="", metavar="WORDS", help=help)
@@ -65,7 +62,10 @@ def arguments(argv=None) -> argparse.Namespace:
     instead.add_argument("--host", nargs="?", const="", metavar="ENGINE", help=help)
     instead.add_argument("--ratios", nargs="+", metavar="FILE", help="of step times, out of files of compare --json")
     options = parser.parse_args(argv)
-    common.settle(options, rounds=1, batch=1, seq=1, **SHAPE)
+    parser.beside("--ratios")
+    parser.beside("--host", "--rounds", "--device", "--json")
+    parser.beside("--sweeps", "--preset", *(f"--{name}" for name in (*SHAPE, *SWEPT)))
+    common.settle(options)
     given = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
     options.config = replace(preset(options.preset), **given)
     if options.host:
@@ -122,12 +122,12 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
 def measure(variants: dict[str, Variant], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
     """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
     found = {}
-    for label, variant in variants.items():
-        found[label] = bytes_of(variant, batch, options.config, me)
+    for label in told(variants, "peaks and collectives", me.rank == 0):
+        found[label] = bytes_of(variants[label], batch, options.config, me)
         gc.collect()
     alive = {label: build(variant, options.config, me) for label, variant in variants.items()}
     steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
-    times = rows_of_times(take_turns(steps, options.rounds, me))
+    times = rows_of_times(take_turns(steps, options.rounds, me, say=me.print))
     del alive, steps
     gc.collect()
     return {label: found[label] | times[label] for label in variants}
@@ -162,7 +162,7 @@ def host_times(options: argparse.Namespace) -> dict[str, dict]:
             engine = fake_ranks.build("single" if name == "plain" else name, model, adamw, device, **prepare(model))
             steps[label] = partial(engine.training_step, x, y, F.mse_loss)
         me = Rank(0, 8, torch.device("cpu"), "fake", "")
-        times = take_turns(steps, options.rounds, me, meet=wait_for_gpu)
+        times = take_turns(steps, options.rounds, me, wait_for_gpu, print)
         for label in steps:
             if options.host and label in (options.host, f"{options.host} engine"):
                 profile(label, steps[label])
@@ -204,7 +204,7 @@ def variants_of(options: argparse.Namespace) -> dict[str, dict[str, Variant]]:
 def on_ranks(options: argparse.Namespace) -> None:
     """Measure, print and write what is asked for. A collective."""
     text = load_text(None, options.config.seq)
-    me = process_group.start(options.backend, options.device)
+    me = process_group.start(options.backend, options.device, options)
     batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
     me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
     shape = f"GPT of {number_of_parameters(options.config):,} parameters"
@@ -214,13 +214,12 @@ def on_ranks(options: argparse.Namespace) -> None:
     for title, variants in variants_of(options).items():
         found[title] = measure(variants, batch, options, me)
         me.print(table_of_steps(title, found[title]) + "\n")
-    if me.rank == 0:
-        results = {"hardware": process_group.hardware(me.device), "torch": torch.__version__}
-        results |= {"backend": me.backend, "ranks": me.world_size}
-        results |= {name: getattr(options, name) for name in ("preset", "batch", "seq")}
-        results |= {"command": common.command("bench", me.world_size), "sweeps": found}
-        common.write_json(options.json, results)
+    results = {"hardware": process_group.hardware(me.device), "torch": torch.__version__}
+    results |= {"backend": me.backend, "ranks": me.world_size}
+    results |= {name: getattr(options, name) for name in ("preset", "batch", "seq")}
+    results |= {"command": common.command("bench", me.world_size), "sweeps": found}
     process_group.stop()
+    common.write_json(options.json if me.rank == 0 else None, results)
 
 
 def main(argv=None) -> None:

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from harness.measure.held import buckets_of
-from harness.measure.ledger import tensors_in
+from harness.measure.held import buckets_of, tensors_in
 from harness.measure.memory_parts import PartsLedger
 from harness.measure.traffic import kind_of
 

@@ -43,8 +43,8 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
     allocator = allocator_of(device)
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
     with fake, PartsLedger() as memory:
-        model = make_model(preset(options.preset), device)
-        dtype = DTYPES[options.precision]
+        model = make_model(getattr(options, "config", None) or preset(options.preset), device)
+        dtype = DTYPES[options.dtype]
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=ENGINES[name].casts and dtype is not None)
         of = letters(model, options.ranks, accumulate=options.accumulate)
@@ -61,8 +61,8 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
             micro_batches.training_step(engine, *batch)
         pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
         del engine
-    held = held_by_formula(name, options.precision, of.Ψ, options.ranks)
-    formula = formula_of_peak(name, options.precision, options.accumulate)
+    held = held_by_formula(name, options.dtype, of.Ψ, options.ranks)
+    formula = formula_of_peak(name, options.dtype, options.accumulate)
     peak = memory.peak_moment()
     row = {
         "held_bytes": seen.held,

@@ -2,7 +2,7 @@
 
 `./launch.sh docs` draws all of them, from results/ to results/figures/. One of them from another file:
 
-    ./launch.sh docs --figure memory --json results/memory-7b-8ranks.json --out /tmp
+    ./launch.sh docs --figure memory --from results/memory-7b-8ranks.json --out /tmp
 """
 
 import json
@@ -84,6 +84,7 @@ def _delay(report: dict) -> str:
     return f"rank {rank} is delayed by {seconds * 1e3:g} ms in every step"
 
 
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 # figure: (function, the JSON files in results/ that it draws, the command that writes such a file)
 REFEREE, MEMORY = "./launch.sh compare --json", "./launch.sh memory --json"
 FIGURES = {
@@ -115,16 +116,17 @@ def load(name: str, paths: list[str]):
     return loaded[0]
 
 
-def draw(name: str, folder: str | Path = "results/figures", paths: list[str] | None = None) -> str:
+def draw(name: str, folder: str | Path = RESULTS / "figures", paths: list[str] | None = None) -> str:
     """Write the figure to `folder`, from its files in results/ or from `paths`; returns where it is."""
     if name not in FIGURES:
         raise ValueError(f"no figure {name!r}; there are: {', '.join(FIGURES)}")
     picture, files, command = FIGURES[name]
-    paths = paths or [f"results/{file}" for file in files]
+    paths = paths or [str(RESULTS / file) for file in files]
     try:
         figure = picture(load(name, paths))
     except (LookupError, TypeError, AttributeError, StopIteration) as error:
         words = f"{', '.join(paths)} is not what figure {name!r} is drawn from"
         raise ValueError(f"{words}: {command} writes that") from error
-    save(figure, f"{folder}/{name}.png")
-    return f"{folder}/{name}.png"
+    path = Path(folder, f"{name}.png").resolve()
+    save(figure, path)
+    return str(path)

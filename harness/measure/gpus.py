@@ -2,28 +2,15 @@
 
 import os
 import re
+import tomllib
+from pathlib import Path
 
 import torch
 
 from harness.run import process_group
 from harness.run.model import GPTConfig, number_of_parameters
 
-# TFLOP/s of dense matrix products by the makers' data sheets: (model, bfloat16, float32 with TF32 off). A T4 has no
-# bfloat16.
-PEAK_TFLOPS = (
-    ("B200", 2250.0, 80.0),
-    ("H200", 989.0, 67.0),
-    ("H200 NVL", 835.0, 60.0),
-    ("H100", 989.0, 67.0),
-    ("H100 NVL", 835.0, 60.0),
-    ("H100 PCIe", 756.0, 51.0),
-    ("A100", 312.0, 19.5),
-    ("A100 PCIe", 312.0, 19.5),
-    ("RTX 4090", 165.2, 82.6),
-    ("RTX 3090", 71.0, 35.6),
-    ("L4", 121.0, 30.3),
-    ("T4", None, 8.1),
-)
+PEAK_TFLOPS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 # Words in torch's name of a GPU that do not change how fast it computes. Any other word does: an "RTX 4090 D", a
 # "Laptop GPU", a "MIG" (a part of a GPU) and an H100 with the slower HBM2e are other models.
 NO_MODEL = re.compile(r"nvidia|tesla|geforce|\d+gb|hbm3e?|sxm[456]")
@@ -47,10 +34,9 @@ def fits_on(peak: float) -> list[int]:
 def peak_flops(name: str, dtype: str) -> float | None:
     """FLOP per second that the GPU `name` can do in "fp32" or "bf16"; None for one that is not in the table."""
     words = {word for word in re.split(r"[^a-z0-9]+", name.lower()) if not NO_MODEL.fullmatch(word)}
-    for model, bf16, fp32 in PEAK_TFLOPS:
+    for model, teraflops in PEAK_TFLOPS.items():
         if words == set(model.lower().split()):
-            teraflops = {"bf16": bf16, "fp32": fp32}[dtype]
-            return teraflops and teraflops * 1e12
+            return teraflops[dtype] * 1e12 if dtype in teraflops else None
     return None
 
 

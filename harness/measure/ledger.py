@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.measure.held import (  # noqa: F401  some import held_bytes, optimizer_of and storage_bytes from here
-    engine_tensors,
-    held_bytes,
-    optimizer_of,
-    storage_bytes,
-    storage_of,
-    tensors_in,
-)
+from harness.measure.held import engine_tensors, storage_of, tensors_in
 
 
 class MemoryLedger(TorchDispatchMode):

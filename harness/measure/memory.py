@@ -4,7 +4,7 @@ The real engines run on a process group that moves nothing ("fake"), with fake t
 storages but no memory, or with real ones on a GPU. What is printed as measured comes from the ledgers that
 watched the second step; formulas stand beside it. In them Ψ is the number of parameters, as in the ZeRO paper.
 
-Run it: ./launch.sh memory --preset 7b --ranks 8
+Run it: ./launch.sh memory 8 --preset 7b
 """
 
 import argparse
@@ -24,25 +24,24 @@ from harness.run import options as common
 from harness.run.command_line import one_line
 from harness.run.model import number_of_parameters, preset
 
-CONDITIONS = ("ranks", "preset", "precision", "batch", "accumulate", "seq", "checkpoint_activations", "device")
+CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = common.Parser(prog="memory", description=__doc__.splitlines()[0])
-    common.add(parser, "preset", "seq", "checkpoint-activations", "json", preset="7b")
-    parser.add_argument("--ranks", type=int, default=8, help="world size N (default 8)")
-    parser.add_argument("--up-to", type=int, help="instead of --ranks: 1, 2, 4, ... up to so many ranks, peaks only")
-    parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
-    micro_batches.add_options(parser, 1)
-    parser.add_argument("--engines", help=f"any of {', '.join(registry.named('memory'))}")
+    engines = f"Engines: {', '.join(registry.named('memory'))}"
+    parser = common.Parser("memory [N]", description=__doc__.splitlines()[0], epilog=engines)
+    parser.add_argument("ranks", metavar="N", nargs="?", type=int, help="ranks, 1 to 1,000,000 (default 8)")
+    common.add(parser, "up-to", "preset", "engines", "dtype", "seq", *micro_batches.OPTIONS, preset="7b")
+    common.add(parser, "checkpoint-activations", "json")
     parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda (or xpu): real allocations")
     options = parser.parse_args(argv)
-    common.settle(options, ranks=1, seq=1, up_to=1)
+    common.settle(options)
     micro_batches.settle(options, 1)
-    if options.ranks > 10**6:
-        raise ValueError(f"--ranks must be 1,000,000 or less, got {options.ranks}")
-    if options.precision not in registry.DTYPES:
-        raise ValueError(f"--precision must be {' or '.join(registry.DTYPES)}, got {options.precision!r}")
+    if options.up_to and options.ranks:
+        raise ValueError(f"--up-to {options.up_to} has ranks of its own: leave out the {options.ranks} before it")
+    options.ranks = 8 if options.ranks is None else options.ranks
+    if not 1 <= options.ranks <= 10**6:
+        raise ValueError(f"N must be 1 to 1,000,000 ranks, got {options.ranks}")
     there = accelerator.kind() if accelerator.count() else "cuda"
     if options.device not in ("fake", there):
         raise ValueError(f"--device must be fake or {there}, got {options.device!r}")
@@ -101,21 +100,22 @@ def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
 def main() -> None:
     with one_line(ValueError):
         options = arguments()
-    print(__doc__.splitlines()[0])
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
     ranks = options.ranks if options.up_to is None else f"1 to {options.up_to}"
-    say = partial(print, flush=True)
-    say(f"Rank 0 of {ranks} on {what}; {options.precision}, AdamW, {batch}{extra}; the second step.")
+
+    def say(text: str) -> None:
+        print(tables.wrapped(text), flush=True)
+
+    say(__doc__.splitlines()[0])
+    say(f"Rank 0 of {ranks} on {what}; {options.dtype}, AdamW, {batch}{extra}; the second step.")
     if options.up_to is None:
-        results = measure_all(options, say, partial(common.write_json, options.json, indent=None))
-        print("\n" + all_tables(results))
+        results = measure_all(options, say, partial(common.write_json, options.json, indent=None, whole=False))
+        say("\n" + all_tables(results))
     else:
         results = measure_up_to(options, say)
     common.write_json(options.json, results, indent=None)
-    if options.json:
-        print(f"\nwritten: {options.json}")
 
 
 if __name__ == "__main__":

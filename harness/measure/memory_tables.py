@@ -23,18 +23,18 @@ def all_tables(results: dict) -> str:
     held = f"Held by one rank with the gradients of a finished backward, {unit}"
     lines += ["", f"{held}, beside {formula_name(results)}:", *held_table(ran, size)]
     lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, unit, size)]
-    lines += ["", *state_table(ran, results["precision"], unit, size)] if _has_stages(ran) else []
+    lines += ["", *state_table(ran, results["dtype"], unit, size)] if _has_stages(ran) else []
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
     lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}), and in how many collectives:"]
     lines += sent_table(ran, parameters * (results["ranks"] - 1) / results["ranks"], size)
-    lines += ["", who_trained(results["engines"], dtype=DTYPES[results["precision"]]), *gpu_lines(engines)]
+    lines += ["", who_trained(results["engines"], dtype=DTYPES[results["dtype"]]), *gpu_lines(engines)]
     return "\n".join(lines)
 
 
 def formula_name(results: dict) -> str:
     """What the column "formula" is: an article's bytes per parameter, or this project's own count."""
     own = "our count: bfloat16 weights, float32 weights to update, float32 gradients"
-    return f"the formula of {ARTICLE}" if results["precision"] == "fp32" else own
+    return f"the formula of {ARTICLE}" if results["dtype"] == "fp32" else own
 
 
 def held_table(engines: dict[str, dict], size: float) -> list[str]:

@@ -34,7 +34,7 @@ def _shape(results: dict) -> str:
     ranks = f"{results['ranks']} ranks, " if isinstance(results["ranks"], int) else ""
     recomputed = ", activations recomputed" if results["checkpoint_activations"] else ""
     tokens = f"{results['batch']} x {results['seq']} tokens per rank"
-    return f"GPT {results['preset']}, {ranks}{results['precision']}, {tokens}{recomputed}"
+    return f"GPT {results['preset']}, {ranks}{results['dtype']}, {tokens}{recomputed}"
 
 
 def _short(number: float) -> str:
@@ -67,7 +67,7 @@ def stages(results: dict):
     handles = key(HELD, {"optimizer": "optimizer state (AdamW)"})
     handles.append(Patch(facecolor=SHADE, edgecolor=GRID, label="not kept: another rank has it"))
     figure.legend(handles=handles, **BELOW)
-    precision = {"fp32": "float32", "bf16": "bfloat16 over float32"}[results["precision"]]
+    precision = {"fp32": "float32", "bf16": "bfloat16 over float32"}[results["dtype"]]
     times = sum(whole.values()) / sum(shown["zero3"].values())
     finding = f"Each stage stops keeping {ranks} copies of one thing more; ZeRO-3 keeps 1/{times:.3g} of DDP's bytes"
     headline(figure, finding, f"What each of {ranks} ranks keeps: {each / 1e6:,.0f} million parameters, {precision}")

@@ -48,7 +48,7 @@ def commands(folder: str, gpus: int, quick: bool) -> list[str]:
             file = f"{folder}/compare-{number}-{dtype}.json"
             found.append(f"./launch.sh compare {run} --dtype {dtype} --steps 8 --timed-steps 6 --json {file}")
     where, size = (accelerator.kind(), "1b") if gpus else ("fake", "tiny")  # on a GPU by real allocations
-    found.append(f"./launch.sh memory --ranks 8 --device {where} --preset {size if quick else '7b'}")
+    found.append(f"./launch.sh memory 8 --device {where} --preset {size if quick else '7b'}")
     for stage in ("zero3", "zero2", "zero1"):
         found.append(f"./launch.sh {stage} {several} --preset {small} --steps 3")
     found.append(f"./launch.sh zero3 {several} --preset {small} --steps 3 --prefetch 0")
@@ -97,16 +97,16 @@ def row_of_machine(compared: list[dict], printed: str) -> list[str]:
 @one_line(OSError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 0, or 1 if a command has failed or hung."""
-    parser = Parser(prog="report", description=__doc__.splitlines()[0])
+    parser = Parser("report [FOLDER]", description=__doc__.splitlines()[0])
     folder = time.strftime("report-%Y%m%d-%H%M%S")
     parser.add_argument("folder", nargs="?", default=folder, help="a new folder (default: report-DATE-TIME)")
     parser.add_argument("--quick", action="store_true", help="small models: minutes")
     options = parser.parse_args(argv)
-    folder = Path(options.folder)
+    folder = Path(options.folder).resolve()
     folder.mkdir(parents=True)
     load = f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores when it began"
     sections, broken = [], []
-    for command in commands(options.folder, accelerator.count(), options.quick):
+    for command in commands(str(folder), accelerator.count(), options.quick):
         print(command, flush=True)
         printed, ended = printed_by(command, SECONDS)
         print(f"  {ended}", flush=True)

@@ -4,6 +4,9 @@ figures.mplstyle.
 In grey the hatch or the tone tells two neighbours apart.
 """
 
+import tomllib
+from pathlib import Path
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -15,41 +18,8 @@ from harness.measure.tables import unit
 from harness.run.engines import ENGINES
 
 INK, PAPER, GRID, SHADE = "#24292f", "#ffffff", "#d8dee4", "#eef1f4"
-COLOURS = {
-    # What bytes are for.
-    "parameters": "#1b60bb",
-    "gradients": "#ec6e1a",
-    "optimizer": "#37925d",
-    "gathered units": "#4198e4",
-    "gradients in flight": "#c34b10",
-    "activations": "#8e5cb1",
-    "temporaries": "#93822b",
-    "batch and buffers": "#727272",
-    # What a rank does, and what its time is spent on.
-    "forward": "#37a1a5",
-    "backward": "#226b77",
-    "compute": "#2c7c84",
-    "host": "#b28b70",
-    "broadcast": "#c5398b",
-    "waiting": "#d5586d",
-}
-# What is there for a moment only is hatched.
-HATCHES = {
-    "gathered units": "////",
-    "gradients in flight": "\\\\\\\\",
-    "temporaries": "....",
-    "batch and buffers": "xxxx",
-    "broadcast": "....",
-    "waiting": "----",
-}
-# A collective looks like the bytes that it moves, and an update like what it changes.
-MOVES = {
-    "gather": "gathered units",
-    "all-gather": "gathered units",
-    "reduce": "gradients in flight",
-    "reduce-scatter": "gradients in flight",
-    "update": "optimizer",
-}
+_SAID = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+COLOURS, HATCHES, MOVES = _SAID["colours"], _SAID["hatches"], _SAID["moves"]
 LANES = ("forward", "backward", "gather", "reduce", "update")
 TIMES = ("compute", "host", "optimizer", "all-reduce", "reduce-scatter", "all-gather", "broadcast", "waiting")
 for _name, _bytes in MOVES.items():

@@ -1,6 +1,8 @@
 """A table is rows of cells, said once; here are the two ways to show it: text in a terminal, and Markdown."""
 
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable
 
 
@@ -19,13 +21,43 @@ def filled(titles: str, cells: str, things: Iterable[dict]) -> list[list[str]]:
 
 
 def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True) -> list[str]:
-    """Lines for a terminal: the columns `left` to the left and the others to the right, a rule under the first row."""
+    """Lines for a terminal: the columns `left` to the left and the others to the right, a rule under the first row.
+
+    Columns for which there is no room stand in a table below, which begins with the first column again.
+    """
     widths = [max(map(len, cells)) for cells in zip(*rows)]
+    lines, shown = [], [0]
+    for column in range(1, len(widths) + 1):
+        if column < len(widths) and sum(widths[one] + 2 for one in (*shown, column)) <= columns_here() + 2:
+            shown.append(column)
+            continue
+        lines += [""] if lines else []
+        lines += _block(rows, shown, widths, left, rule)
+        shown = [0, column]
+    return lines
+
+
+def _block(rows, shown: list[int], widths: list[int], left, rule: bool) -> list[str]:
+    """The lines of the columns `shown`."""
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if column in left else c.rjust(w) for column, (c, w) in enumerate(zip(row, widths))]
+        cells = [row[n].ljust(widths[n]) if n in left else row[n].rjust(widths[n]) for n in shown]
         lines.append("  ".join(cells).rstrip())
-    return [lines[0], "-" * len(lines[0]), *lines[1:]] if rule else lines
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]] if rule else lines
+
+
+def columns_here() -> int:
+    """How wide a line may be: as the terminal, and 120 at most."""
+    return min(120, shutil.get_terminal_size((120, 24)).columns)
+
+
+def wrapped(said: str) -> str:
+    """A text in lines that fit. Those that do already stay as they are, and no word is broken."""
+    lines = []
+    for line in said.split("\n"):
+        fits = len(line) <= columns_here()
+        lines += [line] if fits else textwrap.wrap(line, columns_here(), break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def markdown(rows: list[list[str]]) -> str:

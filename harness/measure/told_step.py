@@ -3,8 +3,8 @@
 import contextlib
 from unittest import mock
 
-from harness.measure.held import has_gradient_buffers
-from harness.measure.ledger import MemoryLedger, held_bytes
+from harness.measure.held import has_gradient_buffers, held_bytes
+from harness.measure.ledger import MemoryLedger
 
 BAR = 24  # characters for the most that was alive
 

@@ -35,20 +35,15 @@ WATCHED_STEPS = 3  # after the told one, for the line that says where the time g
 
 def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     own = inspect.signature(engine_cls).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
-    parser = common.Parser(description=doc.splitlines()[0])
-    common.add(parser, "preset", "checkpoint-activations", "data", "lr", "seed", "backend", "device")
-    parser.add_argument("--steps", type=int, default=5, help="training steps (default 5)")
-    micro_batches.add_options(parser, 4)
-    parser.add_argument("--trace", help="write a Chrome/Perfetto trace of one more step, and of step 0, to this file")
-    parser.add_argument("--map", action="store_true", help="print which ranks own which parameter, all of them")
-    if "bucket_mb" in own:
-        parser.add_argument("--bucket-mb", type=float, default=2.0, help="MiB; 0: one per parameter (default 2)")
-    if "prefetch" in own:
-        parser.add_argument("--prefetch", type=int, default=1, help="units to gather ahead (default 1)")
-        keep = "keep units gathered until backward, which ZeRO3Engine can and the chapter cannot"
-        parser.add_argument("--no-reshard-after-forward", action="store_true", help=keep)
+    parser = common.Parser(f"{engine_cls.__name__.lower()} [N]", description=doc.splitlines()[0])
+    common.add(parser, "preset", "steps", *micro_batches.OPTIONS, steps=5)
+    common.add(parser, *(["bucket-mb"] if "bucket_mb" in own else ["prefetch", "no-reshard-after-forward"]))
+    common.add(parser, "checkpoint-activations", "data", "lr", "seed", "map", "trace", "backend", "device", "anyway")
     options = parser.parse_args(argv)
-    common.settle(options, steps=2, **{name: 0 for name in ("bucket_mb", "prefetch") if name in own})
+    options.engines = [engine_cls.__name__.lower()]
+    if options.steps < 2:  # the first makes the optimizer's state, the last is told
+        raise ValueError(f"--steps must be 2 or more, got {options.steps}")
+    common.settle(options)
     micro_batches.settle(options, 4)
     process_group.check_writable("--trace", options.trace)
     return options
@@ -63,7 +58,7 @@ def _walk(engine_cls, doc: str) -> None:
     options = arguments(engine_cls, doc)
     seq = preset(options.preset).seq
     text = load_text(options.data, seq)
-    me = process_group.start(options.backend, options.device)
+    me = process_group.start(options.backend, options.device, options)
     batches = Batches(text, options.batch, seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
     me.print(doc.splitlines()[0])
@@ -173,7 +168,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
         "step_begins_ms": round(begins * 1e3, 4),
     }
     common.write_json(options.trace, chrome_trace(spans, live, **about), indent=None)
-    print(f"written: {options.trace} (open it in chrome://tracing or ui.perfetto.dev)")
+    print("open it in chrome://tracing or ui.perfetto.dev")
 
 
 def _partition(engine, options: argparse.Namespace) -> str:

@@ -13,7 +13,6 @@ The exit status is 0 if no engine is wrong, crashes or hangs.
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import re
@@ -39,7 +38,9 @@ from harness.properties.property import (
     subject,
 )
 from harness.run import engine_file, engines, process_group, ranks
+from harness.run import options as common
 from harness.run.command_line import Parser, one_line
+from harness.run.progress import told
 
 COLLECTIVE = 20  # seconds after which a collective in which ranks wait in vain is a hang; ZERO_TIMEOUT changes it
 STARTING = 60  # seconds that ranks may take until they begin
@@ -52,11 +53,10 @@ ACCIDENTS = (TypeError, AttributeError, KeyError, IndexError, NameError)  # no w
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="conform", description=__doc__, formatter_class=form)
+    parser = Parser("conform [ENGINE|FILE.py ...] [N]", description=__doc__, formatter_class=form)
     parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
-    engine_file.add_option(parser)
+    common.add(parser, "engine-file", "json")
     parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
-    parser.add_argument("--json", metavar="FILE", help="write the results to this file")
     options = parser.parse_args(argv)
     options.ranks = 2
     if options.engines and options.engines[-1].isdecimal():
@@ -197,7 +197,7 @@ def ask(engine: str, file: str | None, names: list[str], size: int, tell) -> dic
         command = ["-m", "harness.properties.conform", "--on-ranks", engine, file or "", ",".join(left)]
         began = len(found)
         with ranks.Ranks(command, size, STARTING + 2 * longest(), quiet=True) as running:
-            for name, verdicts in running.verdicts(left):
+            for name, (_, verdicts) in zip(told(left, engine), running.verdicts(left)):
                 found[name] = over_the_ranks(verdicts)
                 tell(engine, name, found[name])
                 if found[name]["outcome"] in ("crash", "hang"):
@@ -242,11 +242,11 @@ def table(results: dict[str, dict], properties: list[str]) -> str:
     for group in GROUPS:
         for name in properties:
             if library()[name].group == group:
-                rows.append([group, name, *(SIGNS[found[name]["outcome"]] for found in results.values())])
+                rows.append([name, group, *(SIGNS[found[name]["outcome"]] for found in results.values())])
     for each in OUTCOMES:
         count = [str(Counter(one["outcome"] for one in found.values())[each]) for found in results.values()]
-        rows.append(["", f"in all: {each}", *count])
-    return "\n".join(tables.text([["group", "property", *results], *rows], left=range(2 + len(results))))
+        rows.append([f"in all: {each}", "", *count])
+    return "\n".join(tables.text([["property", "group", *results], *rows], left=range(2 + len(results))))
 
 
 def main() -> None:
@@ -259,27 +259,26 @@ def main() -> None:
     def tell(engine, name, found):
         if found["outcome"] in ("wrong", "crash", "hang"):
             first = found["says"].replace("\n", " ")
-            print(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}", flush=True)
+            print(tables.wrapped(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}"), flush=True)
 
     results, bad = {}, False
-    for engine in options.names:
+    for number, engine in enumerate(options.names, 1):
         started = time.perf_counter()
-        print(engine, flush=True)
+        print(f"{engine} ({number} of {len(options.names)})", flush=True)
         found = {}
         for size in sorted(set(sizes.values())):
             names = [name for name in sizes if sizes[name] == size]
             found |= ask(engine, file_of(engine), names, size, tell)
         results[engine] = {name: found[name] for name in options.properties}
-        if options.json:  # after each engine: it takes minutes
-            report = {"versions": versions(), "ranks": options.ranks, "engines": results}
-            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+        report = {"versions": versions(), "ranks": options.ranks, "engines": results}
+        common.write_json(options.json, report, whole=False)  # after each engine: it takes minutes
         count = Counter(found["outcome"] for found in results[engine].values())
         bad = bad or any(count[each] for each in ("wrong", "crash", "hang"))
         said = ", ".join(f"{count[each]} {each}" for each in OUTCOMES if count[each])
         print(f"  {said}; {time.perf_counter() - started:.0f} s", flush=True)
     print("\n" + table(results, options.properties))
-    if options.json:
-        print(f"written: {options.json}")
+    with one_line(ValueError):
+        common.write_json(options.json, report)
     sys.exit(1 if bad else 0)
 
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.ledger import MemoryLedger, held_bytes, optimizer_of
+from harness.measure.held import held_bytes, optimizer_of
+from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.properties import fixtures
 from harness.properties.fixtures import ADAMW, Lanes, OddModel, Stack, grid, odd, own_tokens, seeded, vector_batch

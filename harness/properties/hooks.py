@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.ledger import storage_bytes
+from harness.measure.held import storage_bytes
 from harness.properties.fixtures import MOMENTUM, OddModel, own_tokens, seeded, token_batch
 from harness.properties.overlap import late_collectives
 from harness.properties.property import NotApplicable, ask, ask_thorough, holds, same

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
-from harness.measure.ledger import storage_bytes
+from harness.measure.held import storage_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties import fixtures
 from harness.properties.fixtures import (

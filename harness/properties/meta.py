@@ -8,7 +8,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from harness.engine import checkpoint
-from harness.measure.ledger import MemoryLedger, held_bytes, storage_bytes
+from harness.measure.held import held_bytes, storage_bytes
+from harness.measure.ledger import MemoryLedger
 from harness.properties import fixtures
 from harness.properties.checkpoints import Zoo, groups_of
 from harness.properties.fixtures import ADAMW, OddModel, byte_batch, seeded

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero1
-from harness.measure.ledger import storage_bytes
+from harness.measure.held import storage_bytes
 from harness.properties.fixtures import (
     SGD,
     Checkpointed,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
-from harness.measure.ledger import storage_bytes
+from harness.measure.held import storage_bytes
 from harness.properties import fixtures
 from harness.properties.property import ask, holds, refused, same
 from harness.properties.training import EXACT

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from harness.measure.ledger import storage_bytes
+from harness.measure.held import storage_bytes
 from harness.properties.fixtures import MOMENTUM, of_all_ranks, seeded, token_batch, vector_batch
 from harness.properties.property import Subject, expect, same
 

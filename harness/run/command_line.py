@@ -2,9 +2,20 @@
 
 import argparse
 import contextlib
+import difflib
 import os
 import signal
 import sys
+
+# Options that had another name in some command once: what is said of them now.
+RENAMED = {
+    "--precision": "--dtype",
+    "--engine": "--engines",
+    "--only": "--engines",
+    "--batch": "--global-batch (of all ranks together)",
+    "--json": "--from",
+    "--ranks": "N, the number of ranks, a word without --, as in: ./launch.sh memory 64",
+}
 
 
 @contextlib.contextmanager
@@ -25,8 +36,46 @@ def one_line(*mistakes: type[Exception]):
         sys.exit(2)
 
 
+def did_you_mean(given: str, known) -> str:
+    """ ": did you mean zero3?", or "." where nothing is like it."""
+    near = difflib.get_close_matches(given.strip().lower(), known, cutoff=0.75)
+    return f": did you mean {' or '.join(near)}?" if near else "."
+
+
 class Parser(argparse.ArgumentParser):
-    """Reads a command's options. A mistake ends the command with one line and exit status 2, as all others do."""
+    """Reads a command's options. A mistake ends the command with one line and exit status 2, as all others do.
+
+    `words` are the command and what stands behind it: "compare [N]".
+    """
+
+    def __init__(self, words: str, **more):
+        super().__init__(usage=f"./launch.sh {words} [options]", allow_abbrev=False, **more)
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        words = sys.argv[1:] if args is None else args
+        self.given = [word.partition("=")[0] for word in words if word.startswith("--")]
+        for name in self.given:
+            if name not in self._option_string_actions:
+                self.error(self._unknown(name))
+        return super().parse_args(args, namespace)
+
+    def beside(self, option: str, *others: str) -> None:
+        """Where `option` is given, refuse all but these `others`: they would be ignored."""
+        for name in self.given if option in self.given else ():
+            if name not in (option, *others):
+                self.error(f"{name} does nothing beside {option}: leave out one of them")
+
+    def needs(self, option: str, other: str) -> None:
+        """Refuse `option` without `other`: it would be ignored."""
+        if option in self.given and other not in self.given:
+            self.error(f"{option} does nothing without {other}")
+
+    def _unknown(self, name: str) -> str:
+        """What is said of an option that this command has not."""
+        new = RENAMED.get(name, "")
+        if name == "--ranks" or new.partition(" ")[0] in self._option_string_actions:
+            return f"{name} is no option any more: give {new}"
+        return f"no option {name}{did_you_mean(name, self._option_string_actions)}"
 
     def error(self, message: str):
         self.exit(2, f"error: {message} (--help lists what there is)\n")

@@ -162,23 +162,20 @@ def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mes
 ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
 
 
-def fsdp1(wrap, model: nn.Module, optimizer_cls, device: torch.device, dtype=None, **options) -> PlainStep:
-    """FSDP1 with the auto-wrap policy `wrap(model)`.
+def fsdp1(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, by_size=False, **options) -> PlainStep:
+    """FSDP1 around the blocks, or `by_size` around all large modules.
 
     The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
-    10,000 parameters on (`by_size`), and offloads the parameters to the CPU. `fsdp1` wraps the blocks and does not
+    10,000 parameters on (`_large`), and offloads the parameters to the CPU. `fsdp1` wraps the blocks and does not
     offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
     """
     policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
     options = {"device_id": device, "use_orig_params": True, "mixed_precision": policy, **options}
-    return PlainStep(FullyShardedDataParallel(model, auto_wrap_policy=wrap(model), **options), optimizer_cls)
+    wrap = _large(model) if by_size else ModuleWrapPolicy({*map(type, blocks_of(model))})
+    return PlainStep(FullyShardedDataParallel(model, auto_wrap_policy=wrap, **options), optimizer_cls)
 
 
-def by_blocks(model: nn.Module) -> ModuleWrapPolicy:
-    return ModuleWrapPolicy({*map(type, blocks_of(model))})
-
-
-def by_size(model: nn.Module):
+def _large(model: nn.Module):
     """The article's policy, but for modules that share a weight: those stay with the model around them.
 
     Wrapped by themselves, embedding and head would each get a flat parameter of its own, and their one weight would

@@ -8,7 +8,9 @@ import contextlib
 import io
 import logging
 import os
+import tomllib
 import warnings
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,28 +29,14 @@ def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
     """
     mib = int(default_bucket_mb(list(model.named_parameters())))  # whole ones: it wants an even number of elements
     bucket = mib * 2**18  # elements of 4 bytes
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # of its own reports alone: we hand it batches of any size
-        "gradient_clipping": 0.0,  # its default is 1.0, and would change the losses
-        "managed_gradient_accumulation": False,
-        "zero_allow_untested_optimizer": True,  # torch's AdamW, as everybody else has
-        "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "fp32",
-        "bf16": {"enabled": dtype is torch.bfloat16},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": False,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            "stage3_prefetch_bucket_size": bucket,
-            "stage3_max_live_parameters": bucket,
-            "stage3_max_reuse_distance": 0,
-            "stage3_param_persistence_threshold": 0,
-        },
-    }
+    told = tomllib.loads(Path(__file__).with_name("deepspeed.toml").read_text())
+    told["bf16"] = {"enabled": dtype is torch.bfloat16}
+    sizes = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+    told["zero_optimization"] |= {"stage": stage, **dict.fromkeys(sizes, bucket)}
+    return told
 
 
-def build(stage: int, model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> "DeepSpeedStep":
+def build(model: nn.Module, optimizer_cls, device: torch.device, stage: int, dtype=None) -> "DeepSpeedStep":
     """DeepSpeed's engine of that stage around `model`."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     # It calls torch's collectives by the names that they had before torch 2.13, in every step.

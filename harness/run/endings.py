@@ -3,6 +3,7 @@
 import signal
 
 SAID = 4  # exit status of ranks that did not fail, and have said what is wrong: the launcher adds nothing
+LAUNCHER = "ZERO_LAUNCHER"  # the launcher's process id, for its ranks
 ENDED = "ZERO_ENDED"  # of the launcher: a file for {rank: exit status} of those that failed
 
 

@@ -22,11 +22,6 @@ from harness.run.micro_batches import Looped
 LOOP = ("__call__", "step", "zero_grad")
 
 
-def add_option(parser) -> None:
-    help = "an engine of yours, see docs/your-engine.md; may be given several times"
-    parser.add_argument("--engine-file", metavar="FILE.py", action="append", default=[], help=help)
-
-
 def chosen(options, command: str, known: tuple[str, ...]) -> list[str]:
     """The engines of `--engines`, and of every `--engine-file`, as names of the registry. Raises ValueError."""
     own = enter(options.engine_file, command)

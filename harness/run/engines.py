@@ -1,13 +1,15 @@
-"""The registry: every engine is one entry here, and every command takes names, order, builders and styles from it.
+"""The registry: every engine is an entry in engines.toml, with its name, order, builder and look in every command.
 
 To add an engine, write its entry. `./launch.sh compare --engines NAME` then knows it; with the command's word in `on`
 it runs there without being asked for.
 """
 
 import importlib.util
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
 from harness.run import counterparts, deepspeed_engine
+from harness.run.command_line import did_you_mean
 from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
@@ -39,12 +42,12 @@ def who_trained(names, **options) -> str:
     return f"{stages}: the engines of harness/engine, for an option that the chapters lack."
 
 
-def _stage(name, model, optimizer_cls, device, dtype=None, mesh=None, engine=False, **options):
-    """The chapter `name`. Its engine where an option asks for what only engines have, or where `engine` is True."""
+def _stage(model, optimizer_cls, device, stage, dtype=None, mesh=None, engine=False, **options):
+    """The chapter `stage`. Its engine where an option asks for what only engines have, or where `engine` is True."""
     if not engine and a_chapter_does(dtype, mesh, **options):
-        return CHAPTERS[name](model, optimizer_cls, group=mesh, **options)
+        return CHAPTERS[stage](model, optimizer_cls, group=mesh, **options)
     reduce_dtype = None if dtype is None else torch.float32
-    return STAGES[name](model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
+    return STAGES[stage](model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
 
 
 def _two_psi(model, optimizer_cls, device, dtype=None, mesh=None, **options):
@@ -87,49 +90,22 @@ class Engine:
     mark: str = "o"
 
 
-def _entry(name: str, title: str, build, promise, on: str, takes: str, **more) -> tuple[str, Engine]:
-    return name, Engine(name, title, build, promise, frozenset(on.split()), frozenset(takes.split()), **more)
+def _builder(build: str, options: dict) -> Callable:
+    found = {"stage": _stage, "two_psi": _two_psi, "deepspeed": deepspeed_engine.build}
+    return partial(found.get(build) or getattr(counterparts, build), **options)
 
 
-ALL = "compare memory bench plan watch conform"
-BUCKETS, UNITS = "dtype mesh offload_policy bucket_mb engine", "dtype mesh offload_policy prefetch engine"
-DARK, MIDDLE, LIGHT = "#60656c", "#717680", "#888c92"
+def _entry(name: str, said: dict) -> Engine:
+    shared_out, sent = said.pop("promise", (None, None))
+    promise = None if sent is None else (tuple(shared_out), sent)
+    build = _builder(said.pop("build"), said.pop("options", {}))
+    words = {key: frozenset(said.pop(key).split()) for key in ("on", "takes")}
+    return Engine(name, build=build, promise=promise, **words, **said)
 
-NOTHING, STATE, GRADIENTS = (), ("optimizer",), ("gradients", "optimizer")
-ALL_PARTS = ("parameters", *GRADIENTS)
 
-ENGINES: dict[str, Engine] = dict([
-    _entry("single", "one process", counterparts.single, (NOTHING, 0), "compare", "dtype", casts=True,
-           shade=LIGHT, line=":", mark="x"),
-    _entry("ddp", "DDP", counterparts.ddp, (NOTHING, 2), ALL, "dtype bucket_mb", casts=True, shade=DARK),
-    _entry("zero1", "ZeRO-1", partial(_stage, "zero1"), (STATE, 3), f"{ALL} sweeps", BUCKETS,
-           counterpart="zero_redundancy_optimizer", shade=LIGHT, mark="s"),
-    _entry("zero1_2psi", "ZeRO-1 (the paper's, 2Ψ)", _two_psi, (STATE, 2),
-           "plan scale", BUCKETS, line="-.", mark="v"),
-    _entry("zero_redundancy_optimizer", "ZeroRedundancyOptimizer", counterparts.zero_redundancy_optimizer, (STATE, 3),
-           "compare bench conform", "dtype", casts=True, shade=LIGHT, line="--", mark="s"),
-    _entry("zero2", "ZeRO-2", partial(_stage, "zero2"), (GRADIENTS, 2), f"{ALL} sweeps scale", BUCKETS,
-           counterpart="fsdp2_no_reshard", mark="^"),
-    _entry("fsdp2_no_reshard", "FSDP2 without resharding", partial(counterparts.fsdp2, reshard_after_forward=False),
-           (ALL_PARTS, 2), "compare memory bench plan conform", "dtype mesh offload_policy",
-           line="--", mark="^"),
-    _entry("hybrid", "hybrid sharding (ZeRO-3 in each node)", partial(_stage, "zero3"), None, "plan", UNITS, rows=True,
-           line="-.", mark="P"),
-    _entry("zero3", "ZeRO-3", partial(_stage, "zero3"), (ALL_PARTS, 3), f"{ALL} scale", UNITS, counterpart="fsdp2",
-           shade=DARK, mark="D"),
-    _entry("zero3-prefetch0", "ZeRO-3, prefetch 0", partial(_stage, "zero3", prefetch=0), (ALL_PARTS, 3), "watch",
-           "dtype mesh offload_policy", shade=DARK, line=":", mark="d"),
-    _entry("fsdp2", "FSDP2", counterparts.fsdp2, (ALL_PARTS, 3), ALL, "dtype mesh offload_policy",
-           shade=DARK, line="--", mark="D"),
-    _entry("fsdp1", "FSDP1", partial(counterparts.fsdp1, counterparts.by_blocks), (ALL_PARTS, 3),
-           "", "dtype", line=":", mark="<"),
-    _entry("fsdp1_article", "FSDP1, wrapped by size", partial(counterparts.fsdp1, counterparts.by_size),
-           (ALL_PARTS, 3), "", "dtype", line=":", mark=">"),
-    # DeepSpeed's default for its first stage, `use_multi_rank_bucket_allreduce`, is said to all-reduce.
-    *(_entry(f"deepspeed{stage}", f"DeepSpeed, stage {stage}", partial(deepspeed_engine.build, stage), (parts, 3),
-             "conform", "dtype", line="-.", mark=mark, needs="deepspeed", exact=False)
-      for stage, parts, mark in zip((1, 2, 3), (STATE, GRADIENTS, ALL_PARTS), "s^D")),
-])  # fmt: skip
+ENGINES: dict[str, Engine] = {}
+for _name, _said in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
+    ENGINES[_name] = _entry(_name, _said)
 
 PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)
 
@@ -154,7 +130,7 @@ def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None
     names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in names:
         if name not in known:
-            raise ValueError(f"no engine {name!r}; there are: {', '.join(known)}")
+            raise ValueError(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
         if not installed(name):
             package = ENGINES[name].needs
             raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' brings it")

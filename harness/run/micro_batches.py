@@ -9,19 +9,11 @@ import argparse
 import torch
 from torch.profiler import record_function
 
-from harness.run.options import at_least
-
-
-def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
-    """`--batch`, `--micro-batch` and `--accumulate`; `batch` is the default of the first."""
-    parser.add_argument("--batch", type=int, help=f"sequences per rank and step (default {batch})")
-    parser.add_argument("--micro-batch", type=int, help="sequences per forward and backward (default: the batch)")
-    parser.add_argument("--accumulate", type=int, help="micro-batches per step and update (default 1)")
+OPTIONS = ("batch", "micro-batch", "accumulate")
 
 
 def settle(options: argparse.Namespace, batch: int) -> None:
-    """Fill in those of the three that were not given. Raises ValueError where they do not fit."""
-    at_least(options, batch=1, micro_batch=1, accumulate=1)
+    """Fill in those of OPTIONS that were not given; `batch` is the first one's default. Raises ValueError."""
     micro, accumulate = options.micro_batch, options.accumulate
     if options.batch is None:
         options.batch = batch if micro is None else micro * (accumulate or 1)

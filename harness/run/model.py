@@ -1,7 +1,9 @@
 """The one model of the project: a decoder-only GPT on bytes, from a laptop's size to 70B."""
 
+import tomllib
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -37,18 +39,9 @@ class GPTConfig:
             raise ValueError(f"the heads must be a multiple of the heads of keys and values, {got}")
 
 
-# `tiny` is for two CPU cores. `7b` (34 blocks of width 4096, 6.986e9 parameters) and `70b` (86 blocks of width 8192,
-# 69.81e9) are GPTs with as many parameters as the articles speak of. They are no published model: Llama-3 70B, which an
-# article names, has 80 blocks, grouped attention and a wider MLP, so its activations are others.
-PRESETS = {
-    "toy": GPTConfig(layers=2, width=32, heads=2, seq=32),
-    "tiny": GPTConfig(layers=6, width=256, heads=4, seq=128),
-    "small": GPTConfig(layers=12, width=768, heads=12, seq=512),
-    "medium": GPTConfig(layers=24, width=1024, heads=16, seq=1024),
-    "1b": GPTConfig(layers=20, width=2048, heads=16, vocab=32_000, seq=2048),
-    "7b": GPTConfig(layers=34, width=4096, heads=32, vocab=32_000, seq=2048),
-    "70b": GPTConfig(layers=86, width=8192, heads=64, vocab=64_000, seq=2048),
-}
+PRESETS: dict[str, GPTConfig] = {}
+for _name, _shape in tomllib.loads(Path(__file__).with_name("presets.toml").read_text()).items():
+    PRESETS[_name] = GPTConfig(**_shape)
 
 
 class Block(nn.Module):

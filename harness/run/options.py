@@ -3,55 +3,61 @@
 import argparse
 import json
 import math
+import os
 import sys
+import time
+import tomllib
+from functools import partial
+from pathlib import Path
 
 from harness.run import process_group
 from harness.run.command_line import Parser
-from harness.run.model import PRESETS, preset
+from harness.run.model import preset
 
-COMMON = {
-    "preset": {"default": "tiny", "help": f"model shape: {', '.join(PRESETS)} (default %(default)s)"},
-    "seq": {"type": int, "help": "tokens per sequence (default: all the preset has)"},
-    "checkpoint-activations": {"action": "store_true", "help": "recompute each block in backward"},
-    "data": {"help": "a file to train on (default: the Python standard library's sources)"},
-    "lr": {"type": float, "default": 1e-3, "help": "AdamW's learning rate (default 1e-3)"},
-    "seed": {"type": int, "default": 0, "help": "of weights and batches (default 0)"},
-    "backend": {"default": "auto", "help": "auto, gloo, or the accelerator's own: nccl for CUDA"},
-    "device": {"default": "auto", "help": "auto, cpu, or the accelerator: cuda for NVIDIA and AMD"},
-    "json": {"help": "write the results to this file"},
-}
+OPTIONS = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
+KINDS = {"int": int, "float": float}
 
 
 def add(parser: Parser, *names: str, **defaults) -> None:
-    """Add these of the common options, with other `defaults` where they are given."""
+    """Add these of the options in options.toml, with other `defaults` where they are given."""
     for name in names:
-        more = {"default": defaults[name]} if name in defaults else {}
-        parser.add_argument(f"--{name}", **COMMON[name] | more)
+        said = dict(OPTIONS[name])
+        least = said.pop("least", -math.inf)
+        if "type" in said:
+            said["type"] = partial(number, KINDS[said["type"]], least)
+        if name.replace("-", "_") in defaults:
+            said["default"] = defaults[name.replace("-", "_")]
+        parser.add_argument(f"--{name}", **said)
 
 
-def at_least(options: argparse.Namespace, **least: float) -> None:
-    """Raises ValueError if one of these options, where it was given, is smaller than `least` says."""
-    for name, number in least.items():
-        given = getattr(options, name)
-        if given is not None and not given >= number:  # not a number is refused, too
-            raise ValueError(f"--{name.replace('_', '-')} must be {number} or more, got {given}")
+def number(kind: type, least: float, given: str):
+    """The number that was typed. Raises argparse's error for another word, and for one that is too small."""
+    try:
+        found = kind(given)
+        if least <= found < math.inf:  # not a number is refused, too
+            return found
+    except ValueError:
+        pass
+    what = "whole number" if kind is int else "finite number"
+    raise argparse.ArgumentTypeError(f"must be a {what}, {least} or more, got {given}")
 
 
-def settle(options: argparse.Namespace, **least: float) -> None:
-    """Fill in `seq` from the preset, and check: the preset, `seq`, `lr`, `clip`, the file of --json, and `at_least`.
+def settle(options: argparse.Namespace) -> None:
+    """Fill in `seq` from the preset, and check: the preset, `seq`, and the file of --json.
 
     Raises ValueError, with one clear line.
     """
-    at_least(options, **least)
-    config = preset(options.preset) if hasattr(options, "preset") else None
-    if config is not None and hasattr(options, "seq"):
+    config = preset(options.preset)
+    if hasattr(options, "seq"):
         options.seq = config.seq if options.seq is None else options.seq
         if options.seq > config.seq:
             raise ValueError(f"--seq {options.seq}, but preset {options.preset} has {config.seq} positions at most")
-    for name in ("lr", "clip"):
-        if not 0 <= getattr(options, name, 0) < math.inf:
-            raise ValueError(f"--{name} must be a finite number, 0 or more, got {getattr(options, name)}")
     process_group.check_writable("--json", getattr(options, "json", None))
+
+
+def file_of_results(given: str | None, command: str) -> str:
+    """The file of --json, or one in runs/, where the user stands."""
+    return given or time.strftime(f"runs/{command}-%Y%m%d-%H%M%S.json")
 
 
 def command(*words) -> str:
@@ -59,9 +65,22 @@ def command(*words) -> str:
     return " ".join(map(str, ["./launch.sh", *words, *sys.argv[1:]]))
 
 
-def write_json(file: str | None, results: dict, indent: int | None = 1) -> None:
-    """Write the results to the file of --json, if one is given."""
-    if file:
-        with open(file, "w") as opened:
-            json.dump(results, opened, indent=indent)
+def write_json(file: str | Path | None, results: dict | list, indent: int | None = 1, whole: bool = True) -> None:
+    """Write the results to the file of --json, if one is given, and say where it is.
+
+    Raises ValueError for a file that cannot be written. Of results that are not `whole` yet nothing is said: the end
+    of the work will say it.
+    """
+    if not file:
+        return
+    path = os.path.abspath(file)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as opened:
+            json.dump(results, opened, indent=indent, ensure_ascii=False)
             opened.write("\n")
+    except OSError as error:
+        if whole:
+            raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    if whole:
+        print(f"written: {path}", flush=True)

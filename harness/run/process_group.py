@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness.engine import accelerator
+from harness.run.endings import LAUNCHER
 from harness.run.starter import end_with_starter
 
 TIMEOUT_SECONDS = 120
@@ -81,12 +83,17 @@ def planned_world_size(backend: str, device: str) -> int | None:
     return ranks_here(os.environ["ZERO_PREFLIGHT"], backend, device) * machines()
 
 
-def preflight(ranks: str, backend: str, device: str) -> None:
+CHECKS: list[Callable] = []  # what else is asked before any rank starts: each is given the options, ranks and device
+
+
+def preflight(ranks: str, backend: str, device: str, options=None) -> None:
     """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
     gpus = accelerator.count()
     number = ranks_here(ranks, backend, device)
     backend, device, why = choose(backend, device, 0, number, gpus)
     timeout()
+    for check in CHECKS if options else ():
+        check(options, number, device)
     where = "the GPU" if device != "cpu" else "the CPU"
     print(f"{number}\n{number} rank(s){' per machine' * (machines() > 1)} over {backend} on {where}: {why}")
 
@@ -109,13 +116,13 @@ def timeout() -> float:
     return float(given)
 
 
-def start(backend: str = "auto", device: str = "auto") -> Rank:
-    """Join the process group that torchrun has described in the environment.
+def start(backend: str = "auto", device: str = "auto", options=None) -> Rank:
+    """Join the process group that torchrun has described in the environment. `options` are a command's, for CHECKS.
 
     Raises RuntimeError outside torchrun, ValueError for a backend or device that cannot work here.
     """
     if "ZERO_PREFLIGHT" in os.environ:  # everything up to here was a check that needs no ranks
-        preflight(os.environ["ZERO_PREFLIGHT"], backend, device)
+        preflight(os.environ["ZERO_PREFLIGHT"], backend, device, options)
         sys.exit(0)
     if "RANK" not in os.environ:
         name = os.path.basename(sys.argv[0]).removesuffix(".py")
@@ -209,6 +216,8 @@ def run(main) -> None:
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         status = 128 + signal.SIGINT
+    except BrokenPipeError:
+        _leave_quietly()
     except (ValueError, TypeError, OSError) as error:
         _say(error)
     except RuntimeError as error:
@@ -219,6 +228,14 @@ def run(main) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
+
+
+def _leave_quietly() -> None:
+    """Whoever reads this has enough, as `head`. All ranks are ended: of one that is gone the others complain."""
+    if LAUNCHER in os.environ:
+        os.kill(int(os.environ[LAUNCHER]), signal.SIGPIPE)
+        time.sleep(timeout())
+    os._exit(128 + signal.SIGPIPE)
 
 
 def lost(said: str) -> bool:

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 from harness.run.command_line import one_line
-from harness.run.endings import ENDED, SAID, what_failed
+from harness.run.endings import ENDED, LAUNCHER, SAID, what_failed
 from harness.run.starter import end_with_starter
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)  # the last: nobody reads what rank 0 prints
 
 
 class Stopped(BaseException):
@@ -33,6 +33,7 @@ def _stop(number: int, frame) -> None:
 def main(arguments: list[str]) -> None:
     """Run torchrun with `arguments`. After a signal the exit status is 128 + its number."""
     end_with_starter()
+    os.environ[LAUNCHER] = str(os.getpid())
     with one_line():  # importing torch takes seconds, and somebody may have seen a typing mistake
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -68,6 +69,8 @@ def main(arguments: list[str]) -> None:
 def _stopped(number: int) -> tuple[str, int]:
     for other in STOPPING:
         signal.signal(other, signal.SIG_IGN)
+    if number == signal.SIGPIPE:
+        return "", 128 + number
     by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     return f"stopped by {by}", 128 + number
 

@@ -78,7 +78,7 @@ class Training:
 
         All ranks together have the whole batch, whatever their number. So on fewer ranks it is still the same run.
         """
-        batch, each = self.options.batch, self.options.accumulate
+        batch, each = self.options.global_batch, self.options.accumulate
         cuts = [first + batch * cut // (self.me.world_size * each) for cut in range(self.me.world_size * each + 1)]
         mine = range(self.me.rank * each, (self.me.rank + 1) * each)
         return [(range(cuts[part], cuts[part + 1]), (cuts[part + 1] - cuts[part]) / batch) for part in mine]
@@ -98,7 +98,7 @@ class Training:
         norm = self.engine.clip_grad_norm_(self.options.clip or math.inf)
         self.engine.step()
         self.engine.zero_grad()
-        self.step, self.next = self.step + 1, self.next + self.options.batch
+        self.step, self.next = self.step + 1, self.next + self.options.global_batch
         return loss, norm
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class Training:
         self.engine.eval()
         loss = torch.zeros((), dtype=torch.float64, device=self.me.device)
         for number in range(HELD_OUT_BATCHES):
-            for sequences, share in self.parts(number * self.options.batch):
+            for sequences, share in self.parts(number * self.options.global_batch):
                 self.progress()
                 inputs, targets = self.held_out(sequences)
                 loss += next_token_loss(self.engine(inputs), targets) * share
@@ -190,7 +190,7 @@ class Training:
             told = torch.stack([loss.double(), torch.tensor(asked(), dtype=torch.float64, device=self.me.device)])
             dist.all_reduce(told)
             line["loss"], leave = told.tolist()
-            tokens = self.options.batch * self.text.seq
+            tokens = self.options.global_batch * self.text.seq
             line |= {"norm": norm.item(), "tokens_per_s": round(tokens / (time.perf_counter() - began))}
             last = leave or self.step == self.options.steps
             if self.step == self.options.steps or self.step % self.options.evaluate_every == 0:
@@ -221,7 +221,7 @@ def main(argv=None) -> None:
     options = arguments(argv)
     seq = preset(options.preset).seq
     text, held_out = hold_out(load_text(options.data, seq), seq)
-    me = process_group.start(options.backend, options.device)
+    me = process_group.start(options.backend, options.device, options)
     check_batch(options, me.world_size)
     seconds = PATIENCE * process_group.timeout()
     held = on_all(lambda: me.rank == 0 and lock(options.folder, seconds), None)  # noqa: F841  until this process ends

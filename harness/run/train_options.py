@@ -12,41 +12,26 @@ from harness.engine import checkpoint
 from harness.engine.checkpoint.reader import Folder
 from harness.run import journal, process_group
 from harness.run import options as common
-from harness.run.engines import DTYPES, STAGES
+from harness.run.engines import STAGES
 from harness.run.folder import lock, refuse_others
 from harness.run.model import GPT, preset
 
 PATIENCE = 5.0  # seconds for a run that is about to leave: more than ranks need to notice that their launcher is gone
 # What a run may change when it goes on, and what then is another run than the one without a break.
-KEPT = ("data", "steps", "batch", "accumulate", "dtype", "lr", "warmup", "clip", "seed")
-NUMBERS = {  # {name: (type, default, the smallest there may be, help)}
-    "steps": (int, 200, 1, "of the whole run, with what is done"),
-    "batch": (int, 8, 1, "sequences per step, of all ranks together"),
-    "accumulate": (int, 1, 1, "backwards per step, each on a part"),
-    "lr": (float, 1e-3, 0, "AdamW's, after the warm-up; then a cosine down to a tenth at --steps (another --steps is "
-                           "another curve)"),
-    "warmup": (int, 10, 0, "steps in which it grows to that"),
-    "clip": (float, 1.0, 0, "largest norm of the gradients; 0: any"),
-    "save-every": (int, 50, 1, "steps from checkpoint to checkpoint"),
-    "keep": (int, 3, 1, "so many checkpoints, the newest"),
-    "evaluate-every": (int, 50, 1, "steps; on held-out text"),
-    "print-every": (int, 10, 1, "steps"),
-}  # fmt: skip
+KEPT = ("data", "steps", "global_batch", "accumulate", "dtype", "lr", "warmup", "clip", "seed")
 
 
 def arguments(argv=None) -> argparse.Namespace:
     about = "A training run that comes back: the same line goes on."
-    parser = common.Parser(usage="./launch.sh train STAGE [N] [options]", description=about)
+    parser = common.Parser("train STAGE [N]", description=about)
     parser.add_argument("stage", help=", ".join(STAGES))
-    parser.add_argument("--folder", help="checkpoints and losses.jsonl (default runs/STAGE-PRESET)")
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="to compute in (default fp32)")
-    for name, (kind, default, _, words) in NUMBERS.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{words} (default %(default)s)")
-    common.add(parser, "preset", "data", "seed", "backend", "device")
+    common.add(parser, "folder", "preset", "steps", "global-batch", "accumulate", "dtype", steps=200, accumulate=1)
+    common.add(parser, "lr", "warmup", "clip", "save-every", "keep", "evaluate-every", "print-every")
+    common.add(parser, "data", "seed", "backend", "device", "anyway")
     options = parser.parse_args(argv)
     if options.stage not in STAGES:
         raise ValueError(f"no stage {options.stage!r}; there are: {', '.join(STAGES)}")
-    common.settle(options, **{name.replace("-", "_"): least for name, (_, _, least, _) in NUMBERS.items()})
+    common.settle(options)
     options.folder = Path(options.folder or f"runs/{options.stage}-{options.preset}")
     if "ZERO_PREFLIGHT" in os.environ:
         check_batch(options, process_group.planned_world_size(options.backend, options.device))
@@ -56,9 +41,9 @@ def arguments(argv=None) -> argparse.Namespace:
 
 def check_batch(options: argparse.Namespace, ranks: int) -> None:
     least = ranks * options.accumulate
-    if options.batch < least:
+    if options.global_batch < least:
         need = f"{ranks} rank(s) with --accumulate {options.accumulate} need {least} or more sequences per step"
-        raise ValueError(f"--batch {options.batch} is too small: {need}, one for each backward")
+        raise ValueError(f"--global-batch {options.global_batch} is too small: {need}, one for each backward")
 
 
 def _check_folder(options: argparse.Namespace) -> None:
@@ -95,7 +80,7 @@ def changed(before: dict, options: argparse.Namespace) -> list[str]:
     found = []
     for name, value in kept(options).items():
         if before[name] != value:
-            found.append(f"--{name} {before[name]} -> {value}")
+            found.append(f"--{name.replace('_', '-')} {before[name]} -> {value}")
     return found
 
 

@@ -83,7 +83,7 @@ def report(first: str, second: str) -> str:
 
 @one_line(ValueError)
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="changes", description=__doc__.splitlines()[0])
+    parser = Parser("changes [CHAPTER CHAPTER]", description=__doc__.splitlines()[0])
     parser.add_argument("chapters", nargs="*", help="zero1 zero2, zero2 zero3 or zero1 zero3 (default: the first two)")
     chapters = parser.parse_args(argv).chapters
     if chapters and (len(chapters) != 2 or not set(chapters) <= set(CHAPTERS)):

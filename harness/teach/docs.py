@@ -8,7 +8,7 @@ A page is written by hand except between two marks, which a reader on GitHub doe
 
 What stands there is written by the function of that name in `BLOCKS`, from results/*.json or from the code.
 `./launch.sh docs --check` writes nothing and names what is stale. Without it the figures are drawn, too, from results/
-to results/figures/; `./launch.sh docs --figure losses --json FILE --out FOLDER` draws one of them from your file.
+to results/figures/; `./launch.sh docs --figure losses --from FILE --out FOLDER` draws one of them from your file.
 """
 
 import json
@@ -30,6 +30,7 @@ from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
 
 ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "results" / "figures"
 BLOCK = re.compile(
     r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
 )
@@ -281,7 +282,7 @@ def update(pages: list[Path], blocks: dict[str, Callable[..., str]], command: st
             print(f"stale: {name}; {command} writes it anew")
         else:
             path.write_text(new)
-            print(f"written: {name}")
+            print(f"written: {path}")
     if not stale:
         print(f"up to date: {len(pages)} {'page' if len(pages) == 1 else 'pages'}")
     return stale if check else 0
@@ -290,17 +291,16 @@ def update(pages: list[Path], blocks: dict[str, Callable[..., str]], command: st
 @one_line(ValueError, OSError, KeyError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
-    parser = Parser(
-        prog="docs", description="Writes the generated parts of README.md and docs/, and draws the figures."
-    )
+    parser = Parser("docs", description="Writes the generated parts of README.md and docs/, and draws the figures.")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--check", action="store_true", help="write nothing, and say which pages are stale")
     instead.add_argument("--figure", metavar="NAME", help="draw this figure, and write no page")
-    parser.add_argument("--json", nargs="+", metavar="FILE", help="with --figure: draw it from this, not from results/")
-    parser.add_argument("--out", default="results/figures", help="the figures' folder (default %(default)s)")
+    help = "with --figure: draw it from this, not from results/"
+    parser.add_argument("--from", nargs="+", metavar="FILE", dest="source", help=help)
+    parser.add_argument("--out", default=FIGURES, help="the figures' folder (default results/figures of the project)")
     options = parser.parse_args(argv)
-    if options.json and options.figure is None:
-        raise ValueError("--json needs the name of a figure: --figure losses, say")
+    parser.beside("--check")
+    parser.needs("--from", "--figure")
     if options.figure is None:
         stale = update(pages(), BLOCKS, "./launch.sh docs", options.check)
         if options.check:
@@ -308,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
     from harness.measure import figures  # matplotlib is needed here alone
 
     for name in figures.FIGURES if options.figure is None else [options.figure]:
-        print(f"written: {figures.draw(name, options.out, options.json)}", flush=True)
+        print(f"written: {figures.draw(name, options.out, options.source)}", flush=True)
     return 0
 
 

@@ -192,7 +192,7 @@ def told(name: str, text: str) -> str:
     blanks = [blank.task for blank in exercise.blanks]  # in the order to write them in
     return "\n".join(
         [
-            f"written: exercises/{name}.py, {exercise.source} with {len(blanks)} blank{'s' * (len(blanks) > 1)}:",
+            f"written: {FOLDER / name}.py, {exercise.source} with {len(blanks)} blank{'s' * (len(blanks) > 1)}:",
             *(f"  line {lines[task]:>3}  {task}" for task in blanks),
             f"In all it {exercise.goal}.",
             f"Write them in this order, the order of work and not of lines. Ask after each: ./launch.sh check {name}",
@@ -203,7 +203,7 @@ def told(name: str, text: str) -> str:
 
 @one_line(ValueError, OSError)
 def main(argv=None) -> None:
-    parser = Parser(prog="exercise", description=__doc__.splitlines()[0])
+    parser = Parser("exercise NAME", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
     hints = f"hints above each blank; 0: its target alone (default {HINTS})"
     parser.add_argument("--hints", type=int, choices=(0, 1, 2), default=HINTS, help=hints)

@@ -5,17 +5,17 @@ Run it: ./launch.sh articles
 
 import argparse
 import itertools
-import json
 import sys
 import textwrap
 import time
+import warnings
 from collections import Counter
 from html import escape
 from operator import itemgetter
-from pathlib import Path
 
 from harness.measure import tables
 from harness.run.command_line import Parser, one_line
+from harness.run.options import write_json
 from harness.run.process_group import check_writable
 from harness.teach.articles import CLAIMS, Claim
 
@@ -30,7 +30,7 @@ IN_WORDS = {  # of a verdict: of one claim, of several
 
 def arguments(claims: list[Claim], argv: list[str] | None = None) -> argparse.Namespace:
     """The command's options, `claims` among them. Raises ValueError for what cannot work."""
-    parser = Parser(prog="articles", description=__doc__.splitlines()[0])
+    parser = Parser("articles", description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="only claims with a TEXT in the claim or its article"
@@ -92,6 +92,7 @@ def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
     with one_line(ValueError):
         options = arguments(claims, argv)
     rows, started = [], time.perf_counter()
+    warnings.simplefilter("ignore")  # torch's, of what an article asks for: what a reader can use is in the row
     for number, claim in enumerate(options.claims, 1):
         print(f"[{number}/{len(options.claims)}] {claim.claim} ...", end="", flush=True, file=sys.stderr)
         began = time.perf_counter()
@@ -99,9 +100,8 @@ def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
         print(f" {rows[-1]['verdict']} ({time.perf_counter() - began:.1f} s)", flush=True, file=sys.stderr)
     print((markdown if options.markdown else text)(rows), flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s", file=sys.stderr)
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1, ensure_ascii=False))
-        print(f"written: {options.json}", file=sys.stderr)
+    with one_line(ValueError):
+        write_json(options.json, rows)
     return int(any(one["verdict"] == "error" for one in rows))
 
 

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure import memory
 from harness.measure.gpus import needed_bytes
-from harness.measure.held import buckets_of
-from harness.measure.ledger import MemoryLedger, held_bytes
+from harness.measure.held import buckets_of, held_bytes
+from harness.measure.ledger import MemoryLedger
 from harness.measure.memory_parts import HELD, PARTS, PartsLedger
 from harness.run.model import next_token_loss
 from harness.run.recompute import checkpoint_blocks
@@ -28,13 +28,13 @@ from harness.teach.articles.runs import parameters_of, saved_bytes, step, toy
 
 P7 = parameters_of("7b")
 H100 = 80e9  # bytes
-CHECKPOINTED = "--precision", "bf16", "--checkpoint-activations"
+CHECKPOINTED = "--dtype", "bf16", "--checkpoint-activations"
 
 
 @functools.cache
 def dry(engine: str, *options: str, preset: str = "7b", ranks: int = 8) -> dict:
     """A dry run of `engine`: its row of `./launch.sh memory`. Run once, whoever asks."""
-    return memory.measure_alone(engine, memory.arguments(["--preset", preset, "--ranks", str(ranks), *options]))
+    return memory.measure_alone(engine, memory.arguments(["--preset", preset, str(ranks), *options]))
 
 
 def state(run: dict) -> int:
@@ -120,7 +120,7 @@ def more_on_64_ranks():
 
 
 def needed(engine: str, *options: str) -> float:
-    return needed_bytes(dry(engine, "--precision", "bf16", *options)["peak_bytes"])
+    return needed_bytes(dry(engine, "--dtype", "bf16", *options)["peak_bytes"])
 
 
 def eight_sequences() -> float:
@@ -230,7 +230,7 @@ def weighed(gradient_dtype: torch.dtype = HALF) -> list[float]:
 
 def ddp_in_bf16() -> float:
     """Bytes per parameter that DDP holds when it trains in bfloat16 through autograd's casts."""
-    run = dry("ddp", "--precision", "bf16", preset="toy")
+    run = dry("ddp", "--dtype", "bf16", preset="toy")
     return state(run) / (run["held_bytes"]["parameters"] / 4)
 
 

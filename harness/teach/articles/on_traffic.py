@@ -17,7 +17,7 @@ from torch.distributed.fsdp import BackwardPrefetch, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.measure.ledger import storage_bytes
+from harness.measure.held import storage_bytes
 from harness.measure.memory_parts import GATHERED, PartsLedger
 from harness.measure.traffic import TrafficLedger
 from harness.teach import by_hand

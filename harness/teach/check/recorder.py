@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from harness.measure.ledger import tensors_in
+from harness.measure.held import tensors_in
 from harness.properties.overlap import replaced
 
 KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}

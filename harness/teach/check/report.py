@@ -6,7 +6,6 @@ This process has no rank: it starts those that try the steps (`steps.py`), and p
 import argparse
 import ast
 import itertools
-import json
 import os
 import platform
 import re
@@ -224,7 +223,7 @@ def default_ranks(options: argparse.Namespace, gpus: int) -> int:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """What was asked for, and where it runs. Raises ValueError."""
-    parser = common.Parser(prog="check", description=__doc__.splitlines()[0])
+    parser = common.Parser("check NAME [N]", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
     parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: 3, or one per GPU)")
     hint = "the next hint for the step that is not passed; twice: the next two"
@@ -278,8 +277,8 @@ def main(argv: list[str] | None = None) -> None:
         with one_line():
             seconds, backend, device = options.seconds, options.backend, options.device
             report = run(name, options.ranks, seconds, backend, device, file, options.seed)
-    if options.json:
-        Path(options.json).write_text(json.dumps(as_json(report, name), indent=1))
+    with one_line(ValueError):
+        common.write_json(options.json, as_json(report, name))
     if report.passed == len(checks):
         print(f"\n{report.passed} of {len(checks)} passed: {shown} is right. It {EXERCISES[name].goal}.")
         sys.exit(0)

@@ -180,7 +180,8 @@ def catalogue() -> str:
         row.append(f"{exhibit.number:>3}  {exhibit.stage}  {exhibit.title}")
     beside = "In what only engines do: clipping, loss scaling, checkpoints, offload (session 5 of docs/classroom.md)"
     more = (
-        "./launch.sh bug N runs one (--ranks 4). Then --clue says what to think of, --hint where to look, --answer all."
+        "./launch.sh bug 3 runs one (bug 3 4: on four ranks). Then --clue says what to think of, --hint where to look, "
+        "--answer all."
     )
     return "\n".join([__doc__.splitlines()[0], "", *chapters, "", beside, "", *engines, "", more])
 
@@ -229,9 +230,9 @@ ASKED = {
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="bug", description=__doc__.splitlines()[0])
+    parser = Parser("bug [NUMBER [N]]", description=__doc__.splitlines()[0])
     parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
-    parser.add_argument("--ranks", type=int, default=RANKS, help=f"how many ranks train (default {RANKS})")
+    parser.add_argument("ranks", metavar="N", nargs="?", type=int, default=RANKS, help=f"ranks (default {RANKS})")
     for name, (_, help) in ASKED.items():
         parser.add_argument(f"--{name}", action="store_true", help=help)
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
@@ -241,7 +242,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if options.exhibit is None and options.asked:
         raise ValueError(f"--{options.asked[-1]} needs the number of a bug, 1 to {len(EXHIBITS)}")
     if not 2 <= options.ranks <= MOST_RANKS:
-        raise ValueError(f"--ranks must be 2 to {MOST_RANKS}, got {options.ranks}")
+        raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks}")
     return options
 
 
