@@ -17,7 +17,8 @@ def test_chapters_train_beside_ddp_in_an_empty_folder(ranks, tmp_path):
     for name in ("zero1.py", "zero2.py", "zero3.py", "tests/train_alone.py"):
         shutil.copy(ROOT / name, tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ours = ("PYTHONPATH", "PYTHONSAFEPATH")  # by which launch.sh finds the project
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     run = subprocess.run(
         [*torchrun, "train_alone.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
