@@ -189,7 +189,7 @@ def changes_between(first: str, second: str) -> str:
 def outline(name: str) -> str:
     """The methods of a chapter's class that say what they do, in the order of its file."""
     chapter = changes.read(name)
-    rows = [[f"`{method}`", words] for method, words in chapter.words.items() if words]
+    rows = [[f"`{method}`", chapter.words(method)] for method in chapter.methods if chapter.words(method)]
     return tables.markdown([[f"class `{changes.CHAPTERS[name]}`", "what it does"], *rows])
 
 
@@ -217,25 +217,15 @@ def conformance_differs() -> str:
         ends = {engine: found[name]["outcome"] for engine, found in engines.items() if name in found}
         bad = [f"`{engine}` {end}" for engine, end in ends.items() if end in ("wrong", "crash", "hang")]
         right = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "right")
-        rows += [[f"`{name}`", ", ".join(bad), right or "nobody"]] * bool(bad)
+        if bad:
+            rows.append([f"`{name}`", ", ".join(bad), right or "nobody"])
     return tables.markdown([["property", "who is not right", "who is"], *rows])
 
 
 def exhibits_of(which: str) -> str:
     """The museum's numbers for a chapter, or for "engines"."""
     numbers = [n for n, each in EXHIBITS.items() if which == ("engines" if each.of_engine else each.stage)]
-    runs = []  # [first, last]
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)
-
-
-MEASURED = referee, launches, sweep, machines
-COMPUTED = memory_peaks, memory_state
-SAID = article, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
+    return ", ".join(map(str, numbers))
 
 
 def by_name(*blocks: Callable[..., str]) -> dict[str, Callable[..., str]]:
@@ -243,7 +233,22 @@ def by_name(*blocks: Callable[..., str]) -> dict[str, Callable[..., str]]:
     return {block.__name__.replace("_", "-"): block for block in blocks}
 
 
-BLOCKS = by_name(*MEASURED, *COMPUTED, *SAID)
+BLOCKS = by_name(
+    referee,
+    launches,
+    sweep,
+    machines,
+    memory_peaks,
+    memory_state,
+    article,
+    claims,
+    changes_between,
+    outline,
+    exhibits,
+    exhibits_of,
+    conformance,
+    conformance_differs,
+)
 
 
 def pages() -> list[Path]:
