@@ -235,7 +235,7 @@ class Referee:
             steps = dict.fromkeys(group)
             for name in engines:
                 steps[name] = partial(self.timed_step, engines[name], self.batch(name, 0))
-            times = take_turns(steps, rounds, self.me, self.meet, self.me.print)
+            times = take_turns(steps, rounds, self.me, self.meet)
             for name in told(group, "what a step is spent on", self.me.rank == 0):
                 seconds = statistics.median(times[name])
                 tokens_per_s = round(self.options.batch * self.options.seq * self.me.world_size / seconds, 1)

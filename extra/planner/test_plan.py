@@ -290,7 +290,7 @@ def test_the_events_send_and_hold_what_a_ledger_measures(engine):
     sent = Counter()
     for one in found.collectives():
         sent[one.kind] += sent_bytes(one.kind, one.nbytes, one.ranks)
-    said = {one["kind"]: one["bytes"] for one in measured["sent"]}
+    said = {kind: one["bytes"] for kind, one in measured["sent"].items()}
     assert {kind: round(nbytes) for kind, nbytes in sent.items()} == said
     assert found.peak_bytes() == measured["peak_bytes"]
     assert sum(event.nbytes for event in found.events if isinstance(event, Memory)) == 0  # a step ends as it began

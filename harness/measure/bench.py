@@ -24,7 +24,7 @@ from harness.measure import fake_ranks, tables
 from harness.measure.interleaved import take_turns
 from harness.measure.ledger import MemoryLedger
 from harness.measure.ratios import lines_of_ratios
-from harness.measure.sweeps import SWEEPS, Variant, with_their_engines
+from harness.measure.sweeps import SWEEPS, prepared, with_their_engines
 from harness.measure.watched_step import allocator_of, watched_step
 from harness.run import engine_file, engines, process_group
 from harness.run import options as common
@@ -45,10 +45,17 @@ zero1 engine the engine of harness/engine that stands on the chapter zero1; so w
 peak MB      the most that was alive at once in a step, in 10^6 bytes
 8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing
 """
-TIMES = " | step ms | lowest | highest | relative"
-CELLS_OF_TIMES = "{label} | {step_ms:.1f} | {step_ms_lowest:.1f} | {step_ms_highest:.1f} | {ratio:.3f}"
-BYTES = " | peak MB | 8 tokens MB | collectives | all-gathers"
-CELLS_OF_BYTES = " | {peak:.2f} | {short:.2f} | {collectives} | {all_gathers}"
+# of a table: the title, what it shows, in which unit, with how many digits
+COLUMNS = (
+    ("step ms", "step_ms", 1, 1),
+    ("lowest", "step_ms_lowest", 1, 1),
+    ("highest", "step_ms_highest", 1, 1),
+    ("relative", "ratio", 1, 3),
+    ("peak MB", "peak_bytes", 1e6, 2),
+    ("8 tokens MB", "short_peak_bytes", 1e6, 2),
+    ("collectives", "collectives", 1, 0),
+    ("all-gathers", "all_gathers", 1, 0),
+)
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -76,14 +83,13 @@ def arguments(argv=None) -> argparse.Namespace:
     return options
 
 
-def build(variant: Variant, config: GPTConfig, me: Rank):
-    name, prepare = variant
+def build(variant: dict, config: GPTConfig, me: Rank):
     model = GPT(config).to(me.device)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
-    return engines.ENGINES[name].build(model, adamw, me.device, **prepare(model))
+    return engines.ENGINES[variant["name"]].build(model, adamw, me.device, **prepared(variant, model))
 
 
-def bytes_of(variant: Variant, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
+def bytes_of(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
     """Peaks, the largest of the ranks', and collectives of a step.
 
     The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
@@ -119,7 +125,7 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 @engine_file.named_in_errors()
-def measure(variants: dict[str, Variant], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
+def measure(variants: dict[str, dict], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
     """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
     found = {}
     for label in told(variants, "peaks and collectives", me.rank == 0):
@@ -127,7 +133,7 @@ def measure(variants: dict[str, Variant], batch, options: argparse.Namespace, me
         gc.collect()
     alive = {label: build(variant, options.config, me) for label, variant in variants.items()}
     steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
-    times = rows_of_times(take_turns(steps, options.rounds, me, say=me.print))
+    times = rows_of_times(take_turns(steps, options.rounds, me))
     del alive, steps
     gc.collect()
     return {label: found[label] | times[label] for label in variants}
@@ -157,12 +163,13 @@ def host_times(options: argparse.Namespace) -> dict[str, dict]:
 
     steps = {}
     with fake_ranks.fake_ranks(8):
-        for label, (name, prepare) in with_their_engines(ON_HOST).items():
+        for label, variant in with_their_engines(ON_HOST).items():
+            name = "single" if label == "plain" else variant["name"]
             model = many_small_parameters().to(device)
-            engine = fake_ranks.build("single" if name == "plain" else name, model, adamw, device, **prepare(model))
+            engine = fake_ranks.build(name, model, adamw, device, **prepared(variant, model))
             steps[label] = partial(engine.training_step, x, y, F.mse_loss)
         me = Rank(0, 8, torch.device("cpu"), "fake", "")
-        times = take_turns(steps, options.rounds, me, wait_for_gpu, print)
+        times = take_turns(steps, options.rounds, me, wait_for_gpu)
         for label in steps:
             if options.host and label in (options.host, f"{options.host} engine"):
                 profile(label, steps[label])
@@ -184,17 +191,14 @@ def profile(name: str, step) -> None:
 
 def table_of_steps(title: str, rows: dict[str, dict]) -> str:
     """What was measured, a line for each label."""
-    titles, cells = title + TIMES, CELLS_OF_TIMES
-    if "peak_bytes" in next(iter(rows.values())):
-        titles, cells = titles + BYTES, cells + CELLS_OF_BYTES
-    things = []
+    shown = [column for column in COLUMNS if column[1] in next(iter(rows.values()))]
+    cells = [[title, *(name for name, *_ in shown)]]
     for label, row in rows.items():
-        peaks = {"peak": row.get("peak_bytes", 0) / 1e6, "short": row.get("short_peak_bytes", 0) / 1e6}
-        things.append(row | peaks | {"label": label})
-    return "\n".join(tables.text(tables.filled(titles, cells, things), rule=False))
+        cells.append([label, *(f"{row[key] / unit:.{digits}f}" for _, key, unit, digits in shown)])
+    return "\n".join(tables.text(cells, rule=False))
 
 
-def variants_of(options: argparse.Namespace) -> dict[str, dict[str, Variant]]:
+def variants_of(options: argparse.Namespace) -> dict[str, dict[str, dict]]:
     """{title: what stands in the table below it}."""
     if options.sweeps is None:
         return {"engines": with_their_engines(options.engines)}

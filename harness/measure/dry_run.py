@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
@@ -72,7 +73,6 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         "peak_bytes": seen.peak if allocator else peak.live,
         "peak_where": {"step": peak.step, "module": peak.module},
         "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
-        "temporaries": dict(peak.made.most_common(4)),
         "state_peak_bytes": memory.peak_moment(of=lambda moment: moment.state).state,
         "state_peak_formula": formula and formula.__doc__,
         "state_peak_formula_bytes": formula and round(formula(of)),
@@ -101,17 +101,13 @@ def make_model(config: GPTConfig, device: torch.device) -> GPT:
     return model
 
 
-def sent_by_kind(collectives: Iterable[Collective]) -> list[dict]:
-    """[{"kind", "bytes", "elements", "count"}]"""
-    found: dict[str, dict] = {}
-    for collective in collectives:
-        row = found.setdefault(collective.kind, {"kind": collective.kind, "bytes": 0, "elements": 0, "count": 0})
-        row["bytes"] += collective.sent_bytes
-        row["elements"] += collective.sent_elements
-        row["count"] += 1
-    for row in found.values():
-        row |= {"bytes": round(row["bytes"]), "elements": round(row["elements"])}
-    return list(found.values())
+def sent_by_kind(collectives: Iterable[Collective]) -> dict[str, dict]:
+    """{kind: {"bytes", "elements", "count"}}"""
+    found: dict[str, Counter] = {}
+    for one in collectives:
+        row = found.setdefault(one.kind, Counter())
+        row.update(bytes=one.sent_bytes, elements=one.sent_elements, count=1)
+    return {kind: {what: round(number) for what, number in row.items()} for kind, row in found.items()}
 
 
 def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:

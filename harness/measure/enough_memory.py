@@ -14,10 +14,10 @@ import psutil
 import torch
 
 from harness.engine import accelerator
-from harness.measure import tables
 from harness.measure.dry_run import measure
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.memory_formulas import held_by_formula
+from harness.measure.tables import in_words
 from harness.run import process_group
 from harness.run.engines import named
 from harness.run.model import PRESETS, number_of_parameters, preset
@@ -41,13 +41,8 @@ def refuse_too_large(options: argparse.Namespace, ranks: int, device: str) -> No
         if needed_bytes(options, name, ranks, free / sharing) * sharing <= free:
             take = f"take --preset {name}"
             break
-    said = f"{sharing} rank(s) need {words(need)} each, as a dry run says, and {words(free)} are free {where}"
+    said = f"{sharing} rank(s) need {in_words(need)} each, as a dry run says, and {in_words(free)} are free {where}"
     raise ValueError(f"{said}: {take}, or --anyway")
-
-
-def words(nbytes: float) -> str:
-    unit, size = tables.unit(nbytes)
-    return f"{nbytes / size:,.1f} {unit}"
 
 
 def free_bytes(device: str) -> tuple[int, str]:

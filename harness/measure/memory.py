@@ -8,7 +8,6 @@ Run it: ./launch.sh memory 8 --preset 7b
 """
 
 import argparse
-import time
 from functools import partial
 
 import torch
@@ -23,6 +22,7 @@ from harness.run import micro_batches, process_group
 from harness.run import options as common
 from harness.run.command_line import one_line
 from harness.run.model import number_of_parameters, preset
+from harness.run.progress import told
 
 CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
 
@@ -57,7 +57,7 @@ def measure_alone(name: str, options: argparse.Namespace) -> dict:
         return measure(name, options)
 
 
-def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda results: None) -> dict:
+def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
     """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`. `keep` gets it after each."""
     engines = {}
     results = {"parameters": number_of_parameters(preset(options.preset))}
@@ -69,13 +69,11 @@ def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda 
         "engines": engines,
     }
     with fake_ranks(options.ranks):
-        for name in options.engines:
-            started = time.perf_counter()
+        for name in told(options.engines, f"engines on {options.ranks} ranks"):
             engines[name] = measure(name, options)
             if options.device != "fake":  # beside the GPU's row, what fake tensors say
                 fake = argparse.Namespace(**vars(options) | {"device": "fake"})
                 engines[name]["dry_run_peak_bytes"] = measure(name, fake)["peak_bytes"]
-            say(f"  {name}: {time.perf_counter() - started:.1f} s")
             keep(results)
     return results
 
@@ -111,7 +109,7 @@ def main() -> None:
     say(__doc__.splitlines()[0])
     say(f"Rank 0 of {ranks} on {what}; {options.dtype}, AdamW, {batch}{extra}; the second step.")
     if options.up_to is None:
-        results = measure_all(options, say, partial(common.write_json, options.json, indent=None, whole=False))
+        results = measure_all(options, partial(common.write_json, options.json, indent=None, whole=False))
         say("\n" + all_tables(results))
     else:
         results = measure_up_to(options, say)

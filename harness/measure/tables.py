@@ -14,12 +14,6 @@ def rows_of(columns: dict[str, Callable[[str, dict], str]], things: dict[str, di
     return [list(columns), *([cell(name, one) for cell in columns.values()] for name, one in things.items())]
 
 
-def filled(titles: str, cells: str, things: Iterable[dict]) -> list[list[str]]:
-    """The rows of `things`: titles and a row's cells have " | " between them; "{name:.2f}" in a cell is a value."""
-    form = cells.split(" | ")
-    return [titles.split(" | "), *([cell.format_map(one) for cell in form] for one in things)]
-
-
 def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True) -> list[str]:
     """Lines for a terminal: the columns `left` to the left and the others to the right, a rule under the first row.
 
@@ -71,3 +65,9 @@ def markdown(rows: list[list[str]]) -> str:
 def unit(nbytes: float) -> tuple[str, float]:
     """The unit for so many bytes, and its size: GB of 10^9 for many, else MB of 10^6."""
     return ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
+
+
+def in_words(nbytes: float) -> str:
+    """ "1.25 GB", "3.50 MB"."""
+    name, size = unit(nbytes)
+    return f"{nbytes / size:,.2f} {name}"
