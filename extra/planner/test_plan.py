@@ -21,13 +21,13 @@ from extra.planner import predict as predict_module
 from extra.planner.allocator import reserved_bytes
 from extra.planner.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
 from extra.planner.hardware import FLASH, GPUS, NETWORKS, TOKENS, Cluster, Network, flash
-from extra.planner.one_rank import ENGINES, Setup
+from extra.planner.one_rank import ENGINES, Setup, grid
 from extra.planner.predict import Prediction, predict
 from extra.planner.published import FOUNDRY, PLAYBOOK, ROWS
 from extra.planner.replay import Times, replay
 from harness.measure import gpus, memory, style
 from harness.measure.dry_run import sent_by_kind
-from harness.measure.fake_ranks import build, fake_ranks, grid
+from harness.measure.fake_ranks import build, fake_ranks
 from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import sent_bytes
 from harness.measure.watched_step import Seen, watched_step
@@ -266,7 +266,7 @@ def step_in_rows(ranks: int, row: int) -> Seen:
     """A step of ZeRO-3 in bfloat16 as the dry run measures it, in rows of `row` ranks."""
     adamw, config = partial(torch.optim.AdamW, lr=1e-4, foreach=False), preset("toy")
     with fake_ranks(ranks):
-        mesh = grid(ranks, ranks // row, "cpu")  # made before there are fake tensors, which have no values
+        mesh = grid(ranks, row)  # made before there are fake tensors, which have no values
         with FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger() as ledger:
             engine = build("zero3", GPT(config), adamw, torch.device("cpu"), dtype=torch.bfloat16, mesh=mesh)
             tokens = torch.zeros(1, config.seq + 1, dtype=torch.int64)

@@ -6,27 +6,28 @@ from harness.run.engines import DTYPES, who_trained
 MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
 
 
-def columns(runs: dict[str, dict], reference: str) -> dict:
-    """The columns of the referee's results, {title: (name, run) -> cell}. MB are 10^6 bytes, as in the articles."""
-    base = runs[reference]["step_ms"]
-    on_gpu = {
-        "MFU %": lambda name, run: f"{100 * run['mfu']:.1f}" if run.get("mfu") else "-",
-        "reserved MB": lambda name, run: f"{run['reserved_bytes'] / 1e6:.0f}",
+def cells(name: str, run: dict, base: dict, reference: str) -> dict[str, str]:
+    """A line of the referee's results, {title: cell}; `base` is the reference's run. MB are 10^6 bytes, as in the
+    articles."""
+    held, timed = run["held_bytes"], base["step_ms"] is not None
+    found = {
+        "engine": name,
+        "first loss": f"{run['losses'][0]:.4f}",
+        "last loss": f"{run['losses'][-1]:.4f}",
+        f"diff to {reference}": f"{run['difference']:.1e}" if run["difference"] else "0 (to the bit)",
+        "params MB": f"{held['parameters'] / 1e6:.2f}",
+        "grads MB": f"{held['gradients'] / 1e6:.2f}",
+        "optim MB": f"{held['optimizer'] / 1e6:.2f}",
+        "peak MB": f"{run['peak_bytes'] / 1e6:.2f}",
+        "sent MB/step": f"{run['sent_bytes'] / 1e6:.2f}",
+        "step ms": f"{run['step_ms']:.1f}" if timed else "-",
+        f"x {reference}": f"{run['step_ms'] / base['step_ms']:.2f}" if timed else "-",
+        "tokens/s": f"{run['tokens_per_s']:.0f}" if timed else "-",
     }
-    return {
-        "engine": lambda name, run: name,
-        "first loss": lambda name, run: f"{run['losses'][0]:.4f}",
-        "last loss": lambda name, run: f"{run['losses'][-1]:.4f}",
-        f"diff to {reference}": lambda name, run: f"{run['difference']:.1e}" if run["difference"] else "0 (to the bit)",
-        "params MB": lambda name, run: f"{run['held_bytes']['parameters'] / 1e6:.2f}",
-        "grads MB": lambda name, run: f"{run['held_bytes']['gradients'] / 1e6:.2f}",
-        "optim MB": lambda name, run: f"{run['held_bytes']['optimizer'] / 1e6:.2f}",
-        "peak MB": lambda name, run: f"{run['peak_bytes'] / 1e6:.2f}",
-        "sent MB/step": lambda name, run: f"{run['sent_bytes'] / 1e6:.2f}",
-        "step ms": lambda name, run: f"{run['step_ms']:.1f}" if base else "-",
-        f"x {reference}": lambda name, run: f"{run['step_ms'] / base:.2f}" if base else "-",
-        "tokens/s": lambda name, run: f"{run['tokens_per_s']:.0f}" if base else "-",
-    } | (on_gpu if "reserved_bytes" in runs[reference] else {})
+    if "reserved_bytes" in run:  # on a GPU
+        found["MFU %"] = f"{100 * run['mfu']:.1f}" if run.get("mfu") else "-"
+        found["reserved MB"] = f"{run['reserved_bytes'] / 1e6:.0f}"
+    return found
 
 
 HELD = "Held: after the gradients are reduced and before the optimizer's step."
@@ -46,7 +47,7 @@ beside own work, which costs no time; in %: of all the time in which bytes are."
 def results(result: dict, reference: str) -> str:
     """Everything that the referee prints before its verdict, from the result that it writes as JSON."""
     on_gpu, runs = result["device"] != "cpu", result["runs"]
-    lines = tables.text(tables.rows_of(columns(runs, reference), runs))
+    lines = tables.text(tables.rows_of([cells(name, run, runs[reference], reference) for name, run in runs.items()]))
     peak = "the GPU allocator's" if on_gpu else "all live storages of one step"
     peak = f"Peak: {peak}. {SENT}"
     lines += ["", f"{HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{HELD} {peak}"]

@@ -3,15 +3,11 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable
 
 
-def rows_of(columns: dict[str, Callable[[str, dict], str]], things: dict[str, dict]) -> list[list[str]]:
-    """The rows of `things`, {name: numbers}: below the titles, in each column what it says of the name and the numbers.
-
-    So a column stands in one place: its title, and how its cell is written.
-    """
-    return [list(columns), *([cell(name, one) for cell in columns.values()] for name, one in things.items())]
+def rows_of(things: list[dict[str, str]]) -> list[list[str]]:
+    """The titles, and below them the cells of each thing: {title: cell}, with the same titles in all."""
+    return [list(things[0]), *(list(cells.values()) for cells in things)]
 
 
 def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True) -> list[str]:
