@@ -218,7 +218,7 @@ def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
 
 def test_engines_that_live_together_need_their_states_together():
     asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b", seq=128, checkpoint_activations=False)
-    need = enough_memory.needed_bytes(asked, "70b", 4, free=1e9)
+    need = enough_memory.bytes_of_rank(asked, "70b", 4, free=1e9)
     parameters = number_of_parameters(preset("70b"))
     assert need == pytest.approx(16 * parameters + 16 * parameters / 4)  # DDP's, and ZeRO-3's
 

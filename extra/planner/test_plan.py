@@ -27,7 +27,7 @@ from extra.planner.published import FOUNDRY, PLAYBOOK, ROWS
 from extra.planner.replay import Times, replay
 from harness.measure import gpus, memory, style
 from harness.measure.dry_run import sent_by_kind
-from harness.measure.fake_ranks import build, fake_ranks
+from harness.measure.fake_ranks import build_alone, fake_ranks
 from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import sent_bytes
 from harness.measure.watched_step import Seen, watched_step
@@ -268,7 +268,7 @@ def step_in_rows(ranks: int, row: int) -> Seen:
     with fake_ranks(ranks):
         mesh = grid(ranks, row)  # made before there are fake tensors, which have no values
         with FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger() as ledger:
-            engine = build("zero3", GPT(config), adamw, torch.device("cpu"), dtype=torch.bfloat16, mesh=mesh)
+            engine = build_alone("zero3", GPT(config), adamw, torch.device("cpu"), dtype=torch.bfloat16, mesh=mesh)
             tokens = torch.zeros(1, config.seq + 1, dtype=torch.int64)
             engine.training_step(tokens[:, :-1], tokens[:, 1:], next_token_loss)
             with watched_step(engine, ledger) as seen:

@@ -72,7 +72,7 @@ def arguments(argv=None) -> argparse.Namespace:
     return options
 
 
-def build(variant: dict, config: GPTConfig, me: Rank):
+def build_variant(variant: dict, config: GPTConfig, me: Rank):
     model = GPT(config).to(me.device)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
     return engines.ENGINES[variant["name"]].build(model, adamw, me.device, **prepared(variant, model))
@@ -85,7 +85,7 @@ def bytes_of(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int
     """
     allocator = allocator_of(me.device)
     with MemoryLedger() as memory:
-        engine = build(variant, config, me)
+        engine = build_variant(variant, config, me)
         step = partial(engine.training_step, *batch, next_token_loss)
         step()
         step()
@@ -98,7 +98,6 @@ def bytes_of(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int
         "peak_bytes": int(peak),
         "short_peak_bytes": int(short_peak),
         "collectives": len(seen.collectives),
-        "all_gathers": sum(collective.kind == "all-gather" for collective in seen.collectives),
         "sent_bytes": seen.sent_bytes,
     }
 
@@ -114,13 +113,13 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 @engine_file.named_in_errors()
-def measure(variants: dict[str, dict], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
+def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
     """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
     found = {}
     for label in told(variants, "peaks and collectives", me.rank == 0):
         found[label] = bytes_of(variants[label], batch, options.config, me)
         gc.collect()
-    alive = {label: build(variant, options.config, me) for label, variant in variants.items()}
+    alive = {label: build_variant(variant, options.config, me) for label, variant in variants.items()}
     steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
     times = rows_of_times(take_turns(steps, options.rounds, me))
     del alive, steps
@@ -155,7 +154,7 @@ def host_times(options: argparse.Namespace) -> dict[str, dict]:
         for label, variant in with_their_engines(ON_HOST).items():
             name = "single" if label == "plain" else variant["name"]
             model = many_small_parameters().to(device)
-            engine = fake_ranks.build(name, model, adamw, device, **prepared(variant, model))
+            engine = fake_ranks.build_alone(name, model, adamw, device, **prepared(variant, model))
             steps[label] = partial(engine.training_step, x, y, F.mse_loss)
         me = Rank(0, 8, torch.device("cpu"), "fake", "")
         times = take_turns(steps, options.rounds, me, wait_for_gpu)
@@ -178,7 +177,7 @@ def profile(name: str, step) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(10)
 
 
-def cells(title: str, label: str, row: dict) -> dict[str, str]:
+def cells_of_steps(title: str, label: str, row: dict) -> dict[str, str]:
     """A line of a table, {title: cell}; of the host's part there are times alone."""
     found = {
         title: label,
@@ -191,13 +190,12 @@ def cells(title: str, label: str, row: dict) -> dict[str, str]:
         found["peak MB"] = f"{row['peak_bytes'] / 1e6:.2f}"
         found["8 tokens MB"] = f"{row['short_peak_bytes'] / 1e6:.2f}"
         found["collectives"] = f"{row['collectives']}"
-        found["all-gathers"] = f"{row['all_gathers']}"
     return found
 
 
 def table_of_steps(title: str, rows: dict[str, dict]) -> str:
     """What was measured, a line for each label."""
-    lines = [cells(title, label, row) for label, row in rows.items()]
+    lines = [cells_of_steps(title, label, row) for label, row in rows.items()]
     return "\n".join(tables.text(tables.rows_of(lines), rule=False))
 
 
@@ -219,12 +217,19 @@ def on_ranks(options: argparse.Namespace) -> None:
     me.print(MEANINGS)
     found = {}
     for title, variants in variants_of(options).items():
-        found[title] = measure(variants, batch, options, me)
+        found[title] = measure_together(variants, batch, options, me)
         me.print(table_of_steps(title, found[title]) + "\n")
-    results = {"hardware": process_group.hardware(me.device), "torch": torch.__version__}
-    results |= {"backend": me.backend, "ranks": me.world_size}
-    results |= {name: getattr(options, name) for name in ("preset", "batch", "seq")}
-    results |= {"command": common.command("bench", me.world_size), "sweeps": found}
+    results = {
+        "hardware": process_group.hardware(me.device),
+        "torch": torch.__version__,
+        "backend": me.backend,
+        "ranks": me.world_size,
+        "preset": options.preset,
+        "batch": options.batch,
+        "seq": options.seq,
+        "command": common.command("bench", me.world_size),
+        "sweeps": found,
+    }
     process_group.stop()
     common.write_json(options.json if me.rank == 0 else None, results)
 

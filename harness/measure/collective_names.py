@@ -4,7 +4,7 @@ from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.measure.held import named_buckets, storage_of, tensors_in
+from harness.measure.held import named_buckets, storage_under, tensor_leaves
 from harness.measure.traffic import kind_of
 
 
@@ -24,12 +24,12 @@ class CollectiveNames(TorchDispatchMode):
         self._name_of = {}  # a bucket, or the storage of one of its buffers -> the name
         for name, bucket in named_buckets(engine):
             self._name_of[bucket] = name
-            for tensor in tensors_in([bucket.flat, bucket.shard, bucket.gradient]):
-                self._name_of[storage_of(tensor)._cdata] = name
+            for tensor in tensor_leaves([bucket.flat, bucket.shard, bucket.gradient]):
+                self._name_of[storage_under(tensor)._cdata] = name
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if kind_of(func) is not None:
-            names = [self._name_of.get(storage_of(tensor)._cdata) for tensor in tensors_in(args[:2])]
+            names = [self._name_of.get(storage_under(tensor)._cdata) for tensor in tensor_leaves(args[:2])]
             self.found.append(next(filter(None, names), self._sending))
         return func(*args, **(kwargs or {}))
 

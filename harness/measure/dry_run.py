@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure.fake_ranks import build
+from harness.measure.fake_ranks import build_alone
 from harness.measure.memory_formulas import formula_of_peak, held_by_formula, letters
 from harness.measure.memory_parts import PARTS, PartsLedger
 from harness.measure.traffic import Collective
@@ -22,7 +22,7 @@ from harness.run.model import GPT, GPTConfig, next_token_loss, preset
 from harness.run.recompute import checkpoint_blocks
 
 
-def measure(name: str, options: argparse.Namespace) -> dict:
+def row_of(name: str, options: argparse.Namespace) -> dict:
     """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
 
     On a GPU that is too small: {"out_of_memory": torch's words}.
@@ -39,7 +39,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
 
 def watched_row(name: str, options: argparse.Namespace, device: torch.device) -> dict:
-    """`measure` where there is memory enough."""
+    """`row_of` where there is memory enough."""
     real = options.device != "fake"
     allocator = allocator_of(device)
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -51,7 +51,7 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         of = letters(model, options.ranks, accumulate=options.accumulate)
         # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
         adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type != "cpu")
-        engine = build(name, model, adamw, device, dtype=dtype)
+        engine = build_alone(name, model, adamw, device, dtype=dtype)
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
         batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate

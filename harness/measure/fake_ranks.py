@@ -22,7 +22,7 @@ def fake_ranks(world_size: int, rank: int = 0):
         dist.destroy_process_group()
 
 
-def build(name: str, model: nn.Module, adamw, device: torch.device, **options):
+def build_alone(name: str, model: nn.Module, adamw, device: torch.device, **options):
     """The registry's engine, on a group that moves nothing; DDP with a reduction that such a group can do."""
     engine = engines.build(name, model, adamw, device, **options)
     if isinstance(engine.model, DistributedDataParallel):

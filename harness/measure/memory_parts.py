@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from harness.measure.held import held_shards, optimizer_of, tensors_in
+from harness.measure.held import held_shards, optimizer_of, tensor_leaves
 from harness.measure.ledger import MemoryLedger
 from harness.measure.position_in_step import PositionInStep
 
@@ -184,7 +184,7 @@ class PartsLedger(MemoryLedger):
         elif name == "fsdp.split_with_sizes_copy":
             self._put(kwargs["out"], GATHERED)
         elif name == "fsdp.all_gather_copy_in":
-            self._put(tensors_in(result), GATHERED)
+            self._put(tensor_leaves(result), GATHERED)
         elif name == "fsdp.chunk_cat":
             self._put([*args[0], kwargs["out"]], IN_FLIGHT)
         return result

@@ -9,7 +9,7 @@ from harness.measure.ledger import MemoryLedger
 BAR = 24  # characters for the most that was alive
 
 
-def held(engine) -> str:
+def held_in_words(engine) -> str:
     return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
 
 
@@ -78,7 +78,7 @@ class BucketStory(Story):
         later = ""
         if travelling is not None:
             later = f" (the last bucket's {travelling.shard.nbytes / 1e6:.2f} MB come later)"
-        self._line(f"  holds {held(self.engine)}{later}")
+        self._line(f"  holds {held_in_words(self.engine)}{later}")
 
     def _line(self, text: str) -> None:
         if text != self._last:
@@ -168,7 +168,7 @@ class UnitStory(Story):
         if root.gathered:
             nbytes = sum(bucket.flat.nbytes for bucket in buckets_of_unit(root))
             more = f" ({nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
-        self.begin(f"  holds {held(self.engine)}{more}")
+        self.begin(f"  holds {held_in_words(self.engine)}{more}")
 
     def close(self) -> None:
         """Nobody is watched any more."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.measure.held import tensors_in
+from harness.measure.held import tensor_leaves
 from harness.measure.position_in_step import PositionInStep
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
@@ -98,7 +98,7 @@ class TrafficLedger(TorchDispatchMode):
 
     def _note(self, kind: str, args) -> None:
         whole = whole_bytes(kind, args)
-        element = next((tensor.element_size() for tensor in tensors_in(args[:2])), 4)
+        element = next((tensor.element_size() for tensor in tensor_leaves(args[:2])), 4)
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
         sent = sent_bytes(kind, whole, len(ranks))
         collective = Collective(kind, whole, sent, self._where.step, element, ranks)
@@ -109,7 +109,7 @@ class TrafficLedger(TorchDispatchMode):
 def whole_bytes(kind: str, args) -> int:
     """Bytes of the whole buffer of a collective that torch dispatches with `args`."""
     # It is the larger of a collective's tensors: output of an all-gather, input of a reduce-scatter.
-    whole = max(sum(tensor.nbytes for tensor in tensors_in(argument)) for argument in args[:2])
+    whole = max(sum(tensor.nbytes for tensor in tensor_leaves(argument)) for argument in args[:2])
     if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
         whole *= group_of(args).size()
     return whole

@@ -19,7 +19,7 @@ from harness.measure.held import buckets_of, has_gradient_buffers, owners, sizes
 from harness.measure.memory_parts import PARTS, PartsLedger
 from harness.measure.out_of_memory import explained
 from harness.measure.timeline import Span, Timeline, chrome_trace
-from harness.measure.told_step import BucketStory, UnitStory, held
+from harness.measure.told_step import BucketStory, UnitStory, held_in_words
 from harness.measure.watched_step import watched_step
 from harness.run import micro_batches, process_group
 from harness.run import options as common
@@ -120,7 +120,7 @@ def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, me: R
         loss = _train(engine, batch, options)
     story.close()
     me.print("\n".join([*story.how_to_read(), "", *story.lines]))
-    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held(engine)}")
+    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
     me.print(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     times = ""
     if me.world_size > 1:
@@ -187,7 +187,7 @@ def _partition(engine, options: argparse.Namespace) -> str:
         f"\nStep {STEPS[0]}: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
         f"This rank owns {shard:,} elements. In all {padding} are padding: zeros that make the shards equal.",
         *_owners(engine, options.map),
-        f"holds {held(engine)} (AdamW makes its state in its first step{buffers})\n",
+        f"holds {held_in_words(engine)} (AdamW makes its state in its first step{buffers})\n",
     ])  # fmt: skip
 
 

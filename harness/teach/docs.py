@@ -92,7 +92,7 @@ def referee(which: str, *names: str) -> str:
     runs = report["runs"]
     for name in names or runs:
         run = runs[name]
-        lines.append(step_report.cells(name, run, runs["ddp"], "ddp") | {
+        lines.append(step_report.cells_of_run(name, run, runs["ddp"], "ddp") | {
             "engine": f"`{name}`",
             "difference from DDP": difference(name, run),
             "held MB": f"{sum(run['held_bytes'].values()) / 1e6:.2f}",
