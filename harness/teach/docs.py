@@ -51,7 +51,8 @@ def result(name: str):
 
 def table(titles: str, cells: str, rows: list[dict]) -> str:
     """The titles and a row's cells, both with " | " between them; "{name:.2f}" in a cell is a value of the row."""
-    return tables.markdown(tables.filled(titles, cells, rows))
+    form = cells.split(" | ")
+    return tables.markdown([titles.split(" | "), *([cell.format_map(row) for cell in form] for row in rows)])
 
 
 # The referee.
@@ -87,19 +88,22 @@ SHOWN = {
 def referee(which: str, *names: str) -> str:
     """A comparison of these engines, or of all, as the referee prints it itself but for digits."""
     file, *shown = SHOWN[which]
-    report, made = result(file), []
-    runs = {name: report["runs"][name] for name in names or report["runs"]}
-    columns = step_report.columns(report["runs"], "ddp") | {
-        "engine": lambda name, run: f"`{name}`",
-        "difference from DDP": difference,
-        "held MB": lambda name, run: f"{sum(run['held_bytes'].values()) / 1e6:.2f}",
-        "peak MB": lambda name, run: f"{run['peak_bytes'] / 1e6:,.1f}",
-        "step ms": lambda name, run: f"{run['step_ms']:.0f}" if run["step_ms"] else "-",
-        "tokens/s": lambda name, run: f"{run['tokens_per_s']:,.0f}",
-    }
+    report, lines = result(file), []
+    runs = report["runs"]
+    for name in names or runs:
+        run = runs[name]
+        lines.append(step_report.cells_of_run(name, run, runs["ddp"], "ddp") | {
+            "engine": f"`{name}`",
+            "difference from DDP": difference(name, run),
+            "held MB": f"{sum(run['held_bytes'].values()) / 1e6:.2f}",
+            "peak MB": f"{run['peak_bytes'] / 1e6:,.1f}",
+            "step ms": f"{run['step_ms']:.0f}" if run["step_ms"] else "-",
+            "tokens/s": f"{run['tokens_per_s']:,.0f}",
+        })  # fmt: skip
+    made = []
     for titles in shown:
-        head, *rows = tables.rows_of({title: columns[title] for title in ("engine", *titles)}, runs)
-        made.append(tables.markdown([[TITLES.get(title, title) for title in head], *rows]))
+        rows = [[line[title] for title in ("engine", *titles)] for line in lines]
+        made.append(tables.markdown([["engine", *(TITLES.get(title, title) for title in titles)], *rows]))
     return "\n\n".join([*made, conditions(report, file)])
 
 

@@ -63,10 +63,10 @@ def run(line: str) -> str:
 
 
 def memory(arguments: str, columns: int = COLUMNS) -> dict:
-    """The dry run in this process: `./launch.sh memory` with these arguments; its JSON. Prints what it measures."""
+    """The dry run in this process: `./launch.sh memory` with these arguments; its JSON."""
     options = memory_command.arguments(shlex.split(arguments))
     say(f"the same as: ./launch.sh memory {arguments}", columns)
-    return memory_command.measure_all(options, lambda line: print(line, flush=True))
+    return memory_command.measure_all(options)
 
 
 def say(text: str, columns: int = COLUMNS, indent: str = "    ") -> None:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import sdpa_kernel
 
-from harness.measure.fake_ranks import fake_ranks, grid
+from harness.measure.fake_ranks import fake_ranks
 from harness.measure.ledger import MemoryLedger
 from harness.measure.memory_parts import PartsLedger
 from harness.measure.watched_step import watched_step
@@ -99,7 +100,8 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
         if units:
             options["units"] = units(model)
         if replicas > 1:
-            options["mesh"] = grid(ranks, replicas, "cpu")
+            shape, names = (replicas, ranks // replicas), ("replicas", "shards")
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
         yield ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
 
 
