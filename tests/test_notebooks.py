@@ -224,7 +224,8 @@ def test_the_quiz_asks_claims_that_exist_and_tells_only_what_was_voted_on(capsys
     assert out.count(" right\n") == out.count("found (") == 3 and out.count("run just now") == 1
 
 
-def test_answers_are_kept_and_stand_beside_what_was_found(capsys):
+def test_answers_are_kept_and_stand_beside_what_was_found(capsys, monkeypatch):
+    monkeypatch.setattr(quiz, "_right", {})  # of the questions of this test alone
     quiz.keep("a question", a_part=4, another=..., third="Yes", fourth=12)
     quiz.compare("a question", a_part=4.1, another=7, third="yes", fourth=13)
     quiz.keep("nobody says anything", part=...)

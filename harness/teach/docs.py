@@ -49,7 +49,7 @@ def result(name: str):
     return json.loads((ROOT / "results" / name).read_text())
 
 
-def table(titles: str, cells: str, rows: list[dict]) -> str:
+def filled_table(titles: str, cells: str, rows: list[dict]) -> str:
     """The titles and a row's cells, both with " | " between them; "{name:.2f}" in a cell is a value of the row."""
     form = cells.split(" | ")
     return tables.markdown([titles.split(" | "), *([cell.format_map(row) for cell in form] for row in rows)])
@@ -112,7 +112,7 @@ def launches() -> str:
     found = ratios([result(file) for file in REFEREE_LAUNCHES])
     rows = [{"name": name, "values": sorted(values)} for name, values in found.items()]
     titles = f"step time, {len(REFEREE_LAUNCHES)} launches | median | lowest | highest"
-    return table(titles, "`{name}` | {values[2]:.2f} | {values[0]:.2f} | {values[4]:.2f}", rows)
+    return filled_table(titles, "`{name}` | {values[2]:.2f} | {values[0]:.2f} | {values[4]:.2f}", rows)
 
 
 # Memory, in GB of 10^9 bytes.
@@ -132,7 +132,7 @@ def dry_runs(file: str) -> list[dict]:
 def memory_peaks() -> str:
     rows = [row | {"article": ARTICLE_SAYS.get(row["name"], "")} for row in dry_runs(MEMORY)]
     titles = "engine | held, GB | article, GB | peak, GB | smallest GPU"
-    return table(titles, "{engine} | {held:,.2f} | {article} | {peak:,.2f} | {gpu}", rows)
+    return filled_table(titles, "{engine} | {held:,.2f} | {article} | {peak:,.2f} | {gpu}", rows)
 
 
 def memory_state() -> str:
@@ -143,7 +143,7 @@ def memory_state() -> str:
         row["formula"] = f"`{formula}` = {row['state_peak_formula_bytes'] / 1e9:,.2f}" if formula else ""
         row |= {"state_peak": row["state_peak_bytes"] / 1e9, "psi": row["sent_bytes"] / each}
     titles = "engine | peak without them, GB | by formula, GB | sent, in Ψ (N-1)/N"
-    return table(titles, "`{name}` | {state_peak:,.2f} | {formula} | {psi:.2f}", rows)
+    return filled_table(titles, "`{name}` | {state_peak:,.2f} | {formula} | {psi:.2f}", rows)
 
 
 # Sweeps.
@@ -157,7 +157,7 @@ def sweep(words: str) -> str:
         rows.append({**row, "choice": choice, "peak": row["peak_bytes"] / 1e6, "short": row["short_peak_bytes"] / 1e6})
     titles = f"{words} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens"
     cells = "{choice} | {collectives} | {step_ms:.0f} | {step_ms_lowest:.0f} | {step_ms_highest:.0f} | {ratio:.2f}"
-    return table(titles, cells + " | {peak:,.1f} | {short:,.1f}", rows)
+    return filled_table(titles, cells + " | {peak:,.1f} | {short:,.1f}", rows)
 
 
 # The machines that a report was sent from.
