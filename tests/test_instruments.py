@@ -33,6 +33,7 @@ from harness.run.counterparts import PlainStep
 from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS
 from harness.run.process_group import Rank
+from zero3 import ZeRO3
 
 # On the ranks.
 
@@ -212,7 +213,7 @@ def memory_and_spans_on_one_clock(folder: str) -> None:
         config, options = PRESETS["toy"], SimpleNamespace(trace=f"{folder}/trace.json", preset="toy", accumulate=1)
         batch = Batches(torch.arange(1000) % config.vocab, 1, config.seq, 0, torch.device("cpu"))(0, me.rank)
         with Timeline(device=me.device) as partition:
-            engine = fixtures.STAGES["zero3"](GPT(config), ADAMW)
+            engine = ZeRO3(GPT(config), ADAMW)
         walkthrough._trace(engine, partition.spans, batch, me, options)
     if me.rank == 0:
         with open(options.trace) as file:

@@ -72,7 +72,7 @@ class Timeline(TorchDispatchMode):
         self._where, self._model = PositionInStep(), model
         self._device = device
         self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
-        self._begun: list = []  # when each of the labels was entered that are open
+        self._steps: list[Span] = []  # that are open, from the outside in
         self._computing: Span | None = None  # what goes on, until the rank waits or works for another unit
         self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span, its number)
         self.collectives: list[Span] = []
@@ -108,12 +108,11 @@ class Timeline(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         said = self._where.see(func, args)
-        if said.startswith("enter"):
-            self._begun.append(self.now())
-        elif said:
-            start = self._begun.pop()
-            if said.startswith("leave step "):
-                self.spans.append(Span(STEPS, said.removeprefix("leave step "), start, self.now()))
+        if said.startswith("enter step "):
+            self._steps.append(Span(STEPS, said.removeprefix("enter step "), self.now(), None))
+            self.spans.append(self._steps[-1])
+        elif said.startswith("leave step "):
+            self._steps.pop().end = self.now()
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
         at_work = self._at_work(func)
@@ -277,22 +276,27 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None,
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         threads: dict[str, float] = {}  # name -> until when it is busy
         for span in spans:
-            name = f"step {span.name}" if span.lane == STEPS else span.name
             # What overlaps cannot stand on one thread, unless it nests, as steps do.
             lane = _free_thread(span, threads) if span.lane == COLLECTIVES else span.lane
             threads[lane] = max(span.end, threads.get(lane, 0.0))
             arguments = {"step": span.step, "unit": span.unit, "bytes": span.nbytes}
-            event = {"ph": "X", "pid": rank, "tid": list(threads).index(lane), "name": name, "cat": span.lane}
-            times = {"ts": round(span.start * 1e6, 1), "dur": round((span.end - span.start) * 1e6, 1)}
-            events.append(event | times | {"args": {what: value for what, value in arguments.items() if value}})
+            events.append({
+                "ph": "X",
+                "pid": rank,
+                "tid": list(threads).index(lane),
+                "name": f"step {span.name}" if span.lane == STEPS else span.name,
+                "cat": span.lane,
+                "ts": round(span.start * 1e6, 1),
+                "dur": round((span.end - span.start) * 1e6, 1),
+                "args": {what: value for what, value in arguments.items() if value},
+            })  # fmt: skip
         for thread, name in enumerate(threads):
             events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
         for seconds, by_part in live[rank] if live else ():
             when = {"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1)}
-            counters = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
-            total = round(sum(by_part.values()) / 1e6, 3)
-            events.append({**when, "name": "live", "args": {"MB": total}})
-            events.append({**when, "name": "live by part, MB", "args": counters})
+            megabytes = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
+            events.append(when | {"name": "live", "args": {"MB": round(sum(by_part.values()) / 1e6, 3)}})
+            events.append(when | {"name": "live by part, MB", "args": megabytes})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from harness.measure.held import buckets_of_unit, has_gradient_buffers, held_bytes
+from harness.measure.held import has_gradient_buffers, held_bytes
 from harness.measure.ledger import MemoryLedger
 
 BAR = 24  # characters for the most that was alive
@@ -107,18 +107,13 @@ class UnitStory(Story):
         self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
         self._sent = 0.0
         self._watching = contextlib.ExitStack()
-        unit_of = {}  # what is sent -> the unit
         for unit in engine.all_units:
-            unit_of |= dict.fromkeys(buckets_of_unit(unit), unit)
             self._watch(unit, "start_gather", before=lambda unit=unit: self._gathers(unit))
             self._watch(unit, "free", before=lambda unit=unit: self._frees(unit))
             hook = unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._tell("compute", unit))
             self._watching.callback(hook.remove)
-        self._watch(engine, "send", before=lambda bucket: self._tell("reduce", unit_of[bucket]))
-        if hasattr(engine, "come"):  # an engine's moment, which knows the unit's place in forward
-            self._watch(engine, "come", after=lambda visit: self._tell("compute", visit.unit))
-        else:
-            self._watch(engine, "before_backward", after=lambda unit: self._tell("compute", unit))
+        self._watch(engine, "send", before=lambda unit: self._tell("reduce", unit))
+        self._watch(engine, "before_backward", after=lambda unit: self._tell("compute", unit))
 
     def _watch(self, thing, method: str, before=lambda *_: None, after=lambda *_: None) -> None:
         """Until `close`: call `before` and `after` with what `thing`'s method is called with."""
@@ -166,8 +161,7 @@ class UnitStory(Story):
             self._tell("compute", root)  # what follows the last unit
         more = ""
         if root.gathered:
-            nbytes = sum(bucket.flat.nbytes for bucket in buckets_of_unit(root))
-            more = f" ({nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
+            more = f" ({root.flat.nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
         self.begin(f"  holds {held_in_words(self.engine)}{more}")
 
     def close(self) -> None:

@@ -24,12 +24,10 @@ from harness.measure.watched_step import watched_step
 from harness.run import micro_batches, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
-from harness.run.engines import STAGES
 from harness.run.model import GPT, next_token_loss, preset
 from harness.run.process_group import Rank
 from harness.run.recompute import checkpoint_blocks
 
-STEPS = ("0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters")
 WATCHED_STEPS = 3  # after the told one, for the line that says where the time goes
 
 
@@ -37,7 +35,7 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     own = inspect.signature(engine_cls).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
     parser = common.Parser(f"{engine_cls.__name__.lower()} [N]", description=doc.splitlines()[0])
     common.add(parser, "preset", "steps", *micro_batches.OPTIONS, steps=5)
-    common.add(parser, *(["bucket-mb"] if "bucket_mb" in own else ["prefetch", "no-reshard-after-forward"]))
+    common.add(parser, "bucket-mb" if "bucket_mb" in own else "prefetch")
     common.add(parser, "checkpoint-activations", "data", "lr", "seed", "map", "trace", "backend", "device", "anyway")
     options = parser.parse_args(argv)
     options.engines = [engine_cls.__name__.lower()]
@@ -62,15 +60,11 @@ def _walk(engine_cls, doc: str) -> None:
     batches = Batches(text, options.batch, seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
     me.print(doc.splitlines()[0])
-    own = _own(options)
-    if "reshard_after_forward" in own:
-        engine_cls = STAGES["zero3"]
-        me.print(f"The chapter has no --no-reshard-after-forward: this is {engine_cls.__name__} of harness/engine.")
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
         with timeline as partition, explained("step 0, the construction", None, memory):
-            engine = engine_cls(_model(options, me), _adamw(options, me), **own)
+            engine = engine_cls(_model(options, me), _adamw(options, me), **_own(options))
         me.print(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.begin(engine)
@@ -87,11 +81,8 @@ def _walk(engine_cls, doc: str) -> None:
 
 
 def _own(options: argparse.Namespace) -> dict:
-    """The engine's own options."""
-    own = {name: value for name, value in vars(options).items() if name in ("bucket_mb", "prefetch")}
-    if getattr(options, "no_reshard_after_forward", False):
-        own["reshard_after_forward"] = False  # of ZeRO3Engine
-    return own
+    """The chapter's own options."""
+    return {name: value for name, value in vars(options).items() if name in ("bucket_mb", "prefetch")}
 
 
 def _model(options: argparse.Namespace, me: Rank) -> GPT:
@@ -157,7 +148,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     for built, step, moments in everyone:
         spans.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
         live.append([(begins + seconds, parts) for seconds, parts in moments])
-    name = type(engine).__name__.removesuffix("Engine")
+    name = type(engine).__name__
     own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
         "title": f"{name}{''.join(own)}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
@@ -184,7 +175,7 @@ def _partition(engine, options: argparse.Namespace) -> str:
     buffers = "; the gradients' buffers are made with the engine" if has_gradient_buffers(engine) else ""
     return "\n".join([
         f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32",
-        f"\nStep {STEPS[0]}: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
+        f"\nStep 0 partition: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
         f"This rank owns {shard:,} elements. In all {padding} are padding: zeros that make the shards equal.",
         *_owners(engine, options.map),
         f"holds {held_in_words(engine)} (AdamW makes its state in its first step{buffers})\n",
