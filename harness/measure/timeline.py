@@ -77,7 +77,7 @@ class Timeline(TorchDispatchMode):
         self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span, its number)
         self.collectives: list[Span] = []
         self.operations: list[tuple[float, float]] = []
-        self._between: list[tuple] = []  # the same, each with the dispatch before it: between them nobody does anything
+        self._ran: list[tuple] = []  # the same, (when it was dispatched, start, end): between two nobody does anything
         self.waits: list[Wait] = []
         self.marks: list[float] = []
         self._futures: list[tuple] = []  # (future, span) of collectives under way
@@ -132,8 +132,7 @@ class Timeline(TorchDispatchMode):
             self.spans.append(last)
         last.end = self.now()
         if self._is_computing():
-            self.operations.append((begun, last.end))
-            self._between.append((start, last.end))
+            self._ran.append((start, begun, last.end))
         return result
 
     def _is_computing(self) -> bool:
@@ -225,11 +224,10 @@ class Timeline(TorchDispatchMode):
             stop = end if span.end is None else span.end  # nobody has waited for it inside the `with`
             span.start, span.end = self._interval(span.start, stop)
         self.spans.sort(key=lambda span: span.start)
-        self.operations = [self._interval(*operation) for operation in self.operations]
-        self._between = [self._interval(*operation) for operation in self._between]
+        self.operations = [self._interval(begun, end) for _, begun, end in self._ran]
         self.marks = [self.seconds(moment) for moment in self.marks]
         self.waits = self._find_waits()
-        self._waited, self._futures, self._between, self._under_way = [], [], [], {}
+        self._waited, self._futures, self._ran, self._under_way = [], [], [], {}
         return result
 
     def _find_waits(self) -> list[Wait]:
@@ -243,7 +241,8 @@ class Timeline(TorchDispatchMode):
         known = {wait.collective for wait in waits}
         slack = 5e-5 if self._gpu else 0.0  # a collective's end is noted on another stream, a moment later
         ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
-        for (_, before), (after, _) in pairwise(self._between):
+        ran = [self._interval(dispatched, end) for dispatched, _, end in self._ran]
+        for (_, before), (after, _) in pairwise(ran):
             while ends and ends[0][0] <= before:
                 ends.pop(0)
             while ends and ends[0][0] <= after + slack:

@@ -63,8 +63,9 @@ def _walk(engine_cls, doc: str) -> None:
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
+        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
         with timeline as partition, explained("step 0, the construction", None, memory):
-            engine = engine_cls(_model(options, me), _adamw(options, me), **_own(options))
+            engine = engine_cls(_model(options, me), adamw, **_own(options))
         me.print(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.begin(engine)
@@ -91,10 +92,6 @@ def _model(options: argparse.Namespace, me: Rank) -> GPT:
     if options.checkpoint_activations:
         checkpoint_blocks(model, casts=False)
     return model
-
-
-def _adamw(options: argparse.Namespace, me: Rank):
-    return partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
 
 
 def _train(engine, batch, options: argparse.Namespace) -> torch.Tensor:
