@@ -1,8 +1,10 @@
 """A step told event by event: what the ledgers and a chapter's moments show, turned into lines."""
 
 import contextlib
+import textwrap
 from unittest import mock
 
+from harness.measure import tables
 from harness.measure.held import has_gradient_buffers, held_bytes
 from harness.measure.ledger import MemoryLedger
 
@@ -141,11 +143,16 @@ class UnitStory(Story):
     @property
     def lines(self) -> list[str]:
         most = max(live for _, _, live in self._rows)
-        width = max(len(text) for text, _, live in self._rows if live)
+        width = min(max(len(text) for text, _, live in self._rows if live), tables.columns_here() - 18)
+        longest_bar = max(0, min(BAR, tables.columns_here() - width - 20))
         lines = [f"{'event':<{width}}{'sent MB':>9}{'peak MB':>9}"]
         for text, sent, live in self._rows:
-            bar = f"{sent / 1e6:>9.2f}{live / 1e6:>9.2f}  {'#' * round(BAR * live / most)}"
-            lines.append(f"{text:<{width}}{bar}" if live else text)
+            if not live:
+                lines.append(text)
+                continue
+            first, *rest = textwrap.wrap(text, width, subsequent_indent="    ")
+            bar = "#" * round(longest_bar * live / most)
+            lines += [f"{first:<{width}}{sent / 1e6:>9.2f}{live / 1e6:>9.2f}  {bar}".rstrip(), *rest]
         return lines
 
     def begin(self, line: str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from harness.measure import step_report, step_time
+from harness.measure import step_report, step_time, tables
 from harness.measure.collective_names import CollectiveNames
 from harness.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
 from harness.measure.memory_parts import PARTS, PartsLedger
@@ -59,26 +59,31 @@ def _walk(engine_cls, doc: str) -> None:
     me = process_group.start(options.backend, options.device, options)
     batches = Batches(text, options.batch, seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
-    me.print(doc.splitlines()[0])
-    me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
+    say = partial(_say, me)
+    say(doc.splitlines()[0])
+    say(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
         adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
         with timeline as partition, explained("step 0, the construction", None, memory):
             engine = engine_cls(_model(options, me), adamw, **_own(options))
-        me.print(_partition(engine, options))
+        say(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.begin(engine)
             with explained(f"training step {number}", engine, memory):
                 loss = _train(engine, batch, options)
-            me.print(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
-        _tell(engine, memory, ready[-1], options, me)
+            say(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
+        _tell(engine, memory, ready[-1], options, say)
     again = partial(_train, engine, ready[-1], options)
     found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
-    me.print(step_report.sentence(step_time.summary(found), 0))
+    say(step_report.sentence(step_time.summary(found), 0))
     if options.trace:
         _trace(engine, partition.spans, ready[-1], me, options)
     process_group.stop()
+
+
+def _say(me: Rank, text: str) -> None:
+    me.print(tables.wrapped(text))
 
 
 def _own(options: argparse.Namespace) -> dict:
@@ -98,24 +103,24 @@ def _train(engine, batch, options: argparse.Namespace) -> torch.Tensor:
     return micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
 
 
-def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, me: Rank) -> None:
+def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) -> None:
     """One training step, event by event, and what it sent in all."""
     again = "; backward computes each block's forward again" if options.checkpoint_activations else ""
-    me.print(f"training step {options.steps}, event by event{again}.\n")
+    say(f"training step {options.steps}, event by event{again}.\n")
     story = (UnitStory if hasattr(engine, "units") else BucketStory)(engine, memory, options.accumulate)
     told = explained(f"training step {options.steps}", engine, memory)
     with watched_step(engine, memory, on_event=story.event) as seen, told:
         loss = _train(engine, batch, options)
     story.close()
-    me.print("\n".join([*story.how_to_read(), "", *story.lines]))
-    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
-    me.print(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
+    say("\n".join([*story.how_to_read(), "", *story.lines]))
+    say(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
+    say(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     times = ""
-    if me.world_size > 1:
-        share = seen.sent_elements / _parameters(engine) * me.world_size / (me.world_size - 1)
-        times = f" = {share:.3f} Ψ x (N-1)/N, with N = {me.world_size}"
+    if (ranks := engine.world_size) > 1:
+        share = seen.sent_elements / _parameters(engine) * ranks / (ranks - 1)
+        times = f" = {share:.3f} Ψ x (N-1)/N, with N = {ranks}"
     megabytes, count = seen.sent_bytes / 1e6, len(seen.collectives)
-    me.print(f"sent in this step: {seen.sent_elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
+    say(f"sent in this step: {seen.sent_elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
 
 
 def _parameters(engine) -> int:
