@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure import dry_run, enough_memory, gpus, memory, memory_formulas, tables
+from harness.measure import bench, dry_run, enough_memory, gpus, memory, memory_formulas, tables
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.memory_parts import HELD, PARTS, PartsLedger
 from harness.measure.memory_tables import all_tables
@@ -212,6 +212,14 @@ def test_what_a_command_needs_is_what_the_dry_run_says(name, monkeypatch):
         enough_memory.refuse_too_large(asked, 2, "cpu")
     asked.anyway = True
     enough_memory.refuse_too_large(asked, 2, "cpu")
+
+
+def test_what_fits_is_named_beside_a_shape_of_ones_own(monkeypatch):
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (2e8, "here"))
+    for shape, take in (([], "--preset toy"), (["--width", "8196"], "a smaller model")):
+        asked = bench.arguments(["--preset", "70b", *shape])
+        with pytest.raises(ValueError, match=f"take {take}"):
+            enough_memory.refuse_too_large(asked, 2, "cpu")
 
 
 def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):

@@ -62,8 +62,8 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.beside("--host", "--rounds", "--json")
     parser.beside("--sweeps", "--preset", *(f"--{name}" for name in (*SHAPE, *SWEPT)))
     common.settle(options)
-    given = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
-    options.config = replace(preset(options.preset), **given)
+    options.shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
+    options.config = replace(preset(options.preset), **options.shape)
     if options.host:
         engines.chosen(options.host, "bench", ON_HOST)
     if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
