@@ -216,7 +216,7 @@ def test_what_a_command_needs_is_what_the_dry_run_says(name, monkeypatch):
 
 def test_what_fits_is_named_beside_a_shape_of_ones_own(monkeypatch):
     monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (2e8, "here"))
-    for shape, take in (([], "--preset toy"), (["--width", "8196"], "a smaller model")):
+    for shape, take in (([], "--preset toy"), (["--width", "8192"], "a smaller model")):
         asked = bench.arguments(["--preset", "70b", *shape])
         with pytest.raises(ValueError, match=f"take {take}"):
             enough_memory.refuse_too_large(asked, 2, "cpu")
