@@ -201,10 +201,10 @@ def on_ranks(options: argparse.Namespace) -> None:
     text = load_text(None, options.config.seq)
     me = process_group.start(options.backend, options.device, options)
     batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
-    me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
+    about = [__doc__.splitlines()[0], f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}"]
     shape = f"GPT of {number_of_parameters(options.config):,} parameters"
-    me.print(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
-    me.print(MEANINGS)
+    about.append(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
+    me.print(tables.wrapped("\n".join([*about, MEANINGS])))
     found = {}
     for title, variants in variants_of(options).items():
         found[title] = measure_together(variants, batch, options, me)

@@ -267,8 +267,8 @@ class Timeline(TorchDispatchMode):
 def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None, **about) -> dict:
     """The JSON that chrome://tracing and ui.perfetto.dev open: a process per rank, a thread per lane.
 
-    `ranks` has the spans of each rank; `live`, of each rank, (seconds, {part: bytes alive}) for a counter above them
-    and one that is stacked by part; `about` is kept as it is.
+    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them; `about`
+    is kept as it is.
     """
     events = []
     for rank, spans in enumerate(ranks):
@@ -291,11 +291,9 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None,
             })  # fmt: skip
         for thread, name in enumerate(threads):
             events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
-        for seconds, by_part in live[rank] if live else ():
-            when = {"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1)}
-            megabytes = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
-            events.append(when | {"name": "live", "args": {"MB": round(sum(by_part.values()) / 1e6, 3)}})
-            events.append(when | {"name": "live by part, MB", "args": megabytes})
+        for seconds, nbytes in live[rank] if live else ():
+            megabytes = {"MB": round(nbytes / 1e6, 3)}
+            events.append({"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1), "name": "live", "args": megabytes})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness.measure import step_report, step_time, tables
 from harness.measure.collective_names import CollectiveNames
 from harness.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
-from harness.measure.memory_parts import PARTS, PartsLedger
+from harness.measure.memory_parts import PartsLedger
 from harness.measure.out_of_memory import explained
 from harness.measure.timeline import Span, Timeline, chrome_trace
 from harness.measure.told_step import BucketStory, UnitStory, held_in_words
@@ -137,9 +137,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     for span, name in zip(timeline.collectives, names.found):
         span.unit = name
     # What is there already when the timeline is opened is there from its beginning.
-    live = []
-    for moment in memory.moments():
-        live.append((max(0.0, timeline.seconds(moment.when)), {part: moment.parts[part] for part in PARTS}))
+    live = [(max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
     everyone = [None] * me.world_size
     dist.all_gather_object(everyone, (partition, timeline.spans, live))
     if me.rank > 0:
@@ -149,7 +147,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     spans, live = [], []
     for built, step, moments in everyone:
         spans.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
-        live.append([(begins + seconds, parts) for seconds, parts in moments])
+        live.append([(begins + seconds, nbytes) for seconds, nbytes in moments])
     name = type(engine).__name__
     own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
