@@ -91,19 +91,18 @@ class EngineBucket(zero1.Bucket):
                 "next forward"
             )
         param = self.params[index]
-        self.refuse_sparse(index, guard.gradient_of(param))
+        if guard.gradient_of(param).layout is not torch.strided:
+            self.refuse_sparse(index)
         self.used.add(index)
         param.zero_moved = True
 
-    def refuse_sparse(self, index: int, gradient) -> None:
-        if gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of {self.names[index]!r} is sparse; build its embedding with sparse=False"
-            )
+    def refuse_sparse(self, index: int) -> None:
+        raise RuntimeError(f"the gradient of {self.names[index]!r} is sparse; build its embedding with sparse=False")
 
     def take_gradient(self, index: int) -> torch.Tensor:
         gradient = guard.take_gradient(self.params[index])
-        self.refuse_sparse(index, gradient)
+        if gradient.layout is not torch.strided:
+            self.refuse_sparse(index)
         return gradient
 
     def keep(self, index: int) -> None:

@@ -352,7 +352,7 @@ def flipped(content: bytes) -> bytes:
 NOT_LOADED = {  # checkpoint: (error, its words)
     "flipped __1_0.distcp": (checkpoint.Damaged, "__1_0.distcp' is not what was written"),
     "flipped .metadata": (checkpoint.Damaged, ".metadata' is not what was written"),
-    "cut off __0_0.distcp": (checkpoint.Damaged, "__0_0.distcp' was cut off"),
+    "cut off __0_0.distcp": (checkpoint.Damaged, "__0_0.distcp' is not what was written"),
     "without __1_0.distcp": (checkpoint.Damaged, "__1_0.distcp", "No such file"),
     "without SHA256SUMS": (checkpoint.Damaged, "SHA256SUMS' is missing"),
     "without .metadata": (FileNotFoundError, "no complete checkpoint"),
