@@ -49,6 +49,7 @@ CONSTRUCTIONS = (
     (lambda e, m: e(m, ADAMW, group=[0, 1]), ("list",)),
     (lambda e, m: e(nn.Sequential(m, torch.jit.script(nn.Linear(3, 3))), ADAMW), ("'1'", "scripted")),
     (lambda e, m: e(m, torch.optim.Adafactor), ("Adafactor", "AdamW")),
+    (lambda e, m: e(nn.Linear(3, 3, bias=False), torch.optim.Muon), ("a flat part of a tensor", "AdamW")),
     (lambda e, m: e(m, raising(1)), ("of the caller's own",)),
     (lambda e, m: e(m, raising(2)), ("of the caller's own",)),
     (lambda e, m: e(m, raising(4)), ("of the caller's own",)),
@@ -169,10 +170,16 @@ def of_the_model(weight, gradient, everything):
     return 1 / torch.stack([param.grad.norm() for param in everything if param.grad is not None]).norm()
 
 
+def clips_itself(weight, gradient, everything):
+    """It looks at the norm only where that is large."""
+    return (5 * of_the_model(weight, gradient, everything)).clamp(max=1)
+
+
 LOOKS_AT_WHOLE = {
     "a trust ratio": lambda weight, gradient, _: weight.norm() / gradient.norm().clamp(min=1e-9),
     "the largest element": lambda weight, gradient, _: 1 / gradient.abs().amax() if gradient.numel() else 1,
     "the model's norm": of_the_model,
+    "a large norm": clips_itself,
     "matrices": lambda weight, gradient, _: 1.0 if weight.ndim > 1 else 0.1,
     "rows": lambda weight, gradient, _: 1 / gradient.norm(dim=-1, keepdim=True) if gradient.ndim else 1,
     "the size": lambda weight, gradient, _: weight.numel() ** -0.5 if weight.numel() else 1,
