@@ -512,6 +512,9 @@ def what_cannot_be_loaded_is_not_saved(engine):
         for state in NOT_TOGETHER:
             trained.optimizer.state[fixtures.pieces_of(trained)[0]] = state
             refused(lambda: checkpoint.save(trained, folder), "in the optimizer's state", error=ValueError)
+        trained.optimizer.state["of all"] = {"steps": 1}
+        refused(lambda: checkpoint.save(trained, folder), "'of all' in the optimizer's state", error=ValueError)
+        del trained.optimizer.state["of all"]
         for state in ({"kept": rank}, {"kept": {"a": 1} if rank else {}}):  # a parameter may lie on two ranks
             trained.optimizer.state.update(dict.fromkeys(fixtures.pieces_of(trained), state))
             refused(lambda: checkpoint.save(trained, folder), "ranks disagree on ", error=ValueError)
