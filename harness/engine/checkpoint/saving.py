@@ -148,8 +148,8 @@ def _optimizer_state(engine, own) -> dict[tuple, object]:
     for key in engine.optimizer.state:
         if not isinstance(key, torch.Tensor):
             raise ValueError(
-                f"{key!r} in the optimizer's state belongs to no parameter, and a checkpoint has no place for it: keep it "
-                "in an option of a group"
+                f"{key!r} in the optimizer's state belongs to no parameter, and a checkpoint has no place for it: keep "
+                "it in an option of a group"
             )
     for name, _, piece, shape, start in pieces(engine.buckets):
         for path, value in entries(engine.optimizer.state.get(piece, {}), ("optim", "state", name)):
