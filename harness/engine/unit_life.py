@@ -1,6 +1,7 @@
 """The life of a unit under ZeRO-3, in forward and in backward, in a model as most are."""
 
 import contextlib
+import sys
 import weakref
 
 import torch
@@ -52,7 +53,9 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.reshard_after_forward = reshard_after_forward
         self.order = order.Sequence(self.placement.everyone)  # where a step differs from the last, ranks compare theirs
         self.source = meta.Source(model, self.placement.everyone, init_fn, state_dict)  # of values, if on `meta`
-        self.in_forward = False
+        self.depth = 0  # of forwards under way: a model may call itself in its forward
+        self.running = None  # the frame of Python in which the outermost of them runs
+        self.found_gathered = set()  # the units that it found gathered, for a backward that is still to come
         self.known_order = []  # the units, in the order of the last forward
         self.visits: list[Visit] = []  # of this forward, so far
         self.latest: dict = {}  # unit -> its latest `Visit`
@@ -119,16 +122,37 @@ class UnitLife(Engine, zero3.ZeRO3):
     # Forward.
 
     def __call__(self, *args, **kwargs):
-        return self.model(*args, **kwargs)  # its hooks do what the chapter does here: `engine.model(...)` works, too
+        try:
+            # Its hooks do what the chapter does here: `engine.model(...)` works, too.
+            return self.model(*args, **kwargs)
+        except BaseException:  # Ctrl-C is no Exception, and torch calls no hook after it
+            if not is_running(self.running):
+                self.forget_forward()
+            raise
+
+    @property
+    def in_forward(self) -> bool:
+        return self.depth > 0
+
+    def forget_forward(self) -> None:
+        """No forward is under way any more, however it ended."""
+        self.stop_watching_saving()
+        self.depth, self.running = 0, None
 
     def before_model(self, module, args, kwargs) -> None:
         if backward_now() is not None:  # activation checkpointing around the model runs it again inside backward
             refuse_reentrant(self.backward_number is None)  # its forward left no trace in autograd's graph
             return
+        if self.in_forward and not is_running(self.running):
+            self.forget_forward()  # it was interrupted, and `engine.model` was called without its engine
         if self.backward_number is not None:
             raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
+        self.depth += 1
+        if self.depth > 1:  # a forward inside a forward: its units run as others do, and the outer one ends it all
+            return
         self.stay_last(module)
-        self.in_forward, self.visits, self.latest = True, [], {}
+        self.running, self.visits, self.latest = frame_of_module(), [], {}
+        self.found_gathered = {unit for unit in self.all_units if unit.gathered}
         self.order.begin((torch.is_grad_enabled(), self.sync))
         self.watch_saving()
         self.gather(self.root, self.known_order[: self.prefetch])
@@ -161,6 +185,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         output = self.without_weights(output)
         may_come = visit is None or self.watch_outputs(visit, output)
         if self.reshard_after_forward or not may_come:
+            refuse_hidden(output, self.unit_of)
             self.free_after_forward(unit)
         return output
 
@@ -170,8 +195,10 @@ class UnitLife(Engine, zero3.ZeRO3):
     def after_model(self, module, args, output):
         if backward_now() is not None:
             return
-        self.stop_watching_saving()
-        self.in_forward = False
+        self.depth -= 1
+        if self.in_forward:
+            return
+        self.forget_forward()
         if output is None:  # an exception in forward, perhaps, which a second one must not hide
             with contextlib.suppress(RuntimeError):
                 self.free_all()
@@ -185,7 +212,10 @@ class UnitLife(Engine, zero3.ZeRO3):
         may_come = visit.saved or self.watch_outputs(visit, output)
         if not may_come or not any(tensor.requires_grad for tensor in tensors_in(output)):  # an evaluation
             output = self.without_weights(output)
-            self.free_all()
+            refuse_hidden(output, self.unit_of)
+            for unit in self.all_units:
+                if unit not in self.found_gathered:  # else an earlier forward still waits for its backward
+                    unit.free()
         return output
 
     def without_weights(self, output):
@@ -413,6 +443,8 @@ class UnitLife(Engine, zero3.ZeRO3):
 
     def zero_grad(self) -> None:
         self.receive()  # of a backward that did not finish
+        if self.in_forward and not is_running(self.running):
+            self.forget_forward()
         if self.backward_number is not None:
             self.free_all()
         self.forget_gradients()
@@ -423,6 +455,35 @@ class UnitLife(Engine, zero3.ZeRO3):
 def storage_number(tensor: torch.Tensor) -> int | None:
     """The same for all views of one storage; None for a sparse tensor, which has none."""
     return local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def frame_of_module():
+    """The frame in which torch calls the module whose hook this is; None if there is none."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame
+
+
+def is_running(wanted) -> bool:
+    """Whether the frame `wanted` is still on this thread's stack, below us."""
+    frame = sys._getframe()
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return wanted is not None and frame is wanted
+
+
+def refuse_hidden(output, unit_of) -> None:
+    """Raise RuntimeError if `output` of a unit that is about to be freed has views of weights inside an object."""
+    if isinstance(output, torch.Tensor):
+        return
+    for tensor in tensors_in(output):
+        unit = unit_of.get(storage_number(tensor))
+        if unit is not None:
+            raise RuntimeError(
+                f"a view of the weights of unit {unit.name!r} is returned inside an object ({type(output).__name__}): "
+                "the weights are freed now. Return a clone of it, or a tensor, tuple, list or dictionary"
+            )
 
 
 def refuse_moved(unit) -> None:
