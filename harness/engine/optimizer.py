@@ -9,6 +9,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from harness.engine import state
 from harness.engine.all_or_none import on_all
+from harness.engine.hooks import not_compiled
 from harness.engine.safety.optimizer_refusals import handed_out
 
 
@@ -82,6 +83,7 @@ def _watch_steps(this, optimizer) -> None:
 
     built = members()
 
+    @not_compiled
     def before_step(optimizer, args, kwargs):
         engine = _living(this)
         if engine is not None and not engine.updating:
@@ -95,6 +97,7 @@ def _watch_steps(this, optimizer) -> None:
         if members() != built:
             _refuse_groups()
 
+    @not_compiled
     def after_step(optimizer, args, kwargs):
         if this() is not None:
             this().stepped()

@@ -441,6 +441,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.free_all()  # what is gathered has the old values
         super().shards_changed()
 
+    @not_compiled
     def zero_grad(self) -> None:
         self.receive()  # of a backward that did not finish
         if self.in_forward and not is_running(self.running):

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from harness.engine.hooks import WeakHook, backward_now
+from harness.engine.hooks import WeakHook, backward_now, not_compiled
 from harness.engine.safety import guard
 from harness.engine.unit_life import UnitLife, Visit
 
@@ -88,6 +88,7 @@ class ZeRO3Engine(UnitLife):
         if unit not in self.kept:
             unit.free()
 
+    @not_compiled
     def zero_grad(self) -> None:
         if self.kept:
             self.free_all()
