@@ -538,8 +538,12 @@ class ZeRO3Engine(UnitLife):
         if self.find_unused:
             self.come(visit)
         super().weight_is_wanted(visit)
+        self.keep_for_a_graph(visit.unit)
+
+    def keep_for_a_graph(self, unit) -> None:
+        """A backward with `create_graph=True` has come to `unit`: what it computes saves weights past any hook."""
         if torch.is_grad_enabled():
-            self.kept.add(visit.unit)
+            self.kept.add(unit)
 
     def free_after_backward(self, unit) -> None:
         if unit not in self.kept:
@@ -572,6 +576,8 @@ class ZeRO3Engine(UnitLife):
             bucket.missing = set(range(len(bucket.params)))
 
     def come(self, visit: Visit) -> None:
+        if backward_now() is not None:
+            self.keep_for_a_graph(visit.unit)
         if self.find_unused and backward_now() is not None and visit in self.asked and visit.unit is not self.root:
             self.finish_work(visit.unit)
             self.at_work = visit.unit

@@ -410,6 +410,7 @@ SAVED = {
     "checkpointing around": recomputed("around", usual=UNUSED, chapters=True),
     "checkpointing inside": recomputed("inside", chapters=True),
     "checkpointing around the model": recomputed("around", model_again, usual=UNUSED),
+    "checkpointing around, a gradient penalty": recomputed("around", gradient_penalty, **BUILDS),
     "saved on the CPU": Path(body(), under(save_on_cpu, of_output)),
     "saved as copies": Path(body(), under(as_copies, of_output), rare=True),
     "saved on the CPU inside": Path(body(by(under(save_on_cpu, lambda block, x: block(x)))), rare=True),
