@@ -331,8 +331,9 @@ class UnitLife(Engine, zero3.ZeRO3):
 
     def notice_backward(self) -> None:
         """A backward shows a sign. At the first one autograd is asked to tell its end."""
-        refuse_reentrant(self.backward_number not in (None, backward_now()))
-        if self.backward_number is None:
+        if self.backward_number is not None:
+            refuse_reentrant(self.backward_number != torch._C._current_graph_task_id())
+        else:
             self.asked, self.at_work, self.waiting = set(), None, list(self.all_units)
             self.backward_number = when_backward_ends(WeakHook(self.end_backward))
             self.backward_brought = False

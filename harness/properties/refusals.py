@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from harness.properties import fixtures
 from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
-from harness.properties.values import groups_of
+from harness.properties.values import three_groups
 
 ADAMW = fixtures.ADAMW
 
@@ -49,6 +49,7 @@ CONSTRUCTIONS = (
     (lambda e, m: e(m, ADAMW, group=[0, 1]), ("list",)),
     (lambda e, m: e(nn.Sequential(m, torch.jit.script(nn.Linear(3, 3))), ADAMW), ("'1'", "scripted")),
     (lambda e, m: e(m, torch.optim.Adafactor), ("Adafactor", "AdamW")),
+    (lambda e, m: e(nn.Linear(3, 3, bias=False), torch.optim.Muon), ("a flat part of a tensor", "AdamW")),
     (lambda e, m: e(m, raising(1)), ("of the caller's own",)),
     (lambda e, m: e(m, raising(2)), ("of the caller's own",)),
     (lambda e, m: e(m, raising(4)), ("of the caller's own",)),
@@ -67,9 +68,9 @@ UNITS = (
     (lambda m: 3, ("int",)),
 )
 GROUPS = (
-    (lambda m: groups_of(m)[:2], ("'head.weight'", "'head.bias'", "in no group")),
-    (lambda m: [*groups_of(m), {"params": [m.head.weight]}], ("more than one parameter group",)),
-    (lambda m: [*groups_of(m), {"params": [m.frozen]}], ("(5,)",)),
+    (lambda m: three_groups(m)[:2], ("'head.weight'", "'head.bias'", "in no group")),
+    (lambda m: [*three_groups(m), {"params": [m.head.weight]}], ("more than one parameter group",)),
+    (lambda m: [*three_groups(m), {"params": [m.frozen]}], ("(5,)",)),
     (lambda m: [{"params": [("theirs", torch.zeros(2))]}], ("param_groups", "(2,)")),
 )
 
@@ -169,10 +170,16 @@ def of_the_model(weight, gradient, everything):
     return 1 / torch.stack([param.grad.norm() for param in everything if param.grad is not None]).norm()
 
 
+def clips_itself(weight, gradient, everything):
+    """It looks at the norm only where that is large."""
+    return (5 * of_the_model(weight, gradient, everything)).clamp(max=1)
+
+
 LOOKS_AT_WHOLE = {
     "a trust ratio": lambda weight, gradient, _: weight.norm() / gradient.norm().clamp(min=1e-9),
     "the largest element": lambda weight, gradient, _: 1 / gradient.abs().amax() if gradient.numel() else 1,
     "the model's norm": of_the_model,
+    "a large norm": clips_itself,
     "matrices": lambda weight, gradient, _: 1.0 if weight.ndim > 1 else 0.1,
     "rows": lambda weight, gradient, _: 1 / gradient.norm(dim=-1, keepdim=True) if gradient.ndim else 1,
     "the size": lambda weight, gradient, _: weight.numel() ** -0.5 if weight.numel() else 1,
@@ -196,7 +203,7 @@ def optimizers_that_look_at_whole_tensors_are_refused(engine, lr):
         assert "SGD" in said, what
     model = odd()
     optimizer = optimizer_of(LOOKS_AT_WHOLE["a trust ratio"])
-    refused(lambda: engine(model, optimizer, param_groups=groups_of(model)), "each element", error=ValueError)
+    refused(lambda: engine(model, optimizer, param_groups=three_groups(model)), "each element", error=ValueError)
     for factor in BY_ELEMENT.values():
         trained = engine(odd(), optimizer_of(factor))
         trained.training_step(*fixtures.own_tokens(0), F.cross_entropy)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from harness.engine import groups
-from harness.engine.all_or_none import all_or_none, on_all
+from harness.engine.all_or_none import all_or_none
 from harness.engine.checkpoint import files
 from harness.engine.checkpoint.rectangles import Cut
 from harness.engine.layout import entries, pieces, with_plain_names
@@ -45,7 +45,7 @@ def save(engine, folder, keep: int | None = 3, **extra) -> Saved:
     Of the complete checkpoints in `folder` the newest `keep` stay (None: all). `extra` are tensors and plain values,
     each rank's own. Raises the same error on every rank (RuntimeError for a full disk); earlier checkpoints stay.
     """
-    return _begin(engine, folder, keep, extra, engine.placement.everyone, in_background=False)()
+    return _begin(engine, folder, keep, extra, in_background=False)(engine.placement.everyone)
 
 
 def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futures.Future:
@@ -55,13 +55,12 @@ def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futu
     `result()` before the process group is destroyed. The first call makes a gloo group, for the files' own collectives:
     in the background they must not mix with training's.
     """
-    wait_for_last(engine)
-    on_all(lambda: None, engine.placement.everyone, "all ranks to call checkpoint.async_save()")
+    write = _begin(engine, folder, keep, extra, in_background=True)
     if engine.background is None:
         group = groups.new(dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD), "gloo")
         engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
     group, thread = engine.background
-    engine.saving = thread.submit(_begin(engine, folder, keep, extra, group, in_background=True))
+    engine.saving = thread.submit(write, group)
     engine.saving.add_done_callback(_warn)
     return engine.saving
 
@@ -74,8 +73,8 @@ def refuse_parts(engine) -> None:
         )
 
 
-def _begin(engine, folder, keep, extra, group, in_background: bool):
-    """Everything that needs the engine. Returns the rest as a function: it may run while training goes on."""
+def _begin(engine, folder, keep, extra, in_background: bool):
+    """Everything that needs the engine. Returns the rest, a function of a group: it may run while training goes on."""
     refuse_parts(engine)
     wait_for_last(engine)
     began, rank, everyone = time.perf_counter(), engine.placement.rank, engine.placement.everyone
@@ -85,11 +84,12 @@ def _begin(engine, folder, keep, extra, group, in_background: bool):
         state.update(_state(engine, extra, in_background))
         return _must_be_alike(engine, state)
 
-    _refuse_different(all_or_none(collect, everyone, "all ranks to call checkpoint.save()"))
+    name = "async_save" if in_background else "save"
+    _refuse_different(all_or_none(collect, everyone, f"all ranks to call checkpoint.{name}()"))
     path = all_or_none(lambda: files.new_folder(folder, keep) if rank == 0 else None, everyone)[0]
     ready = time.perf_counter()
 
-    def write() -> Saved:
+    def write(group) -> Saved:
         nbytes = files.write(state, path, keep, rank, group)
         ended = time.perf_counter()
         return Saved(path.with_suffix(""), rank, nbytes, ended - began, (ready if in_background else ended) - began)
@@ -145,6 +145,12 @@ def _beside_parameters(engine, own) -> dict[tuple, object]:
 
 def _optimizer_state(engine, own) -> dict[tuple, object]:
     state = {}
+    for key in engine.optimizer.state:
+        if not isinstance(key, torch.Tensor):
+            raise ValueError(
+                f"{key!r} in the optimizer's state belongs to no parameter, and a checkpoint has no place for it: keep "
+                "it in an option of a group"
+            )
     for name, _, piece, shape, start in pieces(engine.buckets):
         for path, value in entries(engine.optimizer.state.get(piece, {}), ("optim", "state", name)):
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == piece.shape:  # a number per element
