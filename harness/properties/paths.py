@@ -391,7 +391,6 @@ SAVED = {
     "saved by a context inside": Path(body(by(under(HIDDEN, lambda block, x: block(x))))),
     "a part of a unit runs again": Path(body(plain, part_again, "ab"), rare=True),
     "units run again": Path(body(whole_again), rare=True),
-    "units run again, and a gradient penalty": Path(body(whole_again), gradient_penalty, **BUILDS),
     "units run again, a gradient penalty": Path(body(whole_again), gradient_penalty, **BUILDS),
     "a function of one's own": Path(body(plain, own_function)),
     "a function that keeps the parameter": Path(body(plain, partial(own_function, keep=as_it_is))),
