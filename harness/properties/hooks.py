@@ -115,10 +115,10 @@ def steps_leave_no_hooks_behind(engine, **options):
     for step in range(2):
         pair.backward(2 * step, quiet=True)
         pair.backward(2 * step + 1)
-        with torch.no_grad():
-            pair.alone()
         pair.clip(1.0)
         pair.step()
+        with torch.no_grad():
+            pair.alone()
         if not engine.foreign:
             pair.trained.load_full_state_dict(pair.trained.full_state_dict())
         same("hooks after a step", hooks(), before)
