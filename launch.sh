@@ -176,7 +176,7 @@ done
 # the number of ranks (harness/run/process_group.py): the last two lines are N, and why.
 echo "checking the options (importing torch takes a few seconds)"
 asked=(harness.measure.enough_memory "$module" "${own[@]}" "$@") # which asks one question more
-plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$start" "${asked[@]}") || exit $(($? == 130 ? 130 : 2))
+plan=$(ZERO_STARTER=$$ ZERO_PREFLIGHT=${ranks:-auto} "$python" "$start" "${asked[@]}") || exit $(($? == 130 ? 130 : 2))
 why=${plan##*$'\n'} ranks=${plan%$'\n'*}
 ranks=${ranks##*$'\n'} # what stands before these two lines a file of the user's has printed
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "the check of the options has ended without a number of ranks; it said '$plan'"

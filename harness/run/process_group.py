@@ -187,12 +187,19 @@ def wait_for_rank_0(me: Rank) -> None:
 
 
 def check_writable(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before the work that it is for. Raises ValueError."""
-    if path is None:
+    """Refuse a file that cannot be written, before the work that it is for. Raises ValueError.
+
+    It is opened, as permissions do not tell all, and left as it was. One process asks, and not every rank.
+    """
+    if path is None or "RANK" in os.environ:
         return
-    folder = os.path.dirname(os.path.abspath(path))
-    if not path or os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(f"cannot write {option} {path!r}: it is a folder, or its folder is missing or read-only")
+    new = not os.path.exists(path)
+    try:
+        open(path, "a").close()
+    except OSError as error:
+        raise ValueError(f"cannot write {option} {path!r}: {error.strerror}") from error
+    if new:
+        os.remove(path)
 
 
 def stop() -> None:
