@@ -46,6 +46,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
     options = parser.parse_args(argv)
+    shown = ("--bug", "--from", "--engines", "--out", "--json", "--gif", "--dark", "--on-ranks")
+    parser.beside("--bug", *shown, "--tries")  # its model is always the same
+    parser.beside("--from", *shown)
+    parser.needs("--dark", "--gif")
     if options.ranks is None and options.engine is not None and options.engine.isdecimal():
         options.engine, options.ranks = None, options.engine  # ./launch.sh watch 2
     settle(options)

@@ -206,6 +206,8 @@ REFUSED = {  # what is typed behind ./launch.sh watch: what is said
     "--from README.md": "has no recordings",
     "--from {folder}/wrong.json": "has no recordings",
     "--from {folder}/latin.py": "has no recordings",
+    "--bug 19 --preset toy": "--preset does nothing beside --bug",
+    "--dark": "--dark does nothing without --gif",
     "--engines ,": "--engines is empty",
     "--gif page.webm": "--gif must name a file that ends with .gif, got 'page.webm'",
 }
