@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from harness.engine import gradients, optimizer, state
+from harness.engine.hooks import not_compiled
 from harness.engine.options.placement import Placement
 from harness.engine.safety import guard, refusals
 from harness.engine.safety.waiting import name_some
@@ -63,6 +64,7 @@ class Engine:
         """What the chapter takes for `optimizer_cls`: an optimizer over guarded pieces, in the user's groups."""
         return lambda pieces: optimizer.over_pieces(self, optimizer_cls, param_groups)
 
+    @not_compiled
     def step(self) -> None:
         """The chapter's `step()`; meanwhile, and only then, the optimizer may step."""
         before, self.updating = self.updating, True

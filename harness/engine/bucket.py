@@ -78,7 +78,7 @@ class EngineBucket(zero1.Bucket):
     # Gradients, from autograd to the pieces.
 
     def came(self, index: int) -> None:
-        """A gradient is finished. Raises RuntimeError for one that would be reduced wrongly: a second, or a sparse one.
+        """A gradient is finished. Raises RuntimeError for what would be reduced wrongly: a second, a sparse one, none.
 
         Nobody removes it from `missing` here: that is the stage's.
         """
@@ -91,18 +91,25 @@ class EngineBucket(zero1.Bucket):
                 "next forward"
             )
         param = self.params[index]
-        if guard.gradient_of(param).layout is not torch.strided:
-            self.refuse_sparse(index)
+        self.refuse_wrong(index, guard.gradient_of(param))
         self.used.add(index)
         param.zero_moved = True
 
-    def refuse_sparse(self, index: int) -> None:
-        raise RuntimeError(f"the gradient of {self.names[index]!r} is sparse; build its embedding with sparse=False")
+    def refuse_wrong(self, index: int, gradient) -> None:
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of {self.names[index]!r} is gone: a hook has set param.grad = None, or requires_grad "
+                "was switched off between forward and backward. Let hooks change gradients and leave them there, and "
+                "switch requires_grad between two steps. Call engine.zero_grad() before the next forward"
+            )
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {self.names[index]!r} is sparse; build its embedding with sparse=False"
+            )
 
     def take_gradient(self, index: int) -> torch.Tensor:
         gradient = guard.take_gradient(self.params[index])
-        if gradient.layout is not torch.strided:
-            self.refuse_sparse(index)
+        self.refuse_wrong(index, gradient)
         return gradient
 
     def keep(self, index: int) -> None:

@@ -24,7 +24,7 @@ def not_compiled(function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if torch.compiler.is_compiling() or _compiler() is not None:
+        if torch.compiler.is_dynamo_compiling() or _compiler() is not None:
             return apart(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -89,18 +89,22 @@ def when_backward_ends(callback) -> int:
 
 def tensors_in(value) -> list[torch.Tensor]:
     """All tensors in nested tuples, lists, dictionaries, dataclasses and other plain objects, each once."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: dict[int, torch.Tensor] = {}
-    _search(value, found, set())  # no inner function: one that calls itself is a cycle, and would keep tensors alive
+    seen, left = set(), [value]  # no function that calls itself: objects may be a long chain
+    while left:
+        for leaf in tree_leaves(left.pop()):
+            if isinstance(leaf, torch.Tensor):
+                found.setdefault(id(leaf), leaf)
+            elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
+                seen.add(id(leaf))
+                left.append(_inside(leaf))
     return list(found.values())
 
 
-def _search(value, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.setdefault(id(leaf), leaf)
-        elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
-            seen.add(id(leaf))
-            if dataclasses.is_dataclass(leaf):
-                _search([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], found, seen)
-            elif hasattr(leaf, "__dict__"):
-                _search(list(vars(leaf).values()), found, seen)
+def _inside(thing) -> list:
+    """What a plain object or a dataclass has."""
+    if dataclasses.is_dataclass(thing):
+        return [getattr(thing, field.name, None) for field in dataclasses.fields(thing)]
+    return list(vars(thing).values()) if hasattr(thing, "__dict__") else []

@@ -11,7 +11,7 @@ import zero2
 from harness.engine import state
 from harness.engine.base import Engine
 from harness.engine.bucket import EngineBucket, EngineReduction
-from harness.engine.hooks import GradientHook, WeakHook, when_backward_ends
+from harness.engine.hooks import GradientHook, WeakHook, not_compiled, when_backward_ends
 from harness.engine.options import precision
 from harness.engine.safety import guard
 from harness.engine.safety.unchanged import Look
@@ -68,6 +68,7 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
         self.gradients_are_reduced = False
         super().on_gradient(bucket, index, param)
 
+    @not_compiled
     def zero_grad(self) -> None:
         self.forget_gradients()
         super().zero_grad()
@@ -147,6 +148,7 @@ class ZeRO2Engine(BucketEngine, zero2.ZeRO2):
         self.receive()
         self.require_all()
 
+    @not_compiled
     def zero_grad(self) -> None:
         self.receive()
         self.forget_gradients()

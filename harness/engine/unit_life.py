@@ -1,6 +1,7 @@
 """The life of a unit under ZeRO-3, in forward and in backward: in a model as most are, and in an unusual one."""
 
 import contextlib
+import sys
 import warnings
 import weakref
 
@@ -53,7 +54,9 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.reshard_after_forward = reshard_after_forward
         self.order = Sequence(self.placement.everyone)  # where a step differs from the last, ranks compare theirs
         self.source = meta.Source(model, self.placement.everyone, init_fn, state_dict)  # of values, if on `meta`
-        self.in_forward = False
+        self.depth = 0  # of forwards under way: a model may call itself in its forward
+        self.running = None  # the frame of Python in which the outermost of them runs
+        self.found_gathered = set()  # the units that it found gathered, for a backward that is still to come
         self.known_order = []  # the units, in the order of the last forward
         self.visits: list[Visit] = []  # of this forward, so far
         self.latest: dict = {}  # unit -> its latest `Visit`
@@ -127,7 +130,22 @@ class UnitLife(Engine, zero3.ZeRO3):
     # Forward.
 
     def __call__(self, *args, **kwargs):
-        return self.model(*args, **kwargs)  # its hooks do what the chapter does here: `engine.model(...)` works, too
+        try:
+            # Its hooks do what the chapter does here: `engine.model(...)` works, too.
+            return self.model(*args, **kwargs)
+        except BaseException:  # Ctrl-C is no Exception, and torch calls no hook after it
+            if not is_running(self.running):
+                self.forget_forward()
+            raise
+
+    @property
+    def in_forward(self) -> bool:
+        return self.depth > 0
+
+    def forget_forward(self) -> None:
+        """No forward is under way any more, however it ended."""
+        self.stop_watching_saving()
+        self.depth, self.running = 0, None
 
     def before_model(self, module, args, kwargs) -> None:
         if backward_now() is not None:  # activation checkpointing around the model runs it again inside backward
@@ -138,10 +156,16 @@ class UnitLife(Engine, zero3.ZeRO3):
                 "ZeRO-3 does not run inside torch.func's transforms (vmap, jvp, grad, jacrev): they do not tell which "
                 "weights are saved. ZeRO1Engine and ZeRO2Engine run there"
             )
+        if self.in_forward and not is_running(self.running):
+            self.forget_forward()  # it was interrupted, and `engine.model` was called without its engine
         if self.backward_number is not None:
             raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
+        self.depth += 1
+        if self.depth > 1:  # a forward inside a forward: its units run as others do, and the outer one ends it all
+            return
         self.stay_last(module)
-        self.in_forward, self.visits, self.latest = True, [], {}
+        self.running, self.visits, self.latest = frame_of_module(), [], {}
+        self.found_gathered = {unit for unit in self.all_units if unit.gathered}
         self.order.begin((torch.is_grad_enabled(), self.sync))
         self.watch_saving()
         self.gather(self.root, self.known_order[: self.prefetch])
@@ -174,6 +198,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         output = self.without_weights(output)
         may_come = visit is None or self.watch_outputs(visit, output)
         if self.reshard_after_forward or not may_come:
+            refuse_hidden(output, self.unit_of)
             self.free_after_forward(unit)
         return output
 
@@ -183,8 +208,10 @@ class UnitLife(Engine, zero3.ZeRO3):
     def after_model(self, module, args, output):
         if backward_now() is not None:
             return
-        self.stop_watching_saving()
-        self.in_forward = False
+        self.depth -= 1
+        if self.in_forward:
+            return
+        self.forget_forward()
         if output is None:  # an exception in forward, perhaps, which a second one must not hide
             with contextlib.suppress(RuntimeError):
                 self.free_all()
@@ -198,7 +225,10 @@ class UnitLife(Engine, zero3.ZeRO3):
         may_come = visit.saved or self.watch_outputs(visit, output)
         if not may_come or not any(tensor.requires_grad for tensor in tensors_in(output)):  # an evaluation
             output = self.without_weights(output)
-            self.free_all()
+            refuse_hidden(output, self.unit_of)
+            for unit in self.all_units:
+                if unit not in self.found_gathered:  # else an earlier forward still waits for its backward
+                    unit.free()
         return output
 
     def without_weights(self, output):
@@ -310,9 +340,9 @@ class UnitLife(Engine, zero3.ZeRO3):
             self.begin_backward()
 
     def begin_backward(self) -> None:
-        """All gradients are still to come."""
+        """All gradients are still to come; none, where the whole model is frozen for a while."""
         for bucket in self.buckets:
-            bucket.missing = set(range(len(bucket.params)))
+            bucket.missing = set() if self.look.frozen else set(range(len(bucket.params)))
         for unit in self.all_units:
             unit.pending, unit.told = 0, False
 
@@ -374,7 +404,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.free_after_backward(unit)
         if unit in self.waiting:
             self.waiting.remove(unit)
-            if self.sync and unit.trained_buckets:
+            if self.sync and unit.trained_buckets and not self.look.frozen:
                 self.gradients_are_reduced = False
                 self.order.next("reduce-scatter", unit)  # an error if the ranks' orders differ
                 for bucket in unit.trained_buckets:
@@ -425,8 +455,11 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.free_all()  # what is gathered has the old values
         super().shards_changed()
 
+    @not_compiled
     def zero_grad(self) -> None:
         self.receive()  # of a backward that did not finish
+        if self.in_forward and not is_running(self.running):
+            self.forget_forward()
         if self.backward_number is not None:
             self.free_all()
         self.forget_gradients()
@@ -506,13 +539,18 @@ class ZeRO3Engine(UnitLife):
         if self.find_unused:
             self.come(visit)
         super().weight_is_wanted(visit)
+        self.keep_for_a_graph(visit.unit)
+
+    def keep_for_a_graph(self, unit) -> None:
+        """A backward with `create_graph=True` has come to `unit`: what it computes saves weights past any hook."""
         if torch.is_grad_enabled():
-            self.kept.add(visit.unit)
+            self.kept.add(unit)
 
     def free_after_backward(self, unit) -> None:
         if unit not in self.kept:
             unit.free()
 
+    @not_compiled
     def zero_grad(self) -> None:
         if self.kept:
             self.free_all()
@@ -539,6 +577,8 @@ class ZeRO3Engine(UnitLife):
             bucket.missing = set(range(len(bucket.params)))
 
     def come(self, visit: Visit) -> None:
+        if backward_now() is not None:
+            self.keep_for_a_graph(visit.unit)
         if self.find_unused and backward_now() is not None and visit in self.asked and visit.unit is not self.root:
             self.finish_work(visit.unit)
             self.at_work = visit.unit
@@ -563,6 +603,35 @@ def storage_number(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return None
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
+def frame_of_module():
+    """The frame in which torch calls the module whose hook this is; None if there is none."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame
+
+
+def is_running(wanted) -> bool:
+    """Whether the frame `wanted` is still on this thread's stack, below us."""
+    frame = sys._getframe()
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return wanted is not None and frame is wanted
+
+
+def refuse_hidden(output, unit_of) -> None:
+    """Raise RuntimeError if `output` of a unit that is about to be freed has views of weights inside an object."""
+    if isinstance(output, torch.Tensor):
+        return
+    for tensor in tensors_in(output):
+        unit = unit_of.get(storage_number(tensor))
+        if unit is not None:
+            raise RuntimeError(
+                f"a view of the weights of unit {unit.name!r} is returned inside an object ({type(output).__name__}): "
+                "the weights are freed now. Return a clone of it, or a tensor, tuple, list or dictionary"
+            )
 
 
 def refuse_moved(unit) -> None:

@@ -480,7 +480,7 @@ def what_one_rank_cannot_write_nobody_has(engine):
 
 NOT_PLAIN = {  # what the option `note` or the caller's value is, and the name by which it is refused
     "note": (len.__call__, (x for x in ()), numpy.zeros(2)),
-    "note.a": ({"a": Runs(Path("ran"))},),
+    "note.a": ({"a": Runs(Path(os.devnull))},),  # whose copy opens that file
 }
 NOT_TOGETHER = (  # the optimizer's state of one parameter, on one rank alone or on all
     {"kept": torch.zeros(2, 2)},

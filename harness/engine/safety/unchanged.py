@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from harness.engine.hooks import GradientHook, WeakHook, backward_now
+from harness.engine.hooks import GradientHook, WeakHook, backward_now, not_compiled
 from harness.engine.options import pipelines
 from harness.engine.safety.guard import LOST, living
 from harness.engine.safety.waiting import name_some
@@ -33,6 +33,10 @@ class Look:
             for key, param in module._parameters.items():
                 if param is not None:
                     self._known.append((module._parameters, key, param, param.requires_grad, *about[id(param)]))
+        self._trained = [known[4] for known in self._known if known[3]]
+        self.frozen = (
+            False  # whether all trained parameters have requires_grad off, as a GAN's discriminator for a while
+        )
         # Where shards have memory of their own, what is written into them is gathered with them.
         self._shards = [bucket.shard for bucket in engine.buckets if bucket.unit is None]
         self._told = set()  # names of parameters that were moved, and an error has said so
@@ -95,6 +99,9 @@ class Look:
                 if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
                     own = next(key for key, hook in hooks.items() if type(hook) is GradientHook)
                     hooks[own] = hooks.pop(own)  # torch goes by the order of insertion
+        self.frozen = changed.get("flags") == self._trained
+        if self.frozen:  # a pass through a model that is frozen computes, sends nothing, and trains nothing
+            changed.pop("flags")
         for what, names in changed.items():
             if names:
                 raise RuntimeError(f"{name_some(list(dict.fromkeys(names)))} {_CHANGED[what]}")
@@ -107,7 +114,8 @@ _CHANGED = {
     "or load_state_dict(assign=True)). The engine would train a tensor that the model no longer uses. Change the model "
     "first, then build the engine; load by engine.load_full_state_dict()",
     "flags": "had its requires_grad changed after the engine was built, which has buckets, hooks and optimizer state "
-    "for the flags as they were. Change it back, or take state = engine.full_state_dict(), build a new model, load the "
+    "for the flags as they were. (The whole model may be frozen for a while, and trained again.) Change it back, or "
+    "take state = engine.full_state_dict(), build a new model, load the "
     "state into it, set the flags, and build a new engine (its optimizer starts afresh). A parameter that only rests "
     "for some steps can be left out of the loss with find_unused=True",
     "moved": "was moved out of the engine's buffer (by model.to(), half(), double(), cuda(), an RNN's "
@@ -139,6 +147,7 @@ def watch_optimizer(engine, optimizer) -> None:
 
     built = members()
 
+    @not_compiled
     def before_step(optimizer, args, kwargs):
         engine = living(this)
         if engine is not None and not engine.updating:
@@ -152,6 +161,7 @@ def watch_optimizer(engine, optimizer) -> None:
         if members() != built:
             _refuse_groups()
 
+    @not_compiled
     def after_step(optimizer, args, kwargs):
         if this() is not None:
             this().stepped()
