@@ -196,13 +196,13 @@ def test_real_allocations_are_close_to_the_dry_run(name):
     assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)
 
 
-ASKED = {"engines": ["ddp", "zero3"], "dtype": "fp32", "batch": 4, "accumulate": 1, "timed_steps": 0, "anyway": False}
+ASKED = {"engines": ["ddp", "zero3"], "batch": 4, "timed_steps": 0, "anyway": False}
 
 
 @pytest.mark.parametrize("name", ("toy", "tiny"))
 def test_what_a_command_needs_is_what_the_dry_run_says(name, monkeypatch):
     """Refused with a byte less, and the largest preset that fits is named; --anyway goes on."""
-    asked = argparse.Namespace(**ASKED, preset=name, seq=preset(name).seq, checkpoint_activations=False)
+    asked = argparse.Namespace(**ASKED, preset=name)
     need = 2 * dry("ddp", "2", "--preset", name, "--batch", "4")["peak_bytes"]
     monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (need, "here"))
     enough_memory.refuse_too_large(asked, 2, "cpu")
@@ -223,7 +223,7 @@ def test_what_fits_is_named_beside_a_shape_of_ones_own(monkeypatch):
 
 
 def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
-    asked = argparse.Namespace(**ASKED, preset="toy", seq=32, checkpoint_activations=False)
+    asked = argparse.Namespace(**ASKED, preset="toy")
     need = dry("ddp", "4", "--preset", "toy", "--batch", "4")["peak_bytes"]
     monkeypatch.setattr(enough_memory.accelerator, "count", lambda: 2)
     monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (2 * need, "on the GPU"))
@@ -233,7 +233,7 @@ def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
 
 
 def test_engines_that_live_together_need_their_states_together():
-    asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b", seq=128, checkpoint_activations=False)
+    asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b")
     need = enough_memory.bytes_of_rank(asked, "70b", 4, free=1e9)
     parameters = number_of_parameters(preset("70b"))
     assert need == pytest.approx(16 * parameters + 16 * parameters / 4)  # DDP's, and ZeRO-3's
