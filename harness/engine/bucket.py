@@ -30,7 +30,7 @@ class EngineBucket(zero1.Bucket):
         self.used = set()  # numbers of the parameters that got a gradient since `zero_grad()`
         self.kept = {}  # {number: its whole gradient} of earlier backwards, under `no_sync`
         super().__init__([(name, local(param)) for name, param in named_params], placement.group)
-        self.tensors, self.params = self.params, params  # under tensor parallelism `tensors` are this rank's parts
+        self.params = params  # under tensor parallelism `local` of each is what lies in `flat`
         # (shape, strides, beginning) of each parameter's place: a view of a whole buffer in one operation.
         strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
         self.places = list(zip(self.shapes, strides, self.offsets))
