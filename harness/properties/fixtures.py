@@ -316,12 +316,17 @@ def failure(module: str, of: str, **arguments) -> str:
     raise RuntimeError(f"{of} passes with {arguments}")
 
 
-def pieces_of(engine) -> list[torch.Tensor]:
-    """What the engine's optimizer updates on this rank."""
+def all_params(optimizer) -> list[torch.Tensor]:
+    """What an optimizer updates, of all groups."""
     found = []
-    for group in engine.optimizer.param_groups:
+    for group in optimizer.param_groups:
         found += group["params"]
     return found
+
+
+def pieces_of(engine) -> list[torch.Tensor]:
+    """What the engine's optimizer updates on this rank."""
+    return all_params(engine.optimizer)
 
 
 def hooks_on(model, *others) -> int:
