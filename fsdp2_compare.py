@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from harness.measure import step_report, step_time, tables
-from harness.measure.gpus import rates
+from harness.measure.gpus import mfu
 from harness.measure.interleaved import take_turns
 from harness.measure.ledger import let_go
 from harness.measure.memory_parts import HELD, PartsLedger
@@ -235,20 +235,21 @@ class Referee:
             steps = dict.fromkeys(group)
             for name in engines:
                 steps[name] = partial(self.timed_step, engines[name], self.batch(name, 0))
-            times = take_turns(steps, rounds, self.me, self.meet, self.me.print)
+            times = take_turns(steps, rounds, self.me, self.meet)
             for name in told(group, "what a step is spent on", self.me.rank == 0):
                 seconds = statistics.median(times[name])
                 tokens_per_s = round(self.options.batch * self.options.seq * self.me.world_size / seconds, 1)
                 runs[name] |= {"step_ms": round(seconds * 1000, 3), "tokens_per_s": tokens_per_s}
-                runs[name] |= self.rates(name, tokens_per_s)
+                if self.me.device.type != "cpu":
+                    runs[name]["mfu"] = self.mfu(name, tokens_per_s)
                 runs[name]["step_time"] = self.watch(name, engines.get(name), steps[name])
             del engines, steps
             gc.collect()
 
-    def rates(self, name: str, tokens_per_s: float) -> dict[str, float | None]:
-        """What follows from the tokens per second: see `gpus.rates`."""
-        return rates(tokens_per_s, preset(self.options.preset), self.options.seq, self.options.dtype,
-                     1 if name == "single" else self.me.world_size, self.me.device)  # fmt: skip
+    def mfu(self, name: str, tokens_per_s: float) -> float | None:
+        """What follows from the tokens per second on a GPU: see `gpus.mfu`."""
+        config, ranks = preset(self.options.preset), 1 if name == "single" else self.me.world_size
+        return mfu(tokens_per_s, config, self.options.seq, self.options.dtype, ranks, self.me.device)
 
     def watch(self, name: str, engine, train) -> dict:
         """Third pass, one engine: some steps on a timeline, one after the other as in training. A collective."""

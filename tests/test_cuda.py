@@ -6,6 +6,7 @@ GPUs alone.
 
 import argparse
 import gc
+import inspect
 import itertools
 
 import cases_cuda as cases
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.properties import fixtures
-from harness.properties.property import examine
+from harness.properties.property import examine, library
 
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
@@ -37,9 +38,13 @@ ON_A_GPU = [
     *(("equals_ddp_and_fsdp2", stage, options) for stage, options in LAYOUTS),
     *((name, stage, case) for (name, case), stage in itertools.product(OF_ALL_STAGES, fixtures.STAGES)),
     ("the_same_seed_gives_the_same_weights_on_meta", "zero3", {}),
-    ("zero1_layout", "zero1", {}),
-    ("zero3_order", "zero3", {}),
 ]
+
+
+def test_what_is_asked_on_gpus_is_there():
+    """Also where there is no GPU to ask it."""
+    for name, _, case in ON_A_GPU:
+        inspect.signature(library()[name].check).bind("engine", **case, device="cuda")
 
 
 @pytest.mark.parametrize("name, stage, case", ON_A_GPU, ids=str)

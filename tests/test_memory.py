@@ -113,7 +113,7 @@ def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, pr
     argv = ["--preset", preset, "3", "--batch", "2", *more]
     fake, real = dry(name, *argv), dry(name, *argv, device="cpu")
     if name == "ddp":
-        assert fake.pop("stand_in") and fake["sent"][0]["count"] > 1
+        assert fake.pop("stand_in") and fake["sent"]["all-reduce"]["count"] > 1
         assert real["peak_where"].pop("module") == f"module.{fake['peak_where'].pop('module')}"  # one more around it
         fake.pop("curve"), real.pop("curve")
     assert fake == real
@@ -130,7 +130,7 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
         assert sum(row["peak_parts"].values()) == row["peak_bytes"], "every byte of the peak has a name"
         assert row["state_peak_bytes"] <= row["peak_bytes"]
         assert row["peak_where"]["step"][0] in "12345", row["peak_where"]
-        assert sum(one["bytes"] for one in row["sent"]) == pytest.approx(row["sent_bytes"], abs=3)
+        assert sum(one["bytes"] for one in row["sent"].values()) == pytest.approx(row["sent_bytes"], abs=3)
     assert "ddp (stand-in)" in text and "ddp (stand-in): from 24 GB on" in text
 
 
@@ -218,7 +218,7 @@ def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
 
 def test_engines_that_live_together_need_their_states_together():
     asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b", seq=128, checkpoint_activations=False)
-    need = enough_memory.needed_bytes(asked, "70b", 4, free=1e9)
+    need = enough_memory.bytes_of_rank(asked, "70b", 4, free=1e9)
     parameters = number_of_parameters(preset("70b"))
     assert need == pytest.approx(16 * parameters + 16 * parameters / 4)  # DDP's, and ZeRO-3's
 

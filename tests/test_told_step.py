@@ -74,12 +74,10 @@ def test_without_prefetching_nothing_stands_left_of_another_units_work(ranks):
 
 def test_micro_batches_are_numbered():
     """Each forward and the backward behind it; with one of each there is nothing to number."""
-    from harness.measure.told_step import MicroBatches
+    from harness.measure.told_step import Story
 
-    several, one = MicroBatches(2), MicroBatches(1)
-    told = [
-        several.step(f"enter step {step}") for step in ("1 forward", "2 backward", "1 forward", "3 reduce gradients")
-    ]
+    several, one = Story(None, None, 2), Story(None, None)
+    told = [several.numbered(step) for step in ("1 forward", "2 backward", "1 forward", "3 reduce gradients")]
     numbered = ["Step 1 forward, micro-batch 1 of 2", "Step 2 backward, micro-batch 1 of 2"]
     assert told == [*numbered, "Step 1 forward, micro-batch 2 of 2", "Step 3 reduce gradients"]
-    assert one.step("enter step 1 forward") == "Step 1 forward"
+    assert one.numbered("1 forward") == "Step 1 forward"

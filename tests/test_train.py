@@ -42,7 +42,7 @@ class Run:
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
                 [*command, "--folder", str(folder)],
-                env=ranks.environment(PYTHON=forked.python(), **own, **environment),
+                env=ranks.environment(PYTHON=forked.python(), **own | environment),
                 cwd=ranks.ROOT,
                 stdout=output,
                 stderr=output,

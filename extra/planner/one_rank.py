@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from harness.measure.fake_ranks import grid
 from harness.run import engines as registry
 from harness.run.counterparts import DDPStandIn
 from harness.run.model import GPT, GPTConfig, next_token_loss
@@ -88,7 +88,12 @@ def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
 
 def mesh_for(setup: Setup):
     """The grid of hybrid sharding, None for others. It must be made before there are fake tensors."""
-    return grid(setup.ranks, setup.ranks // setup.row, "cpu") if setup.row else None
+    return grid(setup.ranks, setup.row) if setup.row else None
+
+
+def grid(ranks: int, row: int):
+    """The ranks in rows of `row`, which are copies of each other."""
+    return init_device_mesh("cpu", (ranks // row, row), mesh_dim_names=("replicas", "shards"))
 
 
 def build(setup: Setup, mesh):

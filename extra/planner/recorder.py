@@ -15,7 +15,7 @@ from extra.planner.events import Await, Collective, Mark, Memory, Operation, Rec
 from extra.planner.one_rank import Setup, build, mesh_for, parameters_of, train
 from extra.planner.streams import Streams
 from harness.measure.fake_ranks import fake_ranks
-from harness.measure.held import tensors_in
+from harness.measure.held import tensor_leaves
 from harness.measure.ledger import MemoryLedger
 from harness.measure.position_in_step import PositionInStep
 from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
@@ -69,14 +69,14 @@ class Recorder(MemoryLedger):
                 self._collective(kind, args, result)
             elif func.namespace not in ("c10d", "_c10d_functional"):
                 self._operation(func, name, args, kwargs, result)
-        for tensor in tensors_in(result):
+        for tensor in tensor_leaves(result):
             self.track(tensor)
         return result
 
     def _operation(self, func, name: str, args, kwargs, result) -> None:
         if name in NO_KERNEL:
             return
-        made, given = tensors_in(result), tensors_in((args, kwargs))
+        made, given = tensor_leaves(result), tensor_leaves((args, kwargs))
         if not made and not func._schema.is_mutable:
             return
         mine = {self.key(tensor) for tensor in given}
@@ -91,7 +91,7 @@ class Recorder(MemoryLedger):
             nbytes *= 2 if name == "embedding" else 1
         elif name in WRITES_ONLY:
             source = args[1:2] if "copy_" in name else ()
-            nbytes += sum(map(_nbytes, tensors_in(source)))
+            nbytes += sum(map(_nbytes, tensor_leaves(source)))
         else:
             out = sum(_nbytes(tensor) for tensor in _arguments(func, args, kwargs, lambda argument: argument.is_out))
             nbytes += sum(_nbytes(tensor) for tensor in given) - out  # it is written and not read
@@ -194,7 +194,7 @@ def _arguments(func, args, kwargs, wanted) -> list[torch.Tensor]:
     for number, argument in enumerate(func._schema.arguments):
         if wanted(argument):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += tensors_in(value)
+            found += tensor_leaves(value)
     return found
 
 

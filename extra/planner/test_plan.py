@@ -21,13 +21,13 @@ from extra.planner import predict as predict_module
 from extra.planner.allocator import reserved_bytes
 from extra.planner.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
 from extra.planner.hardware import FLASH, GPUS, NETWORKS, TOKENS, Cluster, Network, flash
-from extra.planner.one_rank import ENGINES, Setup
+from extra.planner.one_rank import ENGINES, Setup, grid
 from extra.planner.predict import Prediction, predict
 from extra.planner.published import FOUNDRY, PLAYBOOK, ROWS
 from extra.planner.replay import Times, replay
 from harness.measure import gpus, memory, style
 from harness.measure.dry_run import sent_by_kind
-from harness.measure.fake_ranks import build, fake_ranks, grid
+from harness.measure.fake_ranks import build_alone, fake_ranks
 from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import sent_bytes
 from harness.measure.watched_step import Seen, watched_step
@@ -266,9 +266,9 @@ def step_in_rows(ranks: int, row: int) -> Seen:
     """A step of ZeRO-3 in bfloat16 as the dry run measures it, in rows of `row` ranks."""
     adamw, config = partial(torch.optim.AdamW, lr=1e-4, foreach=False), preset("toy")
     with fake_ranks(ranks):
-        mesh = grid(ranks, ranks // row, "cpu")  # made before there are fake tensors, which have no values
+        mesh = grid(ranks, row)  # made before there are fake tensors, which have no values
         with FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger() as ledger:
-            engine = build("zero3", GPT(config), adamw, torch.device("cpu"), dtype=torch.bfloat16, mesh=mesh)
+            engine = build_alone("zero3", GPT(config), adamw, torch.device("cpu"), dtype=torch.bfloat16, mesh=mesh)
             tokens = torch.zeros(1, config.seq + 1, dtype=torch.int64)
             engine.training_step(tokens[:, :-1], tokens[:, 1:], next_token_loss)
             with watched_step(engine, ledger) as seen:
@@ -290,7 +290,7 @@ def test_the_events_send_and_hold_what_a_ledger_measures(engine):
     sent = Counter()
     for one in found.collectives():
         sent[one.kind] += sent_bytes(one.kind, one.nbytes, one.ranks)
-    said = {one["kind"]: one["bytes"] for one in measured["sent"]}
+    said = {kind: one["bytes"] for kind, one in measured["sent"].items()}
     assert {kind: round(nbytes) for kind, nbytes in sent.items()} == said
     assert found.peak_bytes() == measured["peak_bytes"]
     assert sum(event.nbytes for event in found.events if isinstance(event, Memory)) == 0  # a step ends as it began

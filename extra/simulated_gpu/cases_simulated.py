@@ -293,6 +293,6 @@ def print_peaks(*argv: str) -> None:
         return lambda *_: torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
 
     torch.cuda.init()
-    torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = requested("current"), requested("peak")
+    torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated = requested("current"), requested("peak")
     found = memory.measure_all(memory.arguments([*argv, "--device", "cuda"]))["engines"]
     print(json.dumps({name: row["peak_bytes"] for name, row in found.items()}))

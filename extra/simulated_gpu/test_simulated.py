@@ -17,6 +17,7 @@ import torch
 from test_train import Run
 
 from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, each
+from harness.measure import report
 from harness.properties import fixtures
 
 if "SIMULATED_GPUS" not in os.environ:
@@ -50,18 +51,24 @@ def test_the_referee_finds_ddps_losses_in_all_engines(tmp_path):
 
 def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
     options = ("train", "zero3", str(RANKS), "--preset", "toy", "--save-every", "2", "--steps")
-    environment = {"PYTHON": forked.python(), "ZERO_TIMEOUT": "60"}
-    run = Run([str(ROOT / "launch.sh"), *options, "12"], tmp_path / "run", **environment)
-    run.wait_for(lambda: len(run.steps()) >= 4)
-    os.kill(run.ranks()[-1], signal.SIGKILL)
-    assert run.end() == 0, run.printed()
-    assert len(run.events("start")) == 2, "nobody noticed that a rank was killed"
+    run = Run(tmp_path / "run", str(ROOT / "launch.sh"), *options, "12", ZERO_TIMEOUT="60")
+    os.kill(run.wait_for_ranks(RANKS, [], 4)[-1], signal.SIGKILL)
+    assert run.end() == 0, run.output.read_text()
+    assert len(run.lines("start")) == 2, "nobody noticed that a rank was killed"
     launch(*options, 14, "--folder", tmp_path / "run")
-    assert run.steps()[-1]["step"] == 14
+    assert run.lines(None)[-1]["step"] == 14
 
 
-def test_report(tmp_path):
-    launch("report", tmp_path / "report", "--quick", "--only", "machine,timeline,sweeps", "--minutes", 3)
+def test_report(tmp_path, monkeypatch):
+    """Its page, of what it runs first on this machine and of its first two comparisons."""
+    all_commands = report.commands
+
+    def commands(*machine) -> list[str]:
+        first, *others = all_commands(*machine)
+        return [first, *[command for command in others if "compare" in command][:2]]
+
+    monkeypatch.setattr(report, "commands", commands)
+    assert report.main([str(tmp_path / "report"), "--quick"]) == 0
     assert "Simulated GPU" in (tmp_path / "report" / "report.md").read_text()
 
 
@@ -84,11 +91,11 @@ def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path):
 
 def test_bench():
     small = ("--layers", 1, "--width", 32, "--heads", 2, "--vocab", 256, "--seq", 32, "--rounds", 2)
-    assert "x fsdp2" in launch("bench", RANKS, *small)
+    assert "fsdp2" in launch("bench", RANKS, *small)
 
 
 def test_sweeps(tmp_path):
-    launch("sweeps", RANKS, "--preset", "toy", "--rounds", 1, "--json", tmp_path / "out")
+    launch("bench", RANKS, "--sweeps", "--preset", "toy", "--rounds", 1, "--json", tmp_path / "out")
     assert json.loads((tmp_path / "out").read_text())
 
 

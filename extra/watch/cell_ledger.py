@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from extra.watch.rows_of_cells import Row, Stretch, rows_of
-from harness.measure.held import optimizer_of, tensors_in
+from harness.measure.held import optimizer_of, tensor_leaves
 from harness.measure.memory_parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
 from harness.measure.traffic import kind_of
 
@@ -169,7 +169,7 @@ class CellLedger(PartsLedger):
         if (kind := kind_of(func)) is not None:
             self._follow_collective(kind, args)
         elif name in ("copy_", "_foreach_copy_"):
-            self._follow(tensors_in(args[0]), tensors_in(args[1]))
+            self._follow(tensor_leaves(args[0]), tensor_leaves(args[1]))
         elif func.namespace == "fsdp":
             self._follow_fsdp(name, args, kwargs or {}, result)
         return result
@@ -182,7 +182,7 @@ class CellLedger(PartsLedger):
                 self.put_in(tensor, place[0], place[0].whole())
 
     def _follow_collective(self, kind: str, args) -> None:
-        tensors = [tensors_in(arg) for arg in args[:2]]
+        tensors = [tensor_leaves(arg) for arg in args[:2]]
         place = self.place_of([*tensors[0], *tensors[1]])
         self.collective_rows.append(None if place is None else place[0].row)
         if kind == "reduce-scatter":
@@ -197,7 +197,7 @@ class CellLedger(PartsLedger):
     def _follow_fsdp(self, name: str, args, kwargs, result) -> None:
         """FSDP2's copies into and out of the buffers that its collectives send."""
         if name == "all_gather_copy_in":
-            self._follow(tensors_in(result), args[0])
+            self._follow(tensor_leaves(result), args[0])
         elif name == "split_with_sizes_copy":
             self._follow(kwargs["out"], args[:1])
         elif name == "chunk_cat":

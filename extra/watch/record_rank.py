@@ -24,6 +24,10 @@ class Watched(Timeline):
 
     _last, on_compute = ("", ""), None
 
+    def under_way(self) -> set[int]:
+        """The numbers, in the order of issue, of the collectives that nobody has waited for."""
+        return {number for *_, number in self._under_way.values()}
+
     def _at_work(self, func) -> tuple[str, str]:
         unit, step = super()._at_work(func)
         if any(label.startswith("FSDP::") for label in self._where.labels):

@@ -24,7 +24,7 @@ from harness.measure import fake_ranks, tables
 from harness.measure.interleaved import take_turns
 from harness.measure.ledger import MemoryLedger
 from harness.measure.ratios import lines_of_ratios
-from harness.measure.sweeps import SWEEPS, Variant, with_their_engines
+from harness.measure.sweeps import SWEEPS, prepared, with_their_engines
 from harness.measure.watched_step import allocator_of, watched_step
 from harness.run import engine_file, engines, process_group
 from harness.run import options as common
@@ -45,10 +45,6 @@ zero1 engine the engine of harness/engine that stands on the chapter zero1; so w
 peak MB      the most that was alive at once in a step, in 10^6 bytes
 8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing
 """
-TIMES = " | step ms | lowest | highest | relative"
-CELLS_OF_TIMES = "{label} | {step_ms:.1f} | {step_ms_lowest:.1f} | {step_ms_highest:.1f} | {ratio:.3f}"
-BYTES = " | peak MB | 8 tokens MB | collectives | all-gathers"
-CELLS_OF_BYTES = " | {peak:.2f} | {short:.2f} | {collectives} | {all_gathers}"
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -76,21 +72,20 @@ def arguments(argv=None) -> argparse.Namespace:
     return options
 
 
-def build(variant: Variant, config: GPTConfig, me: Rank):
-    name, prepare = variant
+def build_variant(variant: dict, config: GPTConfig, me: Rank):
     model = GPT(config).to(me.device)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
-    return engines.ENGINES[name].build(model, adamw, me.device, **prepare(model))
+    return engines.ENGINES[variant["name"]].build(model, adamw, me.device, **prepared(variant, model))
 
 
-def bytes_of(variant: Variant, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
+def bytes_of(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
     """Peaks, the largest of the ranks', and collectives of a step.
 
     The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
     """
     allocator = allocator_of(me.device)
     with MemoryLedger() as memory:
-        engine = build(variant, config, me)
+        engine = build_variant(variant, config, me)
         step = partial(engine.training_step, *batch, next_token_loss)
         step()
         step()
@@ -103,7 +98,6 @@ def bytes_of(variant: Variant, batch, config: GPTConfig, me: Rank) -> dict[str, 
         "peak_bytes": int(peak),
         "short_peak_bytes": int(short_peak),
         "collectives": len(seen.collectives),
-        "all_gathers": sum(collective.kind == "all-gather" for collective in seen.collectives),
         "sent_bytes": seen.sent_bytes,
     }
 
@@ -119,15 +113,15 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 @engine_file.named_in_errors()
-def measure(variants: dict[str, Variant], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
+def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
     """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
     found = {}
     for label in told(variants, "peaks and collectives", me.rank == 0):
         found[label] = bytes_of(variants[label], batch, options.config, me)
         gc.collect()
-    alive = {label: build(variant, options.config, me) for label, variant in variants.items()}
+    alive = {label: build_variant(variant, options.config, me) for label, variant in variants.items()}
     steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
-    times = rows_of_times(take_turns(steps, options.rounds, me, say=me.print))
+    times = rows_of_times(take_turns(steps, options.rounds, me))
     del alive, steps
     gc.collect()
     return {label: found[label] | times[label] for label in variants}
@@ -157,12 +151,13 @@ def host_times(options: argparse.Namespace) -> dict[str, dict]:
 
     steps = {}
     with fake_ranks.fake_ranks(8):
-        for label, (name, prepare) in with_their_engines(ON_HOST).items():
+        for label, variant in with_their_engines(ON_HOST).items():
+            name = "single" if label == "plain" else variant["name"]
             model = many_small_parameters().to(device)
-            engine = fake_ranks.build("single" if name == "plain" else name, model, adamw, device, **prepare(model))
+            engine = fake_ranks.build_alone(name, model, adamw, device, **prepared(variant, model))
             steps[label] = partial(engine.training_step, x, y, F.mse_loss)
         me = Rank(0, 8, torch.device("cpu"), "fake", "")
-        times = take_turns(steps, options.rounds, me, wait_for_gpu, print)
+        times = take_turns(steps, options.rounds, me, wait_for_gpu)
         for label in steps:
             if options.host and label in (options.host, f"{options.host} engine"):
                 profile(label, steps[label])
@@ -182,19 +177,29 @@ def profile(name: str, step) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(10)
 
 
+def cells_of_steps(title: str, label: str, row: dict) -> dict[str, str]:
+    """A line of a table, {title: cell}; of the host's part there are times alone."""
+    found = {
+        title: label,
+        "step ms": f"{row['step_ms']:.1f}",
+        "lowest": f"{row['step_ms_lowest']:.1f}",
+        "highest": f"{row['step_ms_highest']:.1f}",
+        "relative": f"{row['ratio']:.3f}",
+    }
+    if "peak_bytes" in row:
+        found["peak MB"] = f"{row['peak_bytes'] / 1e6:.2f}"
+        found["8 tokens MB"] = f"{row['short_peak_bytes'] / 1e6:.2f}"
+        found["collectives"] = f"{row['collectives']}"
+    return found
+
+
 def table_of_steps(title: str, rows: dict[str, dict]) -> str:
     """What was measured, a line for each label."""
-    titles, cells = title + TIMES, CELLS_OF_TIMES
-    if "peak_bytes" in next(iter(rows.values())):
-        titles, cells = titles + BYTES, cells + CELLS_OF_BYTES
-    things = []
-    for label, row in rows.items():
-        peaks = {"peak": row.get("peak_bytes", 0) / 1e6, "short": row.get("short_peak_bytes", 0) / 1e6}
-        things.append(row | peaks | {"label": label})
-    return "\n".join(tables.text(tables.filled(titles, cells, things), rule=False))
+    lines = [cells_of_steps(title, label, row) for label, row in rows.items()]
+    return "\n".join(tables.text(tables.rows_of(lines), rule=False))
 
 
-def variants_of(options: argparse.Namespace) -> dict[str, dict[str, Variant]]:
+def variants_of(options: argparse.Namespace) -> dict[str, dict[str, dict]]:
     """{title: what stands in the table below it}."""
     if options.sweeps is None:
         return {"engines": with_their_engines(options.engines)}
@@ -212,12 +217,19 @@ def on_ranks(options: argparse.Namespace) -> None:
     me.print(MEANINGS)
     found = {}
     for title, variants in variants_of(options).items():
-        found[title] = measure(variants, batch, options, me)
+        found[title] = measure_together(variants, batch, options, me)
         me.print(table_of_steps(title, found[title]) + "\n")
-    results = {"hardware": process_group.hardware(me.device), "torch": torch.__version__}
-    results |= {"backend": me.backend, "ranks": me.world_size}
-    results |= {name: getattr(options, name) for name in ("preset", "batch", "seq")}
-    results |= {"command": common.command("bench", me.world_size), "sweeps": found}
+    results = {
+        "hardware": process_group.hardware(me.device),
+        "torch": torch.__version__,
+        "backend": me.backend,
+        "ranks": me.world_size,
+        "preset": options.preset,
+        "batch": options.batch,
+        "seq": options.seq,
+        "command": common.command("bench", me.world_size),
+        "sweeps": found,
+    }
     process_group.stop()
     common.write_json(options.json if me.rank == 0 else None, results)
 

@@ -1,67 +1,50 @@
-"""Which unit or bucket a collective is for: whoever sends it, its buffers show it."""
+"""Which unit or bucket a collective is for."""
 
-import torch
-from torch import nn
+from unittest import mock
 
-from harness.measure.held import buckets_of, tensors_in
-from harness.measure.memory_parts import PartsLedger
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.measure.held import named_buckets, storage_under, tensor_leaves
 from harness.measure.traffic import kind_of
 
-COPIES = ("aten::copy_", "aten::_foreach_copy_")  # of gradients, into the buffer that is sent
 
+class CollectiveNames(TorchDispatchMode):
+    """`with CollectiveNames(engine) as names:` around a step of a chapter or of one of our engines.
 
-class CollectiveNames(PartsLedger):
-    """A `PartsLedger` that finds the unit (ZeRO-3) or bucket (ZeRO-1, ZeRO-2) of every collective since `begin`.
-
-    `names` has them in the order of issue, "" where none was found. The weights of a bucket are known from the start,
-    and a gradient by its parameter. What gradients are copied to, and what a collective fills, belongs to the same one.
+    `names.found` has the unit (ZeRO-3) or bucket (ZeRO-1, ZeRO-2) of every collective in the order of issue, "" where
+    none was found. The buffers of a bucket are known by their storages. What a reduce-scatter sends is new: it belongs
+    to the bucket that the engine sends meanwhile.
     """
 
-    def begin(self, engine=None) -> None:
-        self.names: list[str] = []
-        self._owner: dict[int, str] = {}  # number of a storage -> its unit or bucket
-        self._name_of: dict[int, str] = {}  # the same of a parameter, by its id
-        super().begin(engine)
-        for name, bucket in [] if self._engine is None else named_buckets(self._engine):
-            self._belongs(name, [bucket.flat, bucket.shard])
-            for param in bucket.params:
-                self._name_of[id(param)] = name
-
-    def _belongs(self, name: str, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            number = self._number.get(self.key(tensor))
-            if name and number is not None:
-                self._owner.setdefault(number, name)
-
-    def _name(self, tensors: list[torch.Tensor]) -> str:
-        for tensor in tensors:
-            name = self._owner.get(self._number.get(self.key(tensor)))
-            if name is not None:
-                return name
-        return ""
-
-    def _on_gradient(self, param: nn.Parameter) -> None:
-        super()._on_gradient(param)
-        if param.grad is not None:
-            self._belongs(self._name_of.get(id(param), ""), [param.grad])
+    def __init__(self, engine):
+        super().__init__()
+        self.found: list[str] = []
+        self._engine = engine
+        self._sending = ""
+        self._name_of = {}  # a bucket, or the storage of one of its buffers -> the name
+        for name, bucket in named_buckets(engine):
+            self._name_of[bucket] = name
+            for tensor in tensor_leaves([bucket.flat, bucket.shard, bucket.gradient]):
+                self._name_of[storage_under(tensor)._cdata] = name
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        is_collective = kind_of(func) is not None
-        if is_collective or func._schema.name in COPIES:
-            tensors = [*tensors_in(args[0]), *tensors_in(args[1])]
-            name = self._name(tensors)
-            self._belongs(name, tensors)
-            if is_collective:
-                self.names.append(name)
-        return result
+        if kind_of(func) is not None:
+            names = [self._name_of.get(storage_under(tensor)._cdata) for tensor in tensor_leaves(args[:2])]
+            self.found.append(next(filter(None, names), self._sending))
+        return func(*args, **(kwargs or {}))
 
+    def __enter__(self):
+        plain = getattr(self._engine, "send", None)  # ZeRO-1 sends all buckets at once, each from its own buffer
 
-def named_buckets(engine) -> list[tuple[str, object]]:
-    """(the name of its unit, or its own, bucket) of all buckets of a chapter or of one of our engines."""
-    if not hasattr(engine, "all_units"):
-        return [(f"bucket {number}", bucket) for number, bucket in enumerate(buckets_of(engine))]
-    found = []
-    for unit in engine.all_units:
-        found += [(unit.name, bucket) for bucket in getattr(unit, "buckets", [unit])]  # a chapter's unit is a bucket
-    return found
+        def send(bucket):
+            self._sending = self._name_of[bucket]
+            plain(bucket)
+            self._sending = ""
+
+        self._patch = mock.patch.object(self._engine, "send", send, create=True)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._patch.stop()
+        return super().__exit__(*exception)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure.fake_ranks import build
+from harness.measure.fake_ranks import build_alone
 from harness.measure.memory_formulas import formula_of_peak, held_by_formula, letters
 from harness.measure.memory_parts import PARTS, PartsLedger
 from harness.measure.traffic import Collective
@@ -21,7 +22,7 @@ from harness.run.model import GPT, GPTConfig, next_token_loss, preset
 from harness.run.recompute import checkpoint_blocks
 
 
-def measure(name: str, options: argparse.Namespace) -> dict:
+def row_of(name: str, options: argparse.Namespace) -> dict:
     """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
 
     On a GPU that is too small: {"out_of_memory": torch's words}.
@@ -38,7 +39,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
 
 
 def watched_row(name: str, options: argparse.Namespace, device: torch.device) -> dict:
-    """`measure` where there is memory enough."""
+    """`row_of` where there is memory enough."""
     real = options.device != "fake"
     allocator = allocator_of(device)
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -50,7 +51,7 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         of = letters(model, options.ranks, accumulate=options.accumulate)
         # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
         adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type != "cpu")
-        engine = build(name, model, adamw, device, dtype=dtype)
+        engine = build_alone(name, model, adamw, device, dtype=dtype)
         del model
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
         batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate
@@ -72,7 +73,6 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         "peak_bytes": seen.peak if allocator else peak.live,
         "peak_where": {"step": peak.step, "module": peak.module},
         "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
-        "temporaries": dict(peak.made.most_common(4)),
         "state_peak_bytes": memory.peak_moment(of=lambda moment: moment.state).state,
         "state_peak_formula": formula and formula.__doc__,
         "state_peak_formula_bytes": formula and round(formula(of)),
@@ -101,17 +101,13 @@ def make_model(config: GPTConfig, device: torch.device) -> GPT:
     return model
 
 
-def sent_by_kind(collectives: Iterable[Collective]) -> list[dict]:
-    """[{"kind", "bytes", "elements", "count"}]"""
-    found: dict[str, dict] = {}
-    for collective in collectives:
-        row = found.setdefault(collective.kind, {"kind": collective.kind, "bytes": 0, "elements": 0, "count": 0})
-        row["bytes"] += collective.sent_bytes
-        row["elements"] += collective.sent_elements
-        row["count"] += 1
-    for row in found.values():
-        row |= {"bytes": round(row["bytes"]), "elements": round(row["elements"])}
-    return list(found.values())
+def sent_by_kind(collectives: Iterable[Collective]) -> dict[str, dict]:
+    """{kind: {"bytes", "elements", "count"}}"""
+    found: dict[str, Counter] = {}
+    for one in collectives:
+        row = found.setdefault(one.kind, Counter())
+        row.update(bytes=one.sent_bytes, elements=one.sent_elements, count=1)
+    return {kind: {what: round(number) for what, number in row.items()} for kind, row in found.items()}
 
 
 def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:

@@ -14,10 +14,10 @@ import psutil
 import torch
 
 from harness.engine import accelerator
-from harness.measure import tables
-from harness.measure.dry_run import measure
+from harness.measure.dry_run import row_of
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.memory_formulas import held_by_formula
+from harness.measure.tables import in_words
 from harness.run import process_group
 from harness.run.engines import named
 from harness.run.model import PRESETS, number_of_parameters, preset
@@ -33,21 +33,16 @@ def refuse_too_large(options: argparse.Namespace, ranks: int, device: str) -> No
         return
     free, where = free_bytes(device)
     sharing = ranks if device == "cpu" else -(-ranks // accelerator.count())  # one GPU's memory
-    need = needed_bytes(options, options.preset, ranks, free / sharing)
+    need = bytes_of_rank(options, options.preset, ranks, free / sharing)
     if need * sharing <= free:
         return
     take, smaller = "take a smaller model or batch", list(PRESETS)[: list(PRESETS).index(options.preset)]
     for name in reversed(smaller):
-        if needed_bytes(options, name, ranks, free / sharing) * sharing <= free:
+        if bytes_of_rank(options, name, ranks, free / sharing) * sharing <= free:
             take = f"take --preset {name}"
             break
-    said = f"{sharing} rank(s) need {words(need)} each, as a dry run says, and {words(free)} are free {where}"
+    said = f"{sharing} rank(s) need {in_words(need)} each, as a dry run says, and {in_words(free)} are free {where}"
     raise ValueError(f"{said}: {take}, or --anyway")
-
-
-def words(nbytes: float) -> str:
-    unit, size = tables.unit(nbytes)
-    return f"{nbytes / size:,.1f} {unit}"
 
 
 def free_bytes(device: str) -> tuple[int, str]:
@@ -60,7 +55,7 @@ def free_bytes(device: str) -> tuple[int, str]:
     return free, "on this machine"
 
 
-def needed_bytes(options: argparse.Namespace, name: str, ranks: int, free: float) -> float:
+def bytes_of_rank(options: argparse.Namespace, name: str, ranks: int, free: float) -> float:
     """What a rank needs with the preset `name`: the largest peak of the engines, and what others hold meanwhile.
 
     Where the state alone is too much, or next to nothing of `free`, it is the state, by the formulas.
@@ -81,7 +76,7 @@ def needed_bytes(options: argparse.Namespace, name: str, ranks: int, free: float
     if state > free or (usual and state < SURE * free):
         return state
     with fake_ranks(asked.ranks):
-        return others + measure(known[held.index(max(held))], asked)["peak_bytes"]
+        return others + row_of(known[held.index(max(held))], asked)["peak_bytes"]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import importlib
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.run import engines
@@ -23,17 +22,7 @@ def fake_ranks(world_size: int, rank: int = 0):
         dist.destroy_process_group()
 
 
-def grid(ranks: int, replicas: int, device_type: str) -> DeviceMesh:
-    """The ranks in `replicas` rows, as rank 0 sees them: a mesh of two dimensions, ("replicas", "shards").
-
-    Only rank 0's own groups are made. All of them would take long on many ranks.
-    """
-    rows = torch.arange(ranks).view(replicas, -1)
-    groups = [dist.new_group(rows[:, 0].tolist()), dist.new_group(rows[0].tolist())]
-    return DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=("replicas", "shards"))
-
-
-def build(name: str, model: nn.Module, adamw, device: torch.device, **options):
+def build_alone(name: str, model: nn.Module, adamw, device: torch.device, **options):
     """The registry's engine, on a group that moves nothing; DDP with a reduction that such a group can do."""
     engine = engines.build(name, model, adamw, device, **options)
     if isinstance(engine.model, DistributedDataParallel):

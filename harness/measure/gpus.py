@@ -50,19 +50,16 @@ def flops_per_token(config: GPTConfig, parameters: int, seq: int) -> float:
     return 6 * (parameters - looked_up * config.width) + 12 * config.layers * config.width * seq
 
 
-def rates(tokens_per_s: float, config: GPTConfig, seq: int, dtype: str, ranks: int, device: torch.device) -> dict:
-    """The model's FLOP per second and rank, and on a GPU `mfu`, their share of the peak.
+def mfu(tokens_per_s: float, config: GPTConfig, seq: int, dtype: str, ranks: int, device: torch.device) -> float | None:
+    """The model's FLOP per second as a share of what the GPUs can do at most. Ranks that share a GPU share its peak.
 
-    MFU is None for a GPU whose peak is not known, and with TF32. Ranks that share a GPU share its peak.
+    None for a GPU whose peak is not known, and with TF32.
     """
+    module = torch.get_device_module(device)
+    peak = peak_flops(module.get_device_name(device), dtype)
+    if peak is None or (dtype == "fp32" and process_group.tf32()):  # the table has float32 without TF32
+        return None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    gpus = 1 if ranks == 1 else ranks * min(here, module.device_count()) / here
     flops = flops_per_token(config, number_of_parameters(config), seq) * tokens_per_s
-    found = {"flops_per_s_per_rank": round(flops / ranks)}
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        peak = peak_flops(module.get_device_name(device), dtype)
-        if dtype == "fp32" and process_group.tf32():
-            peak = None  # the table has float32 without TF32
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        gpus = 1 if ranks == 1 else ranks * min(here, module.device_count()) / here
-        found["mfu"] = round(flops / (gpus * peak), 4) if peak else None
-    return found
+    return round(flops / (gpus * peak), 4)

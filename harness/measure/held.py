@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 from harness.engine.units import default_units
 
 
-def tensors_in(tree) -> list[torch.Tensor]:
+def tensor_leaves(tree) -> list[torch.Tensor]:
     """The tensors among an operation's arguments or results, however they are nested."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+def storage_under(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The storage under `tensor`, also where that is a freed parameter; of a DTensor this rank's part."""
     with torch._C.DisableTorchFunctionSubclass():
         return getattr(tensor, "_local_tensor", tensor).untyped_storage()
@@ -33,7 +33,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def storage_bytes(tensors) -> int:
     """Bytes of the storages under `tensors`: whole, each once, of a DTensor this rank's part."""
-    sizes = {storage._cdata: storage.nbytes() for storage in map(storage_of, tensors)}
+    sizes = {storage._cdata: storage.nbytes() for storage in map(storage_under, tensors)}
     return sum(sizes.values())
 
 
@@ -53,6 +53,21 @@ def buckets_of(engine) -> list:
     return []
 
 
+def buckets_of_unit(unit) -> list:
+    """A chapter's unit is a bucket; an engine's has one or several."""
+    return getattr(unit, "buckets", [unit])
+
+
+def named_buckets(stage) -> list[tuple[str, object]]:
+    """(the name of its unit, or its own, bucket) of all buckets of a chapter or of one of our engines."""
+    if not hasattr(stage, "all_units"):
+        return [(f"bucket {number}", bucket) for number, bucket in enumerate(buckets_of(stage))]
+    found = []
+    for unit in stage.all_units:
+        found += [(unit.name, bucket) for bucket in buckets_of_unit(unit)]
+    return found
+
+
 def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
     """{"parameters", "gradients", "optimizer"}: what this rank holds now, of anything with model and optimizer.
 
@@ -61,7 +76,7 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
     An engine that keeps them elsewhere has a `held_tensors` of its own, whose values may be nested.
     """
     if hasattr(engine, "held_tensors"):
-        return {kind: tensors_in(tree) for kind, tree in engine.held_tensors().items()}
+        return {kind: tensor_leaves(tree) for kind, tree in engine.held_tensors().items()}
     inner = optimizer_of(engine)
     params = list(engine.model.parameters())
     for group in inner.param_groups:
@@ -70,8 +85,8 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
     gradients = [param.grad for param in params if param.grad is not None]
     for bucket in buckets_of(engine):  # ZeRO-1's buffer, and what `no_sync` keeps
         gradients += getattr(bucket, "kept", {}).values()
-        gradients += tensors_in(bucket.gradient)
-    return {"parameters": params, "gradients": gradients, "optimizer": tensors_in(list(inner.state.values()))}
+        gradients += tensor_leaves(bucket.gradient)
+    return {"parameters": params, "gradients": gradients, "optimizer": tensor_leaves(list(inner.state.values()))}
 
 
 def held_shards(engine) -> dict[str, list[torch.Tensor]]:
@@ -90,7 +105,7 @@ def held_bytes(engine) -> dict[str, int]:
 
 def engine_tensors(engine) -> list[torch.Tensor]:
     """All that can be reached from an engine: what it holds, and its buffers."""
-    return [*tensors_in(held_tensors(engine)), *engine.model.buffers()]
+    return [*tensor_leaves(held_tensors(engine)), *engine.model.buffers()]
 
 
 # A stage's layout.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from harness.run import process_group
 from harness.run.process_group import Rank
+from harness.run.progress import told
 
 WARM_UP = 2  # rounds
 
@@ -20,16 +21,16 @@ def take_turns(
     rounds: int,
     me: Rank,
     meet: Callable[[str], None] = lambda name: None,
-    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[float]]:
     """{name: seconds of each of `rounds` steps on the slowest rank}. A collective.
 
     A step is None on a rank that takes no part in it. `meet(name)` is called after each, before the ranks tell each
-    other their times; `say` every two seconds, with the round.
+    other their times.
     """
-    names, times, said = list(steps), {name: [] for name in steps}, time.perf_counter()
-    for turn in range(-WARM_UP, rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody is always the first
+    names, times = list(steps), {name: [] for name in steps}
+    for turn in told(range(WARM_UP + rounds), "rounds of steps", me.rank == 0):
+        first = turn % len(names)  # nobody is always the first
+        for name in names[first:] + names[:first]:
             dist.barrier()
             started, seconds = time.perf_counter(), 0.0
             if steps[name] is not None:
@@ -39,9 +40,6 @@ def take_turns(
                 seconds = time.perf_counter() - started
             meet(name)
             (slowest,) = process_group.largest([seconds], me)
-            if turn >= 0:
+            if turn >= WARM_UP:
                 times[name].append(slowest)
-        if time.perf_counter() - said > 2:
-            say(f"  round {turn + 1} of {rounds}" if turn >= 0 else "  warming up")
-            said = time.perf_counter()
     return times

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.measure.held import engine_tensors, storage_of, tensors_in
+from harness.measure.held import engine_tensors, storage_under, tensor_leaves
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -57,7 +57,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def key(self, tensor: torch.Tensor) -> int:
         """What the ledger knows the storage under `tensor` by."""
-        return storage_of(tensor)._cdata
+        return storage_under(tensor)._cdata
 
     def _born(self, key: int) -> None:
         """For ledgers that tell storages apart."""
@@ -80,7 +80,7 @@ class MemoryLedger(TorchDispatchMode):
         except torch.OutOfMemoryError:
             self._out_of_memory()
             raise
-        for tensor in tensors_in(result):
+        for tensor in tensor_leaves(result):
             self.track(tensor)
         return result
 

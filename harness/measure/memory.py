@@ -8,14 +8,13 @@ Run it: ./launch.sh memory 8 --preset 7b
 """
 
 import argparse
-import time
 from functools import partial
 
 import torch
 
 from harness.engine import accelerator
 from harness.measure import tables
-from harness.measure.dry_run import measure
+from harness.measure.dry_run import row_of
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.memory_tables import all_tables
 from harness.run import engines as registry
@@ -23,6 +22,7 @@ from harness.run import micro_batches, process_group
 from harness.run import options as common
 from harness.run.command_line import one_line
 from harness.run.model import number_of_parameters, preset
+from harness.run.progress import told
 
 CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
 
@@ -54,10 +54,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def measure_alone(name: str, options: argparse.Namespace) -> dict:
     """One engine's row, where there is no process group yet."""
     with fake_ranks(options.ranks):
-        return measure(name, options)
+        return row_of(name, options)
 
 
-def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda results: None) -> dict:
+def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
     """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`. `keep` gets it after each."""
     engines = {}
     results = {"parameters": number_of_parameters(preset(options.preset))}
@@ -69,18 +69,20 @@ def measure_all(options: argparse.Namespace, say=lambda text: None, keep=lambda 
         "engines": engines,
     }
     with fake_ranks(options.ranks):
-        for name in options.engines:
-            started = time.perf_counter()
-            engines[name] = measure(name, options)
+        for name in told(options.engines, f"engines on {options.ranks} ranks"):
+            engines[name] = row_of(name, options)
             if options.device != "fake":  # beside the GPU's row, what fake tensors say
                 fake = argparse.Namespace(**vars(options) | {"device": "fake"})
-                engines[name]["dry_run_peak_bytes"] = measure(name, fake)["peak_bytes"]
-            say(f"  {name}: {time.perf_counter() - started:.1f} s")
+                engines[name]["dry_run_peak_bytes"] = row_of(name, fake)["peak_bytes"]
             keep(results)
     return results
 
 
-def measure_up_to(options: argparse.Namespace, say=lambda text: None) -> dict:
+def say(text: str) -> None:
+    print(tables.wrapped(text), flush=True)
+
+
+def measure_up_to(options: argparse.Namespace) -> dict:
     """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
     unit, size = tables.unit(4 * number_of_parameters(preset(options.preset)))
     numbers = [2**power for power in range(options.up_to.bit_length())]
@@ -103,18 +105,14 @@ def main() -> None:
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
-    ranks = options.ranks if options.up_to is None else f"1 to {options.up_to}"
-
-    def say(text: str) -> None:
-        print(tables.wrapped(text), flush=True)
-
+    ranks = f"1 to {options.up_to}" if options.up_to else options.ranks
     say(__doc__.splitlines()[0])
     say(f"Rank 0 of {ranks} on {what}; {options.dtype}, AdamW, {batch}{extra}; the second step.")
-    if options.up_to is None:
-        results = measure_all(options, say, partial(common.write_json, options.json, indent=None, whole=False))
-        say("\n" + all_tables(results))
+    if options.up_to:
+        results = measure_up_to(options)
     else:
-        results = measure_up_to(options, say)
+        results = measure_all(options, partial(common.write_json, options.json, indent=None, whole=False))
+        say("\n" + all_tables(results))
     common.write_json(options.json, results, indent=None)
 
 

@@ -3,12 +3,12 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from harness.measure.held import held_shards, optimizer_of, tensors_in
+from harness.measure.held import held_shards, optimizer_of, tensor_leaves
 from harness.measure.ledger import MemoryLedger
 from harness.measure.position_in_step import PositionInStep
 
@@ -22,7 +22,7 @@ PARTS = (*STATE, ACTIVATIONS, TEMPORARIES, BATCH)
 
 @dataclass
 class Moment:
-    """What is alive after one event: bytes by part and in all, when, in which step and module, made by which operation.
+    """What is alive after one event: bytes by part and in all, when, in which step and module.
 
     `step` is "3 reduce gradients", say, which may run inside `phase` "2 backward"; `module` a name inside the model,
     or "" outside all modules; `when` is what the ledger's `clock()` said.
@@ -34,7 +34,6 @@ class Moment:
     module: str
     when: object
     parts: Counter
-    made: Counter = field(repr=False)  # the temporaries' bytes by the operation that made them
 
     @property
     def state(self) -> int:
@@ -42,7 +41,7 @@ class Moment:
         return sum(self.parts[part] for part in STATE)
 
 
-NOTHING = Moment(0, "", "", "", 0.0, Counter(), Counter())
+NOTHING = Moment(0, "", "", "", 0.0, Counter())
 
 
 class PartsLedger(MemoryLedger):
@@ -68,9 +67,8 @@ class PartsLedger(MemoryLedger):
         self.clock: Callable[[], object] = time.perf_counter
         self._events: list[tuple] = []  # (number, bytes from now on, phase, step, module, when)
         self._part: dict[int, str] = {}  # number -> part
-        self._maker: dict[int, str] = {}  # number -> the operation that made it
         self._growing: set[int] = set()  # storages made since the forward began
-        self._operation, self._handles, self._engine, self._where = "", [], engine, PositionInStep()
+        self._handles, self._engine, self._where = [], engine, PositionInStep()
         self.failed: Moment | None = None  # what was alive when an operation found no memory
         super().__init__(engine)
 
@@ -79,7 +77,7 @@ class PartsLedger(MemoryLedger):
         self._engine, self.failed = engine or self._engine, None
         for handle in self._handles:
             handle.remove()
-        self._handles, self._events, self._part, self._maker, self._growing = [], [], {}, {}, set()
+        self._handles, self._events, self._part, self._growing = [], [], {}, set()
         self._where.forget(self._engine and self._engine.model)
         if self._engine is not None:
             model = self._engine.model
@@ -98,15 +96,13 @@ class PartsLedger(MemoryLedger):
 
     def moments(self) -> Iterator[Moment]:
         """What was alive after each event since `begin`, in order."""
-        sizes, parts, made, live = {}, Counter(), Counter(), 0
+        sizes, parts, live = {}, Counter(), 0
         for number, nbytes, phase, step, module, when in self._events:
             part, more = self._part.get(number, TEMPORARIES), nbytes - sizes.get(number, 0)
             sizes[number] = nbytes
             live += more
             parts[part] += more
-            if part == TEMPORARIES:
-                made[self._maker.get(number, "")] += more
-            yield Moment(live, phase, step, module, when, parts.copy(), +made)
+            yield Moment(live, phase, step, module, when, parts.copy())
 
     def peak_moment(self, of=lambda moment: moment.live) -> Moment:
         """The moment with the most of something: bytes in all by default. (The first of several.)"""
@@ -137,7 +133,6 @@ class PartsLedger(MemoryLedger):
 
     def _born(self, key: int) -> None:
         self._number[key] = self._counter
-        self._maker[self._counter] = self._operation
         self._counter += 1
         if torch.is_grad_enabled():
             self._growing.add(key)
@@ -152,13 +147,18 @@ class PartsLedger(MemoryLedger):
         self._growing.discard(key)
         super()._gone(key)
 
+    def _forward_ends(self) -> None:
+        """What a forward has made and is alive is for backward."""
+        for key in self._growing:
+            self._part.setdefault(self._number[key], ACTIVATIONS)
+        self._growing.clear()
+
     def _out_of_memory(self) -> None:
         if self.failed is not None:
             return  # on the error's way out: the first one counts
         # Now, and not where the error is caught: by then the step and the module are left, and memory is freed.
         if torch.is_grad_enabled():
-            for key in self._growing:  # forward has not come to the end that would show it
-                self._part.setdefault(self._number[key], ACTIVATIONS)
+            self._forward_ends()  # it has not come to the end that would show it
         for now in self.moments():  # the last one
             self.failed = now
         place = {"phase": self._where.phase, "step": self._where.step, "module": self._where.module()}
@@ -175,10 +175,7 @@ class PartsLedger(MemoryLedger):
         self._where.see(func, args)
         if self._growing and torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
             # Backward goes on after a forward, or after a piece of one that it ran again.
-            for key in self._growing:
-                self._part.setdefault(self._number[key], ACTIVATIONS)
-            self._growing.clear()
-        self._operation = name
+            self._forward_ends()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if name == "c10d._allgather_base_":
             self._put([args[0]], GATHERED)
@@ -187,7 +184,7 @@ class PartsLedger(MemoryLedger):
         elif name == "fsdp.split_with_sizes_copy":
             self._put(kwargs["out"], GATHERED)
         elif name == "fsdp.all_gather_copy_in":
-            self._put(tensors_in(result), GATHERED)
+            self._put(tensor_leaves(result), GATHERED)
         elif name == "fsdp.chunk_cat":
             self._put([*args[0], kwargs["out"]], IN_FLIGHT)
         return result

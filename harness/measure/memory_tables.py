@@ -3,12 +3,12 @@
 from harness.measure import tables
 from harness.measure.gpus import CONTEXT_BYTES, GAPS, fits_on, needed_bytes
 from harness.measure.memory_parts import PARTS
+from harness.measure.traffic import KINDS
 from harness.run.engines import DTYPES, who_trained
 
 ARTICLE = '"AI in Multiple GPUs: ZeRO & FSDP"'
 SHORT = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}
 OTHER_PEAKS = {"ledger_peak_bytes": "live storages, whose parts these are", "dry_run_peak_bytes": "the dry run"}
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 
 
 def all_tables(results: dict) -> str:
@@ -23,7 +23,7 @@ def all_tables(results: dict) -> str:
     held = f"Held by one rank with the gradients of a finished backward, {unit}"
     lines += ["", f"{held}, beside {formula_name(results)}:", *held_table(ran, size)]
     lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, unit, size)]
-    lines += ["", *state_table(ran, results["dtype"], unit, size)] if _has_stages(ran) else []
+    lines += state_table(ran, results["dtype"], unit, size)
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
     lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}), and in how many collectives:"]
     lines += sent_table(ran, parameters * (results["ranks"] - 1) / results["ranks"], size)
@@ -51,33 +51,26 @@ def held_table(engines: dict[str, dict], size: float) -> list[str]:
 
 
 def peak_table(engines: dict[str, dict], unit: str, size: float) -> list[str]:
-    """The peak, where it is and what it is for; which operations made the temporaries; other ways to measure it."""
+    """The peak, where it is and what it is for; other ways to measure it."""
     rows = [["engine", "peak", "step", "module", *(SHORT.get(part, part) for part in PARTS)]]
     more = []
     for name, row in engines.items():
         where = row["peak_where"]
         parts = [f"{row['peak_parts'].get(part, 0) / size:.3f}" for part in PARTS]
         rows.append([name, f"{row['peak_bytes'] / size:.3f}", where["step"], where["module"] or "-", *parts])
-        name = name.removesuffix(" (stand-in)")
-        made = ", ".join(f"{operation} {nbytes / size:.3f}" for operation, nbytes in row["temporaries"].items())
-        more.append(f"  {name}: temporaries made by {made}" if made else f"  {name}: no temporaries")
-        beside = {"ledger_peak_bytes": "live storages, whose parts these are", "dry_run_peak_bytes": "the dry run"}
-        for other in beside.keys() & row.keys():
-            off = f"{row['peak_bytes'] / row[other] - 1:+.2%}"
-            more.append(
-                f"  {name}: the allocator's peak is {off} from {beside[other]} ({row[other] / size:.3f} {unit})"
-            )
+        for other, what in OTHER_PEAKS.items():
+            if other in row:
+                off, there = row["peak_bytes"] / row[other] - 1, f"{row[other] / size:.3f} {unit}"
+                more.append(f"  {name}: the allocator's peak is {off:+.2%} from {what} ({there})")
     return [*tables.text(rows, left=(0, 2, 3), rule=False), *more]
-
-
-def _has_stages(engines: dict[str, dict]) -> bool:
-    return any(name.startswith("zero") for name in engines)
 
 
 def state_table(engines: dict[str, dict], precision: str, unit: str, size: float) -> list[str]:
     """The stages' peaks without activations and temporaries, beside their formulas."""
+    if not any(name.startswith("zero") for name in engines):
+        return []
     if precision != "fp32":
-        return ["The stages' formulas for the peak are for fp32."]
+        return ["", "The stages' formulas for the peak are for fp32."]
     rows = [["engine", "peak", "formula", "off by", "which is, in bytes"]]
     for name, row in engines.items():
         if row["state_peak_formula"]:
@@ -85,6 +78,7 @@ def state_table(engines: dict[str, dict], precision: str, unit: str, size: float
             off = f"{measured / formula - 1:+.3%}"
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
     return [
+        "",
         f"Without activations and temporaries, {unit}, beside the stage's own formula:",
         *tables.text(rows, left=(0, 4), rule=False),
         "  Elements: Ψ all parameters, G the largest gradient, U the largest unit, R the root (what no unit has);",
@@ -94,15 +88,13 @@ def state_table(engines: dict[str, dict], precision: str, unit: str, size: float
 
 def sent_table(engines: dict[str, dict], share: float, size: float) -> list[str]:
     """What is sent, by the kinds of collectives; `share` are Ψ (N-1)/N elements."""
-    used = set()
-    for row in engines.values():
-        used.update(one["kind"] for one in row["sent"])
+    used = set().union(*(row["sent"] for row in engines.values()))
     kinds = [kind for kind in KINDS if kind in used]
     rows = [["engine", "together", *kinds]]
     for name, row in engines.items():
-        by_kind = {one["kind"]: one for one in row["sent"]}
-        together = {key: sum(one[key] for one in row["sent"]) for key in ("bytes", "elements", "count")}
-        cells = [together, *(by_kind.get(kind) for kind in kinds)]
+        together = {"bytes": row["sent_bytes"], "elements": row["sent_elements"]}
+        together["count"] = sum(one["count"] for one in row["sent"].values())
+        cells = [together, *(row["sent"].get(kind) for kind in kinds)]
         rows.append([name, *(_sent_cell(one, share, size) for one in cells)])
     return tables.text(rows, rule=False)
 

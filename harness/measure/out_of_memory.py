@@ -4,9 +4,9 @@ import contextlib
 
 import torch
 
-from harness.measure import tables
 from harness.measure.held import held_bytes, unit_names, unit_of
 from harness.measure.memory_parts import PartsLedger
+from harness.measure.tables import in_words
 
 
 @contextlib.contextmanager
@@ -34,14 +34,9 @@ def describe(what: str, engine, ledger: PartsLedger | None, said: str) -> str:
     else:
         where, parts = "", {} if engine is None else held_bytes(engine)
         live = sum(parts.values())
-    largest = [f"{part} {_size(n)}" for part, n in sorted(parts.items(), key=lambda pair: -pair[1])[:4] if n > 0]
-    alive = f"{'Alive were' if failed else 'This rank held'} {_size(live)}: {', '.join(largest) or 'nothing'}."
+    largest = [f"{part} {in_words(n)}" for part, n in sorted(parts.items(), key=lambda pair: -pair[1])[:4] if n > 0]
+    alive = f"{'Alive were' if failed else 'This rank held'} {in_words(live)}: {', '.join(largest) or 'nothing'}."
     reserved = ""
     if torch.accelerator.is_available():
-        reserved = f" The allocator had {_size(torch.accelerator.memory_reserved())} of the GPU."
+        reserved = f" The allocator had {in_words(torch.accelerator.memory_reserved())} of the GPU."
     return f"out of memory in {what}{where}. {alive}{reserved} {said}"
-
-
-def _size(nbytes: float) -> str:
-    unit, size = tables.unit(nbytes)
-    return f"{nbytes / size:.2f} {unit}"

@@ -6,30 +6,31 @@ from harness.run.engines import DTYPES, who_trained
 MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
 
 
-def columns(runs: dict[str, dict], reference: str) -> dict:
-    """The columns of the referee's results, {title: (name, run) -> cell}. MB are 10^6 bytes, as in the articles."""
-    base = runs[reference]["step_ms"]
-    on_gpu = {
-        "MFU %": lambda name, run: f"{100 * run['mfu']:.1f}" if run.get("mfu") else "-",
-        "reserved MB": lambda name, run: f"{run['reserved_bytes'] / 1e6:.0f}",
+def cells_of_run(name: str, run: dict, base: dict, reference: str) -> dict[str, str]:
+    """A line of the referee's results, {title: cell}; `base` is the reference's run. MB are 10^6 bytes, as in the
+    articles."""
+    held, timed = run["held_bytes"], base["step_ms"] is not None
+    found = {
+        "engine": name,
+        "first loss": f"{run['losses'][0]:.4f}",
+        "last loss": f"{run['losses'][-1]:.4f}",
+        f"diff to {reference}": f"{run['difference']:.1e}" if run["difference"] else "0 (to the bit)",
+        "params MB": f"{held['parameters'] / 1e6:.2f}",
+        "grads MB": f"{held['gradients'] / 1e6:.2f}",
+        "optim MB": f"{held['optimizer'] / 1e6:.2f}",
+        "peak MB": f"{run['peak_bytes'] / 1e6:.2f}",
+        "sent MB/step": f"{run['sent_bytes'] / 1e6:.2f}",
+        "step ms": f"{run['step_ms']:.1f}" if timed else "-",
+        f"x {reference}": f"{run['step_ms'] / base['step_ms']:.2f}" if timed else "-",
+        "tokens/s": f"{run['tokens_per_s']:.0f}" if timed else "-",
     }
-    return {
-        "engine": lambda name, run: name,
-        "first loss": lambda name, run: f"{run['losses'][0]:.4f}",
-        "last loss": lambda name, run: f"{run['losses'][-1]:.4f}",
-        f"diff to {reference}": lambda name, run: f"{run['difference']:.1e}" if run["difference"] else "0 (to the bit)",
-        "params MB": lambda name, run: f"{run['held_bytes']['parameters'] / 1e6:.2f}",
-        "grads MB": lambda name, run: f"{run['held_bytes']['gradients'] / 1e6:.2f}",
-        "optim MB": lambda name, run: f"{run['held_bytes']['optimizer'] / 1e6:.2f}",
-        "peak MB": lambda name, run: f"{run['peak_bytes'] / 1e6:.2f}",
-        "sent MB/step": lambda name, run: f"{run['sent_bytes'] / 1e6:.2f}",
-        "step ms": lambda name, run: f"{run['step_ms']:.1f}" if base else "-",
-        f"x {reference}": lambda name, run: f"{run['step_ms'] / base:.2f}" if base else "-",
-        "tokens/s": lambda name, run: f"{run['tokens_per_s']:.0f}" if base else "-",
-    } | (on_gpu if "reserved_bytes" in runs[reference] else {})
+    if "reserved_bytes" in run:  # on a GPU
+        found["MFU %"] = f"{100 * run['mfu']:.1f}" if run.get("mfu") else "-"
+        found["reserved MB"] = f"{run['reserved_bytes'] / 1e6:.0f}"
+    return found
 
 
-HELD = "Held: after the gradients are reduced and before the optimizer's step."
+WHEN_HELD = "Held: after the gradients are reduced and before the optimizer's step."
 NO_RESHARD = (
     "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
     "and 1/N of them otherwise: it is not quite ZeRO-2."
@@ -46,10 +47,12 @@ beside own work, which costs no time; in %: of all the time in which bytes are."
 def results(result: dict, reference: str) -> str:
     """Everything that the referee prints before its verdict, from the result that it writes as JSON."""
     on_gpu, runs = result["device"] != "cpu", result["runs"]
-    lines = tables.text(tables.rows_of(columns(runs, reference), runs))
+    lines = tables.text(
+        tables.rows_of([cells_of_run(name, run, runs[reference], reference) for name, run in runs.items()])
+    )
     peak = "the GPU allocator's" if on_gpu else "all live storages of one step"
     peak = f"Peak: {peak}. {SENT}"
-    lines += ["", f"{HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{HELD} {peak}"]
+    lines += ["", f"{WHEN_HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{WHEN_HELD} {peak}"]
     lines += [who_trained(runs, dtype=DTYPES[result["dtype"]])]
     lines += [MFU, ""] if on_gpu else [""]
     return "\n".join([*lines, where_time_goes(result) + "\n"] if result["timed_steps"] else lines)
@@ -59,7 +62,7 @@ def where_time_goes(result: dict) -> str:
     """Everything that the referee prints of the second and third pass, from the result that it writes as JSON."""
     runs = {name: run["step_time"] for name, run in result["runs"].items() if run.get("step_time")}
     steps = next(iter(runs.values()))["steps"]
-    rows, clear, unclear = [_HEAD], [], []
+    rows, clear, unclear = [], [], []
     for name, found in runs.items():
         rows += _rank_rows(name, found)
         if stands_out(found):
@@ -71,7 +74,7 @@ def where_time_goes(result: dict) -> str:
         "Look at own work: in synchronous training all ranks take as long as the slowest, so their step times are",
         "equal; but a slow rank works longer, and the others wait for it.",
         "",
-        *tables.text(rows),
+        *tables.text(tables.rows_of(rows)),
         PARTS_OF_A_STEP,
         *clear,
     ]
@@ -84,26 +87,30 @@ def where_time_goes(result: dict) -> str:
             lines.append("single was not delayed: it is one process.")
     if unsure := max(found["clocks_unsure_by_ms"] for found in runs.values()):
         lines.append(f"The ranks' clocks are of several machines: waiting and exposed are right to {unsure:.3f} ms.")
-    if any(row[-2].startswith("<=") for row in rows):
+    if any(row["overlapped"].startswith("<=") for row in rows):
         lines.append("<=: the backend does not say when these end, but when they are waited for: at most so long.")
     return "\n".join(lines)
 
 
-_HEAD = ["engine", "rank", "step", "own work", "waiting", "exposed", "overlapped", "overlapped %"]
-
-
-def _rank_rows(name: str, found: dict) -> list[list[str]]:
+def _rank_rows(name: str, found: dict) -> list[dict[str, str]]:
     rows, ranks = [], found["ranks"]
     if len(ranks) > MOST_ROWS:
         ranks = sorted(ranks, key=lambda rank: -rank["own_ms"])
         ranks = [*ranks[: MOST_ROWS - 1], ranks[-1]]  # those that work most, and the one that works least
     for rank in ranks:
-        label = f"{rank['rank']}" + (" SLOWEST" if stands_out(found) and rank["rank"] == found["slowest_rank"] else "")
+        slowest = stands_out(found) and rank["rank"] == found["slowest_rank"]
         exposed, overlapped = sum(rank["exposed_ms"].values()), sum(rank["overlapped_ms"].values())
         least = "<=" if rank["told_late"] else ""
-        share = f"{least}{100 * overlapped / (exposed + overlapped):.0f}" if exposed + overlapped else "-"
-        numbers = [f"{rank[key]:.1f}" for key in ("step_ms", "own_ms", "waiting_ms")]
-        rows.append([name, label, *numbers, f"{exposed:.1f}", f"{least}{overlapped:.1f}", share])
+        rows.append({
+            "engine": name,
+            "rank": f"{rank['rank']} SLOWEST" if slowest else f"{rank['rank']}",
+            "step": f"{rank['step_ms']:.1f}",
+            "own work": f"{rank['own_ms']:.1f}",
+            "waiting": f"{rank['waiting_ms']:.1f}",
+            "exposed": f"{exposed:.1f}",
+            "overlapped": f"{least}{overlapped:.1f}",
+            "overlapped %": f"{least}{100 * overlapped / (exposed + overlapped):.0f}" if exposed + overlapped else "-",
+        })  # fmt: skip
     return rows
 
 

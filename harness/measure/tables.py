@@ -3,21 +3,11 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable
 
 
-def rows_of(columns: dict[str, Callable[[str, dict], str]], things: dict[str, dict]) -> list[list[str]]:
-    """The rows of `things`, {name: numbers}: below the titles, in each column what it says of the name and the numbers.
-
-    So a column stands in one place: its title, and how its cell is written.
-    """
-    return [list(columns), *([cell(name, one) for cell in columns.values()] for name, one in things.items())]
-
-
-def filled(titles: str, cells: str, things: Iterable[dict]) -> list[list[str]]:
-    """The rows of `things`: titles and a row's cells have " | " between them; "{name:.2f}" in a cell is a value."""
-    form = cells.split(" | ")
-    return [titles.split(" | "), *([cell.format_map(one) for cell in form] for one in things)]
+def rows_of(things: list[dict[str, str]]) -> list[list[str]]:
+    """The titles, and below them the cells of each thing: {title: cell}, with the same titles in all."""
+    return [list(things[0]), *(list(cells.values()) for cells in things)]
 
 
 def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True) -> list[str]:
@@ -71,3 +61,9 @@ def markdown(rows: list[list[str]]) -> str:
 def unit(nbytes: float) -> tuple[str, float]:
     """The unit for so many bytes, and its size: GB of 10^9 for many, else MB of 10^6."""
     return ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
+
+
+def in_words(nbytes: float) -> str:
+    """ "1.25 GB", "3.50 MB"."""
+    name, size = unit(nbytes)
+    return f"{nbytes / size:,.2f} {name}"

@@ -99,10 +99,6 @@ class Timeline(TorchDispatchMode):
         event.record(self._gpu.current_stream(self._device))  # a thread of the backend may have another device
         return event
 
-    def under_way(self) -> set[int]:
-        """The numbers, in the order of issue, of the collectives that nobody has waited for."""
-        return {number for *_, number in self._under_way.values()}
-
     def _at_work(self, func) -> tuple[str, str]:
         """For whom `func` computes, a unit, the root or the optimizer, and in which step."""
         step = self._where.step

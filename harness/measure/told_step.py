@@ -3,34 +3,49 @@
 import contextlib
 from unittest import mock
 
-from harness.measure.held import has_gradient_buffers, held_bytes
+from harness.measure.held import buckets_of_unit, has_gradient_buffers, held_bytes
 from harness.measure.ledger import MemoryLedger
 
 BAR = 24  # characters for the most that was alive
 
 
-def held(engine) -> str:
+def held_in_words(engine) -> str:
     return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
 
 
-class MicroBatches:
-    """Numbers the forwards and backwards of a step that has several: "Step 1 forward, micro-batch 2 of 4"."""
+class Story:
+    """What `TrafficLedger` calls during a step, sorted: a numbered step begins or ends, or something is sent.
 
-    def __init__(self, count: int):
-        self.count, self._begun = count, 0
+    Of a step in several micro-batches forwards and backwards are numbered: "Step 1 forward, micro-batch 2 of 4".
+    """
 
-    def step(self, what: str) -> str:
-        name = f"Step {what.removeprefix('enter step ')}"
-        self._begun += name.startswith("Step 1")
-        several = self.count > 1 and name[5] in "12"
-        return f"{name}, micro-batch {self._begun} of {self.count}" if several else name
+    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
+        self.engine, self.memory = engine, memory
+        self._micro_batches, self._begun = micro_batches, 0
+
+    def numbered(self, step: str) -> str:
+        """The line for the beginning of "1 forward", say."""
+        if step.startswith("1"):
+            self._begun += 1
+        if self._micro_batches > 1 and step[0] in "12":
+            return f"Step {step}, micro-batch {self._begun} of {self._micro_batches}"
+        return f"Step {step}"
+
+    def event(self, what: str, depth: int, collective) -> None:
+        """What `TrafficLedger` calls."""
+        if collective is not None:
+            self.send(collective, depth)
+        elif depth == 1 and what.startswith("enter step "):
+            self.begin(self.numbered(what.removeprefix("enter step ")))
+        elif depth == 1 and what.startswith("leave step "):
+            self.end(what.removeprefix("leave step "))
 
 
-class BucketStory:
+class BucketStory(Story):
     """ZeRO-1 and -2: a line per collective; equal neighbours become one line with a count."""
 
     def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
-        self.engine, self.memory, self._name = engine, memory, MicroBatches(micro_batches)
+        super().__init__(engine, memory, micro_batches)
         self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
         self._last, self._count = None, 0
 
@@ -50,20 +65,20 @@ class BucketStory:
             lines += ["x 2     two equal events in a row; live is that of the second"]
         return lines
 
-    def event(self, what: str, depth: int, collective) -> None:
-        """What `TrafficLedger` calls."""
-        if what.startswith("enter step") and depth == 1:
-            self._line(self._name.step(what))
-        elif what.startswith("leave step") and depth == 1:
-            travelling = getattr(self.engine, "in_flight", None)
-            later = ""
-            if travelling is not None:
-                later = f" (the last bucket's {travelling.shard.nbytes / 1e6:.2f} MB come later)"
-            self._line(f"  holds {held(self.engine)}{later}")
-        elif collective is not None:
-            inside = f"{collective.step.removeprefix('step ')}: " if depth > 1 else ""
-            whole, sent = collective.whole_bytes / 1e6, collective.sent_bytes / 1e6
-            self._line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
+    def begin(self, line: str) -> None:
+        self._line(line)
+
+    def send(self, collective, depth: int) -> None:
+        inside = f"{collective.step}: " if depth > 1 else ""
+        whole, sent = collective.whole_bytes / 1e6, collective.sent_bytes / 1e6
+        self._line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
+
+    def end(self, step: str) -> None:
+        travelling = getattr(self.engine, "in_flight", None)
+        later = ""
+        if travelling is not None:
+            later = f" (the last bucket's {travelling.shard.nbytes / 1e6:.2f} MB come later)"
+        self._line(f"  holds {held_in_words(self.engine)}{later}")
 
     def _line(self, text: str) -> None:
         if text != self._last:
@@ -79,7 +94,7 @@ class BucketStory:
         self._last, self._count = None, 0
 
 
-class UnitStory:
+class UnitStory(Story):
     """ZeRO-3: the sequence at the top of zero3.py, a line for each unit at work, with a bar of what is alive.
 
     The chapter's moves and moments are watched from outside: while this story is told, methods of the engine and of its
@@ -87,7 +102,7 @@ class UnitStory:
     """
 
     def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
-        self.engine, self.memory, self._name = engine, memory, MicroBatches(micro_batches)
+        super().__init__(engine, memory, micro_batches)
         self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive; text alone has no bytes alive
         self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
         self._sent = 0.0
@@ -138,23 +153,22 @@ class UnitStory:
             lines.append(f"{text:<{width}}{bar}" if live else text)
         return lines
 
-    def event(self, what: str, depth: int, collective) -> None:
-        """What `TrafficLedger` calls."""
-        if collective is not None:
-            self._sent += collective.sent_bytes
-        elif depth == 1 and what.startswith("enter step"):
-            self.flush()
-            self._rows.append((self._name.step(what), 0.0, 0))
-        elif depth == 1 and what.startswith("leave step"):
-            root = self.engine.root
-            if what.startswith("leave step 1"):
-                self._tell("compute", root)  # what follows the last unit
-            self.flush()
-            more = ""
-            if root.gathered:
-                nbytes = sum(bucket.flat.nbytes for bucket in buckets_of_unit(root))
-                more = f" ({nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
-            self._rows.append((f"  holds {held(self.engine)}{more}", 0.0, 0))
+    def begin(self, line: str) -> None:
+        self.flush()
+        self._rows.append((line, 0.0, 0))
+
+    def send(self, collective, depth: int) -> None:
+        self._sent += collective.sent_bytes
+
+    def end(self, step: str) -> None:
+        root = self.engine.root
+        if step.startswith("1"):
+            self._tell("compute", root)  # what follows the last unit
+        more = ""
+        if root.gathered:
+            nbytes = sum(bucket.flat.nbytes for bucket in buckets_of_unit(root))
+            more = f" ({nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
+        self.begin(f"  holds {held_in_words(self.engine)}{more}")
 
     def close(self) -> None:
         """Nobody is watched any more."""
@@ -195,8 +209,3 @@ class UnitStory:
             if unit is self.engine.root:  # backward has come to its end, in front of the first unit
                 self._tell("compute", unit)
             self._tell("free", unit)
-
-
-def buckets_of_unit(unit) -> list:
-    """The chapter's unit is a bucket; an engine's has one or several."""
-    return getattr(unit, "buckets", [unit])

@@ -8,36 +8,30 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.measure.held import tensors_in
+from harness.measure.held import tensor_leaves
 from harness.measure.position_in_step import PositionInStep
 
-KINDS = {  # as torch dispatches them
-    "allreduce_": "all-reduce",
-    "allreduce_coalesced_": "all-reduce",
-    "_allgather_base_": "all-gather",
-    "allgather_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "broadcast_": "broadcast",
-    # what DTensor and other functional code calls
-    "all_reduce": "all-reduce",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "broadcast": "broadcast",
-}
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 
 
 def kind_of(func) -> str | None:
-    """The kind of collective that torch dispatches as `func`, or None for any other operation."""
-    return KINDS.get(func._schema.name.split("::")[1]) if func.namespace in ("c10d", "_c10d_functional") else None
+    """The kind of collective that torch dispatches as `func`, or None for any other operation.
+
+    An all-gather is `_allgather_base_`, `allgather_into_tensor_coalesced_` and others; all_gather_into_tensor where
+    DTensor and other functional code calls it.
+    """
+    if func.namespace in ("c10d", "_c10d_functional"):
+        name = func._schema.name.split("::")[1].replace("_", "")
+        for kind in KINDS:
+            if name.startswith(kind.replace("-", "")):
+                return kind
+    return None
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: kind, bytes of the whole buffer, bytes this rank sends for it, step's label, bytes per element,
-    and the global numbers of its ranks.
+    """One collective: kind, bytes of the whole buffer, bytes this rank sends for it, step, bytes per element, and the
+    global numbers of its ranks.
 
     A collective in bfloat16 sends as many elements as one in float32, and half the bytes.
     """
@@ -104,11 +98,10 @@ class TrafficLedger(TorchDispatchMode):
 
     def _note(self, kind: str, args) -> None:
         whole = whole_bytes(kind, args)
-        element = next((tensor.element_size() for tensor in tensors_in(args[:2])), 4)
+        element = next((tensor.element_size() for tensor in tensor_leaves(args[:2])), 4)
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
-        step = self._where.step
-        step = f"step {step}" if step else ""
-        collective = Collective(kind, whole, sent_bytes(kind, whole, len(ranks)), step, element, ranks)
+        sent = sent_bytes(kind, whole, len(ranks))
+        collective = Collective(kind, whole, sent, self._where.step, element, ranks)
         self.collectives.append(collective)
         self._on_event(kind, len(self._where.labels), collective)
 
@@ -116,7 +109,7 @@ class TrafficLedger(TorchDispatchMode):
 def whole_bytes(kind: str, args) -> int:
     """Bytes of the whole buffer of a collective that torch dispatches with `args`."""
     # It is the larger of a collective's tensors: output of an all-gather, input of a reduce-scatter.
-    whole = max(sum(tensor.nbytes for tensor in tensors_in(argument)) for argument in args[:2])
+    whole = max(sum(tensor.nbytes for tensor in tensor_leaves(argument)) for argument in args[:2])
     if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
         whole *= group_of(args).size()
     return whole

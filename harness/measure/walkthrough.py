@@ -19,7 +19,7 @@ from harness.measure.held import buckets_of, has_gradient_buffers, owners, sizes
 from harness.measure.memory_parts import PARTS, PartsLedger
 from harness.measure.out_of_memory import explained
 from harness.measure.timeline import Span, Timeline, chrome_trace
-from harness.measure.told_step import BucketStory, UnitStory, held
+from harness.measure.told_step import BucketStory, UnitStory, held_in_words
 from harness.measure.watched_step import watched_step
 from harness.run import micro_batches, process_group
 from harness.run import options as common
@@ -62,14 +62,15 @@ def _walk(engine_cls, doc: str) -> None:
     batches = Batches(text, options.batch, seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
     me.print(doc.splitlines()[0])
-    if not _own(options).keys() <= inspect.signature(engine_cls).parameters.keys():
-        engine_cls = STAGES[engine_cls.__name__.lower()]
+    own = _own(options)
+    if "reshard_after_forward" in own:
+        engine_cls = STAGES["zero3"]
         me.print(f"The chapter has no --no-reshard-after-forward: this is {engine_cls.__name__} of harness/engine.")
     me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
         with timeline as partition, explained("step 0, the construction", None, memory):
-            engine = _build(engine_cls, options, me)
+            engine = engine_cls(_model(options, me), _adamw(options, me), **own)
         me.print(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.begin(engine)
@@ -87,22 +88,22 @@ def _walk(engine_cls, doc: str) -> None:
 
 def _own(options: argparse.Namespace) -> dict:
     """The engine's own options."""
-    own = {name: getattr(options, name) for name in ("bucket_mb", "prefetch") if hasattr(options, name)}
+    own = {name: value for name, value in vars(options).items() if name in ("bucket_mb", "prefetch")}
     if getattr(options, "no_reshard_after_forward", False):
-        own["reshard_after_forward"] = False
+        own["reshard_after_forward"] = False  # of ZeRO3Engine
     return own
 
 
-def _build(engine_cls, options: argparse.Namespace, me: Rank):
+def _model(options: argparse.Namespace, me: Rank) -> GPT:
     # Every rank has another start: the engine takes rank 0's.
     model = GPT(preset(options.preset), options.seed + me.rank).to(me.device)
     if options.checkpoint_activations:
         checkpoint_blocks(model, casts=False)
-    adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
-    own = _own(options)
-    if "reshard_after_forward" in own:  # the chapter has no such option
-        engine_cls = STAGES[engine_cls.__name__.lower()]
-    return engine_cls(model, adamw, **own)
+    return model
+
+
+def _adamw(options: argparse.Namespace, me: Rank):
+    return partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
 
 
 def _train(engine, batch, options: argparse.Namespace) -> torch.Tensor:
@@ -119,7 +120,7 @@ def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, me: R
         loss = _train(engine, batch, options)
     story.close()
     me.print("\n".join([*story.how_to_read(), "", *story.lines]))
-    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held(engine)}")
+    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
     me.print(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     times = ""
     if me.world_size > 1:
@@ -136,32 +137,30 @@ def _parameters(engine) -> int:
 def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Namespace) -> None:
     """One more step of all ranks, into one file; what step 0 was stands before it."""
     dist.barrier()  # the ranks' clocks start here
-    with CollectiveNames(engine) as memory, Timeline(engine, me.device) as timeline:
+    with PartsLedger(engine) as memory, CollectiveNames(engine) as names, Timeline(engine, me.device) as timeline:
         memory.clock = timeline.now
         _train(engine, batch, options)
         memory.clock = time.perf_counter
+    for span, name in zip(timeline.collectives, names.found):
+        span.unit = name
     # What is there already when the timeline is opened is there from its beginning.
     live = []
     for moment in memory.moments():
         live.append((max(0.0, timeline.seconds(moment.when)), {part: moment.parts[part] for part in PARTS}))
     everyone = [None] * me.world_size
-    for span, name in zip(timeline.collectives, memory.names):
-        span.unit = name
     dist.all_gather_object(everyone, (partition, timeline.spans, live))
     if me.rank > 0:
         return
-    name, own = (
-        type(engine).__name__.removesuffix("Engine"),
-        "".join(f", {n.replace('_', ' ')} {value}" for n, value in _own(options).items()),
-    )
     # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
     begins = max(max(span.end for span in built) for built, _, _ in everyone)
     spans, live = [], []
     for built, step, moments in everyone:
         spans.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
         live.append([(begins + seconds, parts) for seconds, parts in moments])
+    name = type(engine).__name__.removesuffix("Engine")
+    own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
-        "title": f"{name}{own}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
+        "title": f"{name}{''.join(own)}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
         "torch": torch.__version__,
         "hardware": process_group.hardware(me.device),
         "command": common.command(name.lower(), me.world_size),
@@ -188,7 +187,7 @@ def _partition(engine, options: argparse.Namespace) -> str:
         f"\nStep {STEPS[0]}: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
         f"This rank owns {shard:,} elements. In all {padding} are padding: zeros that make the shards equal.",
         *_owners(engine, options.map),
-        f"holds {held(engine)} (AdamW makes its state in its first step{buffers})\n",
+        f"holds {held_in_words(engine)} (AdamW makes its state in its first step{buffers})\n",
     ])  # fmt: skip
 
 

@@ -180,9 +180,9 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
     with TrafficLedger() as traffic:
         step(2)
     nbytes = {"all-gather": (2 if param_dtype else 4) * whole, "reduce-scatter": 4 * whole, "all-reduce": 4 * whole}
-    gather, reduce = ("all-gather", "step 5 gather parameters"), ("reduce-scatter", "step 3 reduce gradients")
+    gather, reduce = ("all-gather", "5 gather parameters"), ("reduce-scatter", "3 reduce gradients")
     expected = {
-        "zero1": [("all-reduce", "step 3 reduce gradients")] * layers + [gather] * layers,
+        "zero1": [("all-reduce", "3 reduce gradients")] * layers + [gather] * layers,
         "zero2": [reduce] * layers + [gather] * layers,
         # Forward gathers every unit; so does backward, each before the reduction of the unit behind it. A rank that
         # is alone gathers nothing ahead.

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import sdpa_kernel
 
-from harness.measure.fake_ranks import fake_ranks, grid
+from harness.measure.fake_ranks import fake_ranks
 from harness.measure.ledger import MemoryLedger
+from harness.measure.memory_parts import PartsLedger
 from harness.measure.watched_step import watched_step
 from harness.run.engines import ENGINES, STAGES
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
@@ -98,7 +100,8 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
         if units:
             options["units"] = units(model)
         if replicas > 1:
-            options["mesh"] = grid(ranks, replicas, "cpu")
+            shape, names = (replicas, ranks // replicas), ("replicas", "shards")
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
         yield ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
 
 
@@ -141,6 +144,15 @@ class Step:
 def step(name: str, model=chain, **options) -> Step:
     """One step of an engine over `model()`, run once however many claims look at it."""
     return Step(name, model, **options)
+
+
+def worst_moment(model_of, of, **options) -> int:
+    """The most of what `of(moment)` counts, in bytes, that there is at once in a step of ZeRO-3."""
+    with running("zero3", model_of, **options) as engine, PartsLedger(engine) as ledger:
+        for _ in range(2):  # the first makes the optimizer's state
+            forward(engine).backward()
+            update(engine)
+    return of(ledger.peak_moment(of))
 
 
 @contextlib.contextmanager

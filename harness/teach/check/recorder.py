@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from harness.measure.held import tensors_in
+from harness.measure.held import tensor_leaves
 from harness.properties.overlap import replaced
 
 KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
@@ -94,11 +94,11 @@ class Recorder:
         given = [*args, *kwargs.values()]
         nbytes = 0
         for argument in given:
-            nbytes = max(nbytes, sum(tensor.nbytes for tensor in tensors_in([argument])))
+            nbytes = max(nbytes, sum(tensor.nbytes for tensor in tensor_leaves([argument])))
         what = self.begins(f"{name} of {nbytes:,} bytes" if nbytes else name)
         named = [value for key, value in kwargs.items() if key.startswith("input") or key == "tensor"]
-        inputs = tensors_in([*(args[:2] if name == "all_reduce" else args[1:2]), *named])
-        outputs = tensors_in([*args[:1], kwargs.get("output"), kwargs.get("output_tensor"), kwargs.get("tensor")])
+        inputs = tensor_leaves([*(args[:2] if name == "all_reduce" else args[1:2]), *named])
+        outputs = tensor_leaves([*args[:1], kwargs.get("output"), kwargs.get("output_tensor"), kwargs.get("tensor")])
         kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), name)
         group = next((each for each in given if isinstance(each, dist.ProcessGroup)), dist.group.WORLD)
         with torch.no_grad():

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from harness.measure import tables
-from harness.measure.held import held_bytes, storage_bytes
+from harness.measure.held import buckets_of_unit, held_bytes, storage_bytes
 from harness.measure.ledger import MemoryLedger
 from harness.measure.timeline import Timeline
-from harness.measure.told_step import buckets_of_unit
 from harness.measure.watched_step import watched_step
 from harness.run import process_group, ranks
 from harness.run.command_line import Parser, one_line
