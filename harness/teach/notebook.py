@@ -1,5 +1,6 @@
 """What the notebooks share: the project's commands, run as a reader would type them, and text that fits a screen."""
 
+import functools
 import inspect
 import json
 import re
@@ -22,12 +23,14 @@ COLUMNS = 99  # the widest line that a notebook shows without scrolling
 DOTS = 5  # seconds from one sign of life of a quiet command to the next
 
 
-_folder = tempfile.TemporaryDirectory(prefix="zero-notebook-")  # it goes with the kernel
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="zero-notebook-")
 
 
 def scratch() -> Path:
-    """The folder for what the commands of a notebook write."""
-    return Path(_folder.name)
+    """The folder for what the commands of a notebook write; it goes with the kernel."""
+    return Path(_folder().name)
 
 
 def run(line: str) -> str:

@@ -57,11 +57,9 @@ def bucket_sizes(sizes: list[float], peaks: list[float], counts: list[int], held
 def freed(alive: dict[str, list[float]]):
     """MiB alive after each layer's forward, for each way to free: {way: a number per layer}."""
     figure, axes = new(1, height=3.2)
-    styles = {"keep": ("o-", INK, 4.0), "swap": ("s--", COLOURS["waiting"], 2.0)}
-    styles["resize"] = ("D-", COLOURS["parameters"], 2.0)
-    for name, live in alive.items():
-        marker, colour, width = styles[name]
-        axes.plot(range(len(live)), live, marker, color=colour, linewidth=width, label=name)
+    colours = INK, COLOURS["waiting"], COLOURS["parameters"]
+    for (name, live), marker, colour, width in zip(alive.items(), ("o-", "s--", "D-"), colours, (4, 2, 2)):
+        axes.plot(live, marker, color=colour, linewidth=width, label=name)
     axes.grid()
     axes.legend(loc="upper left")
     useless = [name for name, live in alive.items() if name != "keep" and live[-1] > 0.9 * alive["keep"][-1]]
