@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from harness.engine import checkpoint
 from harness.engine.state import swapped
-from harness.properties.fixtures import OddModel, all_params, own_tokens, pieces_of, seeded
+from harness.properties.fixtures import OddModel, TiedAcross, all_params, own_tokens, pieces_of, seeded
 from harness.properties.misuse import Acting
 from harness.properties.precision import of_tokens
 from harness.properties.property import ask, ask_each, ask_thorough, expect, holds, refused, same
@@ -71,11 +71,7 @@ def load_a_part(model, _):
     model.head.load_state_dict(nn.Linear(5, 3).state_dict())
 
 
-def replace(model, _):
-    model.head.weight.data = torch.zeros(3, 5, dtype=torch.float64)
-
-
-WRITES = {each.__name__: each for each in (clamp, clamp_data, fill_a_part, initialize, load, load_a_part, replace)}
+WRITES = {each.__name__: each for each in (clamp, clamp_data, fill_a_part, initialize, load, load_a_part)}
 
 
 @holds(
@@ -107,7 +103,6 @@ def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None)
 
 @holds(
     "misuse",
-    ask(("zero1", "zero2"), how="replace", options={}),
     ask(how="clamp", options=OFFLOAD),
     ask(("zero1", "zero2"), more_engines="zero3", how="clamp_data", options=OFFLOAD),
     ask_thorough(how="clamp_data", options=LOW),
@@ -132,6 +127,18 @@ def what_would_be_lost_is_not_given_out(engine, how, options):
 
             refused(go, "'head.weight'", error=RuntimeError)
         pair.trained.zero_grad()
+
+
+@holds("misuse", ask(("zero1", "zero2")), of_stages=True)
+def moved_weights_are_not_given_out_as_they_were(engine):
+    """`param.data = ...` and no forward since: the whole state and a save refuse once, and then give the shards."""
+    pair = Pair(engine, OddModel)
+    pair.train(1)
+    state = pair.trained.full_state_dict()
+    weight = pair.trained.model.head.weight
+    weight.data = weight.detach() + 1
+    refused(pair.trained.full_state_dict, "'head.weight'", "moved out of the engine's buffer", error=RuntimeError)
+    same("the shards after the refusal", pair.trained.full_state_dict(), state)
 
 
 def by_data(block):
@@ -246,7 +253,7 @@ def decay_by_data(model, optimizer):
 )
 def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, write, **options):
     """Decay by hand between two steps: ZeRO-3 gathers it; in ZeRO-1 and -2 the other ranks would not have it."""
-    pair = Pair(engine, OddModel, **options)
+    pair = Pair(engine, TiedAcross, **options)  # nothing is frozen: DDP's optimizer is given all parameters
     pair.train(1)
     if engine.foreign or engine.like == "zero3":
         for side in pair.both:

@@ -14,7 +14,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import SGD, Lanes, OddModel, token_batch
 from harness.properties.paths import Answer, body, by, leaves, own_weights
 from harness.properties.property import HERE, ask, ask_each, ask_thorough, expect, holds, same
-from harness.properties.training import Pair, inside, of_output, of_vectors, vectors
+from harness.properties.training import Pair, model_of, of_output, of_vectors, vectors
 
 
 def said_by_the_engine(error: Exception) -> bool:
@@ -84,7 +84,7 @@ def by_views(block, x):
 
 def with_a_root_weight(model, tokens, targets):
     """The loss has a weight of the root's in it, and an evaluation comes before its backward."""
-    loss = of_output(model, tokens, targets) + inside(model).head.weight.square().sum()
+    loss = of_output(model, tokens, targets) + model_of(model).head.weight.square().sum()
     with torch.no_grad():
         model(tokens)
     return loss
@@ -111,10 +111,6 @@ def transformed(transform: Callable, pair: Pair) -> None:
     with torch.no_grad():
         found, expected = (transform(model, x) for model, _ in reversed(pair.both))
     same("what it computes", found, expected, pair.atol)
-
-
-def per_sample(model, x):
-    return torch.func.vmap(model)(x)
 
 
 def along(model, x):
@@ -152,12 +148,6 @@ def engines_step(trained):
     return run
 
 
-def compiled_backward(pair: Pair) -> None:
-    torch.compiler.reset()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        pair.alike()
-
-
 LANES = of_vectors, vectors(8)
 USES = {  # (model, loss, batches, what is done)
     "a forward inside forward": (partial(Calls, True), of_output, token_batch, trains),
@@ -166,12 +156,10 @@ USES = {  # (model, loss, batches, what is done)
     "a root weight in the loss": (OddModel, with_a_root_weight, token_batch, trains),
     "a hook that drops a gradient": (OddModel, of_output, token_batch, drops_a_gradient),
     "own weights in a dataclass": (body(by(by_views), in_a_dataclass), of_output, leaves, trains),
-    "vmap": (Lanes, *LANES, partial(transformed, per_sample)),
     "jvp": (Lanes, *LANES, partial(transformed, along)),
     "func.grad": (Lanes, *LANES, partial(transformed, gradient_of_inputs)),
     "a compiled training step": (Lanes, *LANES, partial(compiled_step, whole_step)),
     "a compiled engine.step": (Lanes, *LANES, partial(compiled_step, engines_step)),
-    "compiled autograd": (Lanes, *LANES, compiled_backward),
 }
 
 
@@ -180,25 +168,6 @@ def rare_uses_are_right_or_one_sentence(engine, use):
     """What few models do trains as in plain PyTorch, or is refused in a sentence, and training goes on."""
     build, loss, batch, act = USES[use]
     right_or_said(Pair(engine, build, SGD, loss=loss, batch=batch), act)
-
-
-@holds("misuse")
-def a_scripted_module_is_right_or_one_sentence(engine):
-    """A part that torch.jit has scripted takes no hooks: it trains, or the build says so."""
-
-    def build():
-        model = OddModel().double()
-        model.head = torch.jit.script(model.head)
-        return model
-
-    try:
-        pair = Pair(engine, build, SGD)
-    except Exception as error:
-        if engine.foreign:
-            raise
-        expect(said_by_the_engine(error), "the error", "none, or a sentence of the engine's", repr(error))
-    else:
-        pair.alike()
 
 
 def interrupted(pair: Pair, module: nn.Module) -> None:

@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness.engine import ZeRO1Engine, gradients
-from harness.engine.bucket import NamedWork
-from harness.engine.options import precision
+from harness.engine import ZeRO1Engine
+from harness.engine.safety.waiting import NamedWork
 from harness.engine.units import default_units
 from harness.run.micro_batches import Looped
 
@@ -204,12 +203,13 @@ class ZeRO1By2Psi(ZeRO1Engine):
         works = []
         for bucket in self.buckets:
             shard = bucket.gradient.new_empty(bucket.shard_numel)
-            to_sum = precision.before_sum(bucket.gradient, self.world_size)
-            work = dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)
+            if bucket.divisors[0] > 1:
+                bucket.gradient.div_(bucket.divisors[0])
+            work = dist.reduce_scatter_single(shard, bucket.gradient, group=self.group, async_op=True)
             works.append((shard, NamedWork(work, "reduce-scatter", bucket)))
         for bucket, (shard, work) in zip(self.buckets, works):
             work.wait()
-            precision.mean_of_sum(shard, self.world_size)
+            shard.div_(bucket.divisors[1])
             for piece, part in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = part.to(piece.dtype)
-        gradients.require_all(self)
+        self.require_all()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.properties.peaks import Alive
+from harness.properties.held import Alive
 from harness.properties.property import Finding
 from harness.teach.check.recorder import Issued, Recorder
 from harness.teach.check.state import Held, State
