@@ -30,7 +30,10 @@ class EngineBucket(zero1.Bucket):
         self.used = set()  # numbers of the parameters that got a gradient since `zero_grad()`
         self.kept = {}  # {number: its whole gradient} of earlier backwards, under `no_sync`
         super().__init__([(name, local(param)) for name, param in named_params], placement.group)
-        self.tensors, self.params = self.params, params  # under tensor parallelism `tensors` are this rank's parts
+        self.params = params  # under tensor parallelism `local` of each is what lies in `flat`
+        # (shape, strides, beginning) of each parameter's place: a view of a whole buffer in one operation.
+        strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
+        self.places = list(zip(self.shapes, strides, self.offsets))
         self.divisors = precision.divisors(self.reduce_dtype, self.world_size)
         self.rounded = precision.is_rounded(self)  # whether what is gathered is not the shard as it is
 
@@ -149,7 +152,8 @@ class EngineReduction(zero2.Reduction):
     def __init__(self, bucket):
         self.bucket = bucket
         self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
-        torch._foreach_copy_(bucket.views(self.flat), bucket.take_gradients())  # in one call: quicker on a GPU
+        places = [self.flat.as_strided(*place) for place in bucket.places]
+        torch._foreach_copy_(places, bucket.take_gradients())  # in one call: quicker on a GPU
         self.shard = self.flat.new_empty(bucket.shard_numel)
         before, self.after = bucket.divisors
         if before > 1:

@@ -24,7 +24,7 @@ def not_compiled(function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if torch.compiler.is_compiling() or _compiler() is not None:
+        if torch.compiler.is_dynamo_compiling() or _compiler() is not None:
             return apart(*args, **kwargs)
         return function(*args, **kwargs)
 

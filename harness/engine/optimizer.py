@@ -20,7 +20,12 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
     padding hands in one empty tensor. What can be wrong with it was found out before, in safety/optimizer_refusals.py.
     """
     buckets = engine.buckets
-    pieces = {id(b.params[index]): piece for b in buckets for index, piece in b.numbered(b.pieces)}
+    pieces = {}  # id of a parameter -> its piece
+    owned = []  # (name, how many elements) of each piece
+    for bucket in buckets:
+        for index, piece in bucket.numbered(bucket.pieces):
+            pieces[id(bucket.params[index])] = piece
+            owned.append((bucket.names[index], piece.numel()))
     if not pieces and param_groups is None:  # torch refuses an empty list, and takes an empty group
         pieces[None] = buckets[0].shard[:0].detach().requires_grad_()
     groups = handed_out(pieces, param_groups)
@@ -35,7 +40,6 @@ def over_pieces(engine, optimizer_cls, param_groups=None) -> torch.optim.Optimiz
         raise
     watch_optimizer(engine, optimizer)
     # What an optimizer's state of one rank fits: the stage, the ranks, and which elements this rank owns.
-    owned = [(b.names[index], piece.numel()) for b in buckets for index, piece in b.numbered(b.pieces)]
     layout = {"stage": type(engine).__name__, "world_size": engine.world_size, "rank": engine.rank, "pieces": owned}
     _keep_layout(layout, optimizer)
     return optimizer

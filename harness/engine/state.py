@@ -100,7 +100,9 @@ def swapped(engine, values: list[torch.Tensor]):
 
 
 def _swap(engine, values) -> None:
-    own = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+    own = []
+    for group in engine.optimizer.param_groups:
+        own += group["params"]
 
     def fit():
         wanted, found = ([tuple(each.shape) for each in some] for some in (own, values))

@@ -13,8 +13,10 @@ def default_units(model: nn.Module) -> list[nn.Module]:
     """The chapter's units, each once; where these leave most to the root, the smallest large modules besides."""
     units = list(dict.fromkeys(zero3.default_units(model)))
     total = sum(param.numel() for param in model.parameters())
-    inside = {param: param.numel() for unit in units for param in unit.parameters()}
-    return units if 2 * sum(inside.values()) >= total else _with_large_ones(model, units, total / 8)
+    inside = set()
+    for unit in units:
+        inside.update(unit.parameters())
+    return units if 2 * sum(param.numel() for param in inside) >= total else _with_large_ones(model, units, total / 8)
 
 
 def _with_large_ones(model: nn.Module, units: list[nn.Module], least: float) -> list[nn.Module]:

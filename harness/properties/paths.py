@@ -225,7 +225,6 @@ COMPUTED_LATER = body(by(lambda block, x: torch.cat(list(block(x)))), later)
 OUTPUTS = {
     "in place": Path(body(by(changed_in_place), a_view), everywhere=True),
     "in a slots": in_a(Slots, lambda out: out.hidden),
-    "in a closure": in_a(lambda h: lambda: h, lambda out: out()),
     "in a generator": in_a(halves, lambda out: torch.cat(list(out), 1)),
     "in a dataclass": in_a(lambda h: Answer(h, {}), lambda out: out.hidden, seen=True),
     "in a subclass of dict": in_a(lambda h: Output(hidden=h), lambda out: out["hidden"]),

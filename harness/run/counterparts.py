@@ -77,33 +77,23 @@ def zero_redundancy_optimizer(model: nn.Module, optimizer_cls, device: torch.dev
     return ddp(model, sharded, device, dtype)
 
 
-def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
-    """DDP's buckets: the last parameters first, and a bucket is full when it has 1 MiB, the later ones `bucket_mb`."""
-    found, nbytes, limit = [], 0, min(bucket_mb, 1) * 2**20
-    for number, param in enumerate(reversed(params)):
-        if number == 0 or nbytes >= limit:
-            limit = bucket_mb * 2**20 if number else limit
-            found.append([])
-            nbytes = 0
-        found[-1].append(param)
-        nbytes += param.numel() * param.element_size()
-    return found
-
-
 class DDPStandIn(PlainStep):
     """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
 
-    DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
-    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket, for which it
-    waits when backward is over. With `sends = False` a backward adds to the gradients and sends nothing (`no_sync`).
+    DDP's reducer is C++ and refuses fake tensors. This has its buckets (torch's own function cuts them: the last
+    parameters first, 1 MiB and then 25 MiB each), into which every gradient is copied once autograd has it, and its
+    all-reduce per bucket, for which it waits when backward is over. With `sends = False` a backward adds to the
+    gradients and sends nothing (`no_sync`).
     A test compares it with the real one, byte for byte.
     """
 
     def __init__(self, model: nn.Module, optimizer_cls, bucket_mb: float = 25):
         super().__init__(model, optimizer_cls)
         self.sends, self._works, self._flats = True, [], []
-        for params in ddp_runs([param for param in model.parameters() if param.requires_grad], bucket_mb):
-            self._add_bucket(params)
+        params = [param for param in model.parameters() if param.requires_grad][::-1]
+        limits = [int(min(bucket_mb, 1) * 2**20), int(bucket_mb * 2**20)]
+        for numbers in dist._compute_bucket_assignment_by_size(params, limits)[0]:
+            self._add_bucket([params[number] for number in numbers])
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
         flat = params[0].new_zeros(sum(param.numel() for param in params))

@@ -34,7 +34,9 @@ def _install(engine, modules, values, options, state, extra) -> dict:
     take_in(engine, modules, values)
     for group, there in zip(engine.optimizer.param_groups, options):
         group.update(there)
-    groups = {id(piece): group for group in engine.optimizer.param_groups for piece in group["params"]}
+    groups = {}  # id of a piece -> the group it is in
+    for group in engine.optimizer.param_groups:
+        groups.update((id(piece), group) for piece in group["params"])
     for piece, own in state:
         on_device = groups[id(piece)].get("capturable") or groups[id(piece)].get("fused")
         engine.optimizer.state.pop(piece, None)
@@ -85,7 +87,9 @@ def _require_same_model(engine, source: Folder, tensors: dict, extras: dict) -> 
     unexpected = [key for key in saved if key not in tensors and key not in extras]
     if missing or unexpected:
         raise ValueError(f"{str(source.path)!r} is of another model: {not_alike(missing, unexpected)}")
-    dtypes = {id(param): bucket.shard.dtype for bucket in engine.all_buckets for param in bucket.params}
+    dtypes = {}  # id of a parameter -> the dtype of its shards
+    for bucket in engine.all_buckets:
+        dtypes.update((id(param), bucket.shard.dtype) for param in bucket.params)
     for key, value in tensors.items():
         found = source.blank(saved[key], "meta")
         there = "no tensor" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
@@ -104,7 +108,7 @@ def _options_of_groups(engine, source: Folder) -> list[dict]:
     kind, own = about.get("optimizer"), type(engine.optimizer).__name__
     if kind not in (None, own):
         raise ValueError(f"{where} is of {kind}, and here is {own}: build the engine with {kind}")
-    trained = {name for names in engine.groups for name in names}
+    trained = set().union(*engine.groups)
     options = {frozenset(trained.intersection(group.pop("params", ()))): group for group in groups}
     found = []
     for names, group in zip(engine.groups, engine.optimizer.param_groups):

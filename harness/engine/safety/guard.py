@@ -268,7 +268,9 @@ def written(params) -> list[str]:
 
 def refuse_lost(buckets) -> None:
     """Raise RuntimeError if somebody has written into weights, and shards that have memory of their own lack it."""
-    lost = written([param for bucket in buckets for param in bucket.params if param.zero_apart])
+    lost = []
+    for bucket in buckets:
+        lost += written([param for param in bucket.params if param.zero_apart])
     if lost:
         raise RuntimeError(f"{name_some(lost)} {LOST}")
 

@@ -34,9 +34,8 @@ class Look:
                 if param is not None:
                     self._known.append((module._parameters, key, param, param.requires_grad, *about[id(param)]))
         self._trained = [known[4] for known in self._known if known[3]]
-        self.frozen = (
-            False  # whether all trained parameters have requires_grad off, as a GAN's discriminator for a while
-        )
+        # Whether all trained parameters have requires_grad off, as a GAN's discriminator has for a while.
+        self.frozen = False
         # Where shards have memory of their own, what is written into them is gathered with them.
         self._shards = [bucket.shard for bucket in engine.buckets if bucket.unit is None]
         self._told = set()  # names of parameters that were moved, and an error has said so
