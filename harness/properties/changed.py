@@ -4,7 +4,9 @@ An engine of ours refuses in the words that are given here. Another one may trai
 PyTorch.
 """
 
+import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +16,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from harness.engine import checkpoint
 from harness.engine.state import swapped
-from harness.properties import fixtures
+from harness.properties.fixtures import OddModel, TiedAcross, all_params, own_tokens, pieces_of, seeded
+from harness.properties.misuse import Acting
+from harness.properties.precision import of_tokens
 from harness.properties.property import ask, ask_each, ask_thorough, expect, holds, refused, same
 from harness.properties.training import EXACT, Pair
 from harness.run.shared_folder import shared_folder
@@ -60,18 +64,22 @@ def initialize(model, _):
 
 
 def load(model, _):
-    model.load_state_dict(fixtures.seeded(fixtures.OddModel, seed=8, dtype=None).state_dict())
+    model.load_state_dict(seeded(OddModel, seed=8, dtype=None).state_dict())
 
 
-WRITES = {each.__name__: each for each in (clamp, clamp_data, fill_a_part, initialize, load)}
+def load_a_part(model, _):
+    model.head.load_state_dict(nn.Linear(5, 3).state_dict())
+
+
+WRITES = {each.__name__: each for each in (clamp, clamp_data, fill_a_part, initialize, load, load_a_part)}
 
 
 @holds(
     "misuse",
-    ask(how="clamp_data"),
-    *ask_each("how", ("clamp", "fill_a_part", "initialize", "load"), ("zero1", "zero2"), more_engines="zero3"),
+    *ask_each("how", ("clamp", "clamp_data")),
+    *ask_each("how", ("fill_a_part", "initialize", "load"), ("zero1", "zero2"), more_engines="zero3"),
     ask(("zero1", "zero2"), how="clamp_data", options=OFFLOAD),
-    ask(("zero1", "zero2"), how="fill_a_part", options=LOW),
+    *ask_each("how", ("fill_a_part", "load_a_part"), ("zero1", "zero2"), more_engines="zero3", options=LOW),
     *[ask_thorough(how=how, options=options) for how in ("clamp", "initialize", "load") for options in (OFFLOAD, LOW)],
 )
 def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None):
@@ -79,7 +87,7 @@ def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None)
 
     They would be where shards have memory of their own: in ZeRO-3, in mixed precision and in offload.
     """
-    pair = Pair(engine, fixtures.OddModel, **(options or {}))
+    pair = Pair(engine, OddModel, **(options or {}))
     pair.train(1)
     write = WRITES[how]
     if engine.foreign or not options and engine.like != "zero3":
@@ -88,8 +96,9 @@ def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None)
         pair.alike()
         return
     before = pair.trained.full_state_dict()
-    refused_or_right(pair, write, "head.weight" if how != "load" else "load", "full_state_dict(")
+    refused_or_right(pair, write, "load" if "load" in how else "head.weight", "full_state_dict(")
     same("the weights after the refusal", pair.trained.full_state_dict(), before)
+    pair.alike(1)
 
 
 @holds(
@@ -101,7 +110,7 @@ def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None)
 )
 def what_would_be_lost_is_not_given_out(engine, how, options):
     """Weights that were written past the shards, and no forward since: nobody gets or saves the old ones in silence."""
-    pair = Pair(engine, fixtures.OddModel, **options)
+    pair = Pair(engine, OddModel, **options)
     takers = (
         lambda engine, folder: engine.full_state_dict(),
         lambda engine, folder: checkpoint.save(engine, folder),
@@ -123,7 +132,7 @@ def what_would_be_lost_is_not_given_out(engine, how, options):
 @holds("misuse", ask(("zero1", "zero2")), of_stages=True)
 def moved_weights_are_not_given_out_as_they_were(engine):
     """`param.data = ...` and no forward since: the whole state and a save refuse once, and then give the shards."""
-    pair = Pair(engine, fixtures.OddModel)
+    pair = Pair(engine, OddModel)
     pair.train(1)
     state = pair.trained.full_state_dict()
     weight = pair.trained.model.head.weight
@@ -136,25 +145,20 @@ def by_data(block):
     block.up.weight.data.clamp_(-0.2, 0.2)
 
 
-class Clamps(fixtures.OddModel):
-    """A block that keeps its weight within bounds, in its own forward and past autograd."""
-
-    class Block(fixtures.OddBlock):
-        def forward(self, x):
-            self.up.weight.data.clamp_(-0.2, 0.2)
-            return super().forward(x)
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[1] = self.Block(5, 9)
+def under_no_grad(block):
+    block.up.weight.div_(block.up.weight.norm())
 
 
-@holds("misuse", ask(), ask_thorough("zero3", prefetch=0, reshard_after_forward=False), ask_thorough(**LOW),
-       ask_thorough(**OFFLOAD))  # fmt: skip
-def a_forward_that_clamps_its_weights_counts_or_is_refused(engine, **options):
-    """`self.weight.data.clamp_()` in a forward: as in plain PyTorch, and where it would be lost it is said."""
-    pair = Pair(engine, Clamps, **options)
-    if engine.foreign or not options and engine.like != "zero3":
+@holds(
+    "misuse",
+    *ask_each("write", (by_data, under_no_grad)),
+    ask_thorough("zero3", write=by_data, prefetch=0, reshard_after_forward=False),
+    *[ask_thorough(write=by_data, **options) for options in (LOW, OFFLOAD)],
+)
+def a_forward_that_writes_into_its_weights_counts_or_is_refused(engine, write, **options):
+    """A forward that clamps or scales its own weights: as in plain PyTorch, and where it would be lost it is said."""
+    pair = Pair(engine, partial(Acting, write), **options)
+    if engine.foreign or write is by_data and not options and engine.like != "zero3":
         pair.alike()
     else:
         refused_or_right(pair, lambda *_: None, "'blocks.1.up.weight'", "was written to")
@@ -163,7 +167,7 @@ def a_forward_that_clamps_its_weights_counts_or_is_refused(engine, **options):
 @holds("misuse", ask(), ask_thorough(**LOW), ask_thorough(**OFFLOAD), of_stages=True)
 def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **options):
     """A backward of a forward with other weights raises, as in plain PyTorch; the next step is right."""
-    pair = Pair(engine, fixtures.OddModel, **options)
+    pair = Pair(engine, OddModel, **options)
     pair.train(1)
     with shared_folder() as folder:
         state, loaders = pair.trained.full_state_dict(), []
@@ -189,7 +193,7 @@ class Averaging(torch.optim.SGD):
     @torch.no_grad()
     def step(self):
         super().step()
-        for param in (param for group in self.param_groups for param in group["params"]):
+        for param in all_params(self):
             mean = self.state[param].setdefault("mean", param.clone())
             mean.lerp_(param, 0.25)
 
@@ -204,7 +208,7 @@ class Averaging(torch.optim.SGD):
         self.training = True
 
     def _swap(self, now: bool):
-        for param in (param for group in self.param_groups for param in group["params"]) if now else ():
+        for param in all_params(self) if now else ():
             mean = self.state[param].setdefault("mean", param.clone())
             kept = param.clone()
             param.copy_(mean)
@@ -214,7 +218,7 @@ class Averaging(torch.optim.SGD):
 @holds("misuse", ask(ranks=(2, 3), more_ranks=1))
 def an_optimizer_that_swaps_its_weights_is_right(engine):
     """Optimizers with `eval()` and `train()`, as schedule-free ones: what they write is in use at once."""
-    pair = Pair(engine, fixtures.OddModel, lambda params: Averaging(params, lr=0.05))
+    pair = Pair(engine, OddModel, lambda params: Averaging(params, lr=0.05))
     for step in range(3):
         pair.train(2)
         for model, optimizer in pair.both:
@@ -231,34 +235,36 @@ def an_optimizer_that_swaps_its_weights_is_right(engine):
 
 
 @torch.no_grad()
-def decay_values(model, optimizer):
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.mul_(0.9)
+def decay(model, optimizer):
+    for param in all_params(optimizer):
+        param.mul_(0.9)
 
 
-def decay_data(model, optimizer):
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.data.mul_(0.9)
+def decay_by_data(model, optimizer):
+    for param in all_params(optimizer):
+        param.data.mul_(0.9)
 
 
-@holds("misuse", ask(ranks=(2, 3)), ask(("zero1", "zero2"), decay=decay_data), ask_thorough(**LOW),
-       ask_thorough(**OFFLOAD))  # fmt: skip
-def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, decay=decay_values, **options):
+@holds(
+    "misuse",
+    *ask_each("write", (decay, decay_by_data), ranks=(2, 3)),
+    ask_thorough(write=decay, **LOW),
+    ask_thorough(write=decay, **OFFLOAD),
+)
+def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, write, **options):
     """Decay by hand between two steps: ZeRO-3 gathers it; in ZeRO-1 and -2 the other ranks would not have it."""
-    pair = Pair(engine, fixtures.TiedAcross, **options)  # nothing is frozen: DDP's optimizer is given all parameters
+    pair = Pair(engine, TiedAcross, **options)  # nothing is frozen: DDP's optimizer is given all parameters
     pair.train(1)
     if engine.foreign or engine.like == "zero3":
         for side in pair.both:
-            decay(*side)
+            write(*side)
     else:
-        refused_or_right(pair, decay, "outside of engine.step()")
+        refused_or_right(pair, write, "outside of engine.step()")
         return
     pair.alike()
     pair.backward(0)  # between backward and step everybody may
     for side in pair.both:
-        decay(*side)
+        write(*side)
     pair.step()
     pair.same_weights()
 
@@ -296,7 +302,7 @@ REGROUPS = {
 @holds("misuse", *ask_each("how", REGROUPS), of_stages=True)
 def groups_that_change_after_the_build_are_refused(engine, how):
     """A parameter more or less in the optimizer's groups: each rank would train its own, or leave one out."""
-    pair = Pair(engine, fixtures.OddModel)
+    pair = Pair(engine, OddModel)
     pair.train(1)
     pair.alone(0).backward()
 
@@ -310,26 +316,25 @@ def groups_that_change_after_the_build_are_refused(engine, how):
 @holds("values", ask(), ask(**LOW), ask_thorough(**OFFLOAD), of_stages=True)
 def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
     """An average of each piece is kept by this rank, put in place for an evaluation or a save, and taken out again."""
-    trained, plain = engine(fixtures.seeded(fixtures.OddModel), fixtures.MOMENTUM, **options), fixtures.OddModel()
-    pieces, update = fixtures.pieces_of(trained), get_ema_multi_avg_fn(0.9)
-    averages, expected = [piece.detach().clone() for piece in pieces], trained.full_state_dict()
-    for step in range(3):
-        trained.training_step(*fixtures.own_tokens(step), fixtures.in_float32)
-        own = trained.full_state_dict()
+    pair, update = Pair(engine, OddModel, loss=of_tokens, **options), get_ema_multi_avg_fn(0.9)
+    pieces, params = pieces_of(pair.trained), all_params(pair.optimizer)
+    averages, expected = ([each.detach().clone() for each in side] for side in (pieces, params))
+    for _ in range(3):
+        pair.train(1)
         with torch.no_grad():
             update(averages, pieces, None)
-            update(list(expected.values()), list(own.values()), None)
-    plain.double().load_state_dict(expected)
-    tokens, _ = fixtures.own_tokens(0)
-    with swapped(trained, averages), torch.no_grad():
-        same("the weights", trained.full_state_dict(), expected, EXACT)
+            update(expected, params, None)
+    plain, (tokens, _) = copy.deepcopy(pair.plain), own_tokens(0)
+    for param, value in zip((param for param in plain.parameters() if param.requires_grad), expected):
+        param.data = value
+    with swapped(pair.trained, averages), torch.no_grad():
+        same("the weights", pair.trained.full_state_dict(), plain.state_dict(), EXACT)
         # Offload computes in the dtype of the shards, mixed precision in another one.
-        same("what the averages compute", trained(tokens), plain(tokens), 0.05 if options == LOW else EXACT)
-    same("the weights afterwards", trained.full_state_dict(), own)
-    wrong = averages[:-1]
-    refused(lambda: swapped(trained, wrong).__enter__(), "a value for each piece", error=ValueError)
+        same("what the averages compute", pair.trained(tokens), plain(tokens), 0.05 if options == LOW else EXACT)
+    pair.same_weights()
+    refused(lambda: swapped(pair.trained, averages[:-1]).__enter__(), "a value for each piece", error=ValueError)
     same("an average's dtype", {average.dtype for average in averages}, {torch.float64})
-    trained.training_step(*fixtures.own_tokens(3), fixtures.in_float32)
+    pair.alike(1)
 
 
 # Modules.
@@ -348,11 +353,11 @@ class Wrapped(nn.Module):
 
 
 def another_head(model, _):
-    model.head = fixtures.seeded(lambda: nn.Linear(5, 3), 4)
+    model.head = seeded(lambda: nn.Linear(5, 3), 4)
 
 
 def another_head_inside(model, _):
-    model.blocks[1].up = fixtures.seeded(lambda: nn.Linear(5, 9), 4)
+    model.blocks[1].up = seeded(lambda: nn.Linear(5, 9), 4)
 
 
 def a_lora(model, _):
@@ -360,7 +365,7 @@ def a_lora(model, _):
 
 
 def blocks_of_another_model(model, _):
-    model.blocks = fixtures.seeded(fixtures.OddModel, 4).blocks
+    model.blocks = seeded(OddModel, 4).blocks
 
 
 def without_a_head(model, _):
@@ -379,7 +384,7 @@ SWAPS = {
 @holds("misuse", *ask_each("how", SWAPS, more_ranks=()), of_stages=True)
 def a_child_that_is_swapped_is_refused(engine, how):
     """Another module in the place of one, also with as many parameters: the engine would train what nobody uses."""
-    pair = Pair(engine, fixtures.OddModel)
+    pair = Pair(engine, OddModel)
     pair.train(1)
     act, name = SWAPS[how]
     refused_or_right(pair, act, name, "after the engine was built")
@@ -388,7 +393,7 @@ def a_child_that_is_swapped_is_refused(engine, how):
 @holds("misuse")
 def a_wrapper_around_a_child_is_no_swap(engine):
     """Modules may be wrapped after the build, as long as parameters are the same: training goes on."""
-    pair = Pair(engine, fixtures.OddModel)
+    pair = Pair(engine, OddModel)
     pair.train(1)
     for model, _ in pair.both:
         model.blocks[1] = checkpoint_wrapper(model.blocks[1])

@@ -32,29 +32,37 @@ from harness.engine import checkpoint, layout
 from harness.engine.checkpoint import contents, files
 from harness.engine.checkpoint.rectangles import rectangles
 from harness.properties import fixtures
+from harness.properties.fixtures import (
+    ADAMW,
+    SGD,
+    OddModel,
+    Stack,
+    all_params,
+    grid,
+    pieces_of,
+    seeded,
+    token_batch,
+    vector_batch,
+)
 from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
 
-class Remembers(torch.optim.Optimizer):
-    """Momentum, with a dictionary and numpy's numbers in its state."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
+class Remembers(torch.optim.SGD):
+    """Sums up gradients, with a dictionary and numpy's numbers in its state."""
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    own = self.state[param]
-                    if not own:
-                        own.update({"sums": {"first": torch.zeros_like(param), "times": 0}, "seen": numpy.int64(0)})
-                    own["sums"]["first"].mul_(0.9).add_(param.grad)
-                    own["sums"]["times"] += 1
-                    own["seen"] += 1
-                    param.sub_(own["sums"]["first"], alpha=float(group["lr"]))
+        super().step()
+        for param in all_params(self):
+            if param.grad is not None:
+                own = self.state[param]
+                sums = own.setdefault("sums", {"first": torch.zeros_like(param), "times": 0})
+                sums["first"].mul_(0.9).add_(param.grad)
+                sums["times"] += 1
+                own["seen"] = own.get("seen", numpy.int64(0)) + 1
+                param.sub_(sums["first"], alpha=0.1)
 
 
 OPTIMIZERS = {
@@ -73,26 +81,32 @@ OPTIONS = {  # of a group: nested, or numpy's
 }
 
 
-class Zoo(nn.Module):
+class Zoo(OddModel):
     """All that a checkpoint must carry: uneven, tied, frozen, unused and empty parameters, buffers, 3 dimensions.
+
+    And what a module keeps besides tensors.
 
     And, if `odd`, a scalar and an empty one, which FSDP2 does not take.
     """
 
     def __init__(self, odd: bool = True, norm=nn.BatchNorm1d):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 7, bias=False), norm(7), nn.Linear(7, 5))])
+        super().__init__(blocks=0)
+        self.blocks.append(nn.Sequential(nn.Linear(5, 7, bias=False), norm(7), nn.Linear(7, 5)))
         self.blocks.append(nn.Sequential(nn.Linear(5, 9, bias=False), nn.Linear(9, 5)))
         self.mix = nn.Parameter(torch.randn(3, 5, 5) / 9)
-        self.frozen = nn.Parameter(torch.full((5,), 1.5), requires_grad=False)
         self.empty = nn.Parameter(torch.zeros(0, 5)) if odd else torch.zeros(0, 5)
         self.unused = nn.Linear(3, 3)
-        self.register_buffer("shift", torch.linspace(-1, 1, 5))
         self.register_buffer("table", torch.ones(5), persistent=False)
         self.scale = nn.Parameter(torch.tensor(0.7)) if odd else 0.7
         self.head = nn.Linear(5, 11, bias=False)
         self.head.weight = self.embedding.weight
+        self.kept = {"sums": {"a": torch.ones(2)}, "seen": [1]}
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
 
     def forward(self, tokens):
         x = self.embedding(tokens).mean(1) * self.frozen
@@ -104,7 +118,7 @@ class Zoo(nn.Module):
         return self.head(x + self.empty.sum())[:, :3].clone()
 
 
-def groups_of(model) -> list[dict]:
+def decayed_groups(model) -> list[dict]:
     trained = [param for param in model.parameters() if param.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
@@ -112,10 +126,10 @@ def groups_of(model) -> list[dict]:
     ]
 
 
-def zoo_under(engine, optimizer=fixtures.ADAMW, seed: int = 0, odd: bool = True, dtype=torch.float64, **options):
+def zoo_under(engine, optimizer=ADAMW, seed: int = 0, odd: bool = True, dtype=torch.float64, **options):
     norm = nn.LayerNorm if "param_dtype" in options else nn.BatchNorm1d  # torch's cannot compute in bfloat16 on a CPU
-    model = fixtures.seeded(partial(Zoo, odd, norm), seed, dtype)
-    options = {"param_groups": groups_of(model), "find_unused": True, **options}
+    model = seeded(partial(Zoo, odd, norm), seed, dtype)
+    options = {"param_groups": decayed_groups(model), "find_unused": True, **options}
     if engine.like != "zero3":
         options = {"bucket_mb": 0.0005, **options}
     return engine(model, optimizer, **options)
@@ -123,14 +137,14 @@ def zoo_under(engine, optimizer=fixtures.ADAMW, seed: int = 0, odd: bool = True,
 
 def train(trained, steps, rank: int | None = None) -> list:
     """A step on the batch of each of `steps`, which is another on every rank, or that of `rank`; returns the losses."""
-    batches = [fixtures.token_batch(step, dist.get_rank() if rank is None else rank) for step in steps]
+    batches = [token_batch(step, dist.get_rank() if rank is None else rank) for step in steps]
     return [trained.training_step(*batch, lambda out, y: F.cross_entropy(out.double(), y)) for batch in batches]
 
 
-def state_of(trained, buffers: bool = True) -> dict:
+def state_of(trained, buffers: bool = False) -> dict:
     """Everything that loading may change, copied: {where it is: a tensor or a value}. All ranks take part.
 
-    Buffers are every rank's own, and after loading rank 0's.
+    Buffers are every rank's own, and after loading rank 0's: only what is not loaded leaves them.
     """
     optimizer, state = trained.optimizer, {"weights": trained.full_state_dict()}
     state["shards"] = [bucket.shard for bucket in trained.all_buckets]
@@ -168,24 +182,24 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     extra = {"schedule": schedule.state_dict(), "rank": dist.get_rank(), "random": torch.get_rng_state()}
     extra["keys"] = {1: (2, [3.0]), "5": {7: None, "numpy's": numpy.bool_(True)}}
     save = engine.more.get("save") or partial(checkpoint.async_save if in_background else checkpoint.save, **extra)
-    expected = state_of(trained, buffers=False)
+    expected = state_of(trained)
     with shared_folder() as folder:
         saved = save(trained, folder)
         ahead = train(trained, range(3, 6))  # a copy that is saved in the background must not see this
         saved = saved.result() if in_background else saved
         found = engine.more.get("load", checkpoint.load)(other, folder)
     # What is written is read: the same bytes, as text where it is none, which tells kinds as well.
-    same("what was loaded", state_of(other, buffers=False), expected)
+    same("what was loaded", state_of(other), expected)
     if optimizer == "remembers":
         read = {**OPTIONS, "number": 0.25, "numbered": {1: "a", 2: 0.5}}  # as Python's numbers
         same("the options", str({key: other.optimizer.param_groups[0][key] for key in OPTIONS}), str(read))
-    same("what save returns", (saved.rank, saved.path), (dist.get_rank(), Path(folder) / "000001"))
+    same("what save returns", (saved.rank, saved.path), (dist.get_rank(), folder / "000001"))
     same("the caller's values", (found["rank"], found["keys"]), (dist.get_rank(), extra["keys"]))
     same("a tensor of the caller's", found["random"], extra["random"])
     its.load_state_dict(found["schedule"])
     same("learning rates", [group["lr"] for group in other.optimizer.param_groups], its.get_last_lr())
     same("the losses after loading", torch.stack(train(other, range(3, 6))), torch.stack(ahead))
-    same("the state after training on", state_of(other, buffers=False), state_of(trained, buffers=False))
+    same("the state after training on", state_of(other), state_of(trained))
 
 
 # Journeys. A station is who loads and saves, and on how many ranks; `file` is torch's conversion into one and back.
@@ -204,21 +218,22 @@ ON_A_GRID = "grid@4 engine@4 grid@4 other@2"
 def a_checkpoint_travels(engine, journey):
     """Loading and saving again changes no bit, whoever does it where; training comes out where one process does."""
     stations = [station.split("@") for station in journey.split()]
-    groups = {size: dist.new_group(range(size)) for size in range(1, 5) if size <= dist.get_world_size()}
+    rank, everyone = dist.get_rank(), dist.get_world_size()
+    groups = {size: dist.new_group(range(everyone - size, everyone)) for size in range(1, everyone + 1)}
     odd, source, steps, told = "fsdp2" not in journey, None, 0, {}
     with shared_folder() as folder:
         for number, (kind, size) in enumerate(stations):
-            here, copied, group = Path(folder, f"{number}"), Path(folder, f"{number} again"), groups[int(size)]
+            here, copied, group = folder / f"{number}", folder / f"{number} again", groups[int(size)]
             todo = range(steps, steps + 2 * (kind != "file"))
-            if dist.get_rank() < int(size):
+            if rank >= everyone - int(size):  # the last ones: in a group of some a rank has another number
                 if kind in ("engine", "other", "grid"):
                     own = engine if kind != "other" else engine.another()
-                    group = fixtures.grid() if kind == "grid" else group
+                    group = grid() if kind == "grid" else group
                     trained = zoo_under(own, seed=5 if source else 0, odd=odd, group=group)
                     if source:
                         found = checkpoint.load(trained, source)
                         same(f"the caller's values at station {number}, {kind}", found, told)
-                        checkpoint.save(trained, copied, **found)
+                        checkpoint.async_save(trained, copied, **found).result()
                     train(trained, todo, rank=0)  # the same batch everywhere
                     checkpoint.save(trained, here, **TOLD)
                 elif kind == "file":
@@ -233,8 +248,8 @@ def a_checkpoint_travels(engine, journey):
             if kind != "file":  # torch's own classes know nothing of the caller's values
                 told = {} if kind in ("plain", "fsdp2") else TOLD
         found = flat(source)
-    model = fixtures.seeded(lambda: Zoo(odd))
-    optimizer = fixtures.ADAMW(groups_of(model))
+    model = seeded(lambda: Zoo(odd))
+    optimizer = ADAMW(decayed_groups(model))
     for step in range(steps):
         plain_step(model, optimizer, step)
     expected = model.state_dict()
@@ -245,29 +260,32 @@ def a_checkpoint_travels(engine, journey):
 
 
 def plain_step(model, optimizer, step: int) -> None:
-    tokens, targets = fixtures.token_batch(step, 0)
+    tokens, targets = token_batch(step, 0)
     F.cross_entropy(model(tokens).double(), targets).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
+def state_by_torch(model, optimizer) -> dict:
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+
+
 def without_an_engine(sharded: bool, group, source, folder, steps, odd: bool) -> None:
     """torch's own classes load, train and save."""
-    model = fixtures.seeded(partial(Zoo, odd), 5)
+    model = seeded(partial(Zoo, odd), 5)
     if sharded:
         mesh = DeviceMesh.from_group(group, "cpu")
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
-    optimizer = fixtures.ADAMW(groups_of(model))
-    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    optimizer = ADAMW(decayed_groups(model))
+    state = state_by_torch(model, optimizer)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, checkpoint_id=checkpoint.newest(source), planner=planner, process_group=group)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optim"], options=StateDictOptions(strict=False))
     for step in steps:
         plain_step(model, optimizer, step)
-    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder, process_group=group)
+    dcp.save(state_by_torch(model, optimizer), checkpoint_id=folder, process_group=group)
 
 
 def flat(folder) -> dict:
@@ -288,27 +306,6 @@ def flat(folder) -> dict:
     return {key: found[key] for key in sorted(found, key=str) if "empty" not in key[0]}
 
 
-@holds("life", ask(ranks=3))
-def groups_of_ranks_have_checkpoints_of_their_own(engine):
-    """Each group of ranks saves and loads its own engine, one group after the other and several at once."""
-    rank = dist.get_rank()
-    with shared_folder() as folder:
-        for split in ("0,1 2", "0 1,2"):  # who is in a group together
-            for members in split.split():
-                ranks = [int(number) for number in members.split(",")]
-                group = dist.new_group(ranks)
-                if rank in ranks:
-                    own, path = group, Path(folder, split, members)
-            trained = zoo_under(engine, group=own)
-            train(trained, [rank])
-            checkpoint.async_save(trained, path, members=split).result()
-            expected = state_of(trained, buffers=False)
-            train(trained, [5])
-            same("what the group has saved", checkpoint.load(trained, path), {"members": split})
-            same("what was loaded", state_of(trained, buffers=False), expected)
-            checkpoint.save(trained, path)
-
-
 class Runs:
     """Unpickling it makes a file."""
 
@@ -321,14 +318,15 @@ class Runs:
 
 def of_other_runs(engine, folder: Path) -> None:
     """Checkpoints that an engine of a `Zoo` under AdamW must not load: they are of something else, or run code."""
-    model = fixtures.seeded(Zoo)
-    adamw, sgd = fixtures.ADAMW(groups_of(model)), torch.optim.SGD(groups_of(model), lr=0.01)
-    weights, optim = get_model_state_dict(model), get_optimizer_state_dict(model, adamw)
-    evil = [{**group, "lr": Runs(folder / "item ran")} for group in optim["param_groups"]]
+    model = seeded(Zoo)
+    adamw, sgd = ADAMW(decayed_groups(model)), torch.optim.SGD(decayed_groups(model), lr=0.01)
+    evil = state_by_torch(model, adamw)
+    for group in evil["optim"]["param_groups"]:
+        group["lr"] = Runs(folder / "item ran")
     theirs = {
-        "torch's SGD": {"model": weights, "optim": get_optimizer_state_dict(model, sgd)},
-        "an item that runs": {"model": weights, "optim": {**optim, "param_groups": evil}},
-        "weights alone": weights,
+        "torch's SGD": state_by_torch(model, sgd),
+        "an item that runs": evil,
+        "weights alone": get_model_state_dict(model),
     }
     for name, state in theirs.items():
         dcp.save(state, checkpoint_id=folder / name)
@@ -338,7 +336,7 @@ def of_other_runs(engine, folder: Path) -> None:
         "another dtype": zoo_under(engine, dtype=torch.float32),
         "fewer names": zoo_under(engine, odd=False),
         "other groups": zoo_under(engine, param_groups=None),
-        "another shape": engine(model, fixtures.ADAMW, param_groups=groups_of(model)),
+        "another shape": engine(model, ADAMW, param_groups=decayed_groups(model)),
     }
     for name, trained in ours.items():
         checkpoint.save(trained, folder / name)
@@ -389,26 +387,25 @@ def what_cannot_be_loaded_changes_nothing(engine):
     trained = zoo_under(engine)
     train(trained, [0])
     with shared_folder() as folder:
-        folder = Path(folder)
         checkpoint.save(trained, folder / "good", step=1)
-        good = state_of(trained, buffers=False)
+        good = state_of(trained)
         of_other_runs(engine, folder)
         if dist.get_rank() == 0:
             damage(folder / "good" / "000001", folder)
         dist.barrier()
         train(trained, [1])
-        before = state_of(trained)
+        before = state_of(trained, buffers=True)
         for name, (error, *words) in NOT_LOADED.items():
             refused(lambda path=folder / name: checkpoint.load(trained, path), *words, error=error)
-            same(f"the engine after {name!r}", state_of(trained), before)
+            same(f"the engine after {name!r}", state_of(trained, buffers=True), before)
         if engine.like == "zero3":
             with torch.device("meta"):
                 model = Zoo().double()
             path = folder / "a list that runs"
-            refused(lambda: engine(model, fixtures.ADAMW, state_dict=path), "it asks for ", error=checkpoint.Unsafe)
+            refused(lambda: engine(model, ADAMW, state_dict=path), "it asks for ", error=checkpoint.Unsafe)
         same("what a checkpoint has run", [path.name for path in folder.glob("* ran")], [])
         same("what was saved beside the weights", checkpoint.load(trained, folder / "good"), {"step": 1})
-        same("what was loaded at last", state_of(trained, buffers=False), good)
+        same("what was loaded at last", state_of(trained), good)
         dist.barrier()
         # The two that run are what they are said to be: torch's own reader runs them.
         with contextlib.suppress(Exception):
@@ -417,6 +414,10 @@ def what_cannot_be_loaded_changes_nothing(engine):
             wanted = {"optim": {"param_groups": [{"lr": 0.0}]}}
             dcp.load(wanted, checkpoint_id=folder / "an item that runs", no_dist=True)
         assert (folder / "list ran").exists() and (folder / "item ran").exists()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
 
 
 def no_space(*_):
@@ -438,9 +439,8 @@ def what_one_rank_cannot_write_nobody_has(engine):
     """An error in one rank's files is one on all, in the same words; nothing is left over, and the last one is good."""
     trained, rank = zoo_under(engine), dist.get_rank()
     train(trained, [0])
-    expected, said = state_of(trained, buffers=False), ""
+    expected, said = state_of(trained), ""
     with shared_folder() as folder:
-        folder = Path(folder)
 
         def save(to: str = "run"):
             return checkpoint.save(trained, folder / to, step=3)
@@ -459,11 +459,11 @@ def what_one_rank_cannot_write_nobody_has(engine):
                 said += refused(each, "rank 1: ", "File too large", "earlier ones are as they were", error=RuntimeError)
         same("warnings of what fails in the background", ["rank 1: " in str(each.message) for each in warned], [True])
         dist.barrier()
-        same("checkpoints after a full disk", os.listdir(folder / "run"), ["000001"])
+        same("checkpoints after a full disk", names_in(folder / "run"), ["000001"])
         same("what was saved beside the weights", checkpoint.load(trained, folder / "run"), {"step": 1})
-        same("what was loaded", state_of(trained, buffers=False), expected)
+        same("what was loaded", state_of(trained), expected)
         save()
-        same("checkpoints at last", sorted(os.listdir(folder / "run")), ["000001", "000002"])
+        same("checkpoints at last", names_in(folder / "run"), ["000001", "000002"])
         if rank == 0:
             (folder / "file").write_text("")
         dist.barrier()
@@ -471,11 +471,11 @@ def what_one_rank_cannot_write_nobody_has(engine):
             said += refused(lambda: save("full"), "rank 0: ", "No space left")
         with patch.object(contents, "read", no_space):  # rank 0 looks whether the new checkpoint can be read
             said += refused(lambda: save("unread"), error=checkpoint.Damaged)
-        said += refused(lambda: save("file"), "rank 0: ") + refused(lambda: save("file/inside"), "rank 0: ")
+        said += refused(lambda: save("file"), "rank 0: ")
         words = [None] * dist.get_world_size()
         dist.all_gather_object(words, said)
         same("what the ranks say", words, [said] * len(words))
-        same("what is left", os.listdir(folder / "full") + os.listdir(folder / "unread"), [])
+        same("what is left", names_in(folder / "full") + names_in(folder / "unread"), [])
 
 
 NOT_PLAIN = {  # what the option `note` or the caller's value is, and the name by which it is refused
@@ -495,8 +495,9 @@ def what_cannot_be_loaded_is_not_saved(engine):
     """A value that could not be read again is refused by its name, on all ranks, before a folder is made."""
     rank = dist.get_rank()
     with shared_folder() as folder:
-        folder, trained = Path(folder, "new"), zoo_under(engine, param_groups=None)
-        other = checkpoint.save(trained, f"{folder}, and other").path
+        trained = zoo_under(engine, param_groups=None)
+        other = checkpoint.save(trained, folder / "other").path
+        folder = folder / "new"
         refused(lambda: checkpoint.save(trained, other), "is a checkpoint itself", error=ValueError)
         refused(lambda: checkpoint.save(trained, folder, keep=0), "keep must be a number", error=ValueError)
         (group,) = trained.optimizer.param_groups
@@ -508,15 +509,15 @@ def what_cannot_be_loaded_is_not_saved(engine):
                 group["note"] = 1
                 words = "'what", ": a checkpoint takes tensors"
                 refused(lambda value=value: checkpoint.save(trained, folder, what=value), *words, error=ValueError)
-        trained = zoo_under(engine, fixtures.SGD, param_groups=None)
+        trained = zoo_under(engine, SGD, param_groups=None)
         for state in NOT_TOGETHER:
-            trained.optimizer.state[fixtures.pieces_of(trained)[0]] = state
+            trained.optimizer.state[pieces_of(trained)[0]] = state
             refused(lambda: checkpoint.save(trained, folder), "in the optimizer's state", error=ValueError)
         trained.optimizer.state["of all"] = {"steps": 1}
         refused(lambda: checkpoint.save(trained, folder), "'of all' in the optimizer's state", error=ValueError)
         del trained.optimizer.state["of all"]
         for state in ({"kept": rank}, {"kept": {"a": 1} if rank else {}}):  # a parameter may lie on two ranks
-            trained.optimizer.state.update(dict.fromkeys(fixtures.pieces_of(trained), state))
+            trained.optimizer.state.update(dict.fromkeys(pieces_of(trained), state))
             refused(lambda: checkpoint.save(trained, folder), "ranks disagree on ", error=ValueError)
         expect(not folder.exists(), "the folder of what cannot be saved", "none", "it is there")
 
@@ -543,7 +544,7 @@ def old_checkpoints_go(engine):
     """The newest `keep` checkpoints stay, also after kills, each loads by its name; the user's own is not touched."""
     trained = zoo_under(engine)
     with shared_folder() as folder:
-        folder, first = Path(folder), dist.get_rank() == 0
+        first = dist.get_rank() == 0
         if first:
             (folder / "notes").mkdir()
             (folder / "3song.partial").write_text("")
@@ -555,12 +556,12 @@ def old_checkpoints_go(engine):
             refused(lambda: checkpoint.save(trained, folder, keep=2), "No space left")
         dist.barrier()
         whole = ["000003", "000004", "3song.partial", "notes"]
-        same("what is in the folder after a save that failed", sorted(os.listdir(folder)), whole)
+        same("what is in the folder after a save that failed", names_in(folder), whole)
         dist.barrier()
         for step in (5, 6):
             checkpoint.save(trained, folder, keep=2, step=step)
         dist.barrier()
-        same("what is in the folder", sorted(os.listdir(folder)), ["000005", "000006", "3song.partial", "notes"])
+        same("what is in the folder", names_in(folder), ["000005", "000006", "3song.partial", "notes"])
         same("what the older one holds", checkpoint.load(trained, folder / "000005"), {"step": 5})
         own = ["000008.partial", "000009.partial", "1²"]
         if first:
@@ -569,12 +570,8 @@ def old_checkpoints_go(engine):
             (folder / own[2]).mkdir()
         dist.barrier()
         checkpoint.save(trained, folder, keep=2, step=7)
-        found = sorted(os.listdir(folder))
-        same(
-            "what is beside names of the user's",
-            found,
-            ["000006", *own[:2], "000010", own[2], "3song.partial", "notes"],
-        )
+        whole = ["000006", *own[:2], "000010", own[2], "3song.partial", "notes"]
+        same("what is beside names of the user's", names_in(folder), whole)
         same("what the newest holds", checkpoint.load(trained, folder), {"step": 7})
 
 
@@ -584,9 +581,9 @@ def each_rank_writes_its_part(engine, hybrid=False):
 
     ZeRO-1 and -2 have whole parameters, and each rank writes its shard of them all the same. Of replicas one writes.
     """
-    model = fixtures.seeded(lambda: fixtures.Stack(layers=4, width=256), dtype=torch.float32)
-    trained = engine(model, fixtures.ADAMW, group=fixtures.grid() if hybrid else None)
-    trained.training_step(*fixtures.vector_batch(0, dist.get_rank(), 256), F.mse_loss)
+    model = seeded(lambda: Stack(layers=4, width=256), dtype=torch.float32)
+    trained = engine(model, ADAMW, group=grid() if hybrid else None)
+    trained.training_step(*vector_batch(0, dist.get_rank(), 256), F.mse_loss)
     with shared_folder() as folder:
         written = checkpoint.save(trained, folder).nbytes
     runs = [

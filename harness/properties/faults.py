@@ -175,6 +175,32 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
         dist.barrier()  # the others may still be on their way to their error
 
 
+@holds("misuse", ask("zero3", 3, more_ranks=2), of_stages=True)
+def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
+    """The last rank alone has an error in forward, catches it and begins anew: no rank computes with mixed weights."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    model = seeded(lambda: Lanes([8] * 4), dtype=torch.float32)
+    trained = engine(model, DECAY, group=short_group())
+    x, y = vector_batch(0, rank, 8)
+
+    def trips(module, args):
+        raise ZeroDivisionError("tripped")
+
+    def train():
+        trained.training_step(x, y, F.mse_loss)
+        if rank == last:
+            hook = model.blocks[2].register_forward_pre_hook(trips)
+            refused(lambda: trained(x), "tripped", error=ZeroDivisionError)
+            hook.remove()
+            trained.zero_grad()
+        trained.training_step(x, y, F.mse_loss)
+
+    try:
+        refused(train, "next forward" if rank == last else "waited in vain", error=RuntimeError)
+    finally:
+        dist.barrier()
+
+
 @holds("traffic", ask("zero3"), of_stages=True)
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""

@@ -278,12 +278,17 @@ def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
     return torch.stack(everyone)
 
 
-def pieces_of(engine) -> list[torch.Tensor]:
-    """What the engine's optimizer updates on this rank."""
+def all_params(optimizer) -> list[torch.Tensor]:
+    """What an optimizer updates, of all groups."""
     found = []
-    for group in engine.optimizer.param_groups:
+    for group in optimizer.param_groups:
         found += group["params"]
     return found
+
+
+def pieces_of(engine) -> list[torch.Tensor]:
+    """What the engine's optimizer updates on this rank."""
+    return all_params(engine.optimizer)
 
 
 def hooks_on(model, *others) -> int:

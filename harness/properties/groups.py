@@ -140,7 +140,7 @@ def a_grid_over_some_of_the_ranks_needs_no_other(engine):
 WIDTH = 16
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """The MLP of a transformer: a matrix to be cut by columns, and one by rows."""
 
     def __init__(self):
@@ -154,7 +154,7 @@ class Block(nn.Module):
 
 def small() -> nn.Module:
     head = nn.Linear(WIDTH, 256, bias=False)
-    return nn.Sequential(nn.Embedding(256, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), head)
+    return nn.Sequential(nn.Embedding(256, WIDTH), Layer(), Layer(), nn.LayerNorm(WIDTH), head)
 
 
 def cut_by(mesh, sequence: bool) -> nn.Module:

@@ -13,7 +13,19 @@ from torch.nn import functional as F
 
 from harness.engine.gradients import GradScaler
 from harness.engine.safety.guard import EngineParameter
-from harness.properties import fixtures
+from harness.properties.fixtures import (
+    ADAMW,
+    MOMENTUM,
+    SGD,
+    OddModel,
+    Twice,
+    hooks_on,
+    in_float32,
+    own_tokens,
+    seeded,
+    vector_batch,
+)
+from harness.properties.precision import of_tokens
 from harness.properties.property import STAGES, NotApplicable, ask, ask_each, expect, holds, refused, same
 from harness.properties.training import Pair
 
@@ -26,16 +38,16 @@ from harness.properties.training import Pair
 )
 def an_engine_that_goes_leaves_nothing_alive(engine, how):
     """After `del` and a collection nothing of an engine is alive: itself, its model, parameters, shards, optimizer."""
-    gone, rank = [], dist.get_rank()
+    gone = []
     for _ in range(3):
-        model = fixtures.seeded(fixtures.OddModel)
+        model = seeded(OddModel)
         options = {"param_dtype": torch.bfloat16} if how == "mixed precision" else {}
-        trained = engine(model, fixtures.ADAMW, **options)
+        trained = engine(model, ADAMW, **options)
         scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
-        tokens, targets = fixtures.token_batch(0, rank)
+        tokens, targets = own_tokens(0)
         if how == "mixed precision":
             scaler = GradScaler("cpu")
-            scaler.scale(fixtures.in_float32(trained(tokens), targets)).backward()
+            scaler.scale(in_float32(trained(tokens), targets)).backward()
             scaler.step(trained)
             del scaler
         else:
@@ -65,26 +77,27 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
     same("what is alive", sorted({type(thing).__name__ for thing in alive}), [])
 
 
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}  # sums that plain PyTorch makes to the bit
+
+
 class Tagged(nn.Parameter):
     """A parameter of a class of the caller's."""
 
 
 def own_class() -> nn.Module:
-    model = fixtures.Twice()
+    model = Twice()
     model.head.weight = model.embedding.weight = Tagged(model.head.weight.detach())
     return model
 
 
-@holds(
-    "life",
-    ask(),
-    ask("zero3", reshard_after_forward=False),
-    of_stages=True,
-)
+@holds("life", ask(), ask(**LOW), ask("zero3", reshard_after_forward=False), of_stages=True)
 def closing_gives_a_plain_model(engine, **options):
-    """`close()` gives a plain model with the trained values, its objects and ties; another engine may follow."""
-    pair, fresh = Pair(engine, own_class, **options), fixtures.seeded(own_class)
-    model, trained = pair.trained.model, pair.trained
+    """`close()` gives a plain model with the shards' values, its objects and ties; another engine may follow.
+
+    Between backward and step it leaves nothing in flight, and drops the gradients.
+    """
+    pair, fresh = Pair(engine, own_class, loss=of_tokens, **options), seeded(own_class)
+    model, trained, (tokens, _) = pair.trained.model, pair.trained, own_tokens(0)
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
     objects = dict(model.named_parameters())
     expect(isinstance(model.head.weight, Tagged), "the head's weight", "a Tagged", type(model.head.weight))
@@ -92,8 +105,15 @@ def closing_gives_a_plain_model(engine, **options):
         assert "requires_grad=True" in repr(model.head.weight)
     pair.train(2)
     before = trained.full_state_dict()
+    with trained.no_sync():
+        pair.alone().backward()
+    pair.alone().backward()
     trained.close()
     same("the plain model's state", model.state_dict(), before)
+    rounded = all((param == param.bfloat16().double()).all() for param in model.parameters())
+    expect(not rounded, "the plain model's values", "those of the shards", "all are bfloat16 numbers")
+    same("the dtype of what the model computes", model(tokens).dtype, torch.float64)  # inputs are not cast any more
+    model.load_state_dict(before)  # and loading is not refused
     for name, param in model.named_parameters():
         kept = param is objects[name] and type(param) is type(fresh.get_parameter(name)) and param.requires_grad
         kept = kept and param.grad is None and "requires_grad=True" in repr(param)
@@ -102,33 +122,11 @@ def closing_gives_a_plain_model(engine, **options):
         # Memory of its own, and no bucket's: moves and `param.data` are as ever.
         same(f"bytes of the storage under {name}", param.untyped_storage().nbytes(), param.nbytes)
     expect(model.head.weight is model.embedding.weight, "the tied weight", "one object", "two")
-    same("hooks that are left", fixtures.hooks_on(model), fixtures.hooks_on(fresh) + 1)
+    same("hooks that are left", hooks_on(model), hooks_on(fresh) + 1)
     for asked in (lambda: trained.step(), lambda: trained(1), lambda: trained.full_state_dict(), trained.close):
         refused(asked, error=AttributeError)
     twin = copy.deepcopy(model)
     Pair(engine.another(), (twin, model)).alike()
-
-
-@holds("life", ask(mixed=False), ask(mixed=True))
-def closing_drops_gradients_and_takes_the_shards_values(engine, mixed):
-    """Between backward and step `close()` leaves nothing in flight; a model in mixed precision is float32 then."""
-    model = fixtures.seeded(fixtures.OddModel, dtype=torch.float32)
-    trained = engine(model, fixtures.ADAMW, param_dtype=torch.bfloat16 if mixed else None)
-    tokens, targets = fixtures.token_batch(0, dist.get_rank())
-
-    trained.training_step(tokens, targets, fixtures.in_float32)
-    before = trained.full_state_dict()
-    with trained.no_sync():
-        fixtures.in_float32(trained(tokens), targets).backward()
-    fixtures.in_float32(trained(tokens), targets).backward()
-    trained.close()
-    same("the plain model's state", model.state_dict(), before)
-    same("parameters with a gradient", [n for n, p in model.named_parameters() if p.grad is not None], [])
-    same("dtypes of parameters", {param.dtype for param in model.parameters()}, {torch.float32})
-    rounded = all((param == param.bfloat16().float()).all() for param in model.parameters())
-    expect(not rounded, "the plain model's values", "those of the shards", "all are bfloat16 numbers")
-    same("the dtype of what the model computes", model(tokens).dtype, torch.float32)  # inputs are not cast any more
-    model.load_state_dict(before)  # and loading is not refused
 
 
 def through_a_file(model: nn.Module) -> nn.Module:
@@ -149,17 +147,9 @@ def through_a_file(model: nn.Module) -> nn.Module:
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
 
-    def build():
-        model = fixtures.seeded(fixtures.OddModel, dtype=torch.float32)
-        return engine(model, fixtures.MOMENTUM, param_dtype=torch.bfloat16 if mixed else None)
-
-    def step_both(step):
-        for each in (trained, untouched):
-            each.training_step(*fixtures.token_batch(step, dist.get_rank()), fixtures.in_float32)
-
-    trained, untouched = build(), build()
-    model = trained.model
-    step_both(0)
+    pair = Pair(engine, OddModel, loss=of_tokens, **(LOW if mixed else {}))
+    model, (tokens, targets) = pair.trained.model, own_tokens(3)
+    pair.train(1)
     if engine.like == "zero3":
         refused(lambda: copied(model), "sharded", "full_state_dict", error=RuntimeError)
     else:
@@ -172,9 +162,8 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
             plain = plain and param.requires_grad == own.requires_grad
             expect(plain, "the copy's parameter", "an nn.Parameter of its own", type(param).__name__)
         # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
-        optimizer = torch.optim.SGD([param for param in twin.parameters() if param.requires_grad], lr=0.1)
-        tokens, targets = fixtures.token_batch(3, dist.get_rank())
-        fixtures.in_float32(twin(tokens), targets).backward()
+        optimizer = SGD([param for param in twin.parameters() if param.requires_grad])
+        in_float32(twin(tokens), targets).backward()
         assert nn.utils.clip_grad_norm_(twin.parameters(), 1e9) > 0
         optimizer.step()
         optimizer.zero_grad()
@@ -183,11 +172,8 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
         if mixed:  # a copy is plain: moved to float32 it computes in float32
             same("the dtype that the moved copy computes in", twin.float()(tokens).dtype, torch.float32)
         else:  # it may have an engine of its own
-            engine(twin, fixtures.MOMENTUM).training_step(tokens, targets, fixtures.in_float32)
-    step_both(1)
-    # The same engine on the same data: the same operations.
-    same("the weights, beside an engine's whose model was never copied", trained.full_state_dict(),
-         untouched.full_state_dict())  # fmt: skip
+            engine(twin, MOMENTUM).training_step(tokens, targets, in_float32)
+    pair.alike(1)
 
 
 class Branching(nn.Module):
@@ -220,10 +206,10 @@ def what_autograd_has_saved_goes_with_the_graph(engine, way):
     An operation that saves its own result (tanh, softmax, exp) makes a cycle through C++, which only a backward opens.
     """
     options = {} if engine.chapter else {"find_unused": True}
-    trained = engine(fixtures.seeded(Branching), fixtures.MOMENTUM, **options)
+    trained = engine(seeded(Branching), MOMENTUM, **options)
     model = trained.model
     for step in range(3):
-        x, y = fixtures.vector_batch(step, dist.get_rank(), 5, torch.float64)
+        x, y = vector_batch(step, dist.get_rank(), 5, torch.float64)
         out = trained(x.requires_grad_())
         model.seen.append(weakref.ref(out))
         if way != "forward alone":

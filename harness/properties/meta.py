@@ -10,10 +10,19 @@ from torch import nn
 from harness.engine import checkpoint
 from harness.measure.held import held_bytes, storage_bytes
 from harness.measure.ledger import MemoryLedger
-from harness.properties import fixtures
-from harness.properties.checkpoints import Zoo, groups_of
-from harness.properties.fixtures import ADAMW, OddModel, byte_batch, seeded
-from harness.properties.property import ask, expect, holds, refused, same, subject
+from harness.properties.checkpoints import Zoo, decayed_groups
+from harness.properties.fixtures import (
+    ADAMW,
+    OddBlock,
+    OddModel,
+    byte_batch,
+    in_float32,
+    own_tokens,
+    pieces_of,
+    seeded,
+    silent_group,
+)
+from harness.properties.property import ask, ask_each, expect, holds, refused, same, subject
 from harness.properties.training import Pair
 from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
 from harness.run.shared_folder import shared_folder
@@ -24,12 +33,7 @@ def on_meta(build):
         return build()
 
 
-@holds(
-    "life",
-    ask("zero3", more_ranks=(1, 3)),
-    ask("zero3", more_ranks=(1, 3), param_dtype=torch.bfloat16),
-    of_stages=True,
-)
+@holds("life", *ask_each("param_dtype", (None, torch.bfloat16), "zero3", more_ranks=(1, 3)), of_stages=True)
 def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, device="cpu"):
     """From the same seed a model on `meta` gets the weights of the whole one, to the bit: the same operations.
 
@@ -39,12 +43,12 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
     expected, model = GPT(config, seed=7).state_dict(), on_meta(lambda: GPT(config))
     weight = model.blocks[0].up.weight
     weight.tag = "no decay"
-    init_fn, groups = partial(initialize, seed=7), groups_of(model)
+    init_fn, groups = partial(initialize, seed=7), decayed_groups(model)
     with torch.device(device):
         trained = engine(model, ADAMW, init_fn=init_fn, param_groups=groups, param_dtype=param_dtype)
     same("bytes that stay gathered", storage_bytes(model.parameters()), 0)
     same("the weights from the seed", trained.full_state_dict(), expected)
-    devices = {tensor.device.type for tensor in (*model.parameters(), *fixtures.pieces_of(trained))}
+    devices = {tensor.device.type for tensor in (*model.parameters(), *pieces_of(trained))}
     same("the devices of parameters and their pieces", devices, {device})
     trained.training_step(*byte_batch(0, dist.get_rank(), device), next_token_loss)
     kept = model.head.weight is model.tokens.weight and model.blocks[0].up.weight is weight and weight.tag == "no decay"
@@ -58,14 +62,10 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
             assert (value == ("norm" in name and name.endswith("weight"))).all(), name
 
 
-@holds(
-    "bytes",
-    ask("zero3", source="init_fn"),
-    ask("zero3", source="state_dict"),
-    ask("zero3", source="folder"),
-    ask("zero3", source="init_fn in bfloat16"),
-    of_stages=True,
-)
+SOURCES = ("init_fn", "state_dict", "folder", "init_fn in bfloat16")
+
+
+@holds("bytes", *ask_each("source", SOURCES, "zero3"), of_stages=True)
 def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     """The peak while a model on `meta` is built is the shards and one unit; with a folder, three units."""
     config = GPTConfig(layers=8, width=64, heads=2, vocab=64, seq=16)
@@ -79,7 +79,7 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
             dcp.save({"model": weights}, checkpoint_id=folder)
             options = {"state_dict": folder}
         with MemoryLedger() as memory:
-            trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
+            trained = engine(model, ADAMW, group=silent_group(), **options)
     same("bytes that stay", memory.live, held_bytes(trained)["parameters"])
     unit = max(4 * sum(bucket.numel for bucket in each.buckets) for each in (*trained.units, trained.root))
     most = memory.live + (3 if source == "folder" else 1) * unit + 4
@@ -87,12 +87,7 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     expect(memory.peak <= most, "the peak of live bytes while it is built", f"at most {most:,}", f"{memory.peak:,}")
 
 
-@holds(
-    "life",
-    ask("zero3", source="file"),
-    ask("zero3", source="folder"),
-    of_stages=True,
-)
+@holds("life", *ask_each("source", ("file", "folder"), "zero3"), of_stages=True)
 def weights_on_file_are_read_into_meta(engine, source):
     """Another model's weights, memory-mapped or in a folder, are taken, and not written to; then it trains.
 
@@ -111,13 +106,12 @@ def weights_on_file_are_read_into_meta(engine, source):
             state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
         else:
             state = checkpoint.save(subject("zero1")(seeded(build, seed=5), ADAMW), folder).path
-        pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=groups_of, find_unused=True, state_dict=state,
+        pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=decayed_groups, find_unused=True, state_dict=state,
                     init_fn=init_fn)  # fmt: skip
     same("names that init_fn is asked for", asked, ["table"])
     same("the weights from the file", pair.trained.full_state_dict(), whole.state_dict())
     model = pair.trained.model
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    same("names that are still on meta", left, [])
+    same("names that are still on meta", names_on_meta(model), [])
     if source == "file":
         before = whole.mix.detach().clone()
     pair.train(3)
@@ -126,27 +120,54 @@ def weights_on_file_are_read_into_meta(engine, source):
         same("the file's own values", state["mix"], before)
 
 
-@holds("life", ask("zero3"), of_stages=True)
+class Counting(OddBlock):
+    """With a buffer that two modules share."""
+
+    def __init__(self):
+        super().__init__(5, 9)
+        self.register_buffer("count", torch.zeros(2))
+        self.up.register_buffer("count", self.count)
+
+
+def names_on_meta(model) -> list[str]:
+    return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+
+
+@holds("life", ask("zero3", more_ranks=3), of_stages=True)
 def init_fn_fills_what_is_on_meta(engine):
-    """init_fn is asked for what is on `meta` alone, in the dtype of the shards, and rank 0's values count on all."""
-    rank = dist.get_rank()
-    model = on_meta(OddModel)  # init_fn may draw from a generator that differs between the ranks
-    trained = engine(model, ADAMW, init_fn=lambda name, tensor: tensor.fill_(rank + len(name)), prefetch=0)
-    expected = {name: torch.full_like(value, len(name)) for name, value in trained.full_state_dict().items()}
-    same("the weights that rank 0 has filled", trained.full_state_dict(), expected)
-    model, names = seeded(OddModel, dtype=torch.float32), []
-    before = model.head.weight.detach().clone()
-    model.blocks[1] = on_meta(lambda: fixtures.OddBlock(5, 9))
-    trained = engine(model, ADAMW, init_fn=lambda name, tensor: (names.append(name), tensor.fill_(0.5)))
-    same("names on meta", sorted(names), sorted(f"blocks.1.{name}" for name, _ in model.blocks[1].named_parameters()))
+    """init_fn is asked once for what is on `meta`, and for nothing else, and rank 0's values count on all.
+
+    If it raises on one rank all hear of it, and the model is as before: another try works.
+    """
+    rank, last, names = dist.get_rank(), dist.get_world_size() - 1, []
+    model, other = (seeded(OddModel, dtype=torch.float32) for _ in range(2))
+    before = other.state_dict()
+    model.blocks[1] = on_meta(Counting)
+    weight, missing = model.blocks[1].up.weight, names_on_meta(model)
+
+    def raises(name, tensor):
+        if rank == last and name == "blocks.1.up.weight":
+            raise ZeroDivisionError("of the caller's own")
+        tensor.fill_(0.1)
+
+    def fills(name, tensor):  # it may draw from a generator that differs between the ranks
+        names.append(name)
+        tensor.fill_(rank + len(name))
+
+    refused(lambda: engine(model, ADAMW, init_fn=raises), f"rank {last}: ", "of the caller's own")
+    same("names on meta after the error", names_on_meta(model), missing)
+    assert model.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
+    trained = engine(model, ADAMW, init_fn=fills, prefetch=0)
+    same("names that init_fn is asked for", sorted(names), sorted(missing))
+    same("names that are still on meta", names_on_meta(model), [])
+    block = model.blocks[1]
+    expect(block.count is block.up.count, "the buffer of two modules", "one object", "two")
     state = trained.full_state_dict()
-    same("weights that were not on meta", state["head.weight"], before)
-    same("weights on meta", state["blocks.1.up.weight"], torch.full((9, 5), 0.5))
-    fine = 1 + 2**-12  # bfloat16 has no such number
-    trained = engine(on_meta(lambda: nn.Linear(6, 3)), ADAMW, init_fn=lambda name, tensor: tensor.fill_(fine),
-                     param_dtype=torch.bfloat16)  # fmt: skip
-    state = trained.full_state_dict()
-    same("float32 shards", state, {name: torch.full(value.shape, fine) for name, value in state.items()})
+    filled = {name: torch.full_like(state[name], len(name)) for name in missing}
+    filled["blocks.1.up.count"] = filled["blocks.1.count"]
+    same("the weights", state, {name: filled[name] if name in filled else before[name] for name in state})
+    trained.training_step(*own_tokens(0), in_float32)
+    trained.load_full_state_dict(state)
 
 
 @holds("misuse", ask(ranks=3), of_stages=True)

@@ -7,16 +7,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.properties import fixtures
-from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
+from harness.properties.fixtures import (
+    ADAMW,
+    SGD,
+    OddBlock,
+    OddModel,
+    all_params,
+    hooks_on,
+    own_tokens,
+    seeded,
+    token_batch,
+)
+from harness.properties.property import ask, ask_thorough, holds, refused, same
 from harness.properties.training import Pair
 from harness.properties.values import three_groups
 
-ADAMW = fixtures.ADAMW
-
 
 def odd():
-    return fixtures.seeded(fixtures.OddModel)
+    return seeded(OddModel)
 
 
 def with_graph():
@@ -38,14 +46,11 @@ def raising(error_at: int):
     return optimizer_cls
 
 
-# What cannot work, as a function of the engine and of a model, and words of the error: ours, torch's or Python's.
+# What cannot work, as a function of the engine and of a model, and words of the error.
 CONSTRUCTIONS = (
     (lambda e, m: e(m.requires_grad_(False), ADAMW), ("empty parameter list",)),
     (lambda e, m: e(nn.Linear(3, 3, device="meta"), ADAMW), ("'weight'", "meta")),
     (lambda e, m: e(m, lambda shards: torch.optim.AdamW(odd().parameters())), ("not this rank's pieces",)),
-    (lambda e, m: e("a model", ADAMW), ("str",)),
-    (lambda e, m: e(nn.LazyLinear(3), ADAMW), ("uninitialized",)),
-    (lambda e, m: e(m, torch.optim.SGD(odd().parameters())), ("SGD",)),
     (lambda e, m: e(m, ADAMW, group=[0, 1]), ("list",)),
     (lambda e, m: e(nn.Sequential(m, torch.jit.script(nn.Linear(3, 3))), ADAMW), ("'1'", "scripted")),
     (lambda e, m: e(m, torch.optim.Adafactor), ("Adafactor", "AdamW")),
@@ -65,7 +70,6 @@ UNITS = (
     (lambda m: [m.blocks[0].up, m.blocks[0]], ("'blocks.0'", "'blocks.0.up'", "overlap")),
     (lambda m: [m.blocks[0], m.blocks[0]], ("overlap",)),
     (lambda m: ["blocks.0"], ("'blocks.0'", "not a module of the model")),
-    (lambda m: 3, ("int",)),
 )
 GROUPS = (
     (lambda m: three_groups(m)[:2], ("'head.weight'", "'head.bias'", "in no group")),
@@ -81,7 +85,7 @@ def all_of(model: nn.Module):
         name: (id(p), type(p), len(vars(p)), bool(p._post_accumulate_grad_hooks))
         for name, p in model.named_parameters()
     }
-    return params, fixtures.hooks_on(model), {name: value.tolist() for name, value in model.state_dict().items()}
+    return params, hooks_on(model), {name: value.tolist() for name, value in model.state_dict().items()}
 
 
 @holds("misuse", ask(ranks=3, more_ranks=1), of_stages=True)
@@ -101,7 +105,7 @@ def constructions_that_cannot_work_are_refused(engine):
     plain = odd()
     for module in (plain, model):  # trained by plain PyTorch first, and then by an engine
         optimizer = ADAMW([param for param in module.parameters() if param.requires_grad])
-        F.cross_entropy(module(fixtures.token_batch(0, 0)[0]), fixtures.token_batch(0, 0)[1]).backward()
+        F.cross_entropy(module(token_batch(0, 0)[0]), token_batch(0, 0)[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
     pair = Pair(engine, (plain, model))
@@ -118,7 +122,7 @@ CHANGES = [
     lambda model: setattr(model.head.bias, "data", model.head.bias.data.float()),
     lambda model: model.register_buffer("more", torch.zeros(2)),
     lambda model: setattr(model, "shift", torch.zeros(1, 5)),
-    lambda model: model.blocks.extend([fixtures.OddBlock(5, 7).double()]) and None,
+    lambda model: model.blocks.extend([OddBlock(5, 7).double()]) and None,
 ]
 IN_BUCKETS = [lambda model: {"bucket_mb": 0}]
 IN_UNITS = [
@@ -159,11 +163,11 @@ class Own(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        everything = [param for group in self.param_groups for param in group["params"]]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad * self.factor(param, param.grad, everything), alpha=float(group["lr"]))
+        everything = all_params(self)
+        for param in everything:
+            if param.grad is not None:
+                factor = self.factor(param, param.grad, everything)
+                param.sub_(param.grad * factor, alpha=float(self.param_groups[0]["lr"]))
 
 
 def of_the_model(weight, gradient, everything):
@@ -205,18 +209,10 @@ def optimizers_that_look_at_whole_tensors_are_refused(engine, lr):
     optimizer = optimizer_of(LOOKS_AT_WHOLE["a trust ratio"])
     refused(lambda: engine(model, optimizer, param_groups=three_groups(model)), "each element", error=ValueError)
     for factor in BY_ELEMENT.values():
+        random = torch.get_rng_state()
         trained = engine(odd(), optimizer_of(factor))
-        trained.training_step(*fixtures.own_tokens(0), F.cross_entropy)
-
-
-@holds("misuse", of_stages=True)
-def a_build_draws_no_random_numbers(engine):
-    """What the user draws next is the same, whether an engine was built before or not."""
-    torch.manual_seed(dist.get_rank())
-    expected = torch.rand(3)
-    torch.manual_seed(dist.get_rank())
-    engine(odd(), lambda params: Own(params, BY_ELEMENT["chance"]))
-    same("random numbers after the build", torch.rand(3), expected)
+        same("the state of the user's random numbers after the build", torch.get_rng_state(), random)
+        trained.training_step(*own_tokens(0), F.cross_entropy)
 
 
 # Memory that two tensors of the model have together.
@@ -232,20 +228,9 @@ def a_part_by_data(model):
     return "'blocks.1.pair'", "'head.weight'"
 
 
-def a_buffer_of_a_weight(model):
-    model.head.register_buffer("seen", model.head.weight.detach()[0])
-    return "'head.seen'", "'head.weight'"
-
-
 def a_buffer_of_a_frozen_one(model):
     model.register_buffer("seen", model.frozen.detach(), persistent=False)
     return "'frozen'", "'seen'"
-
-
-def overlapping(model):
-    base = torch.randn(20, dtype=torch.float64)
-    model.first, model.second = nn.Parameter(base[:12].view(3, 4)), nn.Parameter(base[10:])
-    return "'first'", "'second'"
 
 
 def interleaved_and_overlapping(model):
@@ -254,11 +239,10 @@ def interleaved_and_overlapping(model):
     return "'first'", "'second'"
 
 
-SHARED = (tied_by_data, a_part_by_data, a_buffer_of_a_weight, a_buffer_of_a_frozen_one, overlapping,
-          interleaved_and_overlapping)  # fmt: skip
+SHARED = (tied_by_data, a_part_by_data, a_buffer_of_a_frozen_one, interleaved_and_overlapping)
 
 
-class Beside(fixtures.OddModel):
+class Beside(OddModel):
     """Parameters in one storage that share no element, and an old way to normalize, which keeps the weight's memory."""
 
     def __init__(self):
@@ -281,7 +265,7 @@ def memory_that_is_shared_before_the_build_is_refused(engine):
         model = odd()
         words = share(model)
         refused(lambda model=model: engine(model, ADAMW), *words, "memory", error=ValueError)
-    pair = Pair(engine, Beside, fixtures.SGD)
+    pair = Pair(engine, Beside, SGD)
     pair.train(2)
     state = pair.trained.full_state_dict()
     for name in ("left", "right", "blocks.1.up.weight"):
@@ -291,73 +275,36 @@ def memory_that_is_shared_before_the_build_is_refused(engine):
 # What only the optimizer's groups of the last rank have otherwise.
 
 
-def grouped(model, lr=0.01, betas=(0.9, 0.99), moved=False, **options):
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    first = [param for name, param in trained if "blocks" in name or moved and name == "head.weight"]
-    rest = [param for _, param in trained if all(param is not other for other in first)]
-    return [{"params": first, "lr": lr, "betas": betas, **options}, {"params": rest, "weight_decay": 0.0}]
+def told_groups(model):
+    """Groups of which a rate is a tensor, as torch's optimizers take it."""
+    first, second, third = three_groups(model)
+    return [{**first, "lr": torch.tensor(0.02)}, {**second, "params": list(second["params"])}, third]
 
 
-GROUPED = (
-    {"lr": 0.02},
-    {"lr": torch.tensor(0.02)},
-    {"betas": (0.9, 0.98)},
-    {"weight_decay": 0.2},
-    {"maximize": True},
-    {"moved": True},
+REGROUPED = (
+    lambda first, second, third: third.update(lr=0.02),
+    lambda first, second, third: first.update(lr=torch.tensor(0.03)),
+    lambda first, second, third: third.update(betas=(0.9, 0.98)),
+    lambda first, second, third: second.update(weight_decay=0.2),
+    lambda first, second, third: third.update(maximize=True),
+    lambda first, second, third: third["params"].append(second["params"].pop()),
 )
 
 
 @holds("misuse", ask(ranks=3), of_stages=True)
 def groups_that_differ_between_ranks_are_refused(engine):
     """Another learning rate in one group, a tensor as one, or a parameter in another group: every rank says where."""
-    last = dist.get_rank() == dist.get_world_size() - 1
-    here = f"[{dist.get_world_size() - 1}]"
-    for options in GROUPED:
-        model, usual = odd(), {"lr": torch.tensor(0.01)} if torch.is_tensor(options.get("lr")) else {}
-        groups = grouped(model, **(options if last else usual))
-        refused(lambda m=model, g=groups: engine(m, ADAMW, param_groups=g), here, "another optimizer", error=ValueError)
-    for lr in (0.02, torch.tensor(0.02)):
-        own = torch.tensor(0.01) if torch.is_tensor(lr) else 0.01
-        own = lr if last else own
-        refused(lambda own=own: engine(odd(), lambda p: torch.optim.AdamW(p, lr=own)), here, "another optimizer",
-                error=ValueError)  # fmt: skip
+    last, refusals = dist.get_rank() == dist.get_world_size() - 1, []
+    for change in REGROUPED:
+        model = odd()
+        groups = told_groups(model)
+        if last:
+            change(*groups)
+        refusals.append(partial(engine, model, ADAMW, param_groups=groups))
+    for usual, other in ((0.01, 0.02), (torch.tensor(0.01), torch.tensor(0.02))):
+        refusals.append(partial(engine, odd(), partial(torch.optim.AdamW, lr=other if last else usual)))
+    for build in refusals:
+        refused(build, f"[{dist.get_world_size() - 1}]", "another optimizer", error=ValueError)
     model = odd()
-    engine(model, ADAMW, param_groups=grouped(model, torch.tensor(0.01))).training_step(
-        *fixtures.own_tokens(0), F.cross_entropy
-    )
-
-
-class OneBuffer(fixtures.OddModel):
-    """Two modules that share a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(2))
-        self.head.register_buffer("count", self.count)
-
-
-@holds("misuse", ask("zero3"), of_stages=True)
-def an_init_fn_that_raises_on_one_rank_is_an_error_on_all(engine):
-    """The others hear of it, and the model is on `meta` as before: another try works, and fills each buffer once."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    with torch.device("meta"):
-        model = OneBuffer()
-    weight, names = model.blocks[1].up.weight, []
-
-    def bad(name, tensor):
-        if rank == last and name == "blocks.1.up.weight":
-            raise ZeroDivisionError("of the caller's own")
-        tensor.fill_(0.1)
-
-    words = f"rank {last}: ", "of the caller's own"
-    refused(lambda: engine(model, fixtures.MOMENTUM, init_fn=bad), *words)
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert model.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
-    trained = engine(model, fixtures.MOMENTUM, init_fn=lambda name, tensor: (names.append(name), tensor.fill_(0.1)))
-    expect(model.count is model.head.count, "the buffer of two modules", "one object", "two")
-    same("how it is filled", [name for name in names if "count" in name], ["count"])
-    trained.training_step(*fixtures.token_batch(0, rank), F.cross_entropy)
-    state = trained.full_state_dict()
-    assert not model.count.is_meta and not any(value.is_meta for value in state.values())
-    trained.load_full_state_dict(state)
+    trained = engine(model, ADAMW, param_groups=told_groups(model))
+    trained.training_step(*own_tokens(0), F.cross_entropy)

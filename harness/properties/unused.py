@@ -163,7 +163,7 @@ def a_gradient_that_is_missing_or_sparse_is_refused(engine):
         trained.zero_grad()
         train(spare=True, sparse=False)
         trained.zero_grad()
-    refused(lambda: train(spare=True, sparse=True), "'table'", error=RuntimeError)
+    refused(lambda: train(spare=True, sparse=True), "'table'", "sparse=False", error=RuntimeError)
 
 
 @holds("misuse", ask(("zero2", "zero3")), of_stages=True)

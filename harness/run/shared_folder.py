@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import tempfile
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ def shared_folder(group=None):
     first = dist.get_rank(group) == 0
     path = all_or_none(lambda: tempfile.mkdtemp() if first else None, group)[0]
     try:
-        yield path
+        yield Path(path)
         dist.barrier(group)  # nobody is reading any more
     finally:
         if first:

@@ -1,0 +1,231 @@
+"""What few models and loops do: right as in plain PyTorch, or one sentence of the engine's own; and nothing is left."""
+
+import contextlib
+import gc
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from harness.measure.traffic import TrafficLedger
+from harness.properties.fixtures import SGD, Lanes, OddModel, token_batch
+from harness.properties.paths import Answer, body, by, leaves, own_weights
+from harness.properties.property import HERE, ask, ask_each, ask_thorough, expect, holds, same
+from harness.properties.training import Pair, model_of, of_output, of_vectors, vectors
+
+
+def said_by_the_engine(error: Exception) -> bool:
+    """Whether somebody has written a sentence for it: it is raised by a line of the engine's, and not far below it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(last.filename).is_relative_to(HERE.parents[1]) and last.line.startswith("raise")
+
+
+def right_or_said(pair: Pair, act: Callable) -> None:
+    """`act(pair)` does the same to both sides; or the engine says what is wrong, and after `zero_grad()` trains on."""
+    try:
+        act(pair)
+    except Exception as error:
+        if pair.engine.foreign or isinstance(error, AssertionError):
+            raise
+        expect(said_by_the_engine(error), "the error", "none, or a sentence of the engine's", repr(error))
+        pair.trained.zero_grad()
+        pair.optimizer.zero_grad()
+
+
+class Calls(OddModel):
+    """A forward that calls the model itself, before and after its own layers, as a generation inside forward does."""
+
+    def __init__(self, with_graph: bool):
+        super().__init__()
+        self.with_graph = with_graph
+
+    def forward(self, tokens, inner: bool = False):
+        if inner:
+            return super().forward(tokens)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.with_graph):
+            before = self(10 - tokens, inner=True)
+        out = super().forward(tokens) + before
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.with_graph):
+            return out + self(out.argmax(1)[:, None], inner=True)
+
+
+class Chained(OddModel):
+    """Its output knows the one before it, and that one its own, as a graph of one's own or a history does."""
+
+    class Link:
+        def __init__(self, value, parent):
+            self.value, self.parent = value, parent
+
+    def forward(self, tokens):
+        found = None
+        for _ in range(5_000):
+            found = self.Link(None, found)
+        return self.Link(super().forward(tokens), found)
+
+
+def of_the_last(model, tokens, targets):
+    return nn.functional.cross_entropy(model(tokens).value, targets)
+
+
+def in_a_dataclass(unit, x):
+    weight, view, bias = own_weights(unit, x)
+    return Answer(weight, {"view": view, "bias": bias})
+
+
+def by_views(block, x):
+    """What a unit has returned is read when its forward is over."""
+    answer = block(x)
+    x = torch.tanh(nn.functional.linear(x, answer.more["view"]))
+    return torch.tanh(nn.functional.linear(x, answer.hidden[:, 1:], answer.more["bias"]))
+
+
+def with_a_root_weight(model, tokens, targets):
+    """The loss has a weight of the root's in it, and an evaluation comes before its backward."""
+    loss = of_output(model, tokens, targets) + model_of(model).head.weight.square().sum()
+    with torch.no_grad():
+        model(tokens)
+    return loss
+
+
+def drops_a_gradient(pair: Pair) -> None:
+    for model, _ in pair.both:
+        model.head.bias.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    pair.alike()
+
+
+def trains(pair: Pair) -> None:
+    pair.alike(3)
+    with torch.no_grad():
+        tokens, _ = pair.batch(9, pair.rank)
+        found, expected = (each(tokens) for each in (pair.trained, pair.plain))
+    if torch.is_tensor(expected):
+        same("an evaluation", found, expected, pair.atol)
+
+
+def transformed(transform: Callable, pair: Pair) -> None:
+    """A transform of torch.func, of both models."""
+    x, _ = pair.batch(9, pair.rank)
+    with torch.no_grad():
+        found, expected = (transform(model, x) for model, _ in reversed(pair.both))
+    same("what it computes", found, expected, pair.atol)
+
+
+def along(model, x):
+    return torch.func.jvp(model, (x,), (x + 1,))[1]
+
+
+def gradient_of_inputs(model, x):
+    return torch.func.grad(lambda x: model(x).square().sum())(x)
+
+
+def compiled_step(of: Callable, pair: Pair) -> None:
+    """Steps of both; a part of the engine's is traced by the compiler."""
+    torch.compiler.reset()
+    step = of(pair.trained)
+    for number in range(3):
+        pair.backward_of_plain(number)
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        step(*pair.batch(number, pair.rank))
+    pair.same_weights()
+
+
+def whole_step(trained):
+    return torch.compile(lambda *batch: trained.training_step(*batch, nn.functional.mse_loss), backend="eager")
+
+
+def engines_step(trained):
+    step = torch.compile(trained.step, backend="eager")
+
+    def run(*batch):
+        of_vectors(trained, *batch).backward()
+        step()
+        trained.zero_grad()
+
+    return run
+
+
+LANES = of_vectors, vectors(8)
+USES = {  # (model, loss, batches, what is done)
+    "a forward inside forward": (partial(Calls, True), of_output, token_batch, trains),
+    "a generation inside forward": (partial(Calls, False), of_output, token_batch, trains),
+    "an output with a long history": (Chained, of_the_last, token_batch, trains),
+    "a root weight in the loss": (OddModel, with_a_root_weight, token_batch, trains),
+    "a hook that drops a gradient": (OddModel, of_output, token_batch, drops_a_gradient),
+    "own weights in a dataclass": (body(by(by_views), in_a_dataclass), of_output, leaves, trains),
+    "jvp": (Lanes, *LANES, partial(transformed, along)),
+    "func.grad": (Lanes, *LANES, partial(transformed, gradient_of_inputs)),
+    "a compiled training step": (Lanes, *LANES, partial(compiled_step, whole_step)),
+    "a compiled engine.step": (Lanes, *LANES, partial(compiled_step, engines_step)),
+}
+
+
+@holds("misuse", *ask_each("use", USES, more_ranks=()))
+def rare_uses_are_right_or_one_sentence(engine, use):
+    """What few models do trains as in plain PyTorch, or is refused in a sentence, and training goes on."""
+    build, loss, batch, act = USES[use]
+    right_or_said(Pair(engine, build, SGD, loss=loss, batch=batch), act)
+
+
+def interrupted(pair: Pair, module: nn.Module) -> None:
+    """A forward of the engine's that Ctrl-C ends inside of `module`."""
+    asked = []
+
+    def press(module, args):
+        asked.append(module)
+        raise KeyboardInterrupt
+
+    hook = module.register_forward_pre_hook(press)
+    with contextlib.suppress(KeyboardInterrupt):
+        pair.alone()
+    hook.remove()
+    same("how often it is interrupted", len(asked), 1)
+
+
+def autograd_works() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    (weight.exp() * weight).sum().backward()
+    same("a gradient of a graph beside the engine", weight.grad, 2 * torch.ones(3).exp())
+
+
+@holds("life", ask(), ask_thorough("zero3", prefetch=0), ask_thorough("zero3", reshard_after_forward=False))
+def an_interruption_leaves_nothing_behind(engine, **options):
+    """Ctrl-C in a forward, and then `zero_grad()`: autograd is as before, training goes on; so if the engine goes."""
+    pair = Pair(engine, OddModel, **options)
+    pair.train(1)
+    for module in (pair.trained.model.blocks[1], pair.trained.model.blocks[1].up, pair.trained.model.head):
+        interrupted(pair, module)
+        pair.trained.zero_grad()
+        autograd_works()
+        pair.alike(1)
+    interrupted(pair, pair.trained.model.head)
+    del pair, module
+    gc.collect()
+    autograd_works()
+
+
+@holds("values", ask(more_ranks=3))
+def a_model_may_be_frozen_for_a_while(engine):
+    """A GAN's discriminator, frozen while the generator trains: its pass computes and hands on gradients, sends none.
+
+    Its own optimizer's state stays as it is, and it trains on afterwards.
+    """
+    pair = Pair(engine, Lanes, loss=of_vectors, batch=vectors(8))
+    for step in range(3):
+        pair.alike(1)
+        for model, _ in pair.both:
+            model.requires_grad_(False)
+        gradients = []
+        with TrafficLedger() as traffic:
+            for model in (pair.plain, pair.trained):
+                x, y = pair.batch(step, pair.rank)
+                of_vectors(model, x.requires_grad_(), y).backward()
+                gradients.append(x.grad)
+        same("the gradient that is handed on", gradients[1], gradients[0], pair.atol)
+        same("reductions", [each.kind for each in traffic.collectives if "reduce" in each.kind], [])
+        for model, _ in pair.both:
+            model.requires_grad_(True)
+    pair.alike()
