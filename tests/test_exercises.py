@@ -264,8 +264,8 @@ def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch, quick_python):
     method = "reduce_gradients"
     submitted = {
         "endless": (solution("zero1_2psi", reduce_gradients="while True: pass"), 0, "hangs in line"),
-        "of_zero1": ((ROOT / "zero1.py").read_text(), 0, "expected reduce-scatter"),
-        "reference": ("from zero1 import *\nclass ZeRO1: pass\n", 0, "imports zero1.py, the reference"),
+        "of_zero1": ((ROOT / "zero1.py").read_text(), 0, "reduce-scatter of"),
+        "reference": ("from zero1 import *\n" + solution("zero1_2psi"), 0, "imports zero1.py, the reference"),
         "no_python": ("def", 0, "line 1: invalid syntax"),
         "not_begun": (generate("zero1_2psi"), 0, "Step 3"),
         "right": (solution("zero1_2psi"), 2, "passed"),
@@ -279,9 +279,7 @@ def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch, quick_python):
     assert status == 0
     for each in json.loads(report.read_text()):
         _, points, said = submitted[Path(each["file"]).stem]
-        assert each["points"] == points and said in json.dumps(each) + " expected ".join(
-            check_["expected"] for check_ in each["checks"] if "expected" in check_
-        ), each
+        assert each["points"] == points and said in json.dumps(each), each
         assert f"{Path(each['file']).name} {points}" in printed
 
 

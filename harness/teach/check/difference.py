@@ -70,7 +70,7 @@ class Comparison:
         def compare(issued):
             call = f"of call {len(found.calls) + 1} of {name}" if inside else f"after {len(found.calls)} of {name}"
             place = len(recorder.issued)
-            self._same_collectives(call, right.issued[place : place + 1], [issued])
+            self._same_kinds(call, right.issued[place : place + 1], [issued])
 
         inside = []
         memory = Alive()
@@ -144,7 +144,7 @@ class Comparison:
     def _none(self, what: str, found: list[str]) -> None:
         expect(not found, what, "none", f"{len(found)}, first {', '.join(found[:1])}")
 
-    def _same_collectives(self, when: str, right: list[Issued], wrong: list[Issued]) -> None:
+    def _same_kinds(self, when: str, right: list[Issued], wrong: list[Issued]) -> None:
         expected, found = list(map(str, right)), list(map(str, wrong))
         first = 0
         while expected[first : first + 1] == found[first : first + 1] and first < len(expected):
@@ -152,6 +152,9 @@ class Comparison:
         named = [f"{each}{each.line}" for each in wrong[first : first + 3]]
         said = ", then ".join(expected[first : first + 3]) or "none more"
         expect(expected == found, f"collectives {when}", said, ", then ".join(named) or "none more")
+
+    def _same_collectives(self, when: str, right: list[Issued], wrong: list[Issued]) -> None:
+        self._same_kinds(when, right, wrong)
         for one, other in zip(right, wrong):
             if one.given is not None:
                 self._compare_values(f"what is sent in the {other.what}", one.given, other.given)

@@ -87,7 +87,10 @@ def load(name: str, file: str, blank: Blank | None) -> types.ModuleType:
     known = sys.modules[source]
     try:
         text = Path(file).read_text()
-        tree = ast.parse(text) if blank is None else _with_one_blank(name, text, blank)
+        try:
+            tree = ast.parse(text) if blank is None else _with_one_blank(name, text, blank)
+        except LookupError as error:
+            raise Missing(f"{error} in it, which this exercise is to write") from error
         if exercise.blanks:  # to import the chapter that is written anew is an error: `zero2` for `zero1` is a slip
             sys.modules[source] = None
         if not any(isinstance(node, ast.ClassDef) and node.name == exercise.engine for node in tree.body):
@@ -97,8 +100,6 @@ def load(name: str, file: str, blank: Blank | None) -> types.ModuleType:
         raise Broken(f"line {error.lineno}: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise Broken(str(error)) from error
-    except LookupError as error:
-        raise Missing(f"{error} in it, which this exercise is to write") from error
     except ImportError as error:
         if f"{error.name}.py" == exercise.source:
             raise Broken(f"it imports {exercise.source}, the reference, which it is to replace") from error

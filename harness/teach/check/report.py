@@ -51,7 +51,8 @@ def merge(verdicts: list[dict]) -> dict:
 def lines_of(check: Check, verdict: dict, shown: str, source: list[str]) -> list[str]:
     """What the report says about one step."""
     status, loading = verdict["status"], verdict.get("loading")
-    lines = [f"{SIGNS[status]:<9} {'the file itself, before any step' if loading else check.title}"]
+    sign = "HANGS" if verdict.get("error", "").startswith("hangs") else SIGNS[status]
+    lines = [f"{sign:<9} {'the file itself, before any step' if loading else check.title}"]
     if status == "passed":
         return lines
     rank = f"on rank {verdict['rank']}: " if verdict.get("rank") is not None else ""
@@ -206,7 +207,7 @@ def judged(file: Path, options: argparse.Namespace) -> dict:
 def table_of(options: argparse.Namespace) -> list[dict]:
     """Examine all files of a folder, and print a table of their points. Returns what --json has."""
     rows, found = [], []
-    for file in sorted(options.folder.glob("*.py")):
+    for file in sorted(options.folder.resolve().glob("*.py")):
         with contextlib.redirect_stdout(io.StringIO()):
             try:
                 found.append(judged(file, options))
