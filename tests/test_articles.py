@@ -61,6 +61,8 @@ def judged(true: list[bool]):
         ({"when": "N > 1"}, "holds when N > 1"),  # the first is, the last is not
         ({"says": 5, "off": 0.6}, "holds"),
         ({"between": [3, inf], "when": "N > 1"}, "holds when N > 1"),
+        ({"less": [[2, 1], [1, 0]]}, "holds"),
+        ({"less": [[2, 1], [0, 1]], "when": "N > 1"}, "holds when N > 1"),  # the last pair is where it is not met
         ({"run": judged, "given": {"true": [True]}}, "holds"),
         ({"run": judged, "given": {"true": [True, False]}, "when": "N > 1"}, "holds when N > 1"),
         ({"run": judged, "given": {"true": [False, True]}, "when": "N > 1"}, "does not hold"),

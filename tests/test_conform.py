@@ -48,7 +48,7 @@ def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
     assert found["versions"] == versions() and found["ranks"] == 2 and list(found["engines"]) == [*names]
     for name in names:
         (verdict,) = found["engines"][name].values()
-        assert set(verdict) == {"outcome", "says", "seconds"}
+        assert set(verdict) == {"outcome", "says"}
         *_, outcome, words = ENGINES[name]
         assert verdict["outcome"] == outcome and words in verdict["says"], (name, verdict)
         assert re.search(rf"in all: {outcome} ", run.stdout)
@@ -67,7 +67,7 @@ def test_right_and_refused_engines_end_it_with_status_0(quick_python, tmp_path):
 
 def test_who_is_silent_until_the_time_is_over_hangs_and_who_is_gone_has_crashed(monkeypatch):
     monkeypatch.setenv("ZERO_TIMEOUT", "3")
-    right = {"outcome": "right", "says": "", "seconds": 1.0}
+    right = {"outcome": "right", "says": ""}
     for error, verdict in (("had not come to its end after 9 s, and was ended", "hang"), ("exit status 3", "crash")):
         assert over_the_ranks([right, {"status": "died", "error": error}])["outcome"] == verdict
 
@@ -83,7 +83,7 @@ def test_who_is_silent_until_the_time_is_over_hangs_and_who_is_gone_has_crashed(
 )
 def test_what_is_said_names_no_place_of_this_machine(said, kept):
     assert without_places(said) == kept
-    assert over_the_ranks([{"outcome": "crash", "says": said, "seconds": 0.0}])["says"] == kept
+    assert over_the_ranks([{"outcome": "crash", "says": said}])["says"] == kept
 
 
 def test_every_property_is_asked_of_every_engine():
@@ -91,8 +91,8 @@ def test_every_property_is_asked_of_every_engine():
     for name, each in library().items():
         size = size_of(each, 2)
         assert cases_on(each, size, "ddp"), name
-        assert not any("<" in in_names(case) for _, _, case in each.asked(thorough=True)), name  # no raw Python
-        ours = {engine for _, engine, _ in each.asked(thorough=True)}
+        assert not any("<" in in_names(case.arguments) for case in each.cases), name  # no raw Python
+        ours = {case.engine for case in each.cases}
         assert ours and all(cases_on(each, size, engine) for engine in ours), name
 
 

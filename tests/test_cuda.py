@@ -29,7 +29,7 @@ LAYOUTS = [("zero1", {}), ("zero2", {}), *ZERO3]
 OFFLOADED = [(stage, {"offload_policy": CPUOffloadPolicy()}) for stage in fixtures.STAGES]
 OF_ALL_STAGES = [
     ("held_bytes_equal_the_theory", {}),
-    ("held_bytes_equal_the_theory", {"param_dtype": torch.bfloat16}),
+    ("held_bytes_equal_the_theory", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
     ("clipping_takes_the_norm_of_the_whole_model", {"norm_type": 2.0}),
     ("an_overflow_on_one_rank_skips_the_step_on_all", {"overflow_on": 0}),
 ]

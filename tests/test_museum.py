@@ -38,9 +38,9 @@ def visit(number: int) -> dict:
 def cases(number: int, name: str) -> list[dict]:
     """What the property `name` asks of an exhibit: as it asks a chapter, or its first case."""
     exhibit = EXHIBITS[number]
-    asked = [(engine, case) for _, engine, case in library()[name].asked()]
-    of_chapter = [case for engine, case in asked if engine == chapter_of(exhibit.stage)]
-    of_stage = [case for engine, case in asked if engine == exhibit.stage]
+    asked = [case for case in library()[name].cases if not case.thorough]
+    of_chapter = [case.arguments for case in asked if case.engine == chapter_of(exhibit.stage)]
+    of_stage = [case.arguments for case in asked if case.engine == exhibit.stage]
     return of_stage[:1] if exhibit.of_engine or not of_chapter else of_chapter
 
 

@@ -3,27 +3,16 @@
 import pytest
 import torch
 
-from harness.teach import practice
+from harness.teach import by_hand, practice
 from harness.teach.practice import tasks, threads
 
 
 def held(stage, parameters, ranks):
-    return 4 * parameters / (ranks if stage == 3 else 1) + 4 * parameters / (ranks if stage >= 2 else 1) \
-        + 8 * parameters / (ranks if stage >= 1 else 1)  # fmt: skip
+    return parameters * (16, 8 + 8 / ranks, 4 + 12 / ranks, 16 / ranks)[stage]
 
 
-def cut(values, ranks):
-    size = -(-len(values) // ranks)
-    padded = values + [0.0] * (size * ranks - len(values))
-    return [padded[rank * size : (rank + 1) * size] for rank in range(ranks)]
-
-
-def one_round(buffers, turn):
-    ranks = len(buffers)
-    moving = [(rank, (rank - 1 - turn) % ranks) for rank in range(ranks)]
-    values = [buffers[rank][shard] for rank, shard in moving]
-    for (rank, shard), value in zip(moving, values):
-        buffers[(rank + 1) % ranks][shard] += value
+def a_round_late(buffers, turn):
+    by_hand.reduce_round(buffers, turn + 1)
 
 
 def all_at_once(buffers, turn):
@@ -127,7 +116,7 @@ def nothing(*_):
     return None
 
 
-RIGHT = {"held": held, "cut": cut, "ring": one_round, "zero1": step, "reduction": Reduction,
+RIGHT = {"held": held, "cut": by_hand.cut, "ring": by_hand.reduce_round, "zero1": step, "reduction": Reduction,
          "gather": (gather, free), "wrap": wrap}  # fmt: skip
 
 
@@ -136,14 +125,13 @@ class Blank:
         self.flat, self.work = torch.zeros(12), None
 
 
-BLANK = {"held": nothing, "cut": nothing, "ring": nothing, "zero1": nothing, "reduction": Blank,
-         "gather": (nothing, nothing), "wrap": nothing}  # fmt: skip
+BLANK = {"reduction": Blank, "gather": (dots_gather, dots)}  # of the others: `nothing`
 WRONG = [
     ("held", lambda stage, parameters, ranks: 16 * parameters / ranks, "DDP, 1,000 parameters, 4 ranks"),
     ("cut", lambda values, ranks: [values[rank::ranks] for rank in range(ranks)], "a collective needs one length"),
-    ("cut", lambda values, ranks: cut(values + [0.0] * ranks, ranks), "elements per shard are enough"),
+    ("cut", lambda values, ranks: by_hand.cut(values + [0.0] * ranks, ranks), "elements per shard are enough"),
     ("ring", all_at_once, "each rank must receive one number"),
-    ("ring", lambda buffers, turn: one_round(buffers, turn + 1), "must have 11 in place 0, it has 1"),
+    ("ring", a_round_late, "after round 0 rank 0 has [1, 22], expected [11, 2]"),
     ("zero1", lambda *a: step(*a, mean=False), "and not averaged"),
     ("zero1", lambda *a: step(*a, gather=False), "not the others' updated weights"),
     ("zero1", lambda *a: step(*a, skip=2), "while rank"),
@@ -151,8 +139,12 @@ WRONG = [
     ("reduction", with_(keeps=True), "still alive after finish"),
     ("reduction", with_(sums=True), "that is the sum"),
     ("gather", (gather, swap), "keeps the old storage"),
-    ("gather", (lambda whole, shard, dist: dist.all_gather_single(whole, shard), free), "storage has 0 bytes"),
-    ("gather", (lambda *a: gather(*a, nbytes=16), free), "its storage has 16. Does resize_() get bytes (numel() *"),
+    ("gather", (lambda whole, shard, dist: dist.all_gather_single(whole, shard), free), "its storage has 0 bytes"),
+    (
+        "gather",
+        (lambda *a: gather(*a, nbytes=16), free),
+        "its storage has 16 bytes. Does resize_() get bytes (numel() *",
+    ),
     ("gather", (gather_twice, free), "at twice the memory"),
     ("gather", (gather, resize_tensor), "`Tensor.resize_` changes the tensor and not its memory"),
     ("gather", (gather, delete), "to delete a name"),
@@ -165,17 +157,17 @@ WRONG = [
 
 
 def test_every_task_is_tried_here():
-    assert set(RIGHT) == set(BLANK) == set(tasks.TASKS) == {name for name, _, _ in WRONG}
+    assert set(RIGHT) == set(tasks.TASKS) == set(practice.WORDS) == {name for name, _, _ in WRONG}
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_a_blank_is_not_yet_a_solution_is_right_and_hints_come_one_by_one(name, capsys):
-    assert practice.check(name, BLANK[name]) is False
+    assert practice.check(name, BLANK.get(name, nothing)) is False
     assert capsys.readouterr().out.startswith("not yet: ")
     assert practice.check(name, RIGHT[name]) is True
     right, onward = capsys.readouterr().out.splitlines()
     assert right.startswith("right: ") and onward.startswith("Next: ")
-    hints = tasks.TASKS[name].hints
+    hints = practice.WORDS[name]["hints"]
     practice._shown.clear()
     for hint in (*hints, hints[0]):
         practice.hint(name)
@@ -189,7 +181,7 @@ def test_a_mistake_is_told(name, solution, said, capsys):
     assert out.startswith("not right yet: ") and said in out, out
 
 
-def test_other_ways_that_are_right_and_blanks_of_another_form(capsys):
+def test_other_ways_that_are_right_and_one_blank_of_two(capsys):
     """A blank is known by its body, and not by what it has not done: nor does `del` do anything that can be seen."""
     for name, solution, said in (
         ("zero1", lambda *a: step(*a, scatter=True), "2Ψ"),
@@ -212,6 +204,6 @@ def test_the_threads_collectives_are_torchs():
         return before, shard.tolist(), gathered.tolist(), whole.tolist()
 
     total = [0.0, 11.0, 22.0, 33.0]
-    assert threads.run(2, one) == [(False, total[2 * rank : 2 * rank + 2], total, total) for rank in (0, 1)]
+    assert threads.on_threads(2, one) == [(False, total[2 * rank : 2 * rank + 2], total, total) for rank in (0, 1)]
     with pytest.raises(RuntimeError, match="rank 0 waits in all_reduce, and rank 1 never calls it"):
-        threads.run(3, lambda rank, dist: dist.all_reduce(torch.ones(2)) if rank != 1 else None)
+        threads.on_threads(3, lambda rank, dist: dist.all_reduce(torch.ones(2)) if rank != 1 else None)

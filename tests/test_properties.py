@@ -16,12 +16,10 @@ def asked():
     """A parameter for every property, engine, number of ranks and case."""
     found = []
     for each in library().values():
-        usual = list(each.asked())
-        for size, engine, case in each.asked(thorough=True):
-            marks = [pytest.mark.xdist_group(f"{size} ranks")]
-            marks += [] if (size, engine, case) in usual else [pytest.mark.thorough]
-            name = f"{each.name}-{engine}-{size}-{in_names(case)}"
-            found.append(pytest.param(each.name, engine, size, case, marks=marks, id=name))
+        for case in each.cases:
+            marks = [pytest.mark.xdist_group(f"{case.ranks} ranks"), *([pytest.mark.thorough] if case.thorough else [])]
+            name = f"{each.name}-{case.engine}-{case.ranks}-{in_names(case.arguments)}"
+            found.append(pytest.param(each.name, case.engine, case.ranks, case.arguments, marks=marks, id=name))
     return found
 
 
@@ -73,7 +71,7 @@ def of_the_impostor(name: str, stage: str) -> list:
     ("what_is_shared_out_is_no_more_than_twice_there", "zero1"), ("a_step_sends_no_more_than_is_promised", "zero2"),
 ))  # fmt: skip
 def test_who_says_it_were_a_stage_is_found_out(ranks, name, stage):
-    answers = ranks(next(library()[name].asked())[0]).run(of_the_impostor, name=name, stage=stage)
+    answers = ranks(library()[name].cases[0].ranks).run(of_the_impostor, name=name, stage=stage)
     for rank, (finding,) in enumerate(answers):
         assert f"rank {rank}: " in str(finding)
         assert finding.expected != finding.found and any(word in finding.what for word in ("bytes", "collectives"))
@@ -82,8 +80,8 @@ def test_who_says_it_were_a_stage_is_found_out(ranks, name, stage):
 def test_a_property_says_what_must_be_true():
     for name, each in library().items():
         assert each.group in GROUPS and each.says.endswith("."), name
-        stages = {engine for _, engine, _ in each.asked(thorough=True)}
-        usual = {engine for _, engine, _ in each.asked()}
+        stages = {case.engine for case in each.cases}
+        usual = {case.engine for case in each.cases if not case.thorough}
         assert stages == usual or not usual, f"{name} is left to --thorough for a stage"
 
 

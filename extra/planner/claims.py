@@ -18,7 +18,7 @@ from extra.planner.predict import Prediction, predict
 from extra.planner.published import OUT_OF_MEMORY, ROWS
 from harness.run.model import GPTConfig, preset
 from harness.teach.articles.__main__ import main
-from harness.teach.articles.claim import Claim, gigabytes, load
+from harness.teach.articles.claim import Claim, claims_in, gigabytes
 from harness.teach.articles.runs import GATHER, gpt, step
 
 H100 = Cluster(GPUS["h100"])  # nodes of 8, InfiniBand with 400 GB/s each
@@ -192,7 +192,7 @@ def bfloat16_for_speed():
     return [*milliseconds(half, single), there], half.step < single.step, there
 
 
-CLAIMS: list[Claim] = load(Path(__file__).with_name("claims.toml"), sys.modules[__name__])
+CLAIMS: list[Claim] = claims_in(Path(__file__).with_name("claims.toml"), sys.modules[__name__])
 
 if __name__ == "__main__":
     sys.exit(main(claims=CLAIMS))

@@ -228,7 +228,7 @@ def decay(model, optimizer):
 @holds("misuse", ask(ranks=(2, 3)), ask_thorough(**LOW), ask_thorough(**OFFLOAD))
 def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, **options):
     """Decay by hand between two steps: ZeRO-3 gathers it; in ZeRO-1 and -2 the other ranks would not have it."""
-    pair = Pair(engine, fixtures.OddModel, **options)
+    pair = Pair(engine, fixtures.TiedAcross, **options)  # nothing is frozen: DDP's optimizer is given all parameters
     pair.train(1)
     if engine.foreign or engine.like == "zero3":
         for side in pair.both:

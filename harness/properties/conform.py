@@ -55,7 +55,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("conform [ENGINE|FILE.py ...] [N]", description=__doc__, formatter_class=form)
     parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
-    common.add(parser, "engine-file", "json")
+    common.add(parser, "json")
     parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
     options = parser.parse_args(argv)
     options.ranks = 2
@@ -63,17 +63,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         options.ranks = int(options.engines.pop())
     if not 1 <= options.ranks <= 8:
         raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
-    chapters = [given for given in options.engines if given in CHAPTERS]
-    options.engine_file += [given for given in options.engines if given.endswith(".py") and given not in CHAPTERS]
-    options.engines = [given for given in options.engines if not given.endswith(".py")]
+    files = [given for given in options.engines if given.endswith(".py") and given not in CHAPTERS]
     os.environ.setdefault("ZERO_TIMEOUT", str(COLLECTIVE))
     process_group.timeout()  # raises, too
-    own = engine_file.enter(options.engine_file, "conform")
-    named = [*options.engines, *own]
-    if not named and not chapters:
-        chapters = CHAPTERS
-        named = [name for name in engines.named("conform") if engines.installed(name)]
-    options.names = [*chapters, *(engines.chosen(",".join(named), "conform") if named else ())]
+    own = engine_file.enter(files, "conform")
+    named = [given for given in options.engines if given not in files] + own
+    if not named:
+        named = [*CHAPTERS, *filter(engines.installed, engines.named("conform"))]
+    options.names = [name for name in named if name in CHAPTERS]
+    if others := [name for name in named if name not in CHAPTERS]:
+        options.names += engines.chosen(",".join(others), "conform")
     options.properties = [name for name, each in library().items() if wanted(each, options.only)]
     if not options.properties:
         raise ValueError(f"--only {options.only!r}: no property has that in its name, group or sentence")
@@ -89,18 +88,17 @@ def wanted(each, text: str | None) -> bool:
 
 
 def outcome(name: str, engine: str, size: int) -> dict:
-    """{"outcome", "says", "seconds"} of this rank: the worst of all cases that the tests ask on so many ranks."""
-    started, found = time.perf_counter(), []
-    each = library()[name]
+    """{"outcome", "says"} of this rank: the worst of all cases that the tests ask on so many ranks."""
+    each, found = library()[name], []
     cases = cases_on(each, size, engine)
     if not cases:
         says = "the chapter does not promise it" if engine in CHAPTERS else f"it is of {', '.join(each.engines)} alone"
-        return {"outcome": "not applicable", "says": says, "seconds": 0.0}
+        return {"outcome": "not applicable", "says": says}
     for case in cases:
         found.append(dict(zip(("outcome", "says"), _of_case(name, engine, case))))
         if found[-1]["outcome"] in ("crash", "hang"):
             break
-    return worst(found) | {"seconds": round(time.perf_counter() - started, 2)}
+    return worst(found)
 
 
 def worst(verdicts: list[dict]) -> dict:
@@ -110,17 +108,15 @@ def worst(verdicts: list[dict]) -> dict:
 def cases_on(each, size: int, engine: str) -> list[dict]:
     """The cases that the tests ask of this stage or chapter on so many ranks; of others' engines those of any."""
     ours = engine in STAGES or engine in CHAPTERS
-    for thorough in (False, True):
-        asked = [(of, case) for n, of, case in each.asked(thorough) if n == size]
-        if found := {repr(case): case for of, case in asked if engine == of or not ours}:
-            return list(found.values())
-    return []
+    asked = [case for case in each.cases if case.ranks == size and (engine == case.engine or not ours)]
+    chosen = [case for case in asked if not case.thorough] or asked
+    return list({repr(case.arguments): case.arguments for case in chosen}.values())
 
 
 def size_of(each, wanted: int) -> int:
     """On how many ranks it is asked: as many as wanted, if that is one of its sizes."""
-    sizes = {size for size, _, _ in each.asked(thorough=True)}
-    return wanted if wanted in sizes else next(each.asked(thorough=not list(each.asked())))[0]
+    sizes = [case.ranks for case in sorted(each.cases, key=lambda case: case.thorough)]
+    return wanted if wanted in sizes else sizes[0]
 
 
 def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
@@ -173,10 +169,8 @@ def on_ranks(engine: str, file: str, names: str, folder: str) -> None:
         torch.manual_seed(1000 + rank)
         verdict = outcome(name, engine, me.world_size)
         ranks.say(folder, name, rank, verdict)
-        everyone = ranks.everyone(folder, name, me.world_size, longest())
-        for other, silent in enumerate(each is None for each in everyone):
-            if silent:  # and not dead: torchrun would have ended this rank, too
-                ranks.say(folder, name, other, {"outcome": "hang", "says": "it did not end", "seconds": longest()})
+        # One that says nothing is ended, with all others, by who has started them.
+        everyone = ranks.everyone(folder, name, me.world_size, 2 * longest())
         if any(each is None or each["outcome"] in ("crash", "hang") for each in everyone):
             os._exit(1)  # these ranks may be in any state: others go on
     process_group.stop()
@@ -190,22 +184,28 @@ def longest() -> float:
     return 3 * process_group.timeout()
 
 
-def ask(engine: str, file: str | None, names: list[str], size: int, tell) -> dict[str, dict]:
+def tell(engine: str, name: str, found: dict) -> None:
+    if found["outcome"] in ("wrong", "crash", "hang"):
+        first = found["says"].replace("\n", " ")
+        print(tables.wrapped(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}"), flush=True)
+
+
+def outcomes_of(engine: str, names: list[str], size: int) -> dict[str, dict]:
     """{property: outcome of all ranks together}: in ranks of their own, and in new ones after a crash or a hang."""
     found, left = {}, list(names)
     while left:
-        command = ["-m", "harness.properties.conform", "--on-ranks", engine, file or "", ",".join(left)]
+        command = ["-m", "harness.properties.conform", "--on-ranks", engine, file_of(engine) or "", ",".join(left)]
         began = len(found)
-        with ranks.Ranks(command, size, STARTING + 2 * longest(), quiet=True) as running:
+        with ranks.Ranks(command, size, STARTING + longest(), quiet=True) as running:
             for name, (_, verdicts) in zip(told(left, engine), running.verdicts(left)):
                 found[name] = over_the_ranks(verdicts)
                 tell(engine, name, found[name])
                 if found[name]["outcome"] in ("crash", "hang"):
                     break
-                running.until = time.monotonic() + 2 * longest()
+                running.until = time.monotonic() + longest()
         if len(found) == began:
             says = without_places(f"its ranks have not begun: {running.last_words()}")
-            dead = {"outcome": "crash", "says": says, "seconds": 0.0}
+            dead = {"outcome": "crash", "says": says}
             tell(engine, "all", dead)
             return found | dict.fromkeys(left, dead)
         left = [name for name in names if name not in found]
@@ -217,10 +217,9 @@ def over_the_ranks(verdicts: list[dict]) -> dict:
     for verdict in verdicts:
         if verdict.get("status") == "died":
             late = "had not come to its end" in verdict["error"]
-            verdict.update(outcome="hang" if late else "crash", says=verdict["error"], seconds=longest() * late)
+            verdict.update(outcome="hang" if late else "crash", says=verdict["error"])
     one = worst(verdicts)
-    seconds = max(verdict["seconds"] for verdict in verdicts)
-    return {"outcome": one["outcome"], "says": without_places(one["says"]), "seconds": seconds}
+    return {"outcome": one["outcome"], "says": without_places(one["says"])}
 
 
 def without_places(said: str) -> str:
@@ -236,13 +235,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def table(results: dict[str, dict], properties: list[str]) -> str:
+def outcomes_table(results: dict[str, dict], properties: list[str]) -> str:
     """Properties by engines, in their groups; then how many of each outcome."""
     rows = []
-    for group in GROUPS:
-        for name in properties:
-            if library()[name].group == group:
-                rows.append([name, group, *(SIGNS[found[name]["outcome"]] for found in results.values())])
+    for name in sorted(properties, key=lambda name: GROUPS.index(library()[name].group)):
+        rows.append([name, library()[name].group, *(SIGNS[found[name]["outcome"]] for found in results.values())])
     for each in OUTCOMES:
         count = [str(Counter(one["outcome"] for one in found.values())[each]) for found in results.values()]
         rows.append([f"in all: {each}", "", *count])
@@ -256,11 +253,6 @@ def main() -> None:
     said = ", ".join(f"{count} on {size}" for size, count in sorted(Counter(sizes.values()).items()))
     print(f"{len(sizes)} properties, ranks over gloo: {said}; each engine in ranks of its own", flush=True)
 
-    def tell(engine, name, found):
-        if found["outcome"] in ("wrong", "crash", "hang"):
-            first = found["says"].replace("\n", " ")
-            print(tables.wrapped(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}"), flush=True)
-
     results, bad = {}, False
     for number, engine in enumerate(options.names, 1):
         started = time.perf_counter()
@@ -268,7 +260,7 @@ def main() -> None:
         found = {}
         for size in sorted(set(sizes.values())):
             names = [name for name in sizes if sizes[name] == size]
-            found |= ask(engine, file_of(engine), names, size, tell)
+            found |= outcomes_of(engine, names, size)
         results[engine] = {name: found[name] for name in options.properties}
         report = {"versions": versions(), "ranks": options.ranks, "engines": results}
         common.write_json(options.json, report, whole=False)  # after each engine: it takes minutes
@@ -276,7 +268,7 @@ def main() -> None:
         bad = bad or any(count[each] for each in ("wrong", "crash", "hang"))
         said = ", ".join(f"{count[each]} {each}" for each in OUTCOMES if count[each])
         print(f"  {said}; {time.perf_counter() - started:.0f} s", flush=True)
-    print("\n" + table(results, options.properties))
+    print("\n" + outcomes_table(results, options.properties))
     with one_line(ValueError):
         common.write_json(options.json, report)
     sys.exit(1 if bad else 0)

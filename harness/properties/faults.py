@@ -1,30 +1,33 @@
-"""Faults in a step, and freed weights: clear errors, and training goes on."""
+"""Faults in a step, freed weights, and ranks that part: clear errors, and training goes on where it can."""
 
 import contextlib
 import copy
+import datetime
 import io
+import sys
+import time
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from harness.engine import checkpoint
+from harness.engine.safety import waiting
 from harness.measure.traffic import TrafficLedger
-from harness.properties.fixtures import ADAMW, OddModel, odd, own_tokens, seeded
-from harness.properties.property import ask, ask_thorough, holds, refused, same
+from harness.properties.fixtures import ADAMW, DECAY, Lanes, OddModel, Stack, odd, own_tokens, seeded, vector_batch
+from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.properties.unused import forked
+from harness.run.data import while_all_have
+from harness.run.shared_folder import shared_folder
+
+# Faults, and freed weights.
 
 
-class Trip(torch.autograd.Function):
-    """An error in the middle of backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError("tripped in backward")
+def tripped_in_backward(gradient):
+    raise ZeroDivisionError("tripped in backward")
 
 
 def trip(pair: Pair, where: str) -> None:
@@ -33,7 +36,8 @@ def trip(pair: Pair, where: str) -> None:
     def hook(module, args):
         if where == "forward":
             raise ZeroDivisionError("tripped in forward")
-        return (Trip.apply(args[0]), *args[1:]) if where == "backward" else None
+        if where == "backward":
+            args[0].register_hook(tripped_in_backward)
 
     handle = pair.trained.model.blocks[1].register_forward_pre_hook(hook)
     try:
@@ -78,6 +82,11 @@ def faults_reach_the_caller_and_training_goes_on(engine, build=None, **options):
     pair.same_weights()
 
 
+# What needs no values: attributes, and methods without arguments.
+ATTRIBUTES = "shape dtype device layout ndim requires_grad is_leaf grad grad_fn"
+METHODS = "__len__ type size stride dim numel element_size is_contiguous is_shared is_inference"
+
+
 @holds("misuse", ask("zero3", more_ranks=1), of_stages=True)
 def looking_at_freed_weights_is_an_error_and_no_crash(engine):
     """Every way to look at or use a freed weight says so and names the way out; what needs no values still answers."""
@@ -103,16 +112,185 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
             lambda: model.to(torch.float32),
         ):
             refused(action, "sharded", "full_state_dict", error=RuntimeError)
-        for name in ["shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn"]:
-            same(f"what a freed weight answers: {name}", getattr(weight, name), getattr(whole, name))
-        methods = "__len__ type size stride dim numel element_size is_contiguous is_shared is_inference"
-        for name in methods.split():
-            same(f"what a freed weight answers: {name}()", getattr(weight, name)(), getattr(whole, name)())
-        for of in (weight, torch.empty_like(weight), torch.empty_like(weight, dtype=torch.float64), weight.data):
+        for name in f"{ATTRIBUTES} {METHODS}".split():
+            found, expected = getattr(weight, name), getattr(whole, name)
+            if callable(found):
+                found, expected = found(), expected()
+            same(f"what a freed weight answers: {name}", found, expected)
+        for of in (weight, torch.empty_like(weight, dtype=torch.float64), weight.data):
             same("shape and dtype of what is like a freed weight", (of.shape, of.dtype), (whole.shape, whole.dtype))
-        assert isinstance(weight, nn.Parameter) and weight.size(0) == len(whole)
-        assert isinstance(weight._version, int) and isinstance(weight.data_ptr(), int)
+        assert (
+            isinstance(weight, nn.Parameter) and isinstance(weight._version, int) and isinstance(weight.data_ptr(), int)
+        )
         same("the bytes under a freed weight", weight.untyped_storage().nbytes(), 0)
-        assert len(list(model.parameters())) == len(list(model.named_parameters())) and "OddBlock" in repr(model)
+        assert "OddBlock" in repr(model)
         trained.training_step(*own_tokens(moment), F.cross_entropy)
     OddModel().double().load_state_dict(trained.full_state_dict())
+
+
+# Ranks that part: one runs other units, does not come, or has fewer batches.
+
+
+def short_group():
+    """All ranks, with a timeout of a second, so that what goes wrong there leaves other properties alone."""
+    return dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
+
+
+@holds(
+    "misuse",
+    ask("zero3", 3, more_ranks=2),
+    ask("zero3", 3, more_ranks=2, evaluation=True, prefetch=0),
+    ask_thorough("zero3", at_step=0),
+    ask_thorough("zero3", skip=3),
+    ask_thorough("zero3", skip=0, prefetch=0),
+    of_stages=True,
+)
+def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch=1, evaluation=False):
+    """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest.
+
+    In an evaluation it leaves out the last unit: its next forward must not meet the others' gather.
+    """
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    model = seeded(lambda: Lanes((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
+    trained = engine(model, DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
+    x, y = vector_batch(0, rank, 8)
+
+    def evaluate():
+        with torch.no_grad():
+            trained(x)
+            model.skip = 3 if rank == last else None
+            trained(x)
+            trained(x)
+
+    def train():
+        for step in range(at_step + 1):
+            model.skip = skip if rank == last and step == at_step else None
+            trained.training_step(x, y, F.mse_loss)
+
+    # A rank between the first and the last may meet it a unit later.
+    unit = f" 'blocks.{3 if evaluation else skip}'" if rank in (0, last) else ""
+    try:
+        refused(evaluate if evaluation else train, f"all-gather of unit{unit}", error=RuntimeError)
+    finally:
+        dist.barrier()  # the others may still be on their way to their error
+
+
+@holds("traffic", ask("zero3"), of_stages=True)
+def only_the_first_step_of_a_kind_is_compared(engine):
+    """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
+    x, y = vector_batch(0, dist.get_rank(), 8, torch.float64)
+    groups = []
+    for _ in range(2):
+        trained = engine(seeded(lambda: Stack(3, 8)), DECAY, prefetch=0)
+        for _ in range(2):
+            with TrafficLedger() as traffic:  # of the second turn in the end
+                trained.training_step(x, y, F.mse_loss)
+                with torch.no_grad():
+                    trained(x)
+                with trained.no_sync():
+                    F.mse_loss(trained(x), y).backward()
+                trained.training_step(x, y, F.mse_loss)
+        whole = trained.units[0].buckets[0].flat.nbytes
+        same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole})
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    same("process groups with a second engine", groups[1], groups[0])
+
+
+@holds("misuse", of_stages=True)
+def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
+    """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
+    rank, late = dist.get_rank(), dist.get_world_size() - 1
+    trained = odd(engine, group=short_group())
+    trained.training_step(*own_tokens(0), F.cross_entropy)
+    where = {
+        "zero1": "all-reduce of the bucket of",
+        "zero2": "reduce-scatter of the bucket of",
+        "zero3": "all-gather of unit",
+    }
+    try:
+        if rank != late:
+            started = time.monotonic()
+            refused(lambda: trained.training_step(*own_tokens(1), F.cross_entropy),
+                    f"waited in vain for the {where[engine.like]} '", error=RuntimeError)  # fmt: skip
+            seconds = time.monotonic() - started
+            expect(seconds < 40, "seconds until the error", "about the timeout's one", seconds)
+    finally:
+        dist.barrier()
+
+
+class Heard(io.StringIO):
+    """In the place of stderr: what is written is kept, and a key in the ranks' store says that something was."""
+
+    def __init__(self, key: str):
+        super().__init__()
+        self.key = key
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        dist.distributed_c10d._get_default_store().set(self.key, "heard")
+        return written
+
+
+# (what a rank waits for that is alone, the call), of an engine and a folder with a checkpoint
+CALLS = (
+    ("the ", lambda trained, _: trained.training_step(*own_tokens(0), F.cross_entropy)),
+    ("checkpoint.save()", checkpoint.save),
+    ("checkpoint.async_save()", lambda trained, folder: checkpoint.async_save(trained, folder).result()),
+    ("checkpoint.load()", checkpoint.load),
+    ("full_state_dict()", lambda trained, _: trained.full_state_dict()),
+    ("load_full_state_dict()", lambda trained, _: trained.load_full_state_dict(seeded(OddModel).state_dict())),
+    ("all ranks to build the engine", lambda trained, _: type(trained)(seeded(OddModel), DECAY)),
+    ("close()", lambda trained, _: trained.close()),
+)
+
+
+@holds("misuse", ask(more_ranks=3), of_stages=True)
+def a_rank_that_waits_long_says_for_what(engine):
+    """After a while it says on stderr, once, what it waits for and who has come; when the others come, it goes on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    late, trained, store = size - 1, odd(engine), dist.distributed_c10d._get_default_store()
+    with shared_folder() as folder, patch.object(waiting, "NOTICE", 0.4):
+        checkpoint.save(trained, folder)
+        for words, call in CALLS:
+            keys = [f"{words} {engine.name} {size} {other}" for other in range(size)]
+            dist.barrier()
+            if rank == late:
+                store.wait(keys[:late])  # the others have spoken
+                call(trained, folder)
+                same("what is said by who comes last", [key for key in keys[late:] if store.check([key])], [])
+            else:
+                with patch.object(sys, "stderr", Heard(keys[rank])) as heard:
+                    call(trained, folder)
+                said = heard.getvalue()
+                same("lines that are said", said.count("\n"), 1)
+                for word in (f"[rank {rank}] has waited", words, f"rank {late} has not come"):
+                    expect(word in said, "what a rank says that waits", word, said)
+            dist.barrier()
+            left = [other for other in range(size) if store.check([f"zero waits {other}"])]
+            same("ranks of which the store says that they wait", left, [])
+            for key in keys[:late] if rank == late else ():
+                store.delete_key(key)
+
+
+@holds("life", ask(ranks=3, more_ranks=2, shift=0), ask(ranks=3, more_ranks=2, shift=1))
+def ranks_may_have_unequal_numbers_of_batches(engine, shift):
+    """`while_all_have` ends on all ranks with the shortest, in order; then the ranks go on together."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pair, made = Pair(engine, OddModel, DECAY), []
+
+    def batches():
+        for number in range(2 + (rank + shift) % size):
+            made.append(number)
+            yield own_tokens(number)
+
+    for step, (tokens, _) in enumerate(while_all_have(batches())):
+        same("the batch", tokens, own_tokens(step)[0])
+        pair.backward(step)
+        pair.step()
+    same("steps", step + 1, 2)
+    expect(len(made) <= 3, "batches that were made", "at most 3", len(made))
+    pair.same_weights()
+    same("what is yielded, also where a batch is empty", list(while_all_have([0, [], False])), [0, [], False])
+    same("batches where all but one rank have none", list(while_all_have([1] * (rank == 0))), [])
+    alone = [dist.new_group([other]) for other in range(size)][rank]
+    same("batches in a group of one", list(while_all_have(range(rank), alone)), list(range(rank)))

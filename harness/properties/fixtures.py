@@ -54,26 +54,21 @@ class OddModel(nn.Module):
         x = self.embedding(tokens).mean(1)
         if self.scaled:
             x = x * self.frozen + self.shift
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(through(x, self.blocks))
 
 
-class Twice(nn.Module):
+class Twice(OddModel):
     """A block that runs twice in one forward, and a weight that embedding and head share."""
 
     def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.ModuleList([OddBlock(5, 7), OddBlock(5, 9)])
+        super().__init__(blocks=2, frozen_block=0)
+        self.requires_grad_()  # nothing is frozen
         self.head = nn.Linear(5, 11, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
-            x = block(x)
-        return self.head(x)[:, :3]
+        first, second = self.blocks
+        return self.head(through(self.embedding(tokens).mean(1), (first, second, first)))[:, :3]
 
 
 class Stack(nn.Module):
@@ -85,9 +80,7 @@ class Stack(nn.Module):
         self.reverse = reverse  # use the last layer first: gradients then finish in the opposite order
 
     def forward(self, x):
-        for layer in reversed(self.layers) if self.reverse else self.layers:
-            x = layer(x)
-        return x
+        return through(x, reversed(self.layers) if self.reverse else self.layers)
 
 
 class PartlyFrozen(OddModel):
@@ -107,26 +100,6 @@ class PartlyFrozen(OddModel):
         super().__init__()
         self.blocks = nn.ModuleList([self.Adapter() for _ in range(3)])
         self.blocks[1].requires_grad_(False)  # a unit with nothing to train, in between
-
-
-class TwoTypes(nn.Module):
-    """Parameters of two dtypes, in the root and in every unit."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.gain = nn.Linear(5, 5), nn.Parameter(torch.ones(5, dtype=torch.float64))
-
-        def forward(self, x):
-            return torch.tanh(self.linear(x).double() * self.gain).float()
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([self.Block(), self.Block()])
-        self.gain, self.bias = nn.Parameter(torch.ones(5, dtype=torch.float64)), nn.Parameter(torch.zeros(5))
-
-    def forward(self, x):
-        return through(x.float(), self.blocks).double() * self.gain + self.bias
 
 
 class TiedAcross(nn.Module):
@@ -165,31 +138,27 @@ class Nested(nn.Module):
         self.loose = nn.ParameterList([nn.Parameter(torch.ones(5))])
 
     def forward(self, x):
-        for module in (*self.towers[0], self.towers[1], self.towers[2], self.by_name["a"], self.tail):
-            x = module(x * self.loose[0])
-        return x
+        inner, *others = self.towers
+        return through(x * self.loose[0], (*inner, *others, self.by_name["a"], self.tail))
 
 
 class Checkpointed(OddModel):
     """Activation checkpointing around each unit, inside the units, or around several."""
 
-    class Inside(OddBlock):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
     def __init__(self, where: str, use_reentrant: bool = False):
         super().__init__(blocks=4)
         self.where, self.use_reentrant = where, use_reentrant
         if where == "inside":
-            self.blocks = nn.ModuleList(self.Inside(5, 7 + 2 * i) for i in range(4))
+            for block in self.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
 
     def forward(self, tokens):
-        x, blocks = self.embedding(tokens).mean(1), list(self.blocks)
+        x = self.embedding(tokens).mean(1)
         if self.where == "inside":
-            return self.head(through(x, blocks))
+            return self.head(through(x, self.blocks))
         several = 2 if self.where == "around several" else 1
-        for first in range(0, len(blocks), several):
-            x = checkpoint(through, x, blocks[first : first + several], use_reentrant=self.use_reentrant)
+        for first in range(0, len(self.blocks), several):
+            x = checkpoint(through, x, self.blocks[first : first + several], use_reentrant=self.use_reentrant)
         return self.head(x)
 
 
@@ -234,16 +203,21 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype=torch.float64, d
 # Data.
 
 
+def drawing(step: int, rank: int) -> torch.Generator:
+    """What draws another batch for every rank and step."""
+    return torch.Generator().manual_seed(1_000 * step + rank)
+
+
 def token_batch(step: int, rank: int, batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens (batch, 6) int64, classes (batch,) int64), another for every rank and step."""
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    generator = drawing(step, rank)
     tokens = torch.randint(11, (batch, 6), generator=generator)
     return tokens, torch.randint(3, (batch,), generator=generator)
 
 
 def vector_batch(step: int, rank: int, width: int = 64, dtype=torch.float32, batch: int = 1):
     """(inputs (batch, width), targets (batch, width)), another for every rank and step."""
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    generator = drawing(step, rank)
     x = torch.randn(batch, width, generator=generator, dtype=dtype)
     return x, torch.randn(batch, width, generator=generator, dtype=dtype)
 
@@ -261,8 +235,7 @@ def gpt(dtype: torch.dtype = torch.float32, device: str | None = None, seed: int
 
 
 def byte_batch(step: int, rank: int, device: str | None = None, rows: int = 2):
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
-    drawn = torch.randint(256, (rows, 17), generator=generator).to(device)
+    drawn = torch.randint(256, (rows, 17), generator=drawing(step, rank)).to(device)
     return drawn[:, :-1], drawn[:, 1:]
 
 
@@ -275,11 +248,9 @@ def of_bytes(model, inputs, targets) -> torch.Tensor:
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05),
     "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "adam": partial(torch.optim.Adam, lr=0.01),
     "amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
-    "maximize": partial(torch.optim.AdamW, lr=0.01, maximize=True),
     "rmsprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5),
     "adagrad": partial(torch.optim.Adagrad, lr=0.01),
 }
@@ -307,15 +278,6 @@ def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
     return torch.stack(everyone)
 
 
-def failure(module: str, of: str, **arguments) -> str:
-    """The message with which a case fails, on every rank and between collectives, so that the ranks go on."""
-    try:
-        getattr(importlib.import_module(module), of)(**arguments)
-    except AssertionError as error:
-        return str(error)
-    raise RuntimeError(f"{of} passes with {arguments}")
-
-
 def pieces_of(engine) -> list[torch.Tensor]:
     """What the engine's optimizer updates on this rank."""
     found = []
@@ -326,9 +288,12 @@ def pieces_of(engine) -> list[torch.Tensor]:
 
 def hooks_on(model, *others) -> int:
     """How many hooks there are on a model's modules and parameters, and on `others`."""
-    count = sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
-    for owner in (*model.modules(), *others):
-        count += sum(len(value or ()) for key, value in vars(owner).items() if "hooks" in key)
+    count = 0
+    for owner in (*model.modules(), *model.parameters(), *others):
+        kinds = ["_backward_hooks", "_post_accumulate_grad_hooks"]
+        if not isinstance(owner, torch.Tensor):
+            kinds = [name for name in vars(owner) if "hooks" in name]
+        count += sum(len(getattr(owner, kind) or ()) for kind in kinds)
     return count
 
 

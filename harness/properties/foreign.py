@@ -136,8 +136,6 @@ class Foreign:
         """torch's own for its own engines: their documentation says so. Others may average gradients only in `step`."""
         if hasattr(self._engine, "clip_grad_norm_"):
             return self._engine.clip_grad_norm_(max_norm, norm_type)
-        if hasattr(self._engine, "held_tensors"):
-            raise NotApplicable(f"{self._name} clips by its configuration, and not by a call")
         if not self._of_torch:
             raise NotApplicable(f"{self._name} has no clip_grad_norm_")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)

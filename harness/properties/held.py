@@ -1,17 +1,20 @@
-"""What an engine holds and sends, to the byte, against arithmetic done here; and what steps leave behind."""
+"""What an engine holds and sends, to the byte, against arithmetic done here; and live bytes at the worst moment."""
 
+import contextlib
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.held import held_bytes, optimizer_of
+from harness.measure.held import held_bytes
 from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
+from harness.measure.watched_step import watched_step
 from harness.properties import fixtures
-from harness.properties.fixtures import ADAMW, Lanes, OddModel, Stack, grid, odd, own_tokens, seeded, vector_batch
+from harness.properties.fixtures import ADAMW, Lanes, OddModel, Stack, grid, seeded, vector_batch
 from harness.properties.property import STAGES, NotApplicable, Subject, ask, ask_each, ask_thorough, expect, holds, same
 from harness.properties.training import Pair, of_vectors, vectors
 from harness.run import engines
@@ -43,55 +46,48 @@ def owned(sizes, rank: int, world_size: int, align: int = 4) -> list[int]:
     return found
 
 
-def sizes_by_bucket(model: nn.Module, stage: str) -> list[list[int]]:
-    """The layout, worked out anew: one bucket in reverse order for ZeRO-1 and -2, units and root for ZeRO-3."""
-    named = [(n, p.numel()) for n, p in model.named_parameters() if p.requires_grad]
+def sizes_by_bucket(model: OddModel, stage: str) -> list[list[int]]:
+    """The layout of what is trained, worked out anew: one bucket in reverse order for ZeRO-1 and -2, units and root."""
+
+    def sizes(*modules):
+        return [param.numel() for param in nn.ModuleList(modules).parameters() if param.requires_grad]
+
     if stage != "zero3":
-        return [[size for _, size in reversed(named)]]
-    frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
-    children = [name for name, module in model.named_children() if isinstance(module, nn.ModuleList)]
-    units = {}
-    for name, size in named:
-        inside = name.split(".")[0] in children
-        units.setdefault(".".join(name.split(".")[:2]) if inside else "root", []).append(size)
-    root = units.pop("root", None)
-    return [*units.values(), *([root] if root else []), *([frozen] if frozen else [])]
+        return [sizes(model)[::-1]]
+    return [*map(sizes, model.blocks), sizes(model.embedding, model.head)]
 
 
 # What our stages hold and send.
 
 
-def mixed(param_dtype) -> dict:
-    """The options of an engine, which may have none of the kind."""
-    return {"param_dtype": param_dtype, "reduce_dtype": torch.float32} if param_dtype else {}
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 @holds(
     "bytes",
     ask(more_ranks=(1, 3, 4), chapters=STAGES),
-    ask(more_ranks=(1, 3, 4), param_dtype=torch.bfloat16),
+    ask(more_ranks=(1, 3, 4), **LOW),
     of_stages=True,
 )
-def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
+def held_bytes_equal_the_theory(engine, device="cpu", **options):
     """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive.
 
     In mixed precision no float32 weights stay besides the shards.
     """
-    stage, low = engine.like, param_dtype is not None
+    stage, low = engine.like, "param_dtype" in options
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = seeded(OddModel, dtype=torch.float32, device=device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    layout = sizes_by_bucket(model, stage)
+    trainable = sizes_by_bucket(model, stage)
     batches = [[part.to(device) for part in fixtures.token_batch(step, rank)] for step in range(2)]
     held = {}
     with MemoryLedger() as memory:
-        memory.track(model.shift)
-        for tensor in (*batches[0], *batches[1]):
+        for tensor in (model.shift, *batches[0], *batches[1]):
             memory.track(tensor)
         outside = memory.live
         for param in model.parameters():
             memory.track(param)
-        trained = engine(model, ADAMW, group=fixtures.silent_group(), **mixed(param_dtype))
+        trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
         trained.training_step(*batches[0], fixtures.in_float32)
         loss = fixtures.in_float32(trained(batches[1][0]), batches[1][1])
         loss.backward()
@@ -101,7 +97,6 @@ def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
 
         trained.optimizer.register_step_pre_hook(look)
         trained.step()
-    trainable = layout[:-1] if stage == "zero3" else layout  # the last is the root's frozen scale
     # (elements of the whole buffer, of a shard): all parameters, and those that are trained.
     align = alignment(device) // (2 if low else 4)  # in elements of the smallest dtype
     lengths = [padded(sizes, world_size, align) for sizes in trainable]
@@ -115,12 +110,10 @@ def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
     expected = {
         # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
         "optimizer": 8 * sum(pieces) + 4 * len(pieces),
-        "gradients": 4 * (whole if stage in ("zero1", "zero1_2psi") else shard),
+        "gradients": 4 * (whole if stage == "zero1" else shard),
         # A shard in float32 is a part of the weights in use, where those are float32 and whole.
         "parameters": in_use + (4 * (shard + frozen_shard) if low or stage == "zero3" else 0),
     }
-    if stage == "zero1_2psi" and held["gradients"] > 4 * whole:  # the mean came into a buffer of its own, as it may
-        expected["gradients"] += 4 * shard
     live = held.pop("live")
     for kind, nbytes in expected.items():
         same(f"bytes of the {kind} held in step 4", held[kind], nbytes)
@@ -128,49 +121,26 @@ def held_bytes_equal_the_theory(engine, param_dtype=None, device="cpu"):
     same("bytes that are alive besides", live - sum(expected.values()), 4)
 
 
-@holds("life")
-def steps_leave_no_hooks_behind(engine):
-    """The engine's hooks are set once: steps of every kind leave as many as they found."""
-    trained = odd(engine, find_unused=True)
-    model, (tokens, targets) = trained.model, own_tokens(0)
-    trained.training_step(tokens, targets, F.cross_entropy)  # some set theirs in the first one
-    before = fixtures.hooks_on(model, trained.optimizer)
-    for _ in range(2):
-        trained.training_step(tokens, targets, F.cross_entropy)
-        with torch.no_grad():
-            trained(tokens)
-        with trained.no_sync():
-            F.cross_entropy(trained(tokens), targets).backward()
-        F.cross_entropy(trained(tokens), targets).backward()
-        trained.clip_grad_norm_(1.0)
-        trained.step()
-        trained.zero_grad()
-        if not engine.foreign:
-            trained.load_full_state_dict(trained.full_state_dict())
-        same("hooks after a step", fixtures.hooks_on(model, trained.optimizer), before)
-
-
 @holds(
     "traffic",
     ask(ranks=(2, 3), more_ranks=1, chapters=STAGES),
     ask(ranks=4, hybrid=True),
-    ask_thorough(ranks=(1, 2, 3), param_dtype=torch.bfloat16),
+    ask_thorough(ranks=(1, 2, 3), **LOW),
     of_stages=True,
 )
-def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
-    """Kind, bytes, order, step and ranks of every collective of a training step, and what they send in all.
+def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
+    """Kind, bytes, order, step and ranks of every collective of a training step.
 
     On a grid of 2 x 2 it is the same within a row, and across replicas only the shards' gradients go.
     """
-    rank, layers, width = dist.get_rank(), 4, 12
+    rank, layers, width, low = dist.get_rank(), 4, 12, "param_dtype" in options
     group = grid() if hybrid else None
     row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
     model, world_size = seeded(lambda: Stack(layers, width), dtype=torch.float32), len(row)
     sizes = [width * width, width]
-    whole = padded(sizes, world_size, 8 if param_dtype else 4)[0]
-    options = {} if engine.like == "zero3" else {"bucket_mb": 4 * sum(sizes) / 2**20}
-    options |= {"group": group} if hybrid else {}
-    trained = engine(model, ADAMW, **mixed(param_dtype), **options)
+    whole = padded(sizes, world_size, 8 if low else 4)[0]
+    options |= {} if engine.like == "zero3" else {"bucket_mb": 4 * sum(sizes) / 2**20}
+    trained = engine(model, ADAMW, group=group, **options)
 
     def step(number):
         trained.training_step(*vector_batch(number, rank, width), lambda out, y: F.mse_loss(out.float(), y))
@@ -179,10 +149,10 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
     step(1)
     with TrafficLedger() as traffic:
         step(2)
-    nbytes = {"all-gather": (2 if param_dtype else 4) * whole, "reduce-scatter": 4 * whole, "all-reduce": 4 * whole}
-    gather, reduce = ("all-gather", "5 gather parameters"), ("reduce-scatter", "3 reduce gradients")
+    gather = ("all-gather", "5 gather parameters", (2 if low else 4) * whole)
+    reduce = ("reduce-scatter", "3 reduce gradients", 4 * whole)
     expected = {
-        "zero1": [("all-reduce", "3 reduce gradients")] * layers + [gather] * layers,
+        "zero1": [("all-reduce", *reduce[1:])] * layers + [gather] * layers,
         "zero2": [reduce] * layers + [gather] * layers,
         # Forward gathers every unit; so does backward, each before the reduction of the unit behind it. A rank that
         # is alone gathers nothing ahead.
@@ -190,16 +160,11 @@ def collectives_are_those_of_the_stage(engine, param_dtype=None, hybrid=False):
         if world_size > 1
         else [gather] * layers + [gather, reduce] * layers,
     }[engine.like]
-    own = [each for each in traffic.collectives if each.ranks == row]
-    same("the collectives of a step, and where they are issued", [(c.kind, c.step) for c in own], expected)
-    same("bytes of the buffers", [c.whole_bytes for c in own], [nbytes[kind] for kind, _ in expected])
+    own = [(each.kind, each.step, each.whole_bytes) for each in traffic.collectives if each.ranks == row]
+    same("the collectives of a step, where they are issued, and bytes", own, expected)
     across = [(c.kind, c.whole_bytes) for c in traffic.collectives if c.ranks != row]
     replicas = [("all-reduce", 4 * whole // world_size)] * layers if hybrid else []
     same("collectives with other ranks than the row's", across, replicas)
-    times = {"zero1": 3, "zero2": 2, "zero3": 3}[engine.like]
-    if param_dtype is None and not hybrid:
-        sent = round(times * layers * 4 * whole * (world_size - 1) / world_size)
-        same(f"bytes sent in a step, {times}Ψ (N-1)/N elements", traffic.sent_bytes, sent)
 
 
 @holds("order", *ask_each("reverse", (False, True), "zero2", chapters="zero2"), of_stages=True)
@@ -230,29 +195,32 @@ def promised(engine: Subject):
     return entry.promise
 
 
-def built(engine: Subject):
-    """(the engine, the bytes of its parameters, a function that takes a step)."""
+def seen_of_a_step(engine: Subject):
+    """(bytes of the parameters, what was seen of the engine's third step, bytes of a buffer that it documents)."""
     trained = engine(seeded(lambda: Stack(4, 32), dtype=torch.float32), ADAMW)
-    whole = sum(param.nbytes for param in Stack(4, 32).parameters())
-    return trained, whole, lambda n: trained.training_step(*vector_batch(n, dist.get_rank(), 32), F.mse_loss)
+    inner = getattr(trained, "_engine", trained) if engine.foreign else trained
+
+    def step(number):
+        trained.training_step(*vector_batch(number, dist.get_rank(), 32), F.mse_loss)
+
+    step(0)
+    step(1)
+    with MemoryLedger() as memory, watched_step(inner, memory) as seen:
+        step(2)
+    return sum(param.nbytes for param in Stack(4, 32).parameters()), seen, getattr(inner, "bucket_bytes", 0)
 
 
 @holds("bytes", ask(ranks=4, chapters=STAGES))
 def what_is_shared_out_is_no_more_than_twice_there(engine):
     """Of what the ranks share out, all four together have two copies at most before the update, and not four."""
     kinds, _ = promised(engine)
-    trained, whole, step = built(engine)
-    inner, held = getattr(trained, "_engine", trained) if engine.foreign else trained, {}
-    optimizer_of(inner).register_step_pre_hook(lambda *_: held.update(held_bytes(inner)))
-    for number in range(2):
-        step(number)
+    whole, seen, buffer = seen_of_a_step(engine)
     for kind in kinds:
-        copy = whole * (1 + (kind == "optimizer"))  # AdamW has two moments
-        total = torch.tensor(float(held[kind]))
+        total = torch.tensor(float(seen.held[kind]))
         dist.all_reduce(total)
-        most = 2.1 * copy
+        most = 2.1 * whole * (1 + (kind == "optimizer"))  # AdamW has two moments
         if kind == "gradients":  # an engine may document a buffer that gradients go through, of a size of its own
-            most += dist.get_world_size() * getattr(inner, "bucket_bytes", 0)
+            most += dist.get_world_size() * buffer
         expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item())
 
 
@@ -260,10 +228,174 @@ def what_is_shared_out_is_no_more_than_twice_there(engine):
 def a_step_sends_no_more_than_is_promised(engine):
     """A step sends the 2Ψ or 3Ψ (N-1)/N elements that the engine's documentation says, and 1 % for notes."""
     _, times = promised(engine)
-    _, whole, step = built(engine)
-    step(0)
-    step(1)
-    with TrafficLedger() as traffic:
-        step(2)
+    whole, seen, _ = seen_of_a_step(engine)
     most = 1.01 * times * whole * (1 - 1 / dist.get_world_size())
-    expect(traffic.sent_bytes <= most, "bytes that a rank sends in a step", f"{most:.0f} at most", traffic.sent_bytes)
+    expect(seen.sent_bytes <= most, "bytes that a rank sends in a step", f"{most:.0f} at most", seen.sent_bytes)
+
+
+# Live bytes at the worst moment of forward and of backward.
+
+
+class Alive(MemoryLedger):
+    """Bytes that are alive; after `mark()` also how many `more` there are than then, and the `most` meanwhile."""
+
+    def mark(self) -> None:
+        self.before = self.live
+        self.reset_peak()
+
+    @property
+    def more(self) -> int:
+        return self.live - self.before
+
+    @property
+    def most(self) -> int:
+        return self.peak - self.before
+
+
+LAYERS, WIDTH = 12, 64
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of a `Stack`
+NOISE = (16 + 2 * LAYERS) * 4 * WIDTH  # activations, and what else is small
+
+
+def stack(reverse: bool = False, kind=Stack):
+    return seeded(lambda: kind(LAYERS, WIDTH, reverse), dtype=torch.float32)
+
+
+def batch(step: int = 0):
+    return vector_batch(step, dist.get_rank(), WIDTH)
+
+
+def at_most(what: str, nbytes: float, allowed: float, means: str = "") -> None:
+    found = f"{nbytes / LAYER:.2f} layers"
+    expect(nbytes <= allowed, what, f"at most {allowed / LAYER:.2f} layers of {LAYER:,} bytes{means}", found)
+
+
+def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) -> SimpleNamespace:
+    """Bytes alive around a step behind two others: in all when the engine is `built`, and `between` two steps; then
+    how many more than that forward and backward have at the worst moment, and when they are over, `kept` and `left`.
+
+    The step may `turn`, and go through the model the other way; or be no step to `train` in, but forward alone.
+    """
+    with Alive() as memory:
+        trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
+        found = SimpleNamespace(built=memory.live)
+        for step in range(2):
+            trained.training_step(*batch(step), F.mse_loss)
+        model.reverse ^= turn
+        memory.mark()
+        found.between = memory.live
+        with torch.set_grad_enabled(train), trained.no_sync() if no_sync else contextlib.nullcontext():
+            loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
+            found.forward, found.kept = memory.most, memory.more
+            memory.reset_peak()
+            if train:
+                loss.backward()
+        found.backward, found.left = memory.most, memory.more
+    return found
+
+
+@holds(
+    "bytes",
+    *ask_each("reverse", (False, True), "zero2", more_ranks=(3, 4), chapters="zero2"),
+    of_stages=True,
+)
+def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
+    """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
+    most = peaks_of(engine, stack(reverse), bucket_mb=LAYER / 2**20).backward
+    activations = (4 + LAYERS) * 4 * WIDTH  # all of the layers' inputs, and the gradients between them
+    allowed = LAYERS * LAYER / dist.get_world_size() + 2 * LAYER + activations
+    what = "gradients in backward at the worst moment"
+    if reverse:  # documented: every bucket waits for bucket 0, whose gradients come last
+        assert most > allowed, "in the opposite order all gradients should be whole at once"
+        at_most(what, most, LAYERS * LAYER + 2 * LAYER + activations)
+    else:
+        means = " (4Ψ/N of gradients, 2 buckets of a layer each: receive the one before first; and activations)"
+        at_most(what, most, allowed, means=means)
+        assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
+
+
+@holds(
+    "bytes",
+    ask("zero3", more_ranks=(3, 4), chapters="zero3"),
+    ask("zero3", more_ranks=(3, 4), reshard_after_forward=False),
+    ask("zero3", more_ranks=(3, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    ask_thorough("zero3", (2, 3, 4), prefetch=0),
+    ask_thorough("zero3", (2, 3, 4), prefetch=3),
+    of_stages=True,
+)
+def zero3_has_only_the_units_in_use_gathered(engine, **options):
+    """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
+    own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
+    found = peaks_of(engine, stack(), **options)
+    at_most("what is alive after the construction", found.built, own + NOISE)
+    # Parameters, and AdamW's two moments with a counter for each piece.
+    at_most("what is alive between steps", found.between, 3 * own + 4 * 2 * LAYERS + NOISE)
+    if "reshard_after_forward" not in options:
+        units = 1 + min(options.get("prefetch", 1), LAYERS - 1)
+        # In bfloat16 they are half as large, and two rounded shards may be on their way.
+        unit, sent = (LAYER / 2, LAYER / dist.get_world_size()) if "param_dtype" in options else (LAYER, 0)
+        at_most("units gathered in forward", found.forward, units * unit + sent + NOISE)
+        assert found.forward >= units * unit, "fewer units than promised were gathered: is prefetching on?"
+        at_most("units gathered after forward", found.kept, NOISE)
+        # Backward adds the gradients' shards, and at most two units of whole gradients.
+        means = f" (4Ψ/N of gradients, {units} units' parameters and 2 units' gradients, and activations)"
+        what = "bytes alive at backward's worst moment"
+        at_most(what, found.backward, (units + 2) * LAYER + own + NOISE, means=means)
+    else:
+        at_most("units that are kept for backward", found.kept, LAYERS * LAYER + NOISE)
+        assert found.kept >= LAYERS * LAYER, "units were freed after forward, and should not have been"
+    at_most("units and gradients after backward", found.left, own + NOISE)
+
+
+class ByKeyword(Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(input=x)
+        return x
+
+
+class Idle(Stack):
+    """Each unit has a weight that is never used: with `find_unused` no unit is ever complete."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        for layer in self.layers:
+            layer.idle = nn.Parameter(torch.ones(1))
+
+
+@holds(
+    "bytes",
+    ask("zero3", frozen=11),
+    ask("zero3", frozen=11, kind=ByKeyword),
+    ask("zero3", no_sync=True),
+    ask("zero3", kind=Idle, find_unused=True),
+    of_stages=True,
+)
+def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
+    """A unit without a gradient that tells when to free it, as it is frozen or unused in part, is freed in time.
+
+    Under `no_sync()` gradients stay whole, as documented; parameters are freed.
+    """
+    model = stack(kind=kind)
+    for layer in model.layers[LAYERS - frozen :]:
+        layer.requires_grad_(False)
+    gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else dist.get_world_size())
+    allowed = gradients + (2 if "no_sync" in options else 3 + ("find_unused" in options)) * LAYER + NOISE
+    most = peaks_of(engine, model, **options).backward
+    at_most("units gathered in backward, and gradients", most, allowed)
+
+
+@holds(
+    "bytes",
+    ask("zero3", reshard_after_forward=False, train=False),
+    ask("zero3", turn=True),
+    of_stages=True,
+)
+def zero3_gathers_little_where_it_cannot_know(engine, **options):
+    """Few units are gathered where no backward will come, although `reshard_after_forward=False` keeps them for it.
+
+    Nor are many where a forward takes another order than the last, by which they are gathered ahead.
+    """
+    most = peaks_of(engine, stack(), **options).forward
+    allowed = 3 if "turn" in options else 2
+    at_most("units gathered in forward", most, allowed * LAYER + NOISE)

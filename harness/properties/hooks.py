@@ -8,78 +8,56 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.held import storage_bytes
-from harness.properties.fixtures import MOMENTUM, OddModel, own_tokens, seeded, token_batch
+from harness.properties.fixtures import MOMENTUM, OddModel, hooks_on, own_tokens, seeded, token_batch
 from harness.properties.overlap import late_collectives
 from harness.properties.property import NotApplicable, ask, ask_thorough, holds, same
 from harness.properties.training import EXACT, Pair
 
 
-@holds("life", ask(late=True), ask_thorough(late=False), of_stages=True)
-def hooks_find_the_units_weights(engine, late):
-    """Hooks around a unit's and the model's forward find the weights gathered, whenever they were registered."""
-    model, found = seeded(OddModel), []
-
-    def looks(kind, name):
-        return lambda *_: found.append((kind, name, model.get_parameter(name).detach().clone()))
-
-    def register(when, first):
-        unit, root = "blocks.1.up.weight", "head.weight"
-        model.blocks[1].register_forward_pre_hook(looks(f"before the unit's forward, {when}", unit), prepend=first)
-        model.blocks[1].register_forward_hook(looks(f"behind the unit's forward, {when}", unit), prepend=not first)
-        model.register_forward_pre_hook(looks(f"before the model's forward, {when}", root))
-        model.register_forward_hook(looks(f"behind the model's forward, {when}", root))
-
-    register("registered before the build", first=False)
-    trained = engine(model, MOMENTUM)
-    register("registered after the build", first=True)
-    for step in range(3):
-        right = trained.full_state_dict()
-        found.clear()
-        with late_collectives() if late else contextlib.nullcontext():
-            trained.training_step(*own_tokens(step), F.cross_entropy)
-        same("hooks that ran", len({kind for kind, _, _ in found}), 8)
-        for kind, name, weight in found:
-            same(f"what a hook finds ({kind})", weight, right[name])  # copies of the same shards
-        if engine.like == "zero3":
-            same("bytes that a hook keeps gathered", storage_bytes(model.parameters()), 0)
-
-
-@holds(
-    "life",
-    ask(before=True),
-    ask(before=False),
-    ask_thorough("zero2", before=True, bucket_mb=0),
-    ask_thorough("zero2", before=False, bucket_mb=0),
-    of_stages=True,
-)
-def hooks_find_this_ranks_gradients(engine, before, **options):
-    """A post-accumulate-grad hook finds this rank's gradient of every parameter, whenever it was registered.
+@holds("life", ask(), ask_thorough(late=False), ask_thorough("zero2", bucket_mb=0), of_stages=True)
+def hooks_find_weights_and_gradients(engine, late=True, **options):
+    """Hooks around forwards find weights, and hooks on parameters this rank's gradients, whenever they were registered.
 
     C++ goes through the hooks in the order of insertion, which `OrderedDict.move_to_end` does not change.
     """
     plain, model, found = seeded(OddModel), seeded(OddModel), {}
+    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
 
-    def register():
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(
-                    lambda p, name=name: found.update({name: None if p.grad is None else p.grad.clone()})
-                )
+    def weight(name, where):
+        return lambda *_: found.update({(name, where): model.get_parameter(name).detach().clone()})
 
-    if before:
-        register()
+    def gradient(name, where):
+        return lambda param: found.update({(name, where): None if param.grad is None else param.grad.clone()})
+
+    def register(when, first):
+        unit, root = "blocks.1.up.weight", "head.weight"
+        model.blocks[1].register_forward_pre_hook(weight(unit, f"before the unit's forward, {when}"), prepend=first)
+        model.blocks[1].register_forward_hook(weight(unit, f"behind the unit's forward, {when}"), prepend=not first)
+        model.register_forward_pre_hook(weight(root, f"before the model's forward, {when}"))
+        model.register_forward_hook(weight(root, f"behind the model's forward, {when}"))
+        for name in trainable:
+            hook = gradient(name, f"gradient, {when}")
+            model.get_parameter(name).register_post_accumulate_grad_hook(hook)
+
+    register("registered before the build", first=False)
     trained = engine(model, MOMENTUM, **options)
-    if not before:
-        register()
-    for step in range(2):
-        found.clear()
+    register("registered after the build", first=True)
+    for step in range(3):
         tokens, targets = own_tokens(step)
         plain.load_state_dict(trained.full_state_dict())
         plain.zero_grad()
         F.cross_entropy(plain(tokens), targets).backward()
-        trained.training_step(tokens, targets, F.cross_entropy)
-        expected = {name: param.grad for name, param in plain.named_parameters() if param.requires_grad}
-        same("gradients that hooks find", {name: found.get(name) for name in expected}, expected, EXACT)
+        found.clear()
+        with late_collectives() if late else contextlib.nullcontext():
+            trained.training_step(tokens, targets, F.cross_entropy)
+        same("hooks that ran", len(found), 2 * (4 + len(trainable)))
+        for (name, where), value in found.items():
+            expected, atol = plain.get_parameter(name), 0.0  # copies of the same shards
+            if where.startswith("gradient"):
+                expected, atol = expected.grad, EXACT
+            same(f"what a hook finds of {name} ({where})", value, expected, atol)
+        if engine.like == "zero3":
+            same("bytes that a hook keeps gathered", storage_bytes(model.parameters()), 0)
 
 
 @holds("values")
@@ -117,9 +95,9 @@ class PassesOn(nn.Module):
         return self.head(torch.tanh(first + second + leaf).mean(1) + shift), leaf, self.shift
 
 
-@holds("life")
-def hooks_do_not_pile_up_on_what_passes_through(engine):
-    """A leaf and a parameter that go through units have no more hooks after some steps, and the leaf its gradient."""
+@holds("life", ask(), ask(find_unused=True))
+def steps_leave_no_hooks_behind(engine, **options):
+    """Steps of every kind leave as many hooks as they found; a leaf that goes through units has its gradient."""
     # The engine's, and one for each rank of the plain side.
     leaf, *twins = (torch.zeros(5, dtype=engine.dtype, requires_grad=True) for _ in range(1 + dist.get_world_size()))
 
@@ -129,11 +107,20 @@ def hooks_do_not_pile_up_on_what_passes_through(engine):
         return F.cross_entropy(out, targets) + passed.square().sum() + shift.square().sum()
 
     def hooks():
-        found = [len(tensor._backward_hooks or ()) for tensor in (leaf, *pair.trained.model.parameters())]
-        return [*found, len(leaf._post_accumulate_grad_hooks or ())]
+        return hooks_on(pair.trained.model, pair.trained.optimizer, leaf)
 
-    pair = Pair(engine, PassesOn, loss=loss, batch=lambda step, rank: (*token_batch(step, rank), rank))
+    pair = Pair(engine, PassesOn, loss=loss, batch=lambda step, rank: (*token_batch(step, rank), rank), **options)
+    pair.train(1)  # some engines set theirs in the first step
     before = hooks()
-    pair.alike(4)
-    same("hooks on the leaf and on each parameter", hooks(), before)
+    for step in range(2):
+        pair.backward(2 * step, quiet=True)
+        pair.backward(2 * step + 1)
+        with torch.no_grad():
+            pair.alone()
+        pair.clip(1.0)
+        pair.step()
+        if not engine.foreign:
+            pair.trained.load_full_state_dict(pair.trained.full_state_dict())
+        same("hooks after a step", hooks(), before)
+    pair.same_weights()
     same("the gradient of the leaf", leaf.grad, twins[pair.rank].grad * pair.size, pair.atol)

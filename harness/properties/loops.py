@@ -1,6 +1,7 @@
 """What a training loop does around a step: clipping, accumulation, backwards of all kinds, recomputation."""
 
 import contextlib
+import itertools
 import math
 from functools import partial
 
@@ -27,7 +28,7 @@ from harness.properties.fixtures import (
     vector_batch,
 )
 from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, refused, same
-from harness.properties.training import Pair, inside, of_output, of_vectors, vectors
+from harness.properties.training import Pair, model_of, of_output, of_vectors, vectors
 
 # Clipping.
 
@@ -68,27 +69,22 @@ def a_backward_after_clipping_adds_to_what_was_clipped(engine):
     pair.same_weights()
 
 
-@holds(
-    "values",
-    ask("zero1", 3, more_engines=STAGES, value=math.nan, norm_type=2.0),
-    ask("zero2", 3, more_engines=STAGES, value=math.nan, norm_type=math.inf),
-    ask("zero3", 3, more_engines=STAGES, value=math.inf, norm_type=2.0),
-    ask("zero1", 3, more_engines=STAGES, value=math.inf, norm_type=math.inf),
-)
-def one_ranks_nan_is_in_every_ranks_norm(engine, value, norm_type):
+@holds("values", ask(ranks=3, more_ranks=2))
+def one_ranks_nan_is_in_every_ranks_norm(engine):
     """A NaN or inf in one element of one rank's gradient shows in the norm on all ranks."""
     trained = odd(engine)
     tokens, targets = own_tokens(0)
-    out = trained(tokens)
-    loss = F.cross_entropy(out, targets)
-    if dist.get_rank() == 0:  # a parameter which only one rank has in its shard
-        loss = loss + (out[0, 0] if engine.foreign else trained.model.head.bias[0]) * value
-    loss.backward()
-    norm = trained.clip_grad_norm_(1.0, norm_type).item()
-    right = math.isnan(norm) if math.isnan(value) else not math.isfinite(norm)
-    said = str(value).replace("nan", "NaN")
-    what = f"the norm with norm_type {norm_type:g} when rank 0 has a {said}"
-    expect(right, what, f"{said} on every rank", norm)
+    for value, norm_type in itertools.product((math.nan, math.inf), (2.0, math.inf)):
+        trained.zero_grad()
+        out = trained(tokens)
+        loss = F.cross_entropy(out, targets)
+        if dist.get_rank() == 0:  # a parameter which only one rank has in its shard
+            loss = loss + (out[0, 0] if engine.foreign else trained.model.head.bias[0]) * value
+        loss.backward()
+        norm = trained.clip_grad_norm_(1.0, norm_type).item()
+        right = math.isnan(norm) if math.isnan(value) else not math.isfinite(norm)
+        what = f"the norm with norm_type {norm_type:g} when rank 0 has {value}"
+        expect(right, what, f"{value} on every rank", norm)
 
 
 @holds("values", ask(ranks=3))
@@ -129,26 +125,21 @@ def a_rank_may_own_only_padding(engine):
     gained(engine, None, torch.float64).alike(4)
 
 
-FURTHER = {"more_engines": STAGES, "more_ranks": 2}
-
-
 @holds(
     "values",
-    ask("zero1", 3, **FURTHER, low=None, high=torch.float32, norm_type=2.0),
-    ask("zero2", 3, **FURTHER, low=None, high=torch.float32, norm_type=math.inf),
-    ask("zero3", 3, **FURTHER, low=torch.float32, high=torch.float64, norm_type=2.0),
-    ask("zero1", 3, **FURTHER, low=torch.float32, high=torch.float64, norm_type=math.inf),
-    ask("zero2", 3, **FURTHER, low=torch.bfloat16, high=torch.float32, norm_type=2.0),
-    ask("zero3", 3, **FURTHER, low=torch.bfloat16, high=torch.float32, norm_type=math.inf),
+    ask(ranks=3, more_ranks=2, low=None, high=torch.float32),
+    ask(ranks=3, more_ranks=2, low=torch.float32, high=torch.float64),
+    ask(ranks=3, more_ranks=2, low=torch.bfloat16, high=torch.float32),
 )
-def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high, norm_type):
+def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high):
     """Ranks that own only padding, of all buckets or of those of one dtype, have the others' norm, in its dtype."""
     # Gradients are added in the low precision: 8 bits of it, or float32's 24.
     pair = gained(engine, low, high, dtype=None, atol=1e-2 if low == torch.bfloat16 else 1e-5)
-    pair.backward(0)
-    expected = torch.nn.utils.get_total_norm([p.grad for p in pair.plain.parameters()], norm_type)
-    same("the norm's dtype", pair.clip(0.1, norm_type).dtype, expected.dtype)
-    pair.step()
+    for step, norm_type in enumerate((2.0, math.inf)):
+        pair.backward(step)
+        expected = torch.nn.utils.get_total_norm([p.grad for p in pair.plain.parameters()], norm_type)
+        same("the norm's dtype", pair.clip(0.1, norm_type).dtype, expected.dtype)
+        pair.step()
 
 
 # Several backwards, and what may stand between them.
@@ -168,66 +159,40 @@ def backwards_before_a_step_add_up(engine):
     pair.same_weights()
 
 
-@holds(
-    "traffic",
-    ask(no_sync=False),
-    ask(no_sync=True),
-    of_stages=True,
-)
-def micro_batches_send_what_they_must(engine, no_sync, k=3):
-    """Under `no_sync` nothing is sent and no piece gets a gradient; without it each backward of ZeRO-2 and -3 sends."""
-    stage, width = engine.like, 8
+@holds("traffic", ask(no_sync=False), ask(no_sync=True), of_stages=True)
+def micro_batches_send_what_they_must(engine, no_sync):
+    """Under `no_sync` nothing is sent and no piece gets a gradient; without it each backward of ZeRO-2 and -3 sends.
+
+    The inner exit of nested ones, or an exception in it, does not end the outer one.
+    """
+    stage, width, k = engine.like, 8, 3
     options = {} if stage == "zero3" else {"bucket_mb": 0.0005}
     pair = Pair(engine, lambda: Stack(4, width), ADAMW, batch=vectors(width), loss=of_vectors, **options)
-    trained = pair.trained
-    pieces = pieces_of(trained)
+    trained, pieces = pair.trained, pieces_of(pair.trained)
+    perhaps_quiet = trained.no_sync if no_sync else contextlib.nullcontext
+
+    def backward(step, micro):
+        pair.backward(step * k + micro, scale=1 / k)
+        if stage != "zero1" and no_sync and micro < k - 1:
+            given = sum(p.grad is not None for p in pieces)
+            same("pieces that have a gradient under no_sync", given, 0)
+        elif stage != "zero1":
+            whole = storage_bytes([p.grad for p in trained.model.parameters() if p.grad is not None])
+            same("bytes of whole gradients after backward", whole, 0)
+
     for step in range(3):
         with TrafficLedger() as traffic:
-            for micro in range(k):
-                quiet = no_sync and micro < k - 1
-                inside_of = trained.no_sync if quiet else contextlib.nullcontext
-                pair.backward(step * k + micro, scale=1 / k, inside=inside_of)
-                if stage != "zero1" and quiet:
-                    given = sum(p.grad is not None for p in pieces)
-                    same("pieces that have a gradient under no_sync", given, 0)
-                elif stage != "zero1":
-                    whole = storage_bytes([p.grad for p in trained.model.parameters() if p.grad is not None])
-                    same("bytes of whole gradients after backward", whole, 0)
+            with perhaps_quiet():
+                with contextlib.suppress(ZeroDivisionError), perhaps_quiet():
+                    backward(step, 0)
+                    raise ZeroDivisionError
+                backward(step, 1)
+            backward(step, 2)
             pair.step()
     times = {"zero1": 3, "zero2": 2 if no_sync else k + 1, "zero3": 2 * k + 1 if no_sync else 3 * k}[stage]
     psi = sum(8 * bucket.numel for bucket in trained.all_buckets) * (pair.size - 1) / pair.size
     same(f"bytes sent, {times}Ψ (N-1)/N", traffic.sent_bytes, round(times * psi))
     pair.same_weights()
-
-
-@holds("traffic", of_stages=True)
-def nested_no_sync_ends_at_the_outer_exit(engine):
-    """The inner exit of nested `no_sync()`, or an exception in it, does not end the outer one: nothing is sent."""
-    pair = Pair(engine, OddModel)
-    with TrafficLedger() as traffic:
-        with pair.trained.no_sync():
-            with contextlib.suppress(ZeroDivisionError), pair.trained.no_sync():
-                pair.backward(0)
-                raise ZeroDivisionError
-            pair.backward(1)
-        reductions = [each.kind for each in traffic.collectives if "reduce" in each.kind]
-        same("reductions under no_sync", reductions, [])
-        pair.backward(2)
-        sent = any("reduce" in each.kind for each in traffic.collectives)
-        same("whether a backward after no_sync sends", sent, engine.like != "zero1")
-    pair.step()
-    pair.same_weights()
-
-
-class Asked(nn.Linear):
-    """A head with a parameter that only one of two losses reaches."""
-
-    def __init__(self):
-        super().__init__(5, 3)
-        self.ask = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return super().forward(x) * self.ask
 
 
 class TwoHeads(OddModel):
@@ -243,7 +208,7 @@ class TwoHeads(OddModel):
 
     def __init__(self, own: bool = False):
         super().__init__()
-        first, second = nn.Linear(5, 3), nn.Linear(5, 3) if own else Asked()
+        first, second = nn.Linear(5, 3), nn.Linear(5, 3)
         self.head = self.OwnHeads([first, second]) if own else self.Heads({"first": first, "second": second})
 
 
@@ -282,7 +247,7 @@ def an_evaluation_before_backward(model, batch, scale):
 def a_gradient_of_an_activation_first(model, batch, scale):
     """`autograd.grad` down to the middle: what it returns is not added to any parameter's gradient."""
     seen = []
-    hook = inside(model).blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
+    hook = model_of(model).blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
     loss = both(model, batch, scale)
     hook.remove()
     assert torch.autograd.grad(loss, seen, retain_graph=True)[0].abs().max() > 0
@@ -303,7 +268,7 @@ def one_backward_for_a_parameter(model, batch, scale, quiet=contextlib.nullconte
     """The last backward reaches the smallest part."""
     with quiet():
         a_backward_for_each_loss(model, batch, scale)
-    (scale * inside(model).head["second"].ask.square().sum()).backward()
+    (scale * model_of(model).head["second"].bias.square().sum()).backward()
 
 
 def the_others_under_no_sync(model, batch, scale):

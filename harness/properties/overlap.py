@@ -30,15 +30,17 @@ class Rooted(Stack):
         return self.last(super().forward(self.first(x)))
 
 
+# The chapters have names of their own for two of torch's collectives.
+OF_CHAPTERS = {"all_gather_single": (zero1, "all_gather"), "reduce_scatter_single": (zero2, "reduce_scatter")}
+
+
 @contextlib.contextmanager
 def replaced(**functions):
-    """`with replaced(all_reduce=function):` for `dist`, and for the chapters, which have names of their own for two."""
+    """`with replaced(all_reduce=function):` for `dist`, and for the chapters."""
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.multiple(dist, **functions))
-        if "all_gather_single" in functions:
-            patches.enter_context(mock.patch.object(zero1, "all_gather", functions["all_gather_single"]))
-        if "reduce_scatter_single" in functions:
-            patches.enter_context(mock.patch.object(zero2, "reduce_scatter", functions["reduce_scatter_single"]))
+        for name in OF_CHAPTERS.keys() & functions.keys():
+            patches.enter_context(mock.patch.object(*OF_CHAPTERS[name], functions[name]))
         yield
 
 

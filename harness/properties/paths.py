@@ -9,7 +9,7 @@ import contextlib
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
@@ -30,24 +30,20 @@ from harness.properties.fixtures import (
     SharedInside,
     TiedAcross,
     Twice,
-    TwoTypes,
+    drawing,
     seeded,
     token_batch,
 )
 from harness.properties.overlap import late_collectives
 from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, refused, same
-from harness.properties.training import EXACT, Pair, inside, of_output
+from harness.properties.training import EXACT, Pair, model_of, of_output
 
 
 def leaves(step: int, rank: int):
     """(a leaf (4, 5) that wants a gradient, classes (4,)), another for every rank and step."""
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    generator = drawing(step, rank)
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     return x.requires_grad_(), torch.randint(3, (4,), generator=generator)
-
-
-# A slow network, or `find_unused`.
-LATE, UNUSED = {"late": True}, {"find_unused": True}
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,7 @@ class Path:
     root_again: bool = False  # and the root, if nobody can see that the model's output will get a gradient
     keeps: bool = False  # a graph of backward's own may read all weights later: units stay gathered for it
     warns: bool = False  # ZeRO-3 says which unit is used from outside
-    usual: dict = field(default_factory=lambda: LATE)  # how ZeRO-3 is asked without --thorough,
-    everywhere: bool = False  # and the other stages are, too;
+    everywhere: bool = False  # without --thorough the other stages are asked, too,
     rare: bool = False  # or nobody is
     chapters: bool = False  # the lesson promises it
     dtype: torch.dtype | None = torch.float64
@@ -72,7 +67,7 @@ class Path:
 # A model of three units and a head, which belongs to the root. What it does, and what a unit does, is a case's own.
 
 
-class Unit(nn.Module):
+class Layers(nn.Module):
     """Linear layers (`a`, `b` and so on), and the forward of a case."""
 
     def __init__(self, run: Callable, layers: str):
@@ -85,10 +80,10 @@ class Unit(nn.Module):
         return self.run(self, *inputs, **named)
 
 
-class Body(Unit):
+class Body(Layers):
     def __init__(self, run: Callable, unit: Callable | type, layers: str):
         super().__init__(run, "")
-        self.blocks = nn.ModuleList(unit() if isinstance(unit, type) else Unit(unit, layers) for _ in range(3))
+        self.blocks = nn.ModuleList(unit() if isinstance(unit, type) else Layers(unit, layers) for _ in range(3))
         self.head = nn.Linear(5, 3)
 
 
@@ -131,7 +126,7 @@ def apart(unit, x):
 
 
 def with_kept_losses(model, x, y):
-    return F.cross_entropy(model(x), y) + 0.1 * sum(block.loss for block in inside(model).blocks)
+    return F.cross_entropy(model(x), y) + 0.1 * sum(block.loss for block in model_of(model).blocks)
 
 
 def silent(model, x, y):
@@ -141,12 +136,12 @@ def silent(model, x, y):
 
 def kept_by_the_model(model, x, y):
     assert model(x, y) is None
-    return inside(model).loss
+    return model_of(model).loss
 
 
 def features_of_hooks(model, x, y):
     """The loss takes what hooks of the caller's have seen, on units or on layers in them; of the output only a part."""
-    blocks, seen, hooks = inside(model).blocks, [], []
+    blocks, seen, hooks = model_of(model).blocks, [], []
     for module in (blocks[0], *(block.a for block in blocks[1:])):
         hooks.append(module.register_forward_hook(lambda module, args, out: seen.append(out)))
     out = model(x)
@@ -159,11 +154,9 @@ LOSSES = {
     "losses kept, outputs without gradient": Path(
         body(plain, apart, "ab"), with_kept_losses, everywhere=True, chapters=True
     ),
-    "through outputs": Path(body(), usual=UNUSED, chapters=True),
+    "through outputs": Path(body(), chapters=True),
     "losses kept beside outputs": Path(body(plain, router, "abc"), with_kept_losses),
-    "the model keeps its loss and returns nothing": Path(
-        body(silent), kept_by_the_model, root_again=True, usual=UNUSED
-    ),
+    "the model keeps its loss and returns nothing": Path(body(silent), kept_by_the_model, root_again=True),
     "features of hooks": Path(body(), features_of_hooks),
 }
 
@@ -231,13 +224,13 @@ def by_own_weights(block, x):
 COMPUTED_LATER = body(by(lambda block, x: torch.cat(list(block(x)))), later)
 OUTPUTS = {
     "in place": Path(body(by(changed_in_place), a_view), everywhere=True),
-    "in a slots": in_a(Slots, lambda out: out.hidden, usual=UNUSED),
+    "in a slots": in_a(Slots, lambda out: out.hidden),
     "in a closure": in_a(lambda h: lambda: h, lambda out: out()),
-    "in a generator": in_a(halves, lambda out: torch.cat(list(out), 1), usual=UNUSED),
+    "in a generator": in_a(halves, lambda out: torch.cat(list(out), 1)),
     "in a dataclass": in_a(lambda h: Answer(h, {}), lambda out: out.hidden, seen=True),
-    "in a subclass of dict": in_a(lambda h: Output(hidden=h), lambda out: out["hidden"], usual=UNUSED),
+    "in a subclass of dict": in_a(lambda h: Output(hidden=h), lambda out: out["hidden"]),
     "in a named tuple": in_a(lambda h: Both(h, None), lambda out: out.first, seen=True),
-    "in a generator that computes later": Path(COMPUTED_LATER, again=False, warns=True, usual=UNUSED),
+    "in a generator that computes later": Path(COMPUTED_LATER, again=False, warns=True),
     "own weights": Path(body(by(by_own_weights), own_weights)),
 }
 
@@ -285,31 +278,30 @@ LOW_RANK = PartlyFrozen.Adapter  # LoRA: a frozen weight and two small trained o
 BUILDS = {"again": False, "keeps": True}  # a graph of backward's own
 GRADIENTS = {
     "frozen weights and a leaf": Path(body(plain, LOW_RANK), everywhere=True),
-    "a gradient penalty": Path(body(), gradient_penalty, **BUILDS, usual=UNUSED),
+    "a gradient penalty": Path(body(), gradient_penalty, **BUILDS),
     "two gradient penalties": Path(body(), twice(gradient_penalty), **BUILDS),
-    "a gradient taken in forward": Path(body(forces), **BUILDS, usual=UNUSED),
+    "a gradient taken in forward": Path(body(forces), **BUILDS),
     "a gradient penalty, frozen weights": Path(body(plain, LOW_RANK), gradient_penalty, **BUILDS),
-    "two gradient penalties, frozen weights": Path(
-        body(plain, LOW_RANK), twice(gradient_penalty), **BUILDS, usual=UNUSED
-    ),
+    "two gradient penalties, frozen weights": Path(body(plain, LOW_RANK), twice(gradient_penalty), **BUILDS),
     "a gradient taken in forward, frozen weights": Path(body(forces, LOW_RANK), **BUILDS),
-    "two forwards": Path(body(), twice(of_output), again=False, usual=UNUSED),
+    "two forwards": Path(body(), twice(of_output), again=False),
     "two forwards of frozen weights": Path(body(plain, LOW_RANK), twice(of_output), again=False),
-    "two forwards of kept losses": Path(body(plain, router, "abc"), twice(with_kept_losses), again=False, usual=UNUSED),
+    "two forwards of kept losses": Path(body(plain, router, "abc"), twice(with_kept_losses), again=False),
     "a part without gradients": Path(partly_without_gradients, again=False),
 }
 
 # Saved-tensor hooks of the caller's own, activation checkpointing, own functions.
 
 
-def as_copies():
-    """A context of the caller's that keeps a copy of every tensor."""
-    return saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+def as_it_is(tensor):
+    return tensor
 
 
-def as_it_is():
-    """A context that hides from the engine what is saved, and changes nothing."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+# Contexts of the caller's: one keeps a copy of every tensor, one hides from the engine what is saved.
+AS_COPIES, HIDDEN = (
+    partial(saved_tensors_hooks, torch.clone, as_it_is),
+    partial(saved_tensors_hooks, as_it_is, as_it_is),
+)
 
 
 def under(context, function):
@@ -341,39 +333,24 @@ def model_again(model, x, y):
 
 
 class Product(torch.autograd.Function):
-    """x @ weight.T, whose backward has the weight from `save_for_backward`, or keeps the parameter itself."""
+    """x @ weight.T, whose backward has the weight from `save_for_backward`, or what `keep` has made of it."""
 
     @staticmethod
-    def forward(ctx, x, weight, saved):
-        ctx.save_for_backward(x, weight) if saved else ctx.save_for_backward(x)
-        ctx.weight = None if saved else weight
+    def forward(ctx, x, weight, keep):
+        ctx.kept = keep and keep(weight)
+        ctx.save_for_backward(x, None if keep else weight)
         return x @ weight.T
 
     @staticmethod
     def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors if ctx.weight is None else (*ctx.saved_tensors, ctx.weight)
+        x, weight = ctx.saved_tensors
+        if weight is None:
+            weight = ctx.kept
         return gradient @ weight, gradient.T @ x, None
 
 
-def own_function(unit, x, saved):
-    return torch.tanh(Product.apply(x, unit.a.weight, saved) + unit.a.bias)
-
-
-class ProductOfView(torch.autograd.Function):
-    """x @ weight.T, whose backward has the weight as a plain view that autograd does not know."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.x, ctx.weight = x.detach(), weight.detach()
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient @ ctx.weight, gradient.T @ ctx.x
-
-
-def view_kept(unit, x):
-    return torch.tanh(ProductOfView.apply(x, unit.a.weight) + unit.a.bias)
+def own_function(unit, x, keep=None):
+    return torch.tanh(Product.apply(x, unit.a.weight, keep) + unit.a.bias)
 
 
 def slices_again(unit, x):
@@ -401,24 +378,23 @@ def computed_weights(unit, x):
     return torch.tanh(F.linear(F.linear(x, piece), piece.T, unit.b.bias))
 
 
-def recomputed(where: str, loss=of_output, **asked) -> Path:
+def checkpointed(where: str, loss=of_output, **asked) -> Path:
     return Path(partial(Checkpointed, where), loss, token_batch, **asked)
 
 
 SAVED = {
-    "checkpointing around several": recomputed("around several", everywhere=True, chapters=True),
-    "checkpointing around": recomputed("around", usual=UNUSED, chapters=True),
-    "checkpointing inside": recomputed("inside", chapters=True),
-    "checkpointing around the model": recomputed("around", model_again, usual=UNUSED),
+    "checkpointing around several": checkpointed("around several", everywhere=True, chapters=True),
+    "checkpointing around": checkpointed("around", chapters=True),
+    "checkpointing inside": checkpointed("inside", chapters=True),
+    "checkpointing around the model": checkpointed("around", model_again),
     "saved on the CPU": Path(body(), under(save_on_cpu, of_output)),
-    "saved as copies": Path(body(), under(as_copies, of_output), rare=True),
-    "saved on the CPU inside": Path(body(by(under(save_on_cpu, lambda block, x: block(x)))), rare=True),
-    "saved by a context inside": Path(body(by(under(as_it_is, lambda block, x: block(x)))), usual=UNUSED),
+    "saved as copies": Path(body(), under(AS_COPIES, of_output), rare=True),
+    "saved by a context inside": Path(body(by(under(HIDDEN, lambda block, x: block(x))))),
     "a part of a unit runs again": Path(body(plain, part_again, "ab"), rare=True),
     "units run again": Path(body(whole_again), rare=True),
-    "a function of one's own": Path(body(plain, partial(own_function, saved=True))),
-    "a function that keeps the parameter": Path(body(plain, partial(own_function, saved=False)), usual=UNUSED),
-    "a function that keeps a plain view": Path(body(plain, view_kept)),
+    "a function of one's own": Path(body(plain, own_function)),
+    "a function that keeps the parameter": Path(body(plain, partial(own_function, keep=as_it_is))),
+    "a function that keeps a plain view": Path(body(plain, partial(own_function, keep=torch.detach))),
     "slices handed to what runs again": Path(body(plain, slices_again, "ab")),
     "a hook that reads a plain view": Path(body(plain, hook_reads)),
     "computed weights": Path(body(plain, computed_weights, "ab")),
@@ -439,7 +415,7 @@ def itself(unit, x, depth=2):
 
 OUTSIDE = {
     "another method than forward": Path(body(by(one_layer)), warns=True, everywhere=True),
-    "a penalty on weights": Path(body(penalty), warns=True, again=False, usual=UNUSED),
+    "a penalty on weights": Path(body(penalty), warns=True, again=False),
     "a block inside itself": Path(body(plain, itself), again=False, warns=True),
 }
 
@@ -468,8 +444,8 @@ def compiled(run) -> nn.Module:
 def compiled_later(model, x, y):
     """Blocks, and the model, that are compiled when the engine is there and has trained a step."""
     loss = of_output(model, x, y)
-    if inside(model)._compiled_call_impl is None:
-        for module in (*inside(model).blocks, inside(model)):
+    if model_of(model)._compiled_call_impl is None:
+        for module in (*model_of(model).blocks, model_of(model)):
             module.compile(backend="eager")
     return loss
 
@@ -487,20 +463,35 @@ COMPILED = {
 # Models that reuse, tie, freeze, mix and nest.
 
 
-def of_tokens(build, **more) -> Path:
+def two_dtypes() -> nn.Module:
+    """Float32 and float64 layers, in every unit and in the root."""
+
+    def unit(unit, x):
+        return torch.tanh(unit.b(unit.a(x).double())).float()
+
+    def run(model, x):
+        return plain(model, x.float()).double() * model.gain
+
+    model = body(run, unit, "ab")()
+    for block in model.blocks:
+        block.b.double()
+    model.gain = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    return model
+
+
+def with_tokens(build, **more) -> Path:
     return Path(build, batch=token_batch, again=False, **more)
 
 
 AWKWARD = {
-    "a block twice, and tied": of_tokens(Twice, everywhere=True, chapters=True),
+    "a block twice, and tied": with_tokens(Twice, everywhere=True, chapters=True),
     "keyword arguments": Path(
-        body(by(lambda block, x: block(x=x))), lambda model, x, y: model(x=x).sum(), usual=UNUSED, chapters=True
+        body(by(lambda block, x: block(x=x))), lambda model, x, y: model(x=x).sum(), chapters=True
     ),
-    "partly frozen": of_tokens(PartlyFrozen, chapters=True),
-    # Float32 layers beside float64 gains: as exact as float32 is.
-    "two dtypes": Path(TwoTypes, dtype=None, atol=1e-6, usual=UNUSED),
-    "tied across units": of_tokens(TiedAcross, chapters=True),
-    "shared inside units": of_tokens(SharedInside, usual=UNUSED, chapters=True),
+    "partly frozen": with_tokens(PartlyFrozen, chapters=True),
+    "two dtypes": Path(two_dtypes, dtype=None, atol=1e-6),  # as exact as float32 is
+    "tied across units": with_tokens(TiedAcross, chapters=True),
+    "shared inside units": with_tokens(SharedInside, chapters=True),
     "nested containers": Path(Nested, again=False, chapters=True),
 }
 PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED | AWKWARD
@@ -552,23 +543,21 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     expect(named or not (frees or found), "warnings of units that are used from outside", names, found)
 
 
-WAYS = (LATE, UNUSED, {"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {})  # of ZeRO-3
+USUAL = ({"late": True}, {"find_unused": True})  # a slow network, or a step that may leave parameters unused
+RARE = ({"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {})
 
 
 def asked(name: str, path: Path) -> list:
-    """The cases of a path: of every stage on three ranks with --thorough; and on two, if that is the usual way."""
-
-    def case(engines, usual: bool, **way):
-        if not usual:
-            return ask_thorough(engines, 3, path=name, **way)
-        if path.rare:
-            return ask_thorough(engines, path=name, **way)
-        return ask(engines, 2, more_ranks=3, path=name, **way)
-
-    found = [case("zero3", way == path.usual, **way) for way in WAYS]
-    found.append(case(("zero1", "zero2"), path.everywhere))
+    """The cases of a path: of ZeRO-3 on two ranks in the usual ways; with --thorough of all, on three in all ways."""
+    usual = ask_thorough if path.rare else ask
+    found = [usual("zero3", path=name, **way) for way in USUAL]
+    found += [ask_thorough("zero3", 3, path=name, **way) for way in RARE]
+    if path.everywhere:
+        found.append(usual(("zero1", "zero2"), path=name))
+    else:
+        found.append(ask_thorough(("zero1", "zero2"), 3, path=name))
     if path.chapters:
-        found.append(ask((), more_ranks=3, chapters=STAGES, path=name))
+        found.append(ask((), chapters=STAGES, path=name))
     return found
 
 

@@ -56,12 +56,13 @@ MODELS = {
 def mixed_precision_is_a_rounded_copy_that_computes(engine, model, **options):
     """Norms and weights are those of plain PyTorch with a bfloat16 copy that computes, whose gradients are handed over.
 
-    Sums over ranks are in float64, and exact.
+    Sums over ranks, and of two backwards, are in float64, and exact.
     """
     pair = Pair(engine, MODELS[model], DECAY, loss=of_tokens, param_dtype=BF16, reduce_dtype=FP64,
                 **options)  # fmt: skip
     for step in range(4):
-        pair.backward(step)
+        pair.backward(2 * step)
+        pair.backward(2 * step + 1)
         assert pair.clip(0.05) > 0.05, "nothing is clipped"
         pair.step()
     pair.same_weights()

@@ -14,7 +14,6 @@ to say. Nothing here knows pytest: tests, `check`, the museum and `conform` all 
 """
 
 import importlib
-import itertools
 import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -75,25 +74,21 @@ def same(what: str, found, expected, atol: float = 0.0) -> None:
         for name in expected:
             same(f"{what}, {name}", found[name], expected[name], atol)
     elif isinstance(expected, torch.Tensor):
-        shapes = tuple(getattr(found, "shape", ())) if isinstance(found, torch.Tensor) else type(found).__name__
-        expect(shapes == tuple(expected.shape), f"the shape of {what}", tuple(expected.shape), shapes)
-        if there := first_difference(found, expected, atol):
-            right, wrong, where = there
-            off = (found.detach().to(expected) - expected.detach()).abs().max().item()
-            allowed = f", to within {atol:g}" if atol else ", to the bit"
-            raise Differs(what, f"{right:.17g}{allowed}", f"{wrong:.17g}{where}, by {off:.3g} at most")
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        expect(shape == tuple(expected.shape), f"the shape of {what}", tuple(expected.shape), shape)
+        _same_elements(what, found.detach().to(expected).flatten(), expected.detach().flatten(), atol)
     else:
         expect(found == expected, what, expected, found)
 
 
-def first_difference(found: torch.Tensor, expected: torch.Tensor, atol: float, rtol: float = 0):
-    """(the right value, the wrong one, where) of the first elements that differ by more; None if there are none."""
-    wrong = ~torch.isclose(found.detach().to(expected), expected.detach(), rtol=rtol, atol=atol, equal_nan=True)
-    if not wrong.any():
-        return None
-    first = wrong.flatten().nonzero()[0].item()
-    values = expected.detach().flatten()[first].item(), found.detach().flatten()[first].item()
-    return *values, f" at element {first}; {int(wrong.sum())} of {wrong.numel()} differ"
+def _same_elements(what: str, found: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
+    wrong = ~torch.isclose(found, expected, rtol=0, atol=atol, equal_nan=True)
+    if wrong.any():
+        first = wrong.nonzero()[0].item()
+        right = f"{expected[first].item():.17g}, " + (f"to within {atol:g}" if atol else "to the bit")
+        where = f"at element {first}; {int(wrong.sum())} of {wrong.numel()} differ"
+        most = (found - expected).abs().max().item()
+        raise Differs(what, right, f"{found[first].item():.17g} {where}, by {most:.3g} at most")
 
 
 def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeError)) -> str:
@@ -176,49 +171,44 @@ def subject(name: str) -> Subject:
 # The library.
 
 
+@dataclass(frozen=True)
+class PropertyCase:
+    """Arguments of a property, and the engine, on so many ranks, of which the tests ask it with them."""
+
+    ranks: int
+    engine: str
+    arguments: dict
+    thorough: bool  # with --thorough alone
+
+
 def _several(given) -> tuple:
     return given if isinstance(given, tuple) else (given,)
 
 
-@dataclass(frozen=True)
-class Case:
-    """Arguments of a property, and of which engines, on which numbers of ranks, the tests ask it with them."""
-
-    arguments: dict
-    engines: tuple[str, ...]
-    ranks: tuple[int, ...]
-    more_engines: tuple[str, ...]  # with --thorough
-    more_ranks: tuple[int, ...]
-    chapters: tuple[str, ...]  # the stages whose chapters promise it
-
-    def asked(self, thorough: bool) -> Iterable[tuple[int, str]]:
-        """(ranks, engine) of all that the tests ask."""
-        ranks, names = self.ranks, [*self.engines, *map(chapter_of, self.chapters)]
-        if thorough:
-            ranks, names = (*ranks, *self.more_ranks), [*names, *self.more_engines]
-        known = [name for name in dict.fromkeys(names) if name in STAGES or name in CHAPTERS]
-        return itertools.product(ranks, known)
-
-
-def ask(engines=STAGES, ranks=2, *, more_engines=(), more_ranks=None, chapters=(), **arguments) -> Case:
-    """A case: these engines (one, or several) are asked on so many ranks (one number, or several).
+def ask(engines=STAGES, ranks=2, *, more_engines=(), more_ranks=None, chapters=(), **arguments) -> list[PropertyCase]:
+    """Cases: these engines (one, or several) are asked on so many ranks (one number, or several).
 
     With --thorough so are `more_engines`, and all of them on `more_ranks`: on three, if nothing is said of ranks. The
     classes of these `chapters` are asked as their engines are: the lesson promises it, too.
     """
     if more_ranks is None:
         more_ranks = 3 if ranks == 2 else ()
-    several = (engines, ranks, more_engines, more_ranks, chapters)
-    return Case(arguments, *map(_several, several))
+    usual, sizes = [*_several(engines), *map(chapter_of, _several(chapters))], _several(ranks)
+    found = []
+    for size in (*sizes, *_several(more_ranks)):
+        for name in dict.fromkeys([*usual, *_several(more_engines)]):
+            further = name not in usual or size not in sizes
+            found.append(PropertyCase(size, name, arguments, further))
+    return found
 
 
-def ask_each(name: str, values: Iterable, *engines_and_ranks, **more) -> list[Case]:
-    """A case for each value of the argument `name`."""
+def ask_each(name: str, values: Iterable, *engines_and_ranks, **more) -> list[list[PropertyCase]]:
+    """What `ask` returns for each value of the argument `name`."""
     return [ask(*engines_and_ranks, **more, **{name: value}) for value in values]
 
 
-def ask_thorough(engines=STAGES, ranks=(2, 3), **arguments) -> Case:
-    """A case that is asked with --thorough alone."""
+def ask_thorough(engines=STAGES, ranks=(2, 3), **arguments) -> list[PropertyCase]:
+    """Cases that are asked with --thorough alone."""
     return ask((), (), more_engines=engines, more_ranks=ranks, **arguments)
 
 
@@ -233,25 +223,19 @@ class Property:
     says: str  # what must be true, in one sentence
     group: str
     check: Callable
-    cases: tuple[Case, ...]
+    cases: list[PropertyCase]
     of_stages: bool
 
     @property
     def engines(self) -> tuple[str, ...]:
-        asked = {engine for _, engine, _ in self.asked(thorough=True)}
+        asked = {case.engine for case in self.cases}
         return tuple(stage for stage in STAGES if stage in asked)
-
-    def asked(self, thorough: bool = False) -> Iterable[tuple[int, str, dict]]:
-        """(ranks, engine, arguments) of all that the tests ask."""
-        for case in self.cases:
-            for ranks, engine in case.asked(thorough):
-                yield ranks, engine, case.arguments
 
 
 PROPERTIES: dict[str, Property] = {}
 
 
-def holds(group: str, *cases: Case, of_stages: bool = False, name: str = "", says: str = ""):
+def holds(group: str, *cases: list[PropertyCase], of_stages: bool = False, name: str = "", says: str = ""):
     """Enter a function into the library, under its name and with the first line of its docstring, or with these."""
     assert group in GROUPS, f"{group!r} is none of {', '.join(GROUPS)}"
 
@@ -260,7 +244,7 @@ def holds(group: str, *cases: Case, of_stages: bool = False, name: str = "", say
         assert own not in PROPERTIES, f"two properties are called {own}"
         assert says or check.__doc__, f"{own} does not say what must be true"
         sentence = says or check.__doc__.split("\n")[0]
-        PROPERTIES[own] = Property(own, sentence, group, check, cases or (ask(),), of_stages)
+        PROPERTIES[own] = Property(own, sentence, group, check, sum(cases or (ask(),), []), of_stages)
         return check
 
     return enter

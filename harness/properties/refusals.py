@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from harness.properties import fixtures
 from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
-from harness.properties.values import groups_of
+from harness.properties.values import three_groups
 
 ADAMW = fixtures.ADAMW
 
@@ -67,9 +67,9 @@ UNITS = (
     (lambda m: 3, ("int",)),
 )
 GROUPS = (
-    (lambda m: groups_of(m)[:2], ("'head.weight'", "'head.bias'", "in no group")),
-    (lambda m: [*groups_of(m), {"params": [m.head.weight]}], ("'head.weight' is twice",)),
-    (lambda m: [*groups_of(m), {"params": [m.frozen]}], ("(5,)",)),
+    (lambda m: three_groups(m)[:2], ("'head.weight'", "'head.bias'", "in no group")),
+    (lambda m: [*three_groups(m), {"params": [m.head.weight]}], ("'head.weight' is twice",)),
+    (lambda m: [*three_groups(m), {"params": [m.frozen]}], ("(5,)",)),
     (lambda m: list(m.parameters()), ("param_groups[0]", "dictionary")),
     (lambda m: [{"params": [("theirs", torch.zeros(2))]}], ("param_groups[0]", "(2,)")),
 )
@@ -197,7 +197,7 @@ def optimizers_that_look_at_whole_tensors_are_refused(engine, lr):
         assert "SGD" in said, what
     model = odd()
     optimizer = optimizer_of(LOOKS_AT_WHOLE["a trust ratio"])
-    refused(lambda: engine(model, optimizer, param_groups=groups_of(model)), "each element", error=ValueError)
+    refused(lambda: engine(model, optimizer, param_groups=three_groups(model)), "each element", error=ValueError)
     for factor in BY_ELEMENT.values():
         trained = engine(odd(), optimizer_of(factor))
         trained.training_step(*fixtures.own_tokens(0), F.cross_entropy)

@@ -22,7 +22,7 @@ def of_output(model, inputs, targets) -> torch.Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
-def inside(model) -> nn.Module:
+def model_of(model) -> nn.Module:
     """The model, of an engine or as it is."""
     return getattr(model, "model", model)
 
@@ -34,15 +34,6 @@ def of_vectors(model, inputs, targets) -> torch.Tensor:
 def vectors(width: int) -> Callable:
     """`batch(step, rank)` of vectors, in float64."""
     return functools.partial(vector_batch, width=width, dtype=torch.float64)
-
-
-def backward_of_all(loss, batch, step: int, ranks, divided_by: int) -> list[torch.Tensor]:
-    """What is right: one process, plain PyTorch, the backwards of all ranks' losses. Returns these, undivided."""
-    losses = []
-    for rank in ranks:
-        losses.append(loss(*batch(step, rank)))
-        (losses[-1] / divided_by).backward()
-    return losses
 
 
 def _moved(batch: Callable, dtype: torch.dtype | None, device, step: int, rank: int) -> tuple[torch.Tensor, ...]:
@@ -106,11 +97,11 @@ class Pair:
         """(model, optimizer) of both sides, for what a loop does to each alike: schedulers, modes, flags."""
         return (self.plain, self.optimizer), (self.trained.model, self.trained.optimizer)
 
-    def backward(self, step: int, *, loss=None, scale: float = 1.0, inside=contextlib.nullcontext) -> torch.Tensor:
-        """Forward and backward of both; returns this rank's loss. `inside` is a context for the engine's alone."""
+    def backward(self, step: int, *, loss=None, scale: float = 1.0, quiet=False) -> torch.Tensor:
+        """Forward and backward of both; returns this rank's loss. `quiet`: the engine's under `no_sync`."""
         loss = loss or self.loss
         expected = self.backward_of_plain(step, loss, scale)[self.rank]
-        with inside():
+        with self.trained.no_sync() if quiet else contextlib.nullcontext():
             found = loss(self.trained, *self.batch(step, self.rank)) * scale
             found.backward()
         same("this rank's loss", found, expected, self.atol)
@@ -118,16 +109,15 @@ class Pair:
         return found
 
     def backward_of_plain(self, step: int, loss=None, scale: float = 1.0) -> list[torch.Tensor]:
-        """The plain side's backward; returns all ranks' losses."""
-        loss, rounded = loss or self.loss, self.computes is not self.plain
-        if rounded:
+        """What is right: one process, plain PyTorch, the backwards of all ranks' losses, which are returned."""
+        loss, parts, losses = loss or self.loss, self.size, []
+        if self.computes is not self.plain:
             self.computes.load_state_dict(self.plain.state_dict())
-
-        def scaled(*batch):
-            return loss(self.computes, *batch) * scale
-
-        parts = 1 if rounded else self.size  # a rounded gradient is divided when it is handed over
-        return backward_of_all(scaled, self.batch, step, range(self.size), parts)
+            parts = 1  # a rounded gradient is divided when it is handed over
+        for rank in range(self.size):
+            losses.append(loss(self.computes, *self.batch(step, rank)) * scale)
+            (losses[-1] / parts).backward()
+        return losses
 
     def training_step(self, step: int) -> torch.Tensor:
         """A step of both, by `training_step` of the engine. Returns all ranks' losses.

@@ -1,6 +1,5 @@
 """Parameters that a step leaves unused: on some ranks or on all, with find_unused=True and without."""
 
-import contextlib
 from functools import partial
 
 import torch
@@ -94,8 +93,7 @@ def what_nobody_used_is_left_out_of_the_step(engine, alike=False, micro_batches=
 
     for step in range(8):
         for micro in range(micro_batches):
-            quiet = no_sync and micro < micro_batches - 1
-            pair.backward(10 * step + micro, inside=pair.trained.no_sync if quiet else contextlib.nullcontext)
+            pair.backward(10 * step + micro, quiet=no_sync and micro < micro_batches - 1)
         if step % 3 == 1:  # what was used before clipping, or behind it, counts
             pair.clip(0.1)
             pair.backward(10 * step + 9)

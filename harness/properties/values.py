@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.properties.fixtures import OPTIMIZERS, OddModel, byte_batch, gpt, grid, seeded, token_batch
+from harness.properties.fixtures import OPTIMIZERS, OddModel, byte_batch, gpt, seeded, token_batch
 from harness.properties.property import STAGES, ask, ask_each, ask_thorough, holds, same, subject
 from harness.properties.training import Pair
 from harness.run.model import next_token_loss
@@ -31,16 +31,13 @@ def laid_out(asks, *ranks, **more) -> list:
 
 
 FURTHER = {"more_ranks": (1, 2, 4)}
-IN_TURN = {"more_engines": STAGES, **FURTHER}
 
 
 @holds(
     "values",
     ask(STAGES, 3, chapters=STAGES, **FURTHER),
     *laid_out(ask, 3, **FURTHER),
-    *ask_each("optimizer", ("adagrad", "maximize", "rmsprop"), "zero1", 3, chapters="zero2", **IN_TURN),
-    *ask_each("optimizer", ("adam", "momentum", "sgd"), "zero2", 3, chapters="zero3", **IN_TURN),
-    *ask_each("optimizer", ("amsgrad", "nesterov"), "zero3", 3, chapters="zero1", **IN_TURN),
+    *ask_each("optimizer", OPTIMIZERS, "zero2", 3, more_engines=STAGES, chapters="zero3", **FURTHER),
 )
 def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     """Losses and weights equal those of one process on the whole batch, from rank 0's start, under any optimizer."""
@@ -58,7 +55,6 @@ def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
 
 
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-SEVERAL = {"micro_batches": 3, "no_sync": True}
 
 
 @holds(
@@ -66,52 +62,37 @@ SEVERAL = {"micro_batches": 3, "no_sync": True}
     ask(chapters=STAGES),
     ask("zero1", more_engines=STAGES, **LOW, micro_batches=3),
     ask(("zero2", "zero3"), more_engines=STAGES, param_dtype=torch.bfloat16),
-    ask("zero2", 4, more_engines=STAGES, hybrid=True, **SEVERAL),
-    ask("zero3", 4, more_engines=STAGES, hybrid=True, max_norm=0.1),
     *laid_out(ask_thorough, 2),
     ask_thorough(**LOW),
-    ask_thorough(**LOW, **SEVERAL),
     ask_thorough(reduce_dtype=torch.bfloat16),
-    ask_thorough(ranks=4, hybrid=True),
 )
-def equals_ddp_and_fsdp2(engine, device="cpu", hybrid=False, micro_batches=1, no_sync=False, max_norm=None,
-                         param_dtype=None, reduce_dtype=None, **options):  # fmt: skip
-    """A GPT's losses and weights equal DDP's and FSDP2's, also in mixed precision and on a grid of ranks.
+def equals_ddp_and_fsdp2(engine, device="cpu", micro_batches=1, param_dtype=None, reduce_dtype=None, **options):
+    """A GPT's losses and weights equal DDP's and FSDP2's, also in mixed precision, and with sums under `no_sync`.
 
     To the bit on two ranks, in float32: they add the same two numbers, a + b or b + a, and the half of a sum is exact.
-    So it is on a grid, where two shards of a row are added, and then two rows. With more ranks the order of a sum is
-    the library's: then in float64, where three bfloat16 numbers add up exactly in any order, unless one is a million
-    million times another, and equal to 1e-10. A norm adds up as many numbers as there are parameters: in float64, too.
-
-    ZeRO-1 sends once in a step, when all micro-batches have been added up. FSDP2 does so where its synchronisation
-    waits for the last micro-batch, and is told to: otherwise one side adds (a1+a2+a3) + (b1+b2+b3) of two ranks, and
-    the other (a1+b1) + (a2+b2) + (a3+b3).
+    With more ranks the order of a sum is the library's: then in float64, where three bfloat16 numbers add up exactly in
+    any order, unless one is a million million times another, and equal to 1e-10.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    exact, mixed = max_norm is None and (size <= 2 or hybrid), param_dtype is not None or reduce_dtype is not None
+    rank, exact = dist.get_rank(), dist.get_world_size() <= 2
     own, atol = (torch.float32, 0.0) if exact else (torch.float64, 1e-10)
-    of_all = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype if exact else own if mixed else None}
-    of_all["group"] = grid() if hybrid else None
+    mixed = param_dtype is not None or reduce_dtype is not None
+    of_all = {"param_dtype": param_dtype, "reduce_dtype": own if mixed and not exact else reduce_dtype}
     adamw = partial(torch.optim.AdamW, lr=1e-2, fused=device != "cpu")
-    names = ("fsdp2",) if mixed or hybrid else ("ddp", "fsdp2")  # DDP has no such options
-    others = {name: subject(name)(gpt(own, device), adamw, **of_all) for name in names}
     trained = engine(gpt(own, device), adamw, **of_all, **options)
+    names = ("fsdp2",) if mixed else ("ddp", "fsdp2")  # DDP has no such options
+    others = {name: subject(name)(gpt(own, device), adamw, **of_all) for name in names}
     for step in range(4):
         for micro in range(micro_batches):
             tokens, targets = byte_batch(step * micro_batches + micro, rank, device)
             losses = {}
             for name, each in {"": trained, **others}.items():
-                quiet = micro < micro_batches - 1 and (no_sync or engine.like == "zero1" and each is not trained)
-                with each.no_sync() if quiet else contextlib.nullcontext():
+                with each.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
                     outputs = each(tokens)
                     same("the dtype of what the model computes", outputs.dtype, param_dtype or own)
                     losses[name] = next_token_loss(outputs, targets) / micro_batches
                     losses[name].backward()
             for name in others:
                 same(f"the loss of step {step}, beside {name}'s", losses[""], losses[name], atol)
-        for each in others.values() if max_norm is not None else ():
-            norm = each.clip_grad_norm_(max_norm)
-            same("the gradients' norm", trained.clip_grad_norm_(max_norm), norm, atol * max(1.0, norm.item()))
         for each in (trained, *others.values()):
             each.step()
             each.zero_grad()
@@ -122,32 +103,32 @@ def equals_ddp_and_fsdp2(engine, device="cpu", hybrid=False, micro_batches=1, no
         same(f"the weights, beside {name}'s", state, each.full_state_dict(), atol)
 
 
-def groups_of(model: nn.Module) -> list[dict]:
-    """Weight decay for matrices only, another rate for the head: groups that cut across buckets and units."""
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    head = [param for name, param in named if name.startswith("head")]
+def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
+    """Weight decay for matrices only, another rate for the head: groups that cut across buckets and units.
+
+    `named`: of (name, parameter) pairs, as torch's optimizers take them, too.
+    """
+    matrices, others, head = [], [], []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            group = head if name.startswith("head") else matrices if param.ndim >= 2 else others
+            group.append((name, param) if named else param)
     return [
-        {"params": [p for n, p in named if p.ndim >= 2 and not n.startswith("head")], "weight_decay": 0.3},
-        {"params": (p for n, p in named if p.ndim < 2 and not n.startswith("head")), "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": 0.3},
+        {"params": iter(others), "weight_decay": 0.0},
         {"params": head, "lr": 0.05},
     ]
-
-
-def with_names(model: nn.Module) -> list[dict]:
-    """The same groups, of (name, parameter) pairs, as torch's optimizers take them, too."""
-    names = {param: name for name, param in model.named_parameters()}
-    return [{**group, "params": [(names[param], param) for param in group["params"]]} for group in groups_of(model)]
 
 
 @holds(
     "values",
     ask(more_ranks=(1, 3)),
-    ask(more_ranks=(1, 3), groups=with_names),
+    ask(more_ranks=(1, 3), named=True),
     *laid_out(ask_thorough, 1, 2, 3),
 )
-def a_loop_of_ones_own_trains_alike(engine, groups=groups_of, **options):
+def a_loop_of_ones_own_trains_alike(engine, named=False, **options):
     """Parameter groups, a scheduler, keyword arguments, and evaluations between two steps act as in plain PyTorch."""
-    pair = Pair(engine, OddModel, groups=groups, **options)
+    pair = Pair(engine, OddModel, groups=partial(three_groups, named=named), **options)
     same("groups of the engine's optimizer", len(pair.trained.optimizer.param_groups), 3)
     # It changes the rate and the momentum of each group, and warns if it does not see the optimizer's steps.
     schedules = [

@@ -5,6 +5,7 @@ methods of the same name. "The same" means the same code; words about it (docstr
 """
 
 import ast
+import copy
 import difflib
 import sys
 import textwrap
@@ -20,48 +21,51 @@ STEPS = (("zero1", "zero2"), ("zero2", "zero3"))
 
 @dataclass(frozen=True)
 class Chapter:
-    """A stage file: the methods of its class and what else it defines, {name: source}, in the order of the file."""
+    """A stage file: the methods of its class, in the order of the file, and the names of what else it defines."""
 
-    name: str
-    methods: dict[str, str]
-    beside: dict[str, str]
-    words: dict[str, str]  # method -> first line of its docstring
+    text: str
+    methods: dict[str, ast.FunctionDef]
+    beside: list[str]
+
+    def source(self, method: str) -> list[str]:
+        """The lines of a method, as they stand in the file."""
+        node = self.methods[method]
+        return self.text.split("\n")[node.lineno - 1 : node.end_lineno]
+
+    def words(self, method: str) -> str:
+        """The first line of a method's docstring."""
+        return (ast.get_docstring(self.methods[method]) or "").partition("\n")[0]
 
 
 def read(name: str) -> Chapter:
     """The chapter "zero1", "zero2" or "zero3"."""
     text = (ROOT / f"{name}.py").read_text()
-    beside, methods, words = {}, {}, {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef) and node.name == CHAPTERS[name]:
-            for method in filter(lambda node: isinstance(node, ast.FunctionDef), node.body):
-                methods[method.name] = "\n".join(text.split("\n")[method.lineno - 1 : method.end_lineno])
-                words[method.name] = (ast.get_docstring(method) or "").partition("\n")[0]
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name != "main":
-            beside[node.name] = ast.get_source_segment(text, node)
-    return Chapter(name, methods, beside, words)
+    defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    defined.pop("main", None)
+    stage = defined.pop(CHAPTERS[name])
+    methods = {node.name: node for node in stage.body if isinstance(node, ast.FunctionDef)}
+    return Chapter(text, methods, list(defined))
 
 
-def code(source: str) -> str:
+def code(method: ast.FunctionDef) -> str:
     """A method's code alone, without its docstring and its comments."""
-    tree = ast.parse("if True:\n" + source if source.startswith(" ") else source)
-    for node in ast.walk(tree):
+    alone = copy.deepcopy(method)
+    for node in ast.walk(alone):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    return ast.unparse(alone)
 
 
 def sort(old: Chapter, new: Chapter) -> dict[str, list[str]]:
     """{"the same", "changed", "new", "gone": names of methods}, each in the order of its chapter."""
-    kinds = {kind: [] for kind in ("the same", "changed", "new", "gone")}
-    for name in {**new.methods, **old.methods}:
-        if name not in new.methods:
-            kinds["gone"].append(name)
-        elif name not in old.methods:
-            kinds["new"].append(name)
-        else:
-            kinds["the same" if code(new.methods[name]) == code(old.methods[name]) else "changed"].append(name)
-    return kinds
+    both = [name for name in new.methods if name in old.methods]
+    same = [name for name in both if code(new.methods[name]) == code(old.methods[name])]
+    return {
+        "the same": same,
+        "changed": [name for name in both if name not in same],
+        "new": [name for name in new.methods if name not in old.methods],
+        "gone": [name for name in old.methods if name not in new.methods],
+    }
 
 
 def report(first: str, second: str) -> str:
@@ -72,12 +76,14 @@ def report(first: str, second: str) -> str:
     for kind, names in {**kinds, "beside it": new.beside}.items():
         lines += textwrap.wrap(f"{kind:<10}{', '.join(names) or 'nothing'}", 118, subsequent_indent=" " * 10)
     for name in kinds["changed"]:
-        texts = [chapter.methods[name].split("\n") for chapter in (old, new)]
-        diff = list(difflib.unified_diff(*texts, n=2, lineterm=""))[3:]  # without the lines that name files and places
-        lines += ["", f"{name}, changed", *(" ..." if line.startswith("@@") else line.rstrip() for line in diff)]
-    lines += ["", "New methods:"] * bool(kinds["new"])
+        diff = difflib.unified_diff(old.source(name), new.source(name), n=2, lineterm="")
+        lines += ["", f"{name}, changed"]
+        for line in list(diff)[3:]:  # without the lines that name files and places
+            lines.append(" ..." if line.startswith("@@") else line.rstrip())
+    if kinds["new"]:
+        lines += ["", "New methods:"]
     for name in kinds["new"]:
-        lines += textwrap.wrap(f"  {name:<26}{new.words[name]}", 118, subsequent_indent=" " * 28)
+        lines += textwrap.wrap(f"  {name:<26}{new.words(name)}", 118, subsequent_indent=" " * 28)
     return "\n".join(lines)
 
 

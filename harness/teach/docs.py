@@ -49,7 +49,7 @@ def result(name: str):
     return json.loads((ROOT / "results" / name).read_text())
 
 
-def table(titles: str, cells: str, rows: list[dict]) -> str:
+def filled_table(titles: str, cells: str, rows: list[dict]) -> str:
     """The titles and a row's cells, both with " | " between them; "{name:.2f}" in a cell is a value of the row."""
     form = cells.split(" | ")
     return tables.markdown([titles.split(" | "), *([cell.format_map(row) for cell in form] for row in rows)])
@@ -112,7 +112,7 @@ def launches() -> str:
     found = ratios([result(file) for file in REFEREE_LAUNCHES])
     rows = [{"name": name, "values": sorted(values)} for name, values in found.items()]
     titles = f"step time, {len(REFEREE_LAUNCHES)} launches | median | lowest | highest"
-    return table(titles, "`{name}` | {values[2]:.2f} | {values[0]:.2f} | {values[4]:.2f}", rows)
+    return filled_table(titles, "`{name}` | {values[2]:.2f} | {values[0]:.2f} | {values[4]:.2f}", rows)
 
 
 # Memory, in GB of 10^9 bytes.
@@ -132,7 +132,7 @@ def dry_runs(file: str) -> list[dict]:
 def memory_peaks() -> str:
     rows = [row | {"article": ARTICLE_SAYS.get(row["name"], "")} for row in dry_runs(MEMORY)]
     titles = "engine | held, GB | article, GB | peak, GB | smallest GPU"
-    return table(titles, "{engine} | {held:,.2f} | {article} | {peak:,.2f} | {gpu}", rows)
+    return filled_table(titles, "{engine} | {held:,.2f} | {article} | {peak:,.2f} | {gpu}", rows)
 
 
 def memory_state() -> str:
@@ -143,7 +143,7 @@ def memory_state() -> str:
         row["formula"] = f"`{formula}` = {row['state_peak_formula_bytes'] / 1e9:,.2f}" if formula else ""
         row |= {"state_peak": row["state_peak_bytes"] / 1e9, "psi": row["sent_bytes"] / each}
     titles = "engine | peak without them, GB | by formula, GB | sent, in Ψ (N-1)/N"
-    return table(titles, "`{name}` | {state_peak:,.2f} | {formula} | {psi:.2f}", rows)
+    return filled_table(titles, "`{name}` | {state_peak:,.2f} | {formula} | {psi:.2f}", rows)
 
 
 # Sweeps.
@@ -157,7 +157,7 @@ def sweep(words: str) -> str:
         rows.append({**row, "choice": choice, "peak": row["peak_bytes"] / 1e6, "short": row["short_peak_bytes"] / 1e6})
     titles = f"{words} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens"
     cells = "{choice} | {collectives} | {step_ms:.0f} | {step_ms_lowest:.0f} | {step_ms_highest:.0f} | {ratio:.2f}"
-    return table(titles, cells + " | {peak:,.1f} | {short:,.1f}", rows)
+    return filled_table(titles, cells + " | {peak:,.1f} | {short:,.1f}", rows)
 
 
 # The machines that a report was sent from.
@@ -193,7 +193,7 @@ def changes_between(first: str, second: str) -> str:
 def outline(name: str) -> str:
     """The methods of a chapter's class that say what they do, in the order of its file."""
     chapter = changes.read(name)
-    rows = [[f"`{method}`", words] for method, words in chapter.words.items() if words]
+    rows = [[f"`{method}`", chapter.words(method)] for method in chapter.methods if chapter.words(method)]
     return tables.markdown([[f"class `{changes.CHAPTERS[name]}`", "what it does"], *rows])
 
 
@@ -221,25 +221,15 @@ def conformance_differs() -> str:
         ends = {engine: found[name]["outcome"] for engine, found in engines.items() if name in found}
         bad = [f"`{engine}` {end}" for engine, end in ends.items() if end in ("wrong", "crash", "hang")]
         right = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "right")
-        rows += [[f"`{name}`", ", ".join(bad), right or "nobody"]] * bool(bad)
+        if bad:
+            rows.append([f"`{name}`", ", ".join(bad), right or "nobody"])
     return tables.markdown([["property", "who is not right", "who is"], *rows])
 
 
 def exhibits_of(which: str) -> str:
     """The museum's numbers for a chapter, or for "engines"."""
     numbers = [n for n, each in EXHIBITS.items() if which == ("engines" if each.of_engine else each.stage)]
-    runs = []  # [first, last]
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)
-
-
-MEASURED = referee, launches, sweep, machines
-COMPUTED = memory_peaks, memory_state
-SAID = article, claims, changes_between, outline, exhibits, exhibits_of, conformance, conformance_differs
+    return ", ".join(map(str, numbers))
 
 
 def by_name(*blocks: Callable[..., str]) -> dict[str, Callable[..., str]]:
@@ -247,7 +237,22 @@ def by_name(*blocks: Callable[..., str]) -> dict[str, Callable[..., str]]:
     return {block.__name__.replace("_", "-"): block for block in blocks}
 
 
-BLOCKS = by_name(*MEASURED, *COMPUTED, *SAID)
+BLOCKS = by_name(
+    referee,
+    launches,
+    sweep,
+    machines,
+    memory_peaks,
+    memory_state,
+    article,
+    claims,
+    changes_between,
+    outline,
+    exhibits,
+    exhibits_of,
+    conformance,
+    conformance_differs,
+)
 
 
 def pages() -> list[Path]:

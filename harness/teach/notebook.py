@@ -1,11 +1,10 @@
 """What the notebooks share: the project's commands, run as a reader would type them, and text that fits a screen."""
 
-import atexit
+import functools
 import inspect
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,41 +23,41 @@ COLUMNS = 99  # the widest line that a notebook shows without scrolling
 DOTS = 5  # seconds from one sign of life of a quiet command to the next
 
 
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="zero-notebook-")
+
+
 def scratch() -> Path:
-    """A new folder for what the commands of a notebook write; it goes with the kernel."""
-    folder = Path(tempfile.mkdtemp(prefix="zero-notebook-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    """The folder for what the commands of a notebook write; it goes with the kernel."""
+    return Path(_folder().name)
 
 
-def run(line: str, show: bool = True) -> str:
-    """Run `line` in the project's folder, print it and, as it comes, what it prints; returns what it printed.
+def run(line: str) -> str:
+    """Run `line` in the project's folder with this kernel's Python; returns what it printed.
 
-    `line` is what a reader would type: ./launch.sh or torchrun with options, no shell syntax. It runs with this
-    kernel's Python. With `show=False` only the line is printed, then a dot for what the command says, at most one in
-    `DOTS` seconds, and how long it took. Raises RuntimeError with the end of what was printed.
+    `line` is what a reader would type: ./launch.sh or torchrun with options, no shell syntax. Printed are the line, a
+    dot for what the command says, at most one in `DOTS` seconds, and how long it took. Raises RuntimeError with the end
+    of what was printed.
     """
     words = shlex.split(line)
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
     environment = {key: value for key, value in ranks.environment().items() if key != "MPLBACKEND"}
+    environment["PYTHON"] = sys.executable
     streams = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     say(f"$ {line}", indent="      ")
     printed, began, dots = [], time.monotonic(), 0
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        environment["PYTHON"] = sys.executable
         # It ends also when the reader interrupts the kernel.
         with ranks.started(words, cwd=ROOT, env=environment, stderr=errors, **streams) as process:
             for text in process.stdout:
                 printed.append(text)
-                if show:
-                    print(text, end="", flush=True)
-                elif time.monotonic() >= began + (dots + 1) * DOTS:
+                if time.monotonic() >= began + (dots + 1) * DOTS:
                     print(".", end="", flush=True)
                     dots += 1
             process.wait()
-        if dots:
-            print(f" {time.monotonic() - began:.0f} s", flush=True)
+        print(f" {time.monotonic() - began:.0f} s", flush=True)
         if process.returncode:
             errors.seek(0)
             end = "".join([*printed[-10:], *errors.readlines()[-40:]])
@@ -107,12 +106,10 @@ def part(text: str, first: str, last: str) -> str:
 
     Raises ValueError if there is none.
     """
-    lines = text.splitlines()
-    start = next((number for number, line in enumerate(lines) if line.startswith(first)), len(lines))
-    stop = next((number for number in range(start + 1, len(lines)) if lines[number].startswith(last)), None)
-    if stop is None:
+    found = re.search(rf"^{re.escape(first)}.*?(?=\n{re.escape(last)})", text, re.MULTILINE | re.DOTALL)
+    if found is None:
         raise ValueError(f"no lines from {first!r} to {last!r} in:\n{text[-2000:]}")
-    return "\n".join(lines[start:stop]).rstrip()
+    return found[0].rstrip()
 
 
 VERBS = ("gather", "compute", "free", "reduce")

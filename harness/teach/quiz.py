@@ -4,7 +4,7 @@
     quiz.compare("bytes per parameter", built=4.0, after_step=16.0)  # behind the run, which has measured it
     quiz.score()
 
-and, in notebook 6, twelve claims of the articles to vote on.
+In notebook 6 the question is a vote on each of twelve claims of the articles.
 """
 
 from harness.measure import tables
@@ -46,6 +46,11 @@ def compare(question: str, **found) -> None:
     print("\n".join(tables.text(rows, rule=False)))
 
 
+def answered(question: str) -> bool:
+    """Whether a part of this question has an answer; before that, nothing that gives it away is shown."""
+    return bool(_kept.get(question))
+
+
 def score() -> None:
     """Print how many of the answers so far were right."""
     answered = sum(map(len, _right.values()))
@@ -55,7 +60,6 @@ def score() -> None:
 
 # The claims of notebook 6.
 
-VOTES = ("holds", "when", "not")
 # As the articles' room words them; four of each verdict. The notebooks have shown what decides each of them.
 ASKED = (
     "on 8 GPUs ZeRO-3 needs 8 times less memory than DDP",
@@ -79,30 +83,21 @@ def ask() -> None:
         say(f"{number:2}. {claim}")
 
 
-def kind(verdict: str) -> str:
-    """The vote that a verdict stands for."""
+def vote_for(verdict: str) -> str:
+    """The vote that is right for a verdict: "holds", "when" or "not"."""
     return {"holds": "holds", "does not hold": "not"}.get(verdict, "when")
 
 
-def reveal(votes: dict[int, str], claims: list[dict] = ()) -> int:
-    """Print verdict and measurement of every claim that has a vote; returns how many votes were right.
+def reveal(question: str, claims: list[dict]) -> None:
+    """Compare the votes that were kept as claim_1, claim_2, ... with the verdicts, and print what decides each.
 
     `claims` are rows that were run just now; what is not among them comes from results/articles.json. A claim without a
     vote is not told.
     """
-    rows = {row["claim"]: (row, "recorded") for row in read(ROOT / "results" / "articles.json")}
-    rows |= {row["claim"]: (row, "run just now") for row in claims}
-    voted = {number: vote for number, vote in votes.items() if vote in VOTES}
-    right = 0
-    for number, vote in voted.items():
-        row, where = rows[ASKED[number - 1]]
-        right += vote == kind(row["verdict"])
-        say(f"{number:2}. {row['claim']}")
-        say(f"    you: {vote}, verdict: {row['verdict']} -> {'right' if vote == kind(row['verdict']) else 'no'}")
-        say(f"    found ({where}): {row['found']}")
-    for number, vote in votes.items():
-        if vote and vote not in VOTES:
-            say(f"{number:2}. the vote must be one of {', '.join(VOTES)}, it is {vote!r}")
-    missing = len(ASKED) - len(voted)
-    print(f"\n{right} of {len(voted)} right" + (f"; {missing} without a vote yet" if missing else ""))
-    return right
+    rows = {row["claim"]: row for row in [*read(ROOT / "results" / "articles.json"), *claims]}
+    asked = {f"claim_{number}": rows[claim] for number, claim in enumerate(ASKED, 1)}
+    compare(question, **{name: vote_for(row["verdict"]) for name, row in asked.items()})
+    for name in _kept.get(question, ()):
+        row = asked[name]
+        where = "run just now" if row in claims else "recorded"
+        say(f"{name.replace('_', ' ')}: {row['claim']}\n    {row['verdict']}\n    found ({where}): {row['found']}")

@@ -50,8 +50,7 @@ def row(claim: Claim) -> dict[str, str]:
     try:
         found, verdict = claim.check()
     except Exception as error:
-        words = " ".join(str(error).split()) or "no message"
-        found, verdict = f"{type(error).__name__}: {textwrap.shorten(words, 200)}", "error"
+        found, verdict = f"{type(error).__name__}: {textwrap.shorten(str(error) or 'no message', 200)}", "error"
     return dict(zip(COLUMNS, (claim.article, claim.claim, claim.ran, found, verdict)))
 
 
@@ -63,8 +62,7 @@ def text(rows: list[dict], width: int = 110) -> str:
         for one in mine:
             lines += ["", *textwrap.wrap(one["claim"], width)]
             for column in COLUMNS[2:]:
-                first, indent = f"    {column:<9} ", " " * 14
-                lines += textwrap.wrap(one[column], width, initial_indent=first, subsequent_indent=indent)
+                lines += textwrap.wrap(f"    {column:<9} {one[column]}", width, subsequent_indent=" " * 14)
     return "\n".join([*lines, "", counts(rows)])
 
 

@@ -21,10 +21,11 @@ HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 class Claim:
     """One statement of an article in our words, what is run for it, and the run.
 
-    `run(**given)` -> the values that fill `found`, all of them numbers that the claim is about: each must be what it
-    `says`, to the fraction `off`, or `between` two numbers. Or -> (values, is it true?), where that is not enough.
+    `run(**given)` -> the values that fill `found`. Either all of them are numbers that the claim is about: each must be
+    what it `says`, to the fraction `off`, or `between` two numbers. Or, of each pair in `less`, the value at the first
+    place must be less than the value at the second. Where that is not enough, it returns (values, is it true?).
 
-    With a condition `when` a claim is tested on both sides. Of numbers the first is where the condition is met, and
+    With a condition `when` a claim is tested on both sides. The first number or pair is where the condition is met, and
     the last where it is not; other runs return (values, true where it is met?, true where it is not?).
 
     In another run the numbers may differ by the fraction `tolerance`; inf: words of torch's or numbers of this machine.
@@ -41,6 +42,7 @@ class Claim:
     says: float = 0
     off: float = 0.005
     between: tuple[float, float] | None = None
+    less: list[tuple[int, int]] = ()
     tolerance: float = 0.01
     long: bool = False
 
@@ -59,11 +61,13 @@ class Claim:
     def _as_said(self, numbers: list[float]) -> list[bool]:
         margin = self.off * self.says
         low, high = self.between or (self.says - margin, self.says + margin)
-        meets = [low <= number <= high for number in numbers]
+        meets = [numbers[one] < numbers[other] for one, other in self.less]
+        if not self.less:
+            meets = [low <= number <= high for number in numbers]
         return [meets[0], meets[-1]] if self.when else [all(meets)]
 
 
-def load(file: Path, runs: ModuleType) -> list[Claim]:
+def claims_in(file: Path, runs: ModuleType) -> list[Claim]:
     """The claims of a file, article by article; `run` is the name of a function in a module that `runs` has."""
     written, claims = tomllib.loads(file.read_text()), []
     for key, title in ARTICLES.items():

@@ -19,7 +19,7 @@ from harness.measure import memory
 from harness.measure.gpus import needed_bytes
 from harness.measure.held import buckets_of, held_bytes
 from harness.measure.ledger import MemoryLedger
-from harness.measure.memory_parts import HELD, PARTS, PartsLedger
+from harness.measure.memory_parts import HELD, PARTS
 from harness.run.model import next_token_loss
 from harness.run.recompute import checkpoint_blocks
 from harness.teach.articles import runs
@@ -80,7 +80,7 @@ def share_of_the_optimizer():
 def above_the_ideal():
     run = dry("zero3")
     parts = [run["peak_parts"].get(part, 0) for part in PARTS]
-    return gigabytes([run["peak_bytes"], state(run), *parts]), run["peak_bytes"] > state(run)
+    return gigabytes([run["peak_bytes"], state(run), *parts])
 
 
 def fourteen_gigabytes():
@@ -188,18 +188,15 @@ def divided_by_n():
 
 
 def times_larger_models():
-    four, eight, sixteen = found = [times_smaller("zero3", ranks) for ranks in (4, 8, 16)]
-    return found, about(eight, 8) and about(sixteen, 16), 8 <= four <= 16
+    return [times_smaller("zero3", ranks) for ranks in (8, 16, 4)]
 
 
 def linear_in_n():
-    zero1, zero2, zero3 = found = [times_smaller(name, 32, 8) for name in runs.STAGES]
-    return found, about(zero3, 4, 0.02), about(zero1, 4, 0.02) or about(zero2, 4, 0.02)
+    return [times_smaller(name, 32, 8) for name in ("zero3", "zero2", "zero1")]
 
 
 def largest_model():
-    ddp, zero1, zero2, zero3 = found = [per_parameter(name, ranks=512) for name in ("ddp", *runs.STAGES)]
-    return found, ddp > zero1 > zero2 > 10 * zero3
+    return [per_parameter(name, ranks=512) for name in ("ddp", *runs.STAGES)]
 
 
 def layers_over_the_state():
@@ -343,7 +340,7 @@ def recomputed_gpt():
 
 def use_orig_params():
     with_it, without = kept_under("fsdp1"), kept_under("fsdp1", use_orig_params=False)
-    return [with_it, without, kept_under("fsdp1", recomputed_gpt)], with_it < 0.9 * without
+    return [with_it, without, kept_under("fsdp1", recomputed_gpt)]
 
 
 def growth(kernel=None, **doubled) -> float:
@@ -369,16 +366,12 @@ def growth_of_activations():
 
 def most_beside(parts: tuple[str, ...], **options) -> int:
     """The most bytes that ZeRO-3 has at once in a step beside these parts."""
-
-    def beside(moment) -> int:
-        return moment.live - sum(moment.parts[part] for part in parts)
-
-    engines = runs.running("zero3", runs.small_gpt, optimizer_cls=runs.ADAMW, **options)
-    with engines as engine, PartsLedger(engine) as ledger:
-        for _ in range(2):  # the first makes the optimizer's state
-            runs.forward(engine).backward()
-            runs.update(engine)
-    return beside(ledger.peak_moment(of=beside))
+    return runs.worst_moment(
+        runs.small_gpt,
+        of=lambda moment: moment.live - sum(moment.parts[part] for part in parts),
+        optimizer_cls=runs.ADAMW,
+        **options,
+    )
 
 
 def offloaded():

@@ -9,8 +9,6 @@ here: what is issued before a computation can hide behind it.
 import functools
 from functools import partial
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard
@@ -18,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure.held import storage_bytes
-from harness.measure.memory_parts import GATHERED, PartsLedger
+from harness.measure.memory_parts import GATHERED
 from harness.measure.traffic import TrafficLedger
 from harness.teach import by_hand
 from harness.teach.articles.claim import about
@@ -36,6 +34,7 @@ from harness.teach.articles.runs import (
     step,
     toy,
     update,
+    worst_moment,
 )
 
 # How much is sent.
@@ -54,7 +53,7 @@ def never_zero1():
     return [*zero1, *zero2, quiet], as_cheap[0] and as_cheap[1] and quiet <= zero1[3], as_cheap[2]
 
 
-def ring():
+def ring_all_reduce():
     """A ring all-reduce of 8 ranks, run in one process: the share of the buffer that one sends, and whether it sums."""
     buffers = [[shard + rank for shard in range(8)] for rank in range(8)]
     expected = [sum(column) for column in zip(*buffers)]
@@ -67,36 +66,23 @@ def sends_more_than_it_can_use():
     return [psi("zero1", ALL_REDUCE) / psi("zero2", REDUCE)]
 
 
-def less_than_zero1_not_than_ddp():
-    zero1, zero2, ddp = found = [psi(name) for name in ("zero1", "zero2", "ddp")]
-    return found, zero2 < zero1, zero2 < ddp
+def sent(engines: list[str]) -> list[float]:
+    return [psi(name) for name in engines]
 
 
-def traffic_for_memory():
-    """ZeRO-2 and ZeRO-3 beside DDP: traffic and state."""
-    zero2, zero3 = found = [psi(name) / psi("ddp") for name in ("zero2", "zero3")]
-    states = [step(name).state / step("ddp").state for name in ("zero2", "zero3")]
-    return [*found, *states], zero3 > 1.01, zero2 > 1.01
+def over_ddp(engines: list[str]) -> list[float]:
+    return [psi(name) / psi("ddp") for name in engines]
 
 
-def less_than_full_sharding():
-    zero1, zero2, zero3 = found = [psi(name) for name in STAGES]
-    return found, zero2 < zero3, zero1 < zero3
-
-
-def no_more_than_ddp():
-    """ZeRO-2 sends what a ZeRO-1 does that reduce-scatters."""
-    return [psi(name) / psi("ddp") for name in ("zero2", "zero1")]
-
-
-def low_medium_high():
-    ddp, zero1, zero2, zero3 = found = [psi(name) for name in ("ddp", *STAGES)]
-    return found, ddp < min(zero1, zero2) and max(zero1, zero2) < zero3
+def sent_and_state(engines: list[str]) -> list[float]:
+    """What each sends, in Ψ, and then the bytes of state that each holds per parameter."""
+    states = [step(name).state / step(name).parameters for name in engines]
+    return [*sent(engines), *states]
 
 
 def half_more_than_ddp():
     """Of units alone; a GPT, whose root stays gathered into backward; units that stay gathered, too."""
-    zero3, fsdp2 = (psi(name) / psi("ddp") for name in ("zero3", "fsdp2"))
+    zero3, fsdp2 = over_ddp(["zero3", "fsdp2"])
     of_a_gpt = psi("zero3", model=toy) / psi("ddp", model=toy)
     kept = psi("zero3", reshard_after_forward=False) / psi("ddp")
     return [zero3, fsdp2, of_a_gpt, kept], about(zero3, 1.5) and about(fsdp2, 1.5) and of_a_gpt < 1.5, about(kept, 1.5)
@@ -111,30 +97,18 @@ def gradients_of_what_it_owns():
 def fsdp_is_zero3():
     names = "zero3", "fsdp1", "fsdp2"
     sent, states = [psi(name, model=toy) for name in names], [step(name, toy).state for name in names]
-    alike = [about(found, numbers[0]) for numbers in (sent, states) for found in numbers]
+    alike = [about(found, sent[0]) for found in sent] + [about(found, states[0]) for found in states]
     return [*sent, *states], all(alike)
 
 
 def all_reduces_by_replicas():
-    one, two = found = [step("fsdp2", replicas=copies).count[ALL_REDUCE] for copies in (1, 2)]
-    return found, two > one == 0
+    return [step("fsdp2", replicas=copies).count[ALL_REDUCE] for copies in (1, 2)]
 
 
 def all_reduces_of_micro_batches():
     """Of four micro-batches with no_sync() and without, over those of one."""
     found = [step("ddp", micro_batches=4, no_sync=quiet).count[ALL_REDUCE] for quiet in (True, False)]
     return [number / step("ddp").count[ALL_REDUCE] for number in found]
-
-
-def broadcasts():
-    with fake_ranks(8), TrafficLedger() as ledger:
-        whole, shard = torch.zeros(8, 16), torch.zeros(16)
-        for owner in range(8):
-            dist.broadcast(whole[owner] if owner else shard, owner)
-        in_turns = ledger.sent_bytes
-        dist.all_gather_single(whole.view(-1), shard)
-    at_once = ledger.sent_bytes - in_turns
-    return [in_turns, at_once], in_turns == at_once
 
 
 def adapted_gpt():
@@ -157,28 +131,21 @@ def fsdp2_over_fsdp1():
 # Accumulation, buckets and units.
 
 long_chain = partial(chain, 16)
-BUCKET_SIZES = 0, 0.0625, 0.25, 25  # MiB
 
 
-def peaks(*sizes: float) -> list[float]:
+def collectives_by_bucket(sizes: list[float]) -> list[int]:
+    return [len(step("zero2", toy, bucket_mb=size).collectives) for size in sizes]
+
+
+def peak_by_bucket(sizes: list[float]) -> list[float]:
     """The peak of ZeRO-2's step in bytes per parameter, by the size of its buckets (MiB)."""
     runs = [step("zero2", long_chain, bucket_mb=size) for size in sizes]
     return [run.peak / run.parameters for run in runs]
 
 
-def collectives_by_bucket():
-    found = [len(step("zero2", toy, bucket_mb=size).collectives) for size in (0, 0.02, 0.1, 25)]
-    return found, found == sorted(found, reverse=True) and found[0] > found[-1]
-
-
-def peak_by_bucket():
-    found = peaks(*BUCKET_SIZES)
-    return found, found == sorted(found) and found[-1] > found[0] + 2
-
-
 def frees_gradients():
     """Peaks over what is held, which is 4Ψ of weights and 12Ψ/N. Whole gradients are 4Ψ."""
-    return [peak - 4 - 12 / 8 for peak in peaks(0, 25)]
+    return [peak - 4 - 12 / 8 for peak in peak_by_bucket([0, 25])]
 
 
 def matrices(model) -> list[nn.Module]:
@@ -234,12 +201,8 @@ def equal_chunks():
 
 def most_gathered(model_of, **options) -> float:
     """The largest share of the parameters that ZeRO-3 has gathered at once in a step."""
-    with running("zero3", model_of, **options) as engine, PartsLedger(engine) as memory:
-        for _ in range(2):
-            forward(engine).backward()
-            update(engine)
-    worst = memory.peak_moment(of=lambda moment: moment.parts[GATHERED])
-    return worst.parts[GATHERED] / step("zero3", model_of).parameter_bytes
+    gathered = worst_moment(model_of, of=lambda moment: moment.parts[GATHERED], **options)
+    return gathered / step("zero3", model_of).parameter_bytes
 
 
 def layers_at_once():

@@ -1,6 +1,5 @@
 """Claims in the code that the articles print: the point of each class or snippet, rebuilt in a few lines of our own."""
 
-import inspect
 import textwrap
 import warnings
 
@@ -12,8 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.measure.held import buckets_of
-from harness.run.counterparts import DDPStandIn
-from harness.run.engines import CHAPTERS
 from harness.teach.articles.runs import batch_for, chain, fake_ranks, forward, running, step
 
 
@@ -55,19 +52,6 @@ def shards_without_padding():
     return found, even, any(uneven)
 
 
-def last_of(layers: int) -> float:
-    """The share of a rank's elements that a loop gives back which assigns each shard to one name."""
-    whole = 0
-    for param in chain(layers).parameters():
-        shard = param.flatten().chunk(4)[0]
-        whole += shard.numel()
-    return shard.numel() / whole
-
-
-def last_variable():
-    return [last_of(1), last_of(8)]
-
-
 class FreedByAssignment:
     """ZeRO-3 that gathers a module's parameters in hooks, and frees them by pointing `.data` at the shard."""
 
@@ -77,15 +61,15 @@ class FreedByAssignment:
         for param in model.parameters():
             self.shapes[param] = param.shape
             self.shards[param] = torch.zeros(-(-param.numel() // dist.get_world_size()))
-            param.data = self.shards[param]
         for module in model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_pre_hook(lambda module, *_: self.gather(module))
-                module.register_forward_hook(lambda module, *_: self.free(module))
-                module.register_full_backward_pre_hook(lambda module, *_: self.gather(module))
-                module.register_full_backward_hook(lambda module, *_: self.free(module))
+            if list(module.parameters(recurse=False)):
+                self.free(module)
+                module.register_forward_pre_hook(self.gather)
+                module.register_forward_hook(self.free)
+                module.register_full_backward_pre_hook(self.gather)
+                module.register_full_backward_hook(self.free)
 
-    def gather(self, module: nn.Module) -> None:
+    def gather(self, module: nn.Module, *_) -> None:
         for param in module.parameters(recurse=False):
             shard, shape = self.shards[param], self.shapes[param]
             flat = shard.new_zeros(shard.numel() * dist.get_world_size())
@@ -93,7 +77,7 @@ class FreedByAssignment:
             param.data = flat[: shape.numel()].view(shape)
             self.gathered.append((StorageWeakRef(flat.untyped_storage()), flat.nbytes))
 
-    def free(self, module: nn.Module) -> None:
+    def free(self, module: nn.Module, *_) -> None:
         for param in module.parameters(recurse=False):
             param.data = self.shards[param]
 
@@ -141,13 +125,6 @@ def imports(lines: list[str]):
     return [torch.__version__.partition("+")[0], "; ".join(failed) or "all work"], not failed
 
 
-def functools_without_import():
-    with_it, without = (
-        attempt(exec, line, {}) for line in ("import functools; functools.partial", "functools.partial")
-    )
-    return [without], with_it == "runs", without == "runs"
-
-
 def layers_sharded() -> nn.Module:
     model = chain()
     for layer in model:
@@ -165,10 +142,3 @@ def both_wrappers():
     together = [attempt(train, "fsdp1", ranks, layers_sharded) for ranks in (1, 8)]
     alone = [attempt(train, name, 8) for name in ("fsdp1", "fsdp2")]
     return [*together, *alone], "runs" in together
-
-
-def complexity():
-    """Lines of what is written out in one class each; what chapters share, as a bucket, is not counted."""
-    classes = [DDPStandIn, *CHAPTERS.values()]
-    ddp, zero1, zero2, zero3 = found = [len(inspect.getsource(one).splitlines()) for one in classes]
-    return found, ddp < min(zero1, zero2) and max(zero1, zero2) < zero3

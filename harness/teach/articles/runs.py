@@ -14,6 +14,7 @@ from torch.nn.attention import sdpa_kernel
 
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.ledger import MemoryLedger
+from harness.measure.memory_parts import PartsLedger
 from harness.measure.watched_step import watched_step
 from harness.run.engines import ENGINES, STAGES
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
@@ -143,6 +144,15 @@ class Step:
 def step(name: str, model=chain, **options) -> Step:
     """One step of an engine over `model()`, run once however many claims look at it."""
     return Step(name, model, **options)
+
+
+def worst_moment(model_of, of, **options) -> int:
+    """The most of what `of(moment)` counts, in bytes, that there is at once in a step of ZeRO-3."""
+    with running("zero3", model_of, **options) as engine, PartsLedger(engine) as ledger:
+        for _ in range(2):  # the first makes the optimizer's state
+            forward(engine).backward()
+            update(engine)
+    return of(ledger.peak_moment(of))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from harness.properties.peaks import Alive
+from harness.properties.held import Alive
 from harness.properties.property import Differs, expect
 from harness.run import process_group
 from harness.teach.check.cases import Case

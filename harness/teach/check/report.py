@@ -184,11 +184,7 @@ def conformed(file: Path, only: str | None = None) -> dict:
         if conform.size_of(each, 2) == 2 and conform.wanted(each, only):
             names.append(each.name)
 
-    def tell(engine, name, found):
-        if found["outcome"] != "right":
-            print(tables.wrapped(f"{name}: {found['outcome']}: {found['says']}"), flush=True)
-
-    outcomes = conform.ask(name, str(file), names, 2, tell)
+    outcomes = conform.outcomes_of(name, names, 2)
     asked = [each for each in outcomes.values() if each["outcome"] != "not applicable"]
     points = sum(each["outcome"] == "right" for each in asked)
     print(f"\n{points} of {len(asked)} properties")

@@ -1,10 +1,14 @@
 """Steps to write in a notebook: each has a check that answers at once, and hints on request.
 
-tasks: what is asked and how it is checked; ranks: ranks as threads of this process, for steps that need a collective.
+tasks: what is asked and how it is checked; threads: ranks as threads of this process, for steps that need a collective.
 """
+
+import tomllib
+from pathlib import Path
 
 from harness.teach.practice.tasks import TASKS, NotYet
 
+WORDS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text())  # {task: {"hints", "onward"}}
 TRIED: set[str] = set()  # the tasks for which somebody has written something, right or wrong
 _shown: dict[str, int] = {}  # hints that were given, by task
 
@@ -14,9 +18,8 @@ def check(name: str, solution) -> bool:
 
     A mistake is a sentence, never a traceback: this runs in a cell of a notebook that must go on.
     """
-    task = TASKS[name]
     try:
-        answer = task.check(solution)
+        answer = TASKS[name](solution)
     except NotYet as blank:
         print(f"not yet: {blank}. A hint: practice.hint({name!r})")
         return False
@@ -27,12 +30,12 @@ def check(name: str, solution) -> bool:
         return False
     TRIED.add(name)
     print(f"right: {answer}")
-    print(f"Next: {task.onward}")
+    print(f"Next: {WORDS[name]['onward']}")
     return True
 
 
 def hint(name: str) -> None:
     """Print the next hint for the task `name`; after the last one the first again."""
-    hints, number = TASKS[name].hints, _shown.get(name, 0)
+    hints, number = WORDS[name]["hints"], _shown.get(name, 0)
     print(f"hint {number + 1} of {len(hints)}: {hints[number]}")
     _shown[name] = (number + 1) % len(hints)

@@ -1,17 +1,17 @@
 """Ranks as threads of one process: the collectives of torch.distributed on small tensors, at once and with good errors.
 
-    results = run(4, lambda rank, dist: ...)
+    results = on_threads(4, lambda rank, dist: ...)
 
 Only what the exercises of the notebooks need: sums, no groups. As over gloo, the output is there after `wait()`.
 """
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 SECONDS = 3.0  # until a rank that nobody joins gives up
+NOBODY = "never calls it"
 
 
 class Work:
@@ -27,14 +27,24 @@ class Work:
             self._finish = None  # as torch's, it lets go of the tensors then
 
 
+def require_memory(kind: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise RuntimeError if the storage is too small for `tensor`: torch would end the process there."""
+    there = tensor.untyped_storage().nbytes()
+    if there < tensor.nbytes:
+        raise RuntimeError(
+            f"{kind}: its {name} needs {tensor.nbytes} bytes, and its storage has {there} bytes. "
+            "Does resize_() get bytes (numel() * element_size())?"
+        )
+
+
 class Collectives:
     """What one rank calls: `all_reduce`, `reduce_scatter_single` and `all_gather_single`, as in torch.distributed."""
 
-    def __init__(self, rank: int, everyone: list, changed: threading.Condition):
-        self.rank, self._everyone, self._changed = rank, everyone, changed
-        self.over = False  # this rank has finished or failed: nobody needs to wait for it
-        self.calls, self._inputs, self.works = [], [], []  # the n-th call of each rank is one collective
+    def __init__(self, rank: int, everyone: list):
+        self.rank, self._everyone = rank, everyone
+        self.calls, self.works = [], []  # the n-th call of each rank is one collective
         self.filled: list[int] = []  # addresses of the storages that collectives were to write to
+        self._inputs: dict[int, Future] = {}  # number of the call -> (kind, elements), and the tensor
 
     def get_rank(self) -> int:
         return self.rank
@@ -48,38 +58,38 @@ class Collectives:
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """Shard `rank` of the sum of all `input`s into `output`."""
-        if output.numel() * self.get_world_size() != input.numel():
-            raise ValueError(f"reduce_scatter_single: the output must have 1/{self.get_world_size()} of the input's "
-                             f"{input.numel()} elements, it has {output.numel()}")  # fmt: skip
+        self._require_a_shard("reduce_scatter_single", "output", output, "input", input)
         own = slice(self.rank * output.numel(), (self.rank + 1) * output.numel())
         return self._start("reduce_scatter_single", output, input, lambda all_: sum(all_)[own], async_op)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """All ranks' `input`s, one after the other, into `output`."""
-        if input.numel() * self.get_world_size() != output.numel():
-            raise ValueError(f"all_gather_single: the output must have {self.get_world_size()} times the input's "
-                             f"{input.numel()} elements, it has {output.numel()}")  # fmt: skip
+        self._require_a_shard("all_gather_single", "input", input, "output", output)
         return self._start("all_gather_single", output, input, torch.cat, async_op)
 
+    def _require_a_shard(self, kind: str, small: str, shard: torch.Tensor, large: str, whole: torch.Tensor) -> None:
+        ranks = self.get_world_size()
+        if shard.numel() * ranks != whole.numel():
+            raise ValueError(
+                f"{kind}: the {small} must have 1/{ranks} of the {large}'s {whole.numel()} elements, "
+                f"it has {shard.numel()}"
+            )
+
+    def _input(self, number: int) -> Future:
+        """What this rank puts into its call `number`, when it has come to it."""
+        return self._inputs.setdefault(number, Future())
+
     def _start(self, kind: str, output, input, result, async_op: bool) -> Work | None:
-        for name, tensor in (("input", input), ("output", output)):  # torch would end the process here
-            there, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
-            if there == 0 < needed:
-                raise RuntimeError(f"{kind}: its {name} has no memory (its storage has 0 bytes)")
-            if there < needed:
-                units = "Does resize_() get bytes (numel() * element_size())?"
-                raise RuntimeError(f"{kind}: its {name} needs {needed} bytes, its storage has {there}. {units}")
+        require_memory(kind, "input", input)
+        require_memory(kind, "output", output)
         number = len(self.calls)
-        with self._changed:
-            self.calls.append((kind, input.numel()))
-            self._inputs.append(input.detach().flatten().clone())
-            self._changed.notify_all()
+        self.calls.append((kind, input.numel()))
+        self._input(number).set_result((self.calls[number], input.detach().flatten().clone()))
         self.filled.append(output.untyped_storage()._cdata)
 
         def finish() -> None:
             inputs = self._collect(number)
-            if output.untyped_storage().nbytes() < output.numel() * output.element_size():
-                raise RuntimeError(f"{kind}: its output was freed before wait()")
+            require_memory(kind, "output, at wait(),", output)
             with torch.no_grad():
                 output.copy_(result(inputs).reshape(output.shape))
 
@@ -88,42 +98,30 @@ class Collectives:
 
     def _collect(self, number: int) -> list[torch.Tensor]:
         """All ranks' inputs. Raises RuntimeError when somebody does not come, or calls another collective."""
-
-        def late() -> list[Collectives]:
-            return [other for other in self._everyone if len(other._inputs) <= number]
-
-        with self._changed:
-            self._changed.wait_for(lambda: not late() or any(other.over for other in late()), SECONDS)
-            missing = late()
         kind, numel = self.calls[number]
-        if missing:
-            raise RuntimeError(f"rank {self.rank} waits in {kind}, and rank {missing[0].rank} never calls it")
+        inputs = []
         for other in self._everyone:
-            if other.calls[number] != (kind, numel):
-                theirs = "{} with {}".format(*other.calls[number])
+            try:
+                call, tensor = other._input(number).result(SECONDS)
+            except TimeoutError:
+                raise RuntimeError(f"rank {self.rank} waits in {kind}, and rank {other.rank} {NOBODY}") from None
+            if call != self.calls[number]:
+                theirs = "{} with {}".format(*call)
                 raise RuntimeError(
                     f"rank {self.rank} calls {kind} with {numel} elements while rank {other.rank} calls {theirs}"
                 )
-        return [other._inputs[number] for other in self._everyone]
+            inputs.append(tensor)
+        return inputs
 
 
-def run(ranks: int, function: Callable) -> list:
+def on_threads(ranks: int, function: Callable) -> list:
     """`function(rank, dist)` on every rank at once; what each returned. Raises the first rank's error."""
-    everyone, changed = [], threading.Condition()
-    everyone += [Collectives(rank, everyone, changed) for rank in range(ranks)]
-
-    def one(own: Collectives):
-        try:
-            return function(own.rank, own)
-        finally:
-            with changed:
-                own.over = True
-                changed.notify_all()
-
+    everyone = []
+    everyone += [Collectives(rank, everyone) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as pool:
-        futures = [pool.submit(one, own) for own in everyone]
+        futures = [pool.submit(function, own.rank, own) for own in everyone]
     # Who waited for a rank that had failed says the less interesting thing.
-    errors = sorted((f.exception() for f in futures if f.exception()), key=lambda error: "never calls it" in str(error))
+    errors = sorted((f.exception() for f in futures if f.exception()), key=lambda error: NOBODY in str(error))
     if errors:
         raise errors[0]
     return [future.result() for future in futures]
