@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from harness.properties import fixtures
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
-WAIT = timedelta(seconds=10)  # for another rank, in a collective
+WAIT = timedelta(seconds=20)  # for another rank, in a collective
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 LAYERS, WIDTH = 6, 48
 
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def group(self):
-        groups = _groups(dist.group.WORLD)
+        groups = groups_of(dist.group.WORLD)
         if self.memory:
             return groups.silent
         return groups.alone if self.alone else groups.all
@@ -46,15 +46,11 @@ class Case:
 
 
 @functools.cache
-def _groups(world) -> types.SimpleNamespace:
+def groups_of(world) -> types.SimpleNamespace:
     """None is the default group, so that a collective that was given none shows."""
     new = partial(dist.new_group, group_desc="for all checks", timeout=WAIT)
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group())
-
-
-def group_of_all():
-    return _groups(dist.group.WORLD).all
 
 
 def build(cls, case: Case, model: Callable, dtype=torch.float64, bucket_bytes: int = 320):

@@ -47,7 +47,7 @@ class Run:
     issued: list[Issued] = field(default_factory=list)  # all collectives
     raised: str = "nothing"
     most: int = 0  # bytes alive at the worst moment
-    ended: Differs | None = None  # by a collective that the chapter does not issue
+    ended: Exception | None = None  # by an error, or by a collective that the chapter does not issue
 
 
 class Comparison:
@@ -94,12 +94,14 @@ class Comparison:
         try:
             with patch.object(owner, name, watched), memory if self.case.memory else nullcontext():
                 self.case.act(getattr(module, engine), self.case)
-        except self.case.expects as error:
-            if isinstance(error, NotImplementedError) or process_group.lost(str(error)):
+        except Exception as error:
+            expected = isinstance(error, self.case.expects) and not isinstance(error, NotImplementedError)
+            if expected and not process_group.lost(str(error)):
+                found.raised = type(error).__name__
+            elif right is None:
                 raise
-            found.raised = type(error).__name__
-        except Differs as error:
-            found.ended = error
+            else:
+                found.ended = error  # what has differed before may be why
         found.issued = list(recorder.issued)
         found.most = memory.peak if self.case.memory else 0
         return found

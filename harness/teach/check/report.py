@@ -28,7 +28,7 @@ from harness.run.command_line import Parser, one_line
 from harness.teach.check.steps import Check, checks_of, parted
 from harness.teach.exercise import EXERCISES, FOLDER, ROOT, edited, lines_of_blanks
 
-SECONDS = 30  # for one training of a step; each takes less than one
+SECONDS = 60  # for one training of a step; each takes about one
 SIGNS = {"passed": "passed", "open": "to write", "failed": "FAILED", "error": "FAILED", "hang": "HANGS", "died": "DIED"}
 WORST = ("error", "failed", "open", "died", "hang")  # what makes one rank fail is what others wait for, or have lost
 

@@ -82,7 +82,7 @@ def try_check(name: str, check: Check, recorder: Recorder, folder: str, item: st
     return {**verdict, "count": recorder.count}
 
 
-def examine(name: str, file: str, folder: str, numbers: Iterable[int], seconds: float = 30, seed: int = 0) -> None:
+def examine(name: str, file: str, folder: str, numbers: Iterable[int], seconds: float = 60, seed: int = 0) -> None:
     """Try these checks on this rank. Verdicts go to `folder`. When the ranks have parted no other is tried."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with Recorder(os.path.realpath(file), Path(folder, f"now.{rank}")) as recorder:
@@ -91,6 +91,7 @@ def examine(name: str, file: str, folder: str, numbers: Iterable[int], seconds: 
             verdict = try_check(name, check, recorder, folder, str(number), seconds, seed)
             ranks.say(folder, number, rank, verdict)
             if parted(ranks.everyone(folder, number, world_size, seconds + 10)):
+                cases.groups_of.cache_clear()  # a collective that was waited for in vain has broken them
                 return
 
 

@@ -15,7 +15,7 @@ from harness.properties import fixtures
 from harness.properties.chapter_subjects import subject_class
 from harness.properties.property import expect, same
 from harness.run.engines import CHAPTERS
-from harness.teach.check.cases import ADAMW, group_of_all
+from harness.teach.check.cases import ADAMW, groups_of
 from harness.teach.check.recorder import Issued, Recorder
 from harness.teach.exercise import Exercise, Target
 
@@ -75,7 +75,7 @@ def trained(task: Exercise, cls: type, recorder: Recorder, seed: int) -> tuple[d
     """(whole weights after two steps, numbers of the second step), on this rank."""
     rank, seen = dist.get_rank(), Seen()
     model = fixtures.seeded(Uneven, 100 * seed + rank, torch.float64)
-    engine = subject_class(cls)(model, ADAMW, group=group_of_all(), **task.options)
+    engine = subject_class(cls)(model, ADAMW, group=groups_of(dist.group.WORLD).all, **task.options)
     for step in range(2):
         batches = []
         for number in range(task.backwards):
