@@ -230,7 +230,8 @@ class Referee:
         """
         rounds = self.options.timed_steps
         for group in [[*runs]] if self._all_fit(runs) else [[name] for name in runs]:
-            self.me.print(f"timing {rounds} rounds of {', '.join(group)}" + (", interleaved" if len(group) > 1 else ""))
+            how = ", interleaved" if len(group) > 1 else ""
+            self.me.print(tables.wrapped(f"timing {rounds} rounds of {', '.join(group)}{how}"))
             engines = {name: self.build(name) for name in group if self.mine(name)}
             steps = dict.fromkeys(group)
             for name in engines:

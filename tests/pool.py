@@ -1,9 +1,11 @@
 """Ranks that are started once per world size and then sent many cases: starting them is what costs time."""
 
+import contextlib
 import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 from datetime import timedelta
@@ -48,6 +50,7 @@ def _destroy_what_the_last_case_made() -> None:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the test run ends this one
     os.environ[STARTER] = str(multiprocessing.parent_process().pid)  # and not the server, which outlives it
     end_with_starter()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
@@ -112,6 +115,9 @@ class Pool:
                 answers.append(pipe.recv() if pipe.poll(2 * TIMEOUT) else (False, f"rank {rank} does not answer"))
             except EOFError:
                 answers.append((False, f"rank {rank} died"))
+            except KeyboardInterrupt:  # it may be in a collective, and would not leave by itself
+                self.kill()
+                raise
         failures = [text for right, text in answers if not right]
         if failures:
             self.kill()  # the others may be waiting in a collective; the next case gets new ranks
@@ -128,7 +134,8 @@ class Pool:
     def let_go(self) -> None:
         """Tell the ranks to leave; `close` waits for them."""
         for pipe in self._pipes:
-            pipe.send(None)
+            with contextlib.suppress(BrokenPipeError):  # it was killed
+                pipe.send(None)
 
     def close(self) -> None:
         for process in self._ranks:

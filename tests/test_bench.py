@@ -1,10 +1,16 @@
 """The benchmark: what it compares, and that each way of it runs. (No test asserts a time.)"""
 
+import copy
 import json
 
 import forked
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from harness.measure import bench
+from harness.run.data import Batches
+from harness.run.process_group import Rank
 
 
 def test_ratios_are_of_steps_of_one_round():
@@ -20,28 +26,30 @@ def test_ratios_are_of_steps_of_one_round():
     ]
 
 
-def run_on_ranks(file, *words) -> tuple[dict, str]:
-    """What it has written and printed."""
-    result = forked.launch("bench", "2", "--preset", "toy", "--rounds", "1", *words, "--json", str(file))
-    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr[-3000:]
-    return json.loads(file.read_text())["sweeps"], result.stdout
-
-
 def test_engines_are_measured_beside_each_other(tmp_path):
-    names = ["ddp", "zero1", "zero3", "fsdp2"]
-    found, printed = run_on_ranks(tmp_path / "bench.json", "--engines", ",".join(names))
-    rows = found["engines"]
+    names, file = ["ddp", "zero1", "zero3", "fsdp2"], tmp_path / "bench.json"
+    words = ["--preset", "toy", "--rounds", "1", "--engines", ",".join(names), "--json", str(file)]
+    result = forked.launch("bench", "2", *words)
+    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr[-3000:]
+    rows = json.loads(file.read_text())["sweeps"]["engines"]
     assert list(rows) == ["ddp", "zero1", "zero1 engine", "zero3", "zero3 engine", "fsdp2"]
-    assert all(name in printed for name in rows)
+    assert all(name in result.stdout for name in rows)
     assert all(row["step_ms"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
     sent = [row["sent_bytes"] for row in rows.values()]
     assert sent[0] < sent[1] == sent[2] and sent[3] == sent[4] == sent[5]
 
 
-def test_every_sweep_runs_and_its_choices_differ_in_what_they_say(tmp_path):
-    found, printed = run_on_ranks(tmp_path / "sweeps.json", "--sweeps")
-    assert {sweep: [*rows] for sweep, rows in found.items()} == {sweep: [*rows] for sweep, rows in bench.SWEEPS.items()}
-    assert all(sweep in printed for sweep in found)
+def swept() -> dict[str, dict[str, dict]]:
+    """What is measured of every sweep."""
+    options = bench.arguments(["--sweeps", "--preset", "toy", "--rounds", "1"])
+    me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    batch = Batches(torch.arange(1000) % 250, options.batch, options.seq, 0, me.device)(0, me.rank)
+    variants = bench.variants_of(options)
+    return {sweep: bench.measure_together(own, batch, options, me) for sweep, own in variants.items()}
+
+
+def test_every_sweep_runs_and_its_choices_differ_in_what_they_say(ranks):
+    found = ranks(2).run(swept)[0]
 
     def of(sweep: str, what: str) -> list[int]:
         return [row[what] for row in found[sweep].values()]
@@ -53,12 +61,15 @@ def test_every_sweep_runs_and_its_choices_differ_in_what_they_say(tmp_path):
         assert len({*zip(of(sweep, "collectives"), of(sweep, "sent_bytes"))}) == 1, sweep  # the order or the time only
     kept, recomputed = of("activations", "peak_bytes")
     assert recomputed < kept
+    assert [*bench.variants_of(bench.arguments(["--sweeps", "bucket"]))] == ["bucket size, zero1", "bucket size, zero2"]
 
 
-def test_the_hosts_part_has_all_engines_that_run_without_others(tmp_path):
-    file = tmp_path / "host.json"
-    result = forked.launch("bench", "--host", "zero3", "--rounds", "1", "--json", str(file))
-    assert result.returncode == 0 and "costliest functions" in result.stdout, result.stderr[-3000:]
+def test_the_hosts_part_has_all_engines_that_run_without_others(tmp_path, monkeypatch, capsys):
+    file, few = tmp_path / "host.json", [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
+    monkeypatch.setattr(bench, "many_small_parameters", lambda: nn.Sequential(*copy.deepcopy(few)))
+    monkeypatch.setattr("gc.disable", lambda: None)
+    bench.main(["--host", "zero3", "--rounds", "1", "--json", str(file)])
+    assert "costliest functions" in capsys.readouterr().out
     rows = json.loads(file.read_text())["host"]
     assert {"plain", "ddp", "zero1", "zero2", "zero3", "zero3 engine", "fsdp2"} <= {*rows}
     assert all(row["step_ms"] > 0 for row in rows.values())

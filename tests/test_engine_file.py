@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from harness.properties import foreign
-from harness.run.engine_file import NoEngine, _built, enter, named_in_errors
+from harness.run.engine_file import NoEngine, _built, enter
 from harness.run.engines import ENGINES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,12 +108,3 @@ def test_nobody_clips_for_an_engine_that_has_no_clipping():
     mine = SimpleNamespace(model=None, optimizer=None, step=None, zero_grad=None, training_step=None)
     with pytest.raises(foreign.NotApplicable, match="mine has no clip_grad_norm_"):
         foreign.Foreign("mine", mine, [], False).clip_grad_norm_(1.0)
-
-
-def test_an_exception_in_a_file_is_one_line_that_names_it(engine_file):
-    """As `bench` and `watch` say it."""
-    with patch.dict(ENGINES):
-        file = engine_file("fails.py", LISTING.replace("return MyZeRO1", "raise LookupError('luck')  #"))
-        enter([str(file)], "bench")
-        with pytest.raises(RuntimeError, match=r"^fails.py, line 45: LookupError: luck$"), named_in_errors():
-            ENGINES["fails"].build(None, None, None)

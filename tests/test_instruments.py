@@ -33,6 +33,7 @@ from harness.run.counterparts import PlainStep
 from harness.run.data import Batches
 from harness.run.model import GPT, PRESETS
 from harness.run.process_group import Rank
+from zero3 import ZeRO3
 
 # On the ranks.
 
@@ -212,7 +213,7 @@ def memory_and_spans_on_one_clock(folder: str) -> None:
         config, options = PRESETS["toy"], SimpleNamespace(trace=f"{folder}/trace.json", preset="toy", accumulate=1)
         batch = Batches(torch.arange(1000) % config.vocab, 1, config.seq, 0, torch.device("cpu"))(0, me.rank)
         with Timeline(device=me.device) as partition:
-            engine = fixtures.STAGES["zero3"](GPT(config), ADAMW)
+            engine = ZeRO3(GPT(config), ADAMW)
         walkthrough._trace(engine, partition.spans, batch, me, options)
     if me.rank == 0:
         with open(options.trace) as file:
@@ -442,6 +443,7 @@ def test_the_timeline_of_an_unsharded_engine():
 
 
 def test_the_trace_is_what_chrome_reads():
+    """What overlaps has a thread of its own, times are microseconds. (The counters: tests/test_launch.py.)"""
     gather, reduce = ("collectives", "all-gather"), ("collectives", "reduce-scatter")
     spans = [
         Span("steps", "1 forward", 0.0, 0.5),
@@ -450,19 +452,12 @@ def test_the_trace_is_what_chrome_reads():
         Span(*reduce, 0.15, 0.2),
         Span(*gather, 0.2, 0.3),
     ]
-    alive = {"parameters": 1_000_000, "gradients": 500_000}
-    trace = chrome_trace([spans, spans[:1]], [[(0.1, alive)], []], title="a title")
+    trace = chrome_trace([spans, spans[:1]], title="a title")
     assert trace["otherData"] == {"title": "a title"}
-    threads, complete, counters = {}, [], []
-    for event in trace["traceEvents"]:
-        if event["name"] == "thread_name":
-            threads[event["pid"], event["tid"]] = event["args"]["name"]
-        elif event["ph"] == "C":
-            counters.append(event["args"])
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            complete.append((event["pid"], threads[event["pid"], event["tid"]], event["ts"], event["dur"]))
-    assert complete == [  # in microseconds
+    names = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in names}
+    shown = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(event["pid"], threads[event["pid"], event["tid"]], event["ts"], event["dur"]) for event in shown] == [
         (0, "steps", 0, 500_000),
         (0, "all-gather", 50_000, 100_000),
         (0, "all-gather 2", 120_000, 80_000),
@@ -470,6 +465,4 @@ def test_the_trace_is_what_chrome_reads():
         (0, "all-gather", 200_000, 100_000),
         (1, "steps", 0, 500_000),
     ]
-    said = next(event["args"] for event in trace["traceEvents"] if event.get("cat") == "collectives")
-    assert said == {"step": "5 gather parameters", "bytes": 4000, "unit": "blocks.3"}
-    assert counters == [{"MB": 1.5}, {"parameters": 1.0, "gradients": 0.5}]
+    assert shown[1]["args"] == {"step": "5 gather parameters", "bytes": 4000, "unit": "blocks.3"}

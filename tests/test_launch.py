@@ -26,7 +26,6 @@ from typed_commands import starts
 import fsdp2_compare as referee
 from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
 from harness.measure.held import held_bytes
-from harness.measure.memory_parts import PARTS
 from harness.run import progress
 from harness.run import ranks as started_by
 from harness.run.model import GPT, preset
@@ -168,11 +167,8 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     events, begins = written["traceEvents"], written["otherData"]["step_begins_ms"] * 1e3
     for rank in (0, 1):
         mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
-        counters = [event for event in events if event["ph"] == "C" and event["pid"] == rank]
-        alive = [event["args"]["MB"] for event in counters if event["name"] == "live"]
-        by_part = [event["args"] for event in counters if event["name"] != "live"]
-        assert len(alive) == len(by_part) > 100 and all({*each} == {*PARTS} for each in by_part)
-        assert all(abs(total - sum(each.values())) < 0.01 for total, each in zip(alive, by_part))
+        alive = [event["args"]["MB"] for event in events if event["ph"] == "C" and event["pid"] == rank]
+        assert len(alive) > 100 and min(alive) > 0
         units = {event["args"].get("unit") for event in mine if event["cat"] == "collectives" and event["ts"] >= begins}
         assert units == ({"root", "blocks.0", "blocks.1"} if stage == "zero3" else {f"bucket {b}" for b in range(28)})
         for thread in {event["tid"] for event in mine if event["cat"] == "collectives"}:  # else viewers drop them

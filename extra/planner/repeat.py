@@ -12,7 +12,7 @@ from functools import lru_cache
 from extra.planner import recorder
 from extra.planner.events import Collective, Event, Memory, Operation, Recording
 from extra.planner.one_rank import BUCKETED, BY_UNIT, DDP_BUCKET_MB, Setup, parameters_of
-from harness.engine import units
+from harness.run.deepspeed_engine import default_bucket_mb
 
 WINDOW = 24  # events after a loop that must be the same again
 MICRO_BATCHES = 4  # the first, two in the middle that must be equal, the last
@@ -91,7 +91,9 @@ def _blocks(setup: Setup) -> Recording:
     key = strictly
     if setup.engine in BUCKETED:  # of one size for any number of blocks
         named = parameters_of(setup.config)
-        bucket_mb = setup.bucket_mb or (DDP_BUCKET_MB if setup.engine == "ddp" else units.default_bucket_mb(named))
+        bucket_mb = setup.bucket_mb or (
+            DDP_BUCKET_MB if setup.engine == "ddp" else default_bucket_mb([param for _, param in named])
+        )
         setup = replace(setup, bucket_mb=bucket_mb)
         if 4 * sum(param.numel() for _, param in named) <= bucket_mb * 2**20:
             key = but_for_size

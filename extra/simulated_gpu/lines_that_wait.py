@@ -10,8 +10,8 @@ import torch
 OFFLOAD, REPLICAS = {"offload": True}, {"replicas": True}
 LOW_OFFLOAD = {**OFFLOAD, "param_dtype": torch.bfloat16}
 OF_ALL = dict.fromkeys(("zero1", "zero2", "zero3"), OFFLOAD)
-PLACEMENT, UNIT = "harness.engine.options.placement", "harness.engine.unit"
-WAIT, REPLICAS_WAIT = "work.wait()\n", 'wait(work, "all-reduce over the replicas", bucket)'
+PLACEMENT, UNIT = "harness.engine.options.placement", "harness.engine.bucket"
+WAIT, REPLICAS_WAIT = "work.wait()\n", "self._sum_of_replicas(bucket, shard)"
 STEP_5 = ("zero1", "for work in works:\n        work.wait()", "for work in works:\n        pass")
 
 OF_CHAPTERS = {
@@ -38,8 +38,8 @@ OF_ENGINES = {
     "step 5 waits": (*STEP_5, {"zero1": {}, "zero2": {}}),
     "step 3 waits in ZeRO-1": (
         "harness.engine.stages",
-        f"{WAIT}            precision.mean_of_sum",
-        "precision.mean_of_sum",
+        f"{WAIT}            bucket.gradient.div_",
+        "bucket.gradient.div_",
         {"zero1": {}},
     ),
     "step 3 waits": (
@@ -53,22 +53,22 @@ OF_ENGINES = {
     "what is freed was waited for": (UNIT, "self.wait()  # never free", "pass  # never free", {"zero3": {}}),
     "replicas": (
         PLACEMENT,
-        f"self._in_flight, None\n            {REPLICAS_WAIT}",
-        "self._in_flight, None",
+        f"self._in_flight, None\n            {WAIT}",
+        "self._in_flight, None\n",
         {"zero2": REPLICAS, "zero3": REPLICAS},
     ),
     "replicas in ZeRO-1": (
         PLACEMENT,
-        f"async_op=True)\n            {REPLICAS_WAIT}",
-        "async_op=True)",
+        f"{REPLICAS_WAIT}.wait()",
+        REPLICAS_WAIT,
         {"zero1": REPLICAS},
     ),
     "the host adds": (PLACEMENT, "self._down.synchronize()", "pass", {"zero2": OFFLOAD, "zero3": OFFLOAD}),
     "the host updates at all": (PLACEMENT, "self._device.synchronize()", "pass", OF_ALL),
     "the host updates": (
-        "harness.engine.gradients",
-        "engine.placement.finish_all()",
-        "engine.placement.finish()",
+        "harness.engine.base",
+        "self.placement.finish_all()",
+        "self.placement.finish()",
         OF_ALL,
     ),
     "copies up wait": (PLACEMENT, "self._up.wait_stream(self._device.current_stream())", "pass", {"zero3": OFFLOAD}),

@@ -5,7 +5,6 @@
 """
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,10 @@ from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
 from harness.engine import accelerator
+from harness.measure.enough_memory import refuse_too_large
 from harness.run import engine_file, process_group, ranks
 from harness.run import options as common
-from harness.run.command_line import one_line
+from harness.run.command_line import did_you_mean, one_line
 from harness.run.engines import ENGINES
 from harness.run.model import preset
 from harness.teach.museum.exhibits import exhibit_of
@@ -35,7 +35,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engines", metavar="NAME,NAME", help="record these and no others, as zero3,ddp")
     common.add(parser, "engine-file")
     parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
-    common.add(parser, "preset", "backend", "device", "json")
+    common.add(parser, "preset", "backend", "device", "json", "anyway")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that the state can be seen)")
     common.add(parser, "bucket-mb", bucket_mb=None)
@@ -46,6 +46,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
     options = parser.parse_args(argv)
+    shown = ("--bug", "--from", "--engines", "--out", "--json", "--gif", "--dark", "--on-ranks")
+    parser.beside("--bug", *shown, "--tries")  # its model is always the same
+    parser.beside("--from", *shown)
+    parser.needs("--dark", "--gif")
     if options.ranks is None and options.engine is not None and options.engine.isdecimal():
         options.engine, options.ranks = None, options.engine  # ./launch.sh watch 2
     settle(options)
@@ -94,7 +98,8 @@ def settle_engines(options: argparse.Namespace) -> None:
         options.engine = own[0] if own else first
     options.names = list(dict.fromkeys([options.engine, *names]))
     if unknown := [name for name in options.names if name not in TITLES]:
-        raise ValueError(f"no engine {unknown[0]!r}; there are: {', '.join(TITLES)}")
+        near = did_you_mean(unknown[0], TITLES)
+        raise ValueError(f"no engine {unknown[0]!r}{near} There are: {', '.join(TITLES)}")
     options.opens = options.engine if options.bug is None else f"bug{options.bug}"
 
 
@@ -111,6 +116,14 @@ def settle_files(options: argparse.Namespace) -> None:
         if not options.gif.lower().endswith(".gif"):
             raise ValueError(f"--gif must name a file that ends with .gif, got {options.gif!r}")
         animation.check()
+
+
+def check_memory(options: argparse.Namespace) -> None:
+    """Raises ValueError if the ranks need more memory than is free. A bug's model is always small."""
+    if options.bug is None:
+        device = process_group.choose(options.backend, options.device, 0, options.ranks, accelerator.count())[1]
+        alone = {"engines": options.names, "timed_steps": 0}  # one engine is alive at a time
+        refuse_too_large(argparse.Namespace(**vars(options) | alone), options.ranks, device)
 
 
 def runs_of(options: argparse.Namespace) -> list[Recordable]:
@@ -152,7 +165,7 @@ def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
     return found
 
 
-@one_line(ValueError, RuntimeError)
+@one_line(ValueError, RuntimeError, OSError)
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = arguments(argv)
@@ -160,12 +173,12 @@ def main(argv: list[str] | None = None) -> int:
         process_group.run(partial(on_ranks, options, Path(options.on_ranks)))
     recordings = page.recordings_of(options.source) if options.source else None
     if recordings is None:
+        check_memory(options)
         several = len(runs_of(options))
         hint = f" (about a minute; --engines {options.opens} records one)" if several > 2 else ""
         print(f"recording {several} engines on {options.ranks} ranks{hint}", flush=True)
         recordings = record_all(options, argv)
-    if options.json:
-        Path(options.json).write_text(json.dumps(recordings, separators=(",", ":")) + "\n")
+    common.write_json(options.json, recordings, indent=None)
     if options.out:
         text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
         done = "replaced" if Path(options.out).exists() else "written"
@@ -175,5 +188,5 @@ def main(argv: list[str] | None = None) -> int:
     if options.gif:
         print("drawing the animation")
         animation.draw(page.build(recordings, options.opens), Path(options.gif), options.dark)
-        print(f"written: {options.gif} ({Path(options.gif).stat().st_size / 1e3:.0f} kB)")
+        print(f"written: {Path(options.gif).resolve()} ({Path(options.gif).stat().st_size / 1e3:.0f} kB)")
     return 0

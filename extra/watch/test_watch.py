@@ -189,11 +189,12 @@ def test_the_version_of_the_weights(recordings):
 
 def test_the_command_is_one_process_that_starts_its_ranks_itself():
     _, ((asked, words),) = starts("watch", "zero3", "--two")
-    assert asked == "" and words == ["-m", "extra.watch", "zero3", "--two"]
+    assert asked == "" and words[1:] == ["extra.watch", "zero3", "--two"]
 
 
 REFUSED = {  # what is typed behind ./launch.sh watch: what is said
-    "zero4": "no engine 'zero4'; there are: ddp, ",
+    "zero4": "no engine 'zero4': did you mean zero",
+    "zero3 --preset 70b": "are free on this machine: take --preset",
     "zero3 1": "N must be 2 to 16 ranks, got '1'",
     "zero3 2 --engines ddp,zero9": "no engine 'zero9'",
     "--bug 99": "no bug '99'",
@@ -205,6 +206,8 @@ REFUSED = {  # what is typed behind ./launch.sh watch: what is said
     "--from README.md": "has no recordings",
     "--from {folder}/wrong.json": "has no recordings",
     "--from {folder}/latin.py": "has no recordings",
+    "--bug 19 --preset toy": "--preset does nothing beside --bug",
+    "--dark": "--dark does nothing without --gif",
     "--engines ,": "--engines is empty",
     "--gif page.webm": "--gif must name a file that ends with .gif, got 'page.webm'",
 }

@@ -4,6 +4,6 @@ An engine is a subclass of its chapter's class, and inherits its steps. Start wi
 """
 
 from harness.engine.stages import ZeRO1Engine, ZeRO2Engine
-from harness.engine.unusual import ZeRO3Engine
+from harness.engine.unit_life import ZeRO3Engine
 
 __all__ = ["ZeRO1Engine", "ZeRO2Engine", "ZeRO3Engine"]

@@ -1,23 +1,18 @@
 """All ranks go on, or none: what one rank raises, all raise. So no rank waits for one that has given up."""
 
-import contextlib
-
-import torch
 import torch.distributed as dist
 
-from harness.engine import accelerator
+from harness.engine import groups
 from harness.engine.safety.waiting import waiting_for
 
 # Of Python's errors; and all of ours.
 _KINDS = (ValueError, TypeError, KeyError, FileNotFoundError, PermissionError, RuntimeError)
 
 
-def all_or_none(work, group, what: str = "the other ranks' answers", model=None) -> list:
+def all_or_none(work, group, what: str = "the other ranks' answers") -> list:
     """Every rank does `work`, and gets what all ranks' `work` returned. An error of one rank is one on all.
 
-    `what` is what a message calls the wait for the others. Where the group's messages go over GPUs, they go over that
-    of the parameters of `model`: a rank that has not called `torch.cuda.set_device` has them elsewhere than on GPU 0,
-    as a rule.
+    `what` is what a message calls the wait for the others.
     """
     result = problem = said = None
     try:
@@ -29,8 +24,8 @@ def all_or_none(work, group, what: str = "the other ranks' answers", model=None)
             if kind in _KINDS or kind.__module__.startswith("harness.engine."):
                 said = kind, str(words)
     everyone = [(said, result)] * dist.get_world_size(group)
-    if not alone(group):
-        with waiting_for(what, group), _on_device_of(model, group):
+    if not groups.alone(group):
+        with waiting_for(what, group):
             dist.all_gather_object(everyone, (said, result), group=group)
     for rank, (said, _) in enumerate(everyone):
         if said is not None:  # the first rank's, on all of them, in the same words
@@ -45,17 +40,3 @@ def on_all(work, group, *how):
     kept = []
     all_or_none(lambda: kept.append(work()), group, *how)
     return kept[0]
-
-
-def alone(group) -> bool:
-    """Whether there is nobody to compare with."""
-    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
-
-
-def _on_device_of(model, group):
-    device = accelerator.device_of(group)
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    params = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    device = next((param.device for param in params if param.device.type == device.type), device)
-    return torch.accelerator.device_index(device.index)

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from harness.engine import gradients, optimizer, state
-from harness.engine.hooks import GradientHook
+from harness.engine.hooks import not_compiled
 from harness.engine.options.placement import Placement
 from harness.engine.safety import guard, refusals
+from harness.engine.safety.waiting import name_some
 
 
 def _of_the_model(name: str):
@@ -42,28 +43,30 @@ class Engine:
         if isinstance(own.get("units"), Iterable):
             own["units"] = list(own["units"])
         placement, dtypes = Placement(group, offload_policy), (param_dtype, reduce_dtype)
-        refusals.check(model, optimizer_cls, param_groups, placement, dtypes, find_unused, source, **own)
+        # The names of the parameters in each of the optimizer's groups.
+        self.groups = refusals.check(model, optimizer_cls, param_groups, placement, dtypes, find_unused, source, **own)
         self.model, self.group, self.placement = model, placement.group, placement
         self.dtypes, self.find_unused = dtypes, find_unused
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.all_buckets = []  # trained and frozen; `buckets` are the trained ones
         self.look = None  # compares the model with what it was at the build, before every forward
-        self.handles = []  # of the hooks on modules
+        self.handles = []  # of the hooks on modules and parameters
         self.updating = False  # whether `step()` runs: only then the optimizer may step
         self.gradients_are_reduced = False  # whether step 3 was made since the last gradient came
         self.divisor = None  # by which a pipeline wants the gradients divided (options/pipelines.py)
         self.sync = True  # False under `no_sync`
         self.backward_number = None  # autograd's number of the backward that is running, once it has shown itself
         self.backward_brought = False  # whether that backward has brought any gradient
+        self.saving = None  # the future of the last `checkpoint.async_save`
+        self.background = None  # (group, thread) of such saves
 
     def over_pieces(self, optimizer_cls, param_groups):
         """What the chapter takes for `optimizer_cls`: an optimizer over guarded pieces, in the user's groups."""
         return lambda pieces: optimizer.over_pieces(self, optimizer_cls, param_groups)
 
-    def step(self, *closure) -> None:
+    @not_compiled
+    def step(self) -> None:
         """The chapter's `step()`; meanwhile, and only then, the optimizer may step."""
-        if closure:
-            raise TypeError("engine.step() takes no closure: call loss.backward(), then engine.step()")
         before, self.updating = self.updating, True
         try:
             super().step()
@@ -73,13 +76,55 @@ class Engine:
 
     def forget_gradients(self) -> None:
         """Drop all gradients, and what is known of their way."""
-        self.placement.finish()  # else the next step would wait for it, and add it
+        if self.placement.elsewhere:
+            self.placement.finish()  # else the next step would wait for it, and add it
         self.gradients_are_reduced, self.divisor = False, None
         for bucket in self.buckets:
             guard.drop_gradients(bucket.params)
             for piece in bucket.pieces:
                 piece.grad = None
             bucket.used, bucket.kept = set(), {}
+
+    def require_all(self) -> None:
+        """The end of step 3: every trained parameter has its gradient, or is left alone by the update.
+
+        Raises RuntimeError for parameters that the step left without a gradient, unless `find_unused`, and for
+        gradients that were not reduced, which would otherwise be lost. With `find_unused` a parameter that no rank has
+        used loses the zeros that were reduced for it.
+        """
+        if self.placement.elsewhere:
+            self.placement.finish_all()
+        missing, left, written = [], [], []  # names
+        for bucket in self.buckets:
+            got = bucket.used - bucket.missing
+            missing += [name for index, name in enumerate(bucket.names) if index not in got]
+            left += [bucket.names[index] for index in (*bucket.kept, *guard.with_gradient(bucket.params))]
+            if bucket.flat.untyped_storage().nbytes():
+                written += guard.written(bucket.params)
+        if missing and not self.find_unused:
+            past = " (A zero-bubble pipeline computes gradients past autograd's hooks: take 1F1B or GPipe)"
+            raise RuntimeError(
+                f"no gradient for {name_some(missing)}: the loss does not depend on it, or no backward() was called "
+                "since zero_grad() (outside no_sync()). Use every parameter in forward, freeze those that are not "
+                "trained with requires_grad_(False) before building the engine, or build it with find_unused=True."
+                + (past if left else "")
+            )
+        if left:
+            raise RuntimeError(
+                f"gradients of {name_some(left)} were not reduced: the last backward before step() must run outside "
+                "no_sync() and reach the same buckets as those before it, or the engine be built with find_unused=True"
+            )
+        if written:
+            raise RuntimeError(
+                f"{name_some(written)} was written to before step(), by a forward that writes into its weights or an "
+                "optimizer that steps inside backward. The ranks' weights would part: only engine.step() may write"
+            )
+        if self.find_unused and not self.gradients_are_reduced:
+            gradients.drop_unused(self.buckets, self.placement.everyone)
+        self.gradients_are_reduced = True
+        if self.divisor is not None:
+            gradients.scale(self.buckets, torch.tensor(1 / self.divisor, dtype=torch.float64))
+            self.divisor = None
 
     def stepped(self) -> None:
         """The optimizer has changed the shards."""
@@ -94,14 +139,10 @@ class Engine:
                 guard.stepped(bucket.params)
         self.look.note_shards()
 
-    def remove_hooks(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for bucket in self.buckets:
-            for param in bucket.params:
-                hooks = param._post_accumulate_grad_hooks or {}
-                for key in [key for key, hook in hooks.items() if type(hook) is GradientHook]:
-                    del hooks[key]
+    def refuse_lost(self) -> None:
+        """Raise RuntimeError if the model's weights were changed past the shards, which would be given out."""
+        guard.refuse_lost(self.all_buckets)
+        self.look.refuse_moved()
 
     def __repr__(self) -> str:
         """What it is, over which ranks, and what this one holds at the moment."""
@@ -117,10 +158,6 @@ class Engine:
         words = ", ".join(f"{part} {_megabytes(tensors):.2f} MB" for part, tensors in held.items())
         of = f"{type(self).__name__} of a {type(self.model).__name__} with {numel:,} parameters"
         return f"{of}, rank {self.rank} of {self.world_size}; it holds {words}"
-
-    def __reduce_ex__(self, protocol):
-        way = "checkpoint.save(engine, folder) keeps it, and engine.full_state_dict() has whole weights"
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {way}")
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -157,9 +194,3 @@ class Engine:
     parameters, named_parameters = _of_the_model("parameters"), _of_the_model("named_parameters")
     buffers, named_buffers = _of_the_model("buffers"), _of_the_model("named_buffers")
     modules, named_modules = _of_the_model("modules"), _of_the_model("named_modules")
-
-    def __getattr__(self, name: str):
-        what = f"{type(self).__name__} has no attribute {name!r}"
-        if "model" not in vars(self) and vars(self).keys() <= {"updating"}:
-            raise AttributeError(f"{what}, for it was closed: build another engine on the model")
-        raise AttributeError(f"{what}; what its model has is in engine.model")

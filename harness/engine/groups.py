@@ -11,6 +11,11 @@ _made: dict[tuple, dist.ProcessGroup] = {}  # (name of the caller's group, backe
 _times = Counter()  # how often these ranks have made a group
 
 
+def alone(group) -> bool:
+    """Whether there is nobody to compare with."""
+    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+
+
 def beside(group, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
     """A group of `ranks` (global numbers; default: those of `group`) over `backend`. A collective of these ranks."""
     group = dist.group.WORLD if group is None else group

@@ -1,7 +1,7 @@
 """Hooks that hold nobody alive and that a copy of the model does not inherit, and two questions to autograd."""
 
-import contextlib
 import dataclasses
+import functools
 import weakref
 
 import torch
@@ -9,10 +9,26 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-# `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph:
-# it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. The mark is
-# `torch.compiler.disable`, in a form that imports the compiler when it is needed and not here.
-not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+_disable = getattr(torch, "_disable_dynamo", torch.compiler.disable)  # the former imports the compiler when needed
+# None while the compiler does not look at what is called. Without such a function it may always do.
+_compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "there")
+
+
+def not_compiled(function):
+    """`function`, which `torch.compile` calls as it is, and does not trace into a graph. FSDP2's hooks are such, too.
+
+    A hook gathers, frees and sends. torch's own mark costs some microseconds in each call, so it is on a way of its
+    own, which only the compiler takes.
+    """
+    apart = _disable(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if torch.compiler.is_dynamo_compiling() or _compiler() is not None:
+            return apart(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class WeakHook:
@@ -26,27 +42,29 @@ class WeakHook:
     def __call__(self, *args):
         this = self._object()
         if this is not None:
-            return self._function(this, *(argument() for argument in self._first), *args)
+            return self._function(this, *[argument() for argument in self._first], *args)
 
     def __reduce__(self):  # also of a deep copy
         return no_hook, ()
 
 
 class GradientHook(WeakHook):
-    """On a parameter: calls `on_gradient(*where, param)` of an engine. `where` ends with the parameter's number."""
+    """On a parameter: calls `on_gradient(bucket, index, param)` of an engine."""
 
-    def __init__(self, on_gradient, *where):
-        super().__init__(on_gradient, *where[:-1])
-        self._index = where[-1]
+    def __init__(self, on_gradient, bucket, index: int):
+        super().__init__(on_gradient, bucket)
+        self._index = index
 
     @not_compiled
     def __call__(self, param):
-        engine = self._object()
-        if engine is not None:
-            where = (*(argument() for argument in self._first), self._index)
-            # A backward that builds a graph must not record what happens here.
-            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-                self._function(engine, *where, param)
+        engine, bucket = self._object(), self._first[0]()
+        if engine is None:
+            return
+        if torch.is_grad_enabled():  # a backward that builds a graph must not record what happens here
+            with torch.no_grad():
+                self._function(engine, bucket, self._index, param)
+        else:
+            self._function(engine, bucket, self._index, param)
 
 
 def nothing(*args, **kwargs) -> None:
@@ -71,18 +89,22 @@ def when_backward_ends(callback) -> int:
 
 def tensors_in(value) -> list[torch.Tensor]:
     """All tensors in nested tuples, lists, dictionaries, dataclasses and other plain objects, each once."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: dict[int, torch.Tensor] = {}
-    _search(value, found, set())  # no inner function: one that calls itself is a cycle, and would keep tensors alive
+    seen, left = set(), [value]  # no function that calls itself: objects may be a long chain
+    while left:
+        for leaf in tree_leaves(left.pop()):
+            if isinstance(leaf, torch.Tensor):
+                found.setdefault(id(leaf), leaf)
+            elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
+                seen.add(id(leaf))
+                left.append(_inside(leaf))
     return list(found.values())
 
 
-def _search(value, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.setdefault(id(leaf), leaf)
-        elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
-            seen.add(id(leaf))
-            if dataclasses.is_dataclass(leaf):
-                _search([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], found, seen)
-            elif hasattr(leaf, "__dict__"):
-                _search(list(vars(leaf).values()), found, seen)
+def _inside(thing) -> list:
+    """What a plain object or a dataclass has."""
+    if dataclasses.is_dataclass(thing):
+        return [getattr(thing, field.name, None) for field in dataclasses.fields(thing)]
+    return list(vars(thing).values()) if hasattr(thing, "__dict__") else []

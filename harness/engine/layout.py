@@ -2,14 +2,7 @@
 
 from collections import OrderedDict
 
-import torch
 from torch import nn
-
-
-def keys_of(engine) -> dict:
-    """{name: tensor or value} of the model's `state_dict()`. A freed parameter is not touched."""
-    state = engine.model.state_dict(keep_vars=True)
-    return {plain_name(key): value for key, value in state.items()}
 
 
 def plain_name(key: str) -> str:
@@ -17,11 +10,32 @@ def plain_name(key: str) -> str:
     return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def extra_states(model) -> dict[str, nn.Module]:
-    """{name in the `state_dict()`: module} of the modules that save what is no tensor of theirs (`get_extra_state`)."""
-    named = model.named_modules(remove_duplicate=False)
-    own = [(name, module) for name, module in named if type(module).get_extra_state is not nn.Module.get_extra_state]
-    return {plain_name(f"{name}._extra_state".removeprefix(".")): module for name, module in own}
+def in_three(engine) -> tuple[dict, dict, dict]:
+    """The model's `state_dict()` in three: {name: parameter}, {name: buffer}, {name: (module, value)}.
+
+    The last are values that modules save besides their tensors (`get_extra_state`). Nothing is copied, and a freed
+    parameter is not touched.
+    """
+    keepers, sharded = {}, set()
+    for name, module in engine.model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            keepers[plain_name(f"{name}._extra_state".removeprefix("."))] = module
+    for bucket in engine.all_buckets:
+        sharded.update(map(id, bucket.params))
+    params, buffers, extras = {}, {}, {}
+    for key, value in engine.model.state_dict(keep_vars=True).items():
+        if plain_name(key) in keepers:
+            extras[key] = keepers[plain_name(key)], value
+        elif id(value) in sharded:
+            params[key] = value
+        else:
+            buffers[key] = value
+    return params, buffers, extras
+
+
+def with_plain_names(engine) -> list[dict]:
+    """As `in_three`, under the names that checkpoints have."""
+    return [{plain_name(key): value for key, value in part.items()} for part in in_three(engine)]
 
 
 def entries(value, path=()):
@@ -36,28 +50,9 @@ def entries(value, path=()):
         yield path, value
 
 
-def nested(values: dict[tuple, object]):
-    """The way back: what has those {path: value}. torch numbers the elements of a list."""
-    if () in values and len(values) == 1:
-        return values[()]
-    inner = {}
-    for path, value in values.items():
-        if not path:
-            raise ValueError("a value has the same name as a dictionary")
-        inner.setdefault(path[0], {})[path[1:]] = value
-    inner = {key: nested(rest) for key, rest in inner.items()}
-    numbered = inner and all(type(key) is int for key in inner)
-    return [inner[number] for number in sorted(inner)] if numbered else inner
-
-
 def pieces(buckets):
     """(name, parameter, piece, shape, first element) of each part of a parameter that this rank has in `buckets`."""
     for bucket in buckets:
         for index, piece in bucket.numbered(bucket.pieces):
             first = max(0, bucket.own.start - bucket.offsets[index])
             yield plain_name(bucket.names[index]), bucket.params[index], piece, bucket.shapes[index], first
-
-
-def elementwise(value, piece: torch.Tensor) -> bool:
-    """Whether a value of the optimizer has a number for each element, as moments have, and a step counter has not."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == piece.shape

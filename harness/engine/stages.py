@@ -8,13 +8,14 @@ from torch.profiler import record_function
 
 import zero1
 import zero2
-from harness.engine import gradients, state, units
+from harness.engine import state
 from harness.engine.base import Engine
-from harness.engine.bucket import EngineBucket, EngineReduction, NamedWork
-from harness.engine.hooks import GradientHook, WeakHook, when_backward_ends
+from harness.engine.bucket import EngineBucket, EngineReduction
+from harness.engine.hooks import GradientHook, WeakHook, not_compiled, when_backward_ends
 from harness.engine.options import precision
 from harness.engine.safety import guard
-from harness.engine.safety.unchanged import Look, watch_forward
+from harness.engine.safety.unchanged import Look
+from harness.engine.safety.waiting import NamedWork
 
 
 class BucketEngine(Engine):
@@ -26,10 +27,11 @@ class BucketEngine(Engine):
         super().__init__(model, self.over_pieces(optimizer_cls, param_groups), bucket_mb=bucket_mb, group=self.group)
 
     def partition(self, bucket_mb):
-        """Step 0. Frozen parameters have buckets, too, behind the trained ones."""
+        """Step 0. Frozen parameters have buckets, too, each its own, behind the trained ones."""
         with record_function("step 0 partition"), torch.no_grad():
             state.broadcast_buffers(self.model, self.placement.everyone)
-            runs = units.by_size(self.model.named_parameters(), bucket_mb)
+            runs = zero1.by_size(self.model, bucket_mb)
+            runs += [[pair] for pair in self.model.named_parameters() if not pair[1].requires_grad]
             self.all_buckets = [EngineBucket(run, self.placement, self.dtypes) for run in runs]
         return [bucket for bucket in self.all_buckets if bucket.trained]
 
@@ -38,10 +40,11 @@ class BucketEngine(Engine):
         for bucket in self.all_buckets:
             guard.adopt(bucket, self)
         self.look = Look(self)
-        self.handles = watch_forward(self, self.look)
+        self.handles = [self.look.handle, *precision.cast_inputs(self)]
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
-                param.register_post_accumulate_grad_hook(GradientHook(self.on_gradient, bucket, index))
+                hook = GradientHook(self.on_gradient, bucket, index)
+                self.handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def shards_changed(self) -> None:
         """Somebody has written into the shards: all ranks gather what is new."""
@@ -60,11 +63,12 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
         return buckets
 
     def on_gradient(self, bucket, index: int, param) -> None:
-        param.zero_moved = True
         bucket.used.add(index)
+        param.zero_moved = True
         self.gradients_are_reduced = False
         super().on_gradient(bucket, index, param)
 
+    @not_compiled
     def zero_grad(self) -> None:
         self.forget_gradients()
         super().zero_grad()
@@ -78,16 +82,19 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
             return  # `clip_grad_norm_` needs the averages and has called this; no gradient came since
         works = []
         for bucket in self.buckets:
-            to_sum = precision.before_sum(bucket.gradient, self.world_size)
-            work = dist.all_reduce(to_sum, group=self.group, async_op=True)
+            if bucket.divisors[0] > 1:
+                bucket.gradient.div_(bucket.divisors[0])
+            work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
             works.append(NamedWork(work, "all-reduce", bucket))
         for bucket, work in zip(self.buckets, works):
             work.wait()
-            precision.mean_of_sum(bucket.gradient, self.world_size)
-            own = self.placement.final_shard(bucket, bucket.gradient[bucket.own])
+            bucket.gradient.div_(bucket.divisors[1])
+            own = bucket.gradient[bucket.own]
+            if self.placement.elsewhere:
+                own = self.placement.final_shard(bucket, own)
             for piece, part in zip(bucket.pieces, bucket.cut(own)):
                 piece.grad = part.to(piece.dtype)
-        gradients.require_all(self)
+        self.require_all()
         for bucket in self.buckets:
             bucket.missing -= bucket.used  # what another rank alone has used: a later backward adds to the mean
 
@@ -105,14 +112,13 @@ class ZeRO2Engine(BucketEngine, zero2.ZeRO2):
 
     def on_gradient(self, bucket, index: int, param) -> None:
         self.notice_backward()
-        gradients.refuse_wrong(bucket, index)
-        bucket.used.add(index)
-        param.zero_moved = self.backward_brought = True
+        bucket.came(index)
+        self.backward_brought = True
         if self.sync:
             self.gradients_are_reduced = False
             super().on_gradient(bucket, index, param)
         else:
-            gradients.keep(bucket, index)
+            bucket.keep(index)
             bucket.missing.discard(index)
 
     def notice_backward(self) -> None:
@@ -140,8 +146,9 @@ class ZeRO2Engine(BucketEngine, zero2.ZeRO2):
 
     def reduce_gradients(self) -> None:
         self.receive()
-        gradients.require_all(self)
+        self.require_all()
 
+    @not_compiled
     def zero_grad(self) -> None:
         self.receive()
         self.forget_gradients()

@@ -2,18 +2,17 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from harness.engine.all_or_none import all_or_none, on_all
-from harness.engine.layout import extra_states, pieces, plain_name
+from harness.engine.layout import in_three, pieces
 from harness.engine.options import tensor_parallel
 from harness.engine.options.precision import sendable
 from harness.engine.safety import guard
-from harness.engine.safety.waiting import label, not_alike, waiting_for
+from harness.engine.safety.waiting import not_alike, waiting_for
 
 
 def broadcast_buffers(model, group) -> None:
@@ -32,7 +31,7 @@ def broadcast_buffers(model, group) -> None:
 def gather_whole(bucket, group) -> torch.Tensor:
     """The bucket's values from all ranks' shards, in the shards' dtype, on the device: (numel,)."""
     flat = torch.empty(bucket.numel, dtype=bucket.shard.dtype, device=bucket.flat.device)
-    with waiting_for(f"the all-gather of {label(bucket)}"):
+    with waiting_for(f"the all-gather of {bucket.label}"):
         dist.all_gather_single(sendable(flat), sendable(bucket.shard.to(flat.device)), group=group)
     return flat
 
@@ -44,40 +43,35 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     for example) are every rank's own and may differ, as each has seen other data: rank 0's are returned. So is what
     modules give by `get_extra_state()`.
     """
-    model, group = engine.model, engine.group
     what = "all ranks to call full_state_dict()"
     everyone = all_or_none(lambda: _to_give(engine), engine.placement.everyone, what)
     _compare([buffers for buffers, _ in everyone])
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
         for bucket in engine.all_buckets:
-            flat = gather_whole(bucket, group)
+            flat = gather_whole(bucket, engine.group)
             for param, view in zip(bucket.params, bucket.views(flat)):
                 values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
-        state = model.state_dict(keep_vars=True)  # the tensors themselves, untouched: a freed one cannot be read
-        _, extras = everyone[0]
-        state.update(extras)
-        for key, tensor in state.items():
-            if id(tensor) in values:
-                state[key] = values[id(tensor)]
-            elif key not in extras and isinstance(tensor, torch.Tensor):
-                whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+        params, buffers, _ = in_three(engine)
+        for buffer in buffers.values():
+            if id(buffer) not in values:
+                whole = buffer.detach().clone(memory_format=torch.contiguous_format)
                 dist.broadcast(sendable(whole), group_src=0, group=engine.placement.everyone)
-                state[key] = values[id(tensor)] = whole.cpu()
+                values[id(buffer)] = whole.cpu()
+    state = engine.model.state_dict(keep_vars=True)  # the tensors themselves: a freed one cannot be read
+    for key, tensor in (params | buffers).items():
+        state[key] = values[id(tensor)]
+    state.update(everyone[0][1])
     return state
 
 
 def _to_give(engine) -> tuple[dict, dict]:
     """({name of a buffer: what it is}, {name: what a module keeps besides}) of this rank's model."""
-    guard.refuse_lost(engine.all_buckets)
-    sharded = {id(param) for bucket in engine.all_buckets for param in bucket.params}
-    buffers, extras, modules = {}, {}, extra_states(engine.model)
-    for key, value in engine.model.state_dict(keep_vars=True).items():
-        if plain_name(key) in modules:
-            extras[key] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), value)
-        elif isinstance(value, torch.Tensor) and id(value) not in sharded:
-            buffers[key] = f"{value.dtype} of shape {tuple(value.shape)}"
-    return buffers, extras
+    engine.refuse_lost()
+    _, buffers, extras = in_three(engine)
+    kinds = {key: f"{buffer.dtype} of shape {tuple(buffer.shape)}" for key, buffer in buffers.items()}
+    kept = {key: value for key, (_, value) in extras.items()}
+    return kinds, tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), kept)
 
 
 def _compare(everyone: list[dict]) -> None:
@@ -106,7 +100,9 @@ def swapped(engine, values: list[torch.Tensor]):
 
 
 def _swap(engine, values) -> None:
-    own = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+    own = []
+    for group in engine.optimizer.param_groups:
+        own += group["params"]
 
     def fit():
         wanted, found = ([tuple(each.shape) for each in some] for some in (own, values))
@@ -126,27 +122,29 @@ def _swap(engine, values) -> None:
 def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
     """Load what `full_state_dict` returned, at any world size: this rank's part of every parameter. A collective.
 
-    Every rank passes the whole `state`. Raises TypeError for something else, KeyError for missing or unexpected names
-    and ValueError for another shape, on every rank, before anything is written; so does what modules raise that take
-    their part by `set_extra_state()`.
+    Every rank passes the whole `state`. Raises KeyError for missing or unexpected names and ValueError for another
+    shape, on every rank, before anything is written; so does what modules raise that take their part by
+    `set_extra_state()`.
     """
     what = "all ranks to call load_full_state_dict()"
     on_all(lambda: _check_state(engine, state), engine.placement.everyone, what)
-    own = engine.model.state_dict(keep_vars=True)
-    modules = extra_states(engine.model)
-    extras = {key: modules[plain_name(key)] for key in own if plain_name(key) in modules}
-    set_extra_states(engine, [(module, state[key]) for key, module in extras.items()])
+    params, buffers, extras = in_three(engine)
+    keys = {id(param): key for key, param in params.items()}
+    values = [(buffer, state[key]) for key, buffer in buffers.items()]
+    for _, param, piece, _, first in pieces(engine.all_buckets):
+        value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
+        values.append((piece, value[first : first + piece.numel()]))
+    take_in(engine, [(module, state[key]) for key, (module, _) in extras.items()], values)
+    engine.shards_changed()
+
+
+def take_in(engine, modules: list[tuple], values: list[tuple]) -> None:
+    """Modules take their values, on all ranks or on none; then the others come to their places. A collective."""
+    set_extra_states(engine, modules)
     engine.placement.finish_all()
     with torch.no_grad():
-        keys = {id(tensor): key for key, tensor in own.items()}
-        sharded = {id(param) for bucket in engine.all_buckets for param in bucket.params}
-        for _, param, piece, _, first in pieces(engine.all_buckets):
-            value = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
-            piece.copy_(value[first : first + piece.numel()])
-        for key, tensor in own.items():
-            if key not in extras and isinstance(tensor, torch.Tensor) and id(tensor) not in sharded:
-                tensor.copy_(state[key])
-    engine.shards_changed()
+        for place, value in values:
+            place.copy_(value)
 
 
 def set_extra_states(engine, values: list[tuple]) -> None:
@@ -165,16 +163,14 @@ def set_extra_states(engine, values: list[tuple]) -> None:
 
 
 def _check_state(engine, state) -> None:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"every rank must pass the whole state, a dictionary of tensors, got {type(state).__name__}")
-    own = engine.model.state_dict(keep_vars=True)
-    missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
+    params, buffers, extras = in_three(engine)
+    tensors = params | buffers
+    missing = [key for key in (*tensors, *extras) if key not in state]
+    unexpected = [key for key in state if key not in tensors and key not in extras]
     if missing or unexpected:
         raise KeyError(f"the state does not fit the model: {not_alike(missing, unexpected)}")
-    extras = extra_states(engine.model)
-    for key, tensor in own.items():
-        a_tensor = isinstance(tensor, torch.Tensor) and plain_name(key) not in extras
-        if a_tensor and tensor.shape != state[key].shape:
+    for key, tensor in tensors.items():
+        if tensor.shape != state[key].shape:
             raise ValueError(f"{key!r} has shape {tuple(state[key].shape)} in the state, {tuple(tensor.shape)} here")
 
 
@@ -183,9 +179,10 @@ def close(engine) -> None:
 
     All hooks are gone, and the engine cannot be used any more. Another one may be built on the model.
     """
-    on_all(lambda: guard.refuse_lost(engine.all_buckets), engine.placement.everyone, "all ranks to call close()")
+    on_all(engine.refuse_lost, engine.placement.everyone, "all ranks to call close()")
     engine.zero_grad()
-    engine.remove_hooks()
+    for handle in engine.handles:
+        handle.remove()
     restore(engine)
     vars(engine).clear()
 

@@ -1,6 +1,8 @@
-"""The life of a unit under ZeRO-3, in forward and in backward, in a model as most are."""
+"""The life of a unit under ZeRO-3, in forward and in backward: in a model as most are, and in an unusual one."""
 
 import contextlib
+import sys
+import warnings
 import weakref
 
 import torch
@@ -11,15 +13,15 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
 import zero3
-from harness.engine import gradients, state
+from harness.engine import state
 from harness.engine.base import Engine
-from harness.engine.bucket import EngineReduction
+from harness.engine.bucket import EngineReduction, EngineUnit
 from harness.engine.hooks import GradientHook, WeakHook, backward_now, not_compiled, tensors_in, when_backward_ends
-from harness.engine.options import meta
-from harness.engine.options.tensor_parallel import local
-from harness.engine.safety import guard, order
-from harness.engine.safety.unchanged import Look, moved_message, watch_forward
-from harness.engine.unit import make_units
+from harness.engine.options import meta, precision
+from harness.engine.safety import guard
+from harness.engine.safety.unchanged import Look, moved_message
+from harness.engine.safety.waiting import Sequence
+from harness.engine.units import default_units, parameters_by_unit
 
 
 class Visit:
@@ -50,9 +52,11 @@ class UnitLife(Engine, zero3.ZeRO3):
         # What cannot work raises here, on every rank, before anything is changed.
         self.prepare(model, optimizer_cls, param_groups, own, (init_fn, state_dict), **options)
         self.reshard_after_forward = reshard_after_forward
-        self.order = order.Sequence(self.placement.everyone)  # where a step differs from the last, ranks compare theirs
+        self.order = Sequence(self.placement.everyone)  # where a step differs from the last, ranks compare theirs
         self.source = meta.Source(model, self.placement.everyone, init_fn, state_dict)  # of values, if on `meta`
-        self.in_forward = False
+        self.depth = 0  # of forwards under way: a model may call itself in its forward
+        self.running = None  # the frame of Python in which the outermost of them runs
+        self.found_gathered = set()  # the units that it found gathered, for a backward that is still to come
         self.known_order = []  # the units, in the order of the last forward
         self.visits: list[Visit] = []  # of this forward, so far
         self.latest: dict = {}  # unit -> its latest `Visit`
@@ -70,7 +74,7 @@ class UnitLife(Engine, zero3.ZeRO3):
     def partition(self, units):
         """Step 0, unit by unit: whole weights exist of one unit at a time."""
         with record_function("step 0 partition"), torch.no_grad():
-            units, root = make_units(self, units, self.source)
+            units, root = self.make_units(default_units(self.model) if units is None else units)
             for unit in (*units, root):
                 self.all_buckets += unit.buckets
             for bucket in self.all_buckets:
@@ -85,6 +89,13 @@ class UnitLife(Engine, zero3.ZeRO3):
                 unit_of[storage_number(bucket.flat)] = unit
         return units, root, unit_of
 
+    def make_units(self, modules) -> tuple[list, EngineUnit]:
+        """(units, root): every parameter is in exactly one of them. One that several units use belongs to the root."""
+        held, rest = parameters_by_unit(self.model, modules)
+        names = {module: name for name, module in self.model.named_modules()}
+        units = [EngineUnit(names[each], each, held[each], self, self.source) for each in modules if held[each]]
+        return units, EngineUnit("root", self.model, rest, self, self.source)
+
     # What triggers the moments: hooks that hold nobody alive.
 
     def watch_forward(self) -> None:
@@ -92,7 +103,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         # As long as these live, no other storage gets the number of one.
         self.storages = [bucket.flat.untyped_storage() for bucket in self.all_buckets]
         self.look = Look(self)
-        self.handles = watch_forward(self, self.look)
+        self.handles = [self.look.handle, *precision.cast_inputs(self)]
         for unit in self.units:
             self.hook(unit.module, WeakHook(self.before_forward, unit), WeakHook(self.after_forward, unit))
         # always_call: an exception in forward must not leave gathered units behind.
@@ -113,22 +124,48 @@ class UnitLife(Engine, zero3.ZeRO3):
         for unit in self.all_units:
             for bucket in unit.trained_buckets:
                 for index, param in enumerate(bucket.params):
-                    hook = GradientHook(self.on_gradient, unit, bucket, index)
-                    param.register_post_accumulate_grad_hook(hook)
+                    hook = GradientHook(self.on_gradient, bucket, index)
+                    self.handles.append(param.register_post_accumulate_grad_hook(hook))
 
     # Forward.
 
     def __call__(self, *args, **kwargs):
-        return self.model(*args, **kwargs)  # its hooks do what the chapter does here: `engine.model(...)` works, too
+        try:
+            # Its hooks do what the chapter does here: `engine.model(...)` works, too.
+            return self.model(*args, **kwargs)
+        except BaseException:  # Ctrl-C is no Exception, and torch calls no hook after it
+            if not is_running(self.running):
+                self.forget_forward()
+            raise
+
+    @property
+    def in_forward(self) -> bool:
+        return self.depth > 0
+
+    def forget_forward(self) -> None:
+        """No forward is under way any more, however it ended."""
+        self.stop_watching_saving()
+        self.depth, self.running = 0, None
 
     def before_model(self, module, args, kwargs) -> None:
         if backward_now() is not None:  # activation checkpointing around the model runs it again inside backward
             refuse_reentrant(self.backward_number is None)  # its forward left no trace in autograd's graph
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "ZeRO-3 does not run inside torch.func's transforms (vmap, jvp, grad, jacrev): they do not tell which "
+                "weights are saved. ZeRO1Engine and ZeRO2Engine run there"
+            )
+        if self.in_forward and not is_running(self.running):
+            self.forget_forward()  # it was interrupted, and `engine.model` was called without its engine
         if self.backward_number is not None:
             raise RuntimeError("the backward before this forward did not finish: call engine.zero_grad() first")
+        self.depth += 1
+        if self.depth > 1:  # a forward inside a forward: its units run as others do, and the outer one ends it all
+            return
         self.stay_last(module)
-        self.in_forward, self.visits, self.latest = True, [], {}
+        self.running, self.visits, self.latest = frame_of_module(), [], {}
+        self.found_gathered = {unit for unit in self.all_units if unit.gathered}
         self.order.begin((torch.is_grad_enabled(), self.sync))
         self.watch_saving()
         self.gather(self.root, self.known_order[: self.prefetch])
@@ -161,6 +198,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         output = self.without_weights(output)
         may_come = visit is None or self.watch_outputs(visit, output)
         if self.reshard_after_forward or not may_come:
+            refuse_hidden(output, self.unit_of)
             self.free_after_forward(unit)
         return output
 
@@ -170,8 +208,10 @@ class UnitLife(Engine, zero3.ZeRO3):
     def after_model(self, module, args, output):
         if backward_now() is not None:
             return
-        self.stop_watching_saving()
-        self.in_forward = False
+        self.depth -= 1
+        if self.in_forward:
+            return
+        self.forget_forward()
         if output is None:  # an exception in forward, perhaps, which a second one must not hide
             with contextlib.suppress(RuntimeError):
                 self.free_all()
@@ -185,7 +225,10 @@ class UnitLife(Engine, zero3.ZeRO3):
         may_come = visit.saved or self.watch_outputs(visit, output)
         if not may_come or not any(tensor.requires_grad for tensor in tensors_in(output)):  # an evaluation
             output = self.without_weights(output)
-            self.free_all()
+            refuse_hidden(output, self.unit_of)
+            for unit in self.all_units:
+                if unit not in self.found_gathered:  # else an earlier forward still waits for its backward
+                    unit.free()
         return output
 
     def without_weights(self, output):
@@ -288,17 +331,18 @@ class UnitLife(Engine, zero3.ZeRO3):
 
     def notice_backward(self) -> None:
         """A backward shows a sign. At the first one autograd is asked to tell its end."""
-        refuse_reentrant(self.backward_number not in (None, backward_now()))
-        if self.backward_number is None:
+        if self.backward_number is not None:
+            refuse_reentrant(self.backward_number != torch._C._current_graph_task_id())
+        else:
             self.asked, self.at_work, self.waiting = set(), None, list(self.all_units)
             self.backward_number = when_backward_ends(WeakHook(self.end_backward))
             self.backward_brought = False
             self.begin_backward()
 
     def begin_backward(self) -> None:
-        """All gradients are still to come."""
+        """All gradients are still to come; none, where the whole model is frozen for a while."""
         for bucket in self.buckets:
-            bucket.missing = set(range(len(bucket.params)))
+            bucket.missing = set() if self.look.frozen else set(range(len(bucket.params)))
         for unit in self.all_units:
             unit.pending, unit.told = 0, False
 
@@ -337,17 +381,17 @@ class UnitLife(Engine, zero3.ZeRO3):
             visit.unit.pending -= 1
             self.may_be_over(visit.unit)
 
-    def on_gradient(self, unit, bucket, index: int, param) -> None:
+    def on_gradient(self, bucket, index: int, param) -> None:
         self.notice_backward()
-        gradients.refuse_wrong(bucket, index)
-        bucket.used.add(index)
+        bucket.came(index)
         bucket.missing.remove(index)
-        param.zero_moved = self.backward_brought = True
+        self.backward_brought = True
         if self.sync:
             self.gradients_are_reduced = False
         else:
-            gradients.keep(bucket, index)
-        self.may_be_over(unit)
+            bucket.keep(index)
+        if not bucket.missing:
+            self.may_be_over(self.unit_of[storage_number(bucket.flat)])
 
     def may_be_over(self, unit) -> None:
         # A frozen weight has no gradient: where no input tells either, the next unit does, or the end.
@@ -360,7 +404,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.free_after_backward(unit)
         if unit in self.waiting:
             self.waiting.remove(unit)
-            if self.sync and unit.trained_buckets:
+            if self.sync and unit.trained_buckets and not self.look.frozen:
                 self.gradients_are_reduced = False
                 self.order.next("reduce-scatter", unit)  # an error if the ranks' orders differ
                 for bucket in unit.trained_buckets:
@@ -401,7 +445,7 @@ class UnitLife(Engine, zero3.ZeRO3):
     def reduce_gradients(self) -> None:
         """Normally nothing is left: at the end of backward `end_backward` has received what was sent last."""
         self.receive()
-        gradients.require_all(self)
+        self.require_all()
 
     def free_all(self) -> None:
         for unit in self.all_units:
@@ -411,8 +455,11 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.free_all()  # what is gathered has the old values
         super().shards_changed()
 
+    @not_compiled
     def zero_grad(self) -> None:
         self.receive()  # of a backward that did not finish
+        if self.in_forward and not is_running(self.running):
+            self.forget_forward()
         if self.backward_number is not None:
             self.free_all()
         self.forget_gradients()
@@ -420,9 +467,171 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.backward_number = None
 
 
+class ZeRO3Engine(UnitLife):
+    """ZeRO-3 for real training. Options beside the chapter's: `Engine.prepare`.
+
+    With `reshard_after_forward=False` a unit stays gathered from forward to backward: 2Ψ are sent and not 3Ψ, and all
+    parameters are gathered in between. A model on torch's device `meta` has shapes and no memory. It gets its memory
+    unit by unit, and its values by `init_fn(name, tensor)`, which fills a tensor in place, or from `state_dict`.
+    """
+
+    def __init__(self, *args, **options):
+        self.kept = set()  # units that a backward with a graph of its own has read: gathered until `step()`
+        self.lent = set()  # units whose weights this forward has used outside of their own forward
+        self.warned = set()  # names of those that a warning was given for
+        super().__init__(*args, **options)
+        for unit in self.all_units:
+            guard.watch(unit.params, WeakHook(self.touched, unit))
+        self.warn_of_a_large_root()
+
+    def warn_of_a_large_root(self) -> None:
+        total, root = (sum(b.numel for b in buckets) for buckets in (self.all_buckets, self.root.buckets))
+        if 2 * root > total and self.placement.rank == 0:
+            warnings.warn(
+                f"no unit holds {root / total:.0%} of the model ({len(self.units)} units in all). That part stays "
+                "gathered from the start of forward to the end of backward, and saves little. Pass units=[...], "
+                "the modules to gather and free one after the other, such as the model's layers",
+                stacklevel=3,
+            )
+
+    # Weights that are used outside of the forward of their unit.
+
+    def touched(self, unit, param) -> bool:
+        """A weight is used while its unit is freed. True if the model does it: then the unit is gathered now."""
+        if backward_now() is not None and self.backward_number is not None:  # a part of a unit runs again
+            self.notice_backward()
+            self.gather(unit)
+            return True
+        if not self.in_forward:
+            return False
+        # A part of the model uses the weight without calling the unit, so nothing tells when it is done.
+        if unit.name not in self.warned and self.placement.rank == 0:
+            self.warned.add(unit.name)
+            warnings.warn(
+                f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "
+                "gathered for it, and stays so until the model's forward ends, in every step. For less memory pass "
+                "units= that hold whole modules whose weights only their own forward uses",
+                stacklevel=6,  # past `not_compiled`, which is on the way twice
+            )
+        self.lent.add(unit)
+        self.gather(unit)
+        return True
+
+    def free_after_forward(self, unit) -> None:
+        if unit not in self.lent:
+            unit.free()
+
+    def before_model(self, module, args, kwargs) -> None:
+        if backward_now() is None:
+            self.lent = set()
+        super().before_model(module, args, kwargs)
+
+    def after_model(self, module, args, output):
+        output = super().after_model(module, args, output)
+        if backward_now() is None and self.reshard_after_forward:
+            for unit in self.lent:
+                unit.free()
+        return output
+
+    # Graphs of backward, which may be gone through later, and read the weights.
+
+    def weight_is_wanted(self, visit: Visit) -> None:
+        if self.find_unused:
+            self.come(visit)
+        super().weight_is_wanted(visit)
+        self.keep_for_a_graph(visit.unit)
+
+    def keep_for_a_graph(self, unit) -> None:
+        """A backward with `create_graph=True` has come to `unit`: what it computes saves weights past any hook."""
+        if torch.is_grad_enabled():
+            self.kept.add(unit)
+
+    def free_after_backward(self, unit) -> None:
+        if unit not in self.kept:
+            unit.free()
+
+    @not_compiled
+    def zero_grad(self) -> None:
+        if self.kept:
+            self.free_all()
+        self.kept = set()
+        super().zero_grad()
+
+    def stepped(self) -> None:
+        self.kept = set()  # `step()` frees them
+        super().stepped()
+
+    # Parameters without a gradient (`find_unused`). It may never come on another rank, and collectives match by their
+    # turn alone: no rank may send a unit earlier than another. So what tells is that backward comes to the next unit.
+
+    def finish_work(self, following) -> None:
+        if not self.find_unused:
+            return super().finish_work(following)
+        unit = self.at_work
+        if unit is None or unit is following:
+            return
+        for bucket in unit.trained_buckets:
+            bucket.missing = set()
+        self.over(unit)
+        for bucket in unit.trained_buckets:  # a unit that has run twice brings gradients when backward is back
+            bucket.missing = set(range(len(bucket.params)))
+
+    def come(self, visit: Visit) -> None:
+        if backward_now() is not None:
+            self.keep_for_a_graph(visit.unit)
+        if self.find_unused and backward_now() is not None and visit in self.asked and visit.unit is not self.root:
+            self.finish_work(visit.unit)
+            self.at_work = visit.unit
+            if visit.unit not in self.waiting:  # sent already, and backward comes to it once more
+                self.waiting.append(visit.unit)
+        super().come(visit)
+        if self.find_unused and visit.unit not in self.waiting:
+            self.waiting.append(visit.unit)
+
+    def may_be_over(self, unit) -> None:
+        if not self.find_unused:
+            super().may_be_over(unit)
+
+    def left_at_the_end(self) -> list:
+        if not self.find_unused:
+            return super().left_at_the_end()
+        return list(dict.fromkeys(filter(None, (self.at_work, *self.waiting))))
+
+
 def storage_number(tensor: torch.Tensor) -> int | None:
     """The same for all views of one storage; None for a sparse tensor, which has none."""
-    return local(tensor).untyped_storage()._cdata if tensor.layout is torch.strided else None
+    if tensor.layout is not torch.strided:
+        return None
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
+def frame_of_module():
+    """The frame in which torch calls the module whose hook this is; None if there is none."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame
+
+
+def is_running(wanted) -> bool:
+    """Whether the frame `wanted` is still on this thread's stack, below us."""
+    frame = sys._getframe()
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return wanted is not None and frame is wanted
+
+
+def refuse_hidden(output, unit_of) -> None:
+    """Raise RuntimeError if `output` of a unit that is about to be freed has views of weights inside an object."""
+    if isinstance(output, torch.Tensor):
+        return
+    for tensor in tensors_in(output):
+        unit = unit_of.get(storage_number(tensor))
+        if unit is not None:
+            raise RuntimeError(
+                f"a view of the weights of unit {unit.name!r} is returned inside an object ({type(output).__name__}): "
+                "the weights are freed now. Return a clone of it, or a tensor, tuple, list or dictionary"
+            )
 
 
 def refuse_moved(unit) -> None:
@@ -434,8 +643,9 @@ def refuse_moved(unit) -> None:
         if isinstance(bucket.flat, FakeTensor):  # a dry run's has no address
             continue
         first, step = bucket.flat.data_ptr(), bucket.flat.element_size()
-        for name, param, offset in zip(bucket.names, map(local, bucket.params), bucket.offsets):
-            if param.data_ptr() != first + step * offset and param.numel():
+        for name, param, offset in zip(bucket.names, bucket.params, bucket.offsets):
+            address = getattr(param, "_local_tensor", param).data_ptr()
+            if address != first + step * offset and param.numel():
                 moved.append(name)
     if moved:
         raise RuntimeError(moved_message(moved))

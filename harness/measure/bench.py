@@ -59,11 +59,11 @@ def arguments(argv=None) -> argparse.Namespace:
     instead.add_argument("--ratios", nargs="+", metavar="FILE", help="of step times, out of files of compare --json")
     options = parser.parse_args(argv)
     parser.beside("--ratios")
-    parser.beside("--host", "--rounds", "--device", "--json")
+    parser.beside("--host", "--rounds", "--json")
     parser.beside("--sweeps", "--preset", *(f"--{name}" for name in (*SHAPE, *SWEPT)))
     common.settle(options)
-    given = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
-    options.config = replace(preset(options.preset), **given)
+    options.shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
+    options.config = replace(preset(options.preset), **options.shape)
     if options.host:
         engines.chosen(options.host, "bench", ON_HOST)
     if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
@@ -78,7 +78,7 @@ def build_variant(variant: dict, config: GPTConfig, me: Rank):
     return engines.ENGINES[variant["name"]].build(model, adamw, me.device, **prepared(variant, model))
 
 
-def bytes_of(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
+def peaks_and_collectives(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
     """Peaks, the largest of the ranks', and collectives of a step.
 
     The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
@@ -117,7 +117,7 @@ def measure_together(variants: dict[str, dict], batch, options: argparse.Namespa
     """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
     found = {}
     for label in told(variants, "peaks and collectives", me.rank == 0):
-        found[label] = bytes_of(variants[label], batch, options.config, me)
+        found[label] = peaks_and_collectives(variants[label], batch, options.config, me)
         gc.collect()
     alive = {label: build_variant(variant, options.config, me) for label, variant in variants.items()}
     steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
@@ -136,28 +136,18 @@ def many_small_parameters() -> nn.Module:
 
 
 def host_times(options: argparse.Namespace) -> dict[str, dict]:
-    """{engine: the host's time per step} of rank 0 of 8, whose collectives move nothing.
-
-    On a GPU (`--device cuda`) a step ends when its last kernel is launched, not when it has run; the host waits for the
-    GPU before the next one.
-    """
+    """{engine: the host's time per step} of rank 0 of 8, whose collectives move nothing."""
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
-    device = torch.device("cpu" if options.device == "auto" else options.device)
-    x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
-
-    def wait_for_gpu(name: str) -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-
+    me = Rank(0, 8, torch.device("cpu"), "fake", "")
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
     steps = {}
-    with fake_ranks.fake_ranks(8):
+    with fake_ranks.fake_ranks(me.world_size):
         for label, variant in with_their_engines(ON_HOST).items():
             name = "single" if label == "plain" else variant["name"]
-            model = many_small_parameters().to(device)
-            engine = fake_ranks.build_alone(name, model, adamw, device, **prepared(variant, model))
+            model = many_small_parameters()
+            engine = fake_ranks.build_alone(name, model, adamw, me.device, **prepared(variant, model))
             steps[label] = partial(engine.training_step, x, y, F.mse_loss)
-        me = Rank(0, 8, torch.device("cpu"), "fake", "")
-        times = take_turns(steps, options.rounds, me, wait_for_gpu)
+        times = take_turns(steps, options.rounds, me)
         for label in steps:
             if options.host and label in (options.host, f"{options.host} engine"):
                 profile(label, steps[label])
@@ -211,10 +201,10 @@ def on_ranks(options: argparse.Namespace) -> None:
     text = load_text(None, options.config.seq)
     me = process_group.start(options.backend, options.device, options)
     batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
-    me.print(f"{__doc__.splitlines()[0]}\n{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}")
+    about = [__doc__.splitlines()[0], f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}"]
     shape = f"GPT of {number_of_parameters(options.config):,} parameters"
-    me.print(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
-    me.print(MEANINGS)
+    about.append(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
+    me.print(tables.wrapped("\n".join([*about, MEANINGS])))
     found = {}
     for title, variants in variants_of(options).items():
         found[title] = measure_together(variants, batch, options, me)

@@ -4,12 +4,12 @@ from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.measure.held import named_buckets, storage_under, tensor_leaves
+from harness.measure.held import buckets_of, storage_under, tensor_leaves
 from harness.measure.traffic import kind_of
 
 
 class CollectiveNames(TorchDispatchMode):
-    """`with CollectiveNames(engine) as names:` around a step of a chapter or of one of our engines.
+    """`with CollectiveNames(engine) as names:` around a step of a chapter.
 
     `names.found` has the unit (ZeRO-3) or bucket (ZeRO-1, ZeRO-2) of every collective in the order of issue, "" where
     none was found. The buffers of a bucket are known by their storages. What a reduce-scatter sends is new: it belongs
@@ -22,7 +22,8 @@ class CollectiveNames(TorchDispatchMode):
         self._engine = engine
         self._sending = ""
         self._name_of = {}  # a bucket, or the storage of one of its buffers -> the name
-        for name, bucket in named_buckets(engine):
+        for number, bucket in enumerate(buckets_of(engine)):
+            name = getattr(bucket, "name", f"bucket {number}")  # ZeRO-3's are units
             self._name_of[bucket] = name
             for tensor in tensor_leaves([bucket.flat, bucket.shard, bucket.gradient]):
                 self._name_of[storage_under(tensor)._cdata] = name

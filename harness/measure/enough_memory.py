@@ -6,8 +6,10 @@ is how launch.sh has a command's options checked: that command itself does so, a
 """
 
 import argparse
+import contextlib
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,7 +26,7 @@ from harness.run.model import PRESETS, number_of_parameters, preset
 
 SURE = 0.1  # of what is free. If a model's state has less than this, and its batch is usual, nobody waits for a dry run
 USUAL = 4096  # tokens of a rank
-DEFAULTS = {"config": None, "seq": sys.maxsize, "dtype": "fp32", "accumulate": 1, "checkpoint_activations": False}
+DEFAULTS = {"shape": {}, "seq": sys.maxsize, "dtype": "fp32", "accumulate": 1, "checkpoint_activations": False}
 
 
 def refuse_too_large(options: argparse.Namespace, ranks: int, device: str) -> None:
@@ -38,9 +40,10 @@ def refuse_too_large(options: argparse.Namespace, ranks: int, device: str) -> No
         return
     take, smaller = "take a smaller model or batch", list(PRESETS)[: list(PRESETS).index(options.preset)]
     for name in reversed(smaller):
-        if bytes_of_rank(options, name, ranks, free / sharing) * sharing <= free:
-            take = f"take --preset {name}"
-            break
+        with contextlib.suppress(ValueError):  # a --width that this one's heads do not divide
+            if bytes_of_rank(options, name, ranks, free / sharing) * sharing <= free:
+                take = f"take --preset {name}"
+                break
     said = f"{sharing} rank(s) need {in_words(need)} each, as a dry run says, and {in_words(free)} are free {where}"
     raise ValueError(f"{said}: {take}, or --anyway")
 
@@ -61,7 +64,7 @@ def bytes_of_rank(options: argparse.Namespace, name: str, ranks: int, free: floa
     Where the state alone is too much, or next to nothing of `free`, it is the state, by the formulas.
     """
     asked = argparse.Namespace(**DEFAULTS | vars(options) | {"preset": name, "device": "fake"})
-    asked.config, asked.ranks = asked.config or preset(name), ranks * process_group.machines()
+    asked.config, asked.ranks = replace(preset(name), **asked.shape), ranks * process_group.machines()
     asked.seq = min(asked.seq, asked.config.seq)
     if not hasattr(asked, "batch"):  # a training run
         asked.batch = -(-asked.global_batch // asked.ranks)

@@ -53,21 +53,6 @@ def buckets_of(engine) -> list:
     return []
 
 
-def buckets_of_unit(unit) -> list:
-    """A chapter's unit is a bucket; an engine's has one or several."""
-    return getattr(unit, "buckets", [unit])
-
-
-def named_buckets(stage) -> list[tuple[str, object]]:
-    """(the name of its unit, or its own, bucket) of all buckets of a chapter or of one of our engines."""
-    if not hasattr(stage, "all_units"):
-        return [(f"bucket {number}", bucket) for number, bucket in enumerate(buckets_of(stage))]
-    found = []
-    for unit in stage.all_units:
-        found += [(unit.name, bucket) for bucket in buckets_of_unit(unit)]
-    return found
-
-
 def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
     """{"parameters", "gradients", "optimizer"}: what this rank holds now, of anything with model and optimizer.
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from harness.engine.units import by_size
 from harness.run.engines import ENGINES
 from harness.run.model import GPT
-from zero1 import Bucket
+from zero1 import Bucket, by_size
 
 # Bytes per parameter that a rank holds, (kept in full, cut into N): 4Ψ of weights, 4Ψ of gradients, 8Ψ of AdamW's two
 # moments in float32. An article (`ARTICLE` in memory_tables.py) has this count as a table for 7e9 parameters on 8 GPUs.
@@ -98,7 +97,7 @@ def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: in
     units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
     sizes = [param.numel() for param in model.parameters()]
     ahead = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
-    made = [Layout(some, None) for some in by_size(model.named_parameters(), bucket_mb)]
+    made = [Layout(some, None) for some in by_size(model, bucket_mb)]
     share = 1 / ranks if accumulate == 1 else 0  # with several backwards all shards are there, so T does not count
     found = [_of_bucket(made[number:], made[max(0, number - 1)]) for number in range(len(made))]
     worst = max(found, key=lambda of: of["A"] + of["B"] - of["T"] * share)

@@ -106,8 +106,9 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True)
     load = f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores when it began"
     sections, broken = [], []
-    for command in commands(str(folder), accelerator.count(), options.quick):
-        print(command, flush=True)
+    chosen = commands(str(folder), accelerator.count(), options.quick)
+    for number, command in enumerate(chosen, 1):
+        print(f"{number} of {len(chosen)}: {command}", flush=True)
         printed, ended = printed_by(command, SECONDS)
         print(f"  {ended}", flush=True)
         sections.append(f"## `{command}`\n\n{ended}\n\n```\n{printed}\n```\n")

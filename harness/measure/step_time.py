@@ -101,20 +101,21 @@ def divide(
 def last_issues(issued: list[list[tuple[tuple[int, ...], float]]], rank: int) -> list[float]:
     """When the last rank issued each of `rank`'s collectives, in their order.
 
-    `issued[r]` has, for each collective of rank r in order, (ranks that take part, when r issued it) on one clock. A
-    collective carries no name: the k-th one of a group on one rank meets the k-th of that group on the others.
+    `issued[r]` has, for each collective of rank r in order, (ranks that take part, when r issued it) on one clock.
     """
-    by_group: list[dict[tuple, list[float]]] = []
-    for own in issued:
-        by_group.append({})
-        for ranks, start in own:
-            by_group[-1].setdefault(ranks, []).append(start)
-    seen, found = Counter(), []
-    for ranks, start in issued[rank]:
-        number = seen[ranks]
+    numbered = [by_number(own) for own in issued]
+    return [max(numbered[other].get(key, start) for other in key[0]) for key, start in numbered[rank].items()]
+
+
+def by_number(own: list[tuple[tuple[int, ...], float]]) -> dict[tuple, float]:
+    """{(ranks that take part, number): when it was issued}, in order, of one rank's collectives.
+
+    A collective carries no name: the k-th one of a group on one rank meets the k-th of that group on the others.
+    """
+    found, seen = {}, Counter()
+    for ranks, start in own:
+        found[ranks, seen[ranks]] = start
         seen[ranks] += 1
-        theirs = [by_group[other].get(ranks, []) for other in ranks]
-        found.append(max((starts[number] for starts in theirs if len(starts) > number), default=start))
     return found
 
 

@@ -24,8 +24,7 @@ LANES = ("forward", "backward", "gather", "reduce", "update")
 TIMES = ("compute", "host", "optimizer", "all-reduce", "reduce-scatter", "all-gather", "broadcast", "waiting")
 for _name, _bytes in MOVES.items():
     COLOURS[_name] = COLOURS[_bytes]
-    HATCHES[_name] = HATCHES.get(_bytes, "")
-COLOURS["all-reduce"], HATCHES["all-reduce"] = COLOURS["reduce"], "xxxx"
+    HATCHES.setdefault(_name, HATCHES.get(_bytes, ""))
 
 IN_FULL = {"GB": "GB (10⁹ bytes)", "MB": "MB (10⁶ bytes)"}
 OVER_LINES = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}  # a box for words that cross lines

@@ -42,11 +42,17 @@ def columns_here() -> int:
 
 
 def wrapped(said: str) -> str:
-    """A text in lines that fit. Those that do already stay as they are, and no word is broken."""
+    """A text in lines that fit. Those that do already stay as they are, and no word is broken.
+
+    What goes on in another line begins where the text of the first one did: behind "gather   ", say.
+    """
     lines = []
     for line in said.split("\n"):
+        begin = " " * re.match(r" *(\S+ {2,})?", line).end()
         fits = len(line) <= columns_here()
-        lines += [line] if fits else textwrap.wrap(line, columns_here(), break_long_words=False, break_on_hyphens=False)
+        lines += [line] if fits else textwrap.wrap(
+            line, columns_here(), subsequent_indent=begin, break_long_words=False, break_on_hyphens=False
+        )  # fmt: skip
     return "\n".join(lines)
 
 

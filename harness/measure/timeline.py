@@ -72,12 +72,12 @@ class Timeline(TorchDispatchMode):
         self._where, self._model = PositionInStep(), model
         self._device = device
         self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
-        self._begun: list = []  # when each of the labels was entered that are open
+        self._steps: list[Span] = []  # that are open, from the outside in
         self._computing: Span | None = None  # what goes on, until the rank waits or works for another unit
         self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span, its number)
         self.collectives: list[Span] = []
         self.operations: list[tuple[float, float]] = []
-        self._between: list[tuple] = []  # the same, each with the dispatch before it: between them nobody does anything
+        self._ran: list[tuple] = []  # the same, (when it was dispatched, start, end): between two nobody does anything
         self.waits: list[Wait] = []
         self.marks: list[float] = []
         self._futures: list[tuple] = []  # (future, span) of collectives under way
@@ -108,12 +108,11 @@ class Timeline(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         said = self._where.see(func, args)
-        if said.startswith("enter"):
-            self._begun.append(self.now())
-        elif said:
-            start = self._begun.pop()
-            if said.startswith("leave step "):
-                self.spans.append(Span(STEPS, said.removeprefix("leave step "), start, self.now()))
+        if said.startswith("enter step "):
+            self._steps.append(Span(STEPS, said.removeprefix("enter step "), self.now(), None))
+            self.spans.append(self._steps[-1])
+        elif said.startswith("leave step "):
+            self._steps.pop().end = self.now()
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
         at_work = self._at_work(func)
@@ -133,8 +132,7 @@ class Timeline(TorchDispatchMode):
             self.spans.append(last)
         last.end = self.now()
         if self._is_computing():
-            self.operations.append((begun, last.end))
-            self._between.append((start, last.end))
+            self._ran.append((start, begun, last.end))
         return result
 
     def _is_computing(self) -> bool:
@@ -226,11 +224,10 @@ class Timeline(TorchDispatchMode):
             stop = end if span.end is None else span.end  # nobody has waited for it inside the `with`
             span.start, span.end = self._interval(span.start, stop)
         self.spans.sort(key=lambda span: span.start)
-        self.operations = [self._interval(*operation) for operation in self.operations]
-        self._between = [self._interval(*operation) for operation in self._between]
+        self.operations = [self._interval(begun, end) for _, begun, end in self._ran]
         self.marks = [self.seconds(moment) for moment in self.marks]
         self.waits = self._find_waits()
-        self._waited, self._futures, self._between, self._under_way = [], [], [], {}
+        self._waited, self._futures, self._ran, self._under_way = [], [], [], {}
         return result
 
     def _find_waits(self) -> list[Wait]:
@@ -244,7 +241,8 @@ class Timeline(TorchDispatchMode):
         known = {wait.collective for wait in waits}
         slack = 5e-5 if self._gpu else 0.0  # a collective's end is noted on another stream, a moment later
         ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
-        for (_, before), (after, _) in pairwise(self._between):
+        ran = [self._interval(dispatched, end) for dispatched, _, end in self._ran]
+        for (_, before), (after, _) in pairwise(ran):
             while ends and ends[0][0] <= before:
                 ends.pop(0)
             while ends and ends[0][0] <= after + slack:
@@ -269,30 +267,33 @@ class Timeline(TorchDispatchMode):
 def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None, **about) -> dict:
     """The JSON that chrome://tracing and ui.perfetto.dev open: a process per rank, a thread per lane.
 
-    `ranks` has the spans of each rank; `live`, of each rank, (seconds, {part: bytes alive}) for a counter above them
-    and one that is stacked by part; `about` is kept as it is.
+    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them; `about`
+    is kept as it is.
     """
     events = []
     for rank, spans in enumerate(ranks):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         threads: dict[str, float] = {}  # name -> until when it is busy
         for span in spans:
-            name = f"step {span.name}" if span.lane == STEPS else span.name
             # What overlaps cannot stand on one thread, unless it nests, as steps do.
             lane = _free_thread(span, threads) if span.lane == COLLECTIVES else span.lane
             threads[lane] = max(span.end, threads.get(lane, 0.0))
             arguments = {"step": span.step, "unit": span.unit, "bytes": span.nbytes}
-            event = {"ph": "X", "pid": rank, "tid": list(threads).index(lane), "name": name, "cat": span.lane}
-            times = {"ts": round(span.start * 1e6, 1), "dur": round((span.end - span.start) * 1e6, 1)}
-            events.append(event | times | {"args": {what: value for what, value in arguments.items() if value}})
+            events.append({
+                "ph": "X",
+                "pid": rank,
+                "tid": list(threads).index(lane),
+                "name": f"step {span.name}" if span.lane == STEPS else span.name,
+                "cat": span.lane,
+                "ts": round(span.start * 1e6, 1),
+                "dur": round((span.end - span.start) * 1e6, 1),
+                "args": {what: value for what, value in arguments.items() if value},
+            })  # fmt: skip
         for thread, name in enumerate(threads):
             events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
-        for seconds, by_part in live[rank] if live else ():
-            when = {"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1)}
-            counters = {part: round(nbytes / 1e6, 3) for part, nbytes in by_part.items()}
-            total = round(sum(by_part.values()) / 1e6, 3)
-            events.append({**when, "name": "live", "args": {"MB": total}})
-            events.append({**when, "name": "live by part, MB", "args": counters})
+        for seconds, nbytes in live[rank] if live else ():
+            megabytes = {"MB": round(nbytes / 1e6, 3)}
+            events.append({"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1), "name": "live", "args": megabytes})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

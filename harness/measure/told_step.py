@@ -1,9 +1,11 @@
 """A step told event by event: what the ledgers and a chapter's moments show, turned into lines."""
 
 import contextlib
+import textwrap
 from unittest import mock
 
-from harness.measure.held import buckets_of_unit, has_gradient_buffers, held_bytes
+from harness.measure import tables
+from harness.measure.held import has_gradient_buffers, held_bytes
 from harness.measure.ledger import MemoryLedger
 
 BAR = 24  # characters for the most that was alive
@@ -107,18 +109,13 @@ class UnitStory(Story):
         self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
         self._sent = 0.0
         self._watching = contextlib.ExitStack()
-        unit_of = {}  # what is sent -> the unit
         for unit in engine.all_units:
-            unit_of |= dict.fromkeys(buckets_of_unit(unit), unit)
             self._watch(unit, "start_gather", before=lambda unit=unit: self._gathers(unit))
             self._watch(unit, "free", before=lambda unit=unit: self._frees(unit))
             hook = unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._tell("compute", unit))
             self._watching.callback(hook.remove)
-        self._watch(engine, "send", before=lambda bucket: self._tell("reduce", unit_of[bucket]))
-        if hasattr(engine, "come"):  # an engine's moment, which knows the unit's place in forward
-            self._watch(engine, "come", after=lambda visit: self._tell("compute", visit.unit))
-        else:
-            self._watch(engine, "before_backward", after=lambda unit: self._tell("compute", unit))
+        self._watch(engine, "send", before=lambda unit: self._tell("reduce", unit))
+        self._watch(engine, "before_backward", after=lambda unit: self._tell("compute", unit))
 
     def _watch(self, thing, method: str, before=lambda *_: None, after=lambda *_: None) -> None:
         """Until `close`: call `before` and `after` with what `thing`'s method is called with."""
@@ -146,11 +143,16 @@ class UnitStory(Story):
     @property
     def lines(self) -> list[str]:
         most = max(live for _, _, live in self._rows)
-        width = max(len(text) for text, _, live in self._rows if live)
+        width = min(max(len(text) for text, _, live in self._rows if live), tables.columns_here() - 18)
+        longest_bar = max(0, min(BAR, tables.columns_here() - width - 20))
         lines = [f"{'event':<{width}}{'sent MB':>9}{'peak MB':>9}"]
         for text, sent, live in self._rows:
-            bar = f"{sent / 1e6:>9.2f}{live / 1e6:>9.2f}  {'#' * round(BAR * live / most)}"
-            lines.append(f"{text:<{width}}{bar}" if live else text)
+            if not live:
+                lines.append(text)
+                continue
+            first, *rest = textwrap.wrap(text, width, subsequent_indent="    ")
+            bar = "#" * round(longest_bar * live / most)
+            lines += [f"{first:<{width}}{sent / 1e6:>9.2f}{live / 1e6:>9.2f}  {bar}".rstrip(), *rest]
         return lines
 
     def begin(self, line: str) -> None:
@@ -166,8 +168,7 @@ class UnitStory(Story):
             self._tell("compute", root)  # what follows the last unit
         more = ""
         if root.gathered:
-            nbytes = sum(bucket.flat.nbytes for bucket in buckets_of_unit(root))
-            more = f" ({nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
+            more = f" ({root.flat.nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
         self.begin(f"  holds {held_in_words(self.engine)}{more}")
 
     def close(self) -> None:

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from harness.measure import step_report, step_time
+from harness.measure import step_report, step_time, tables
 from harness.measure.collective_names import CollectiveNames
 from harness.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
-from harness.measure.memory_parts import PARTS, PartsLedger
+from harness.measure.memory_parts import PartsLedger
 from harness.measure.out_of_memory import explained
 from harness.measure.timeline import Span, Timeline, chrome_trace
 from harness.measure.told_step import BucketStory, UnitStory, held_in_words
@@ -24,12 +24,10 @@ from harness.measure.watched_step import watched_step
 from harness.run import micro_batches, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
-from harness.run.engines import STAGES
 from harness.run.model import GPT, next_token_loss, preset
 from harness.run.process_group import Rank
 from harness.run.recompute import checkpoint_blocks
 
-STEPS = ("0 partition", "1 forward", "2 backward", "3 reduce gradients", "4 update the shard", "5 gather parameters")
 WATCHED_STEPS = 3  # after the told one, for the line that says where the time goes
 
 
@@ -37,7 +35,7 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     own = inspect.signature(engine_cls).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
     parser = common.Parser(f"{engine_cls.__name__.lower()} [N]", description=doc.splitlines()[0])
     common.add(parser, "preset", "steps", *micro_batches.OPTIONS, steps=5)
-    common.add(parser, *(["bucket-mb"] if "bucket_mb" in own else ["prefetch", "no-reshard-after-forward"]))
+    common.add(parser, "bucket-mb" if "bucket_mb" in own else "prefetch")
     common.add(parser, "checkpoint-activations", "data", "lr", "seed", "map", "trace", "backend", "device", "anyway")
     options = parser.parse_args(argv)
     options.engines = [engine_cls.__name__.lower()]
@@ -61,37 +59,36 @@ def _walk(engine_cls, doc: str) -> None:
     me = process_group.start(options.backend, options.device, options)
     batches = Batches(text, options.batch, seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
-    me.print(doc.splitlines()[0])
-    own = _own(options)
-    if "reshard_after_forward" in own:
-        engine_cls = STAGES["zero3"]
-        me.print(f"The chapter has no --no-reshard-after-forward: this is {engine_cls.__name__} of harness/engine.")
-    me.print(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
+    say = partial(_say, me)
+    say(doc.splitlines()[0])
+    say(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
+        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
         with timeline as partition, explained("step 0, the construction", None, memory):
-            engine = engine_cls(_model(options, me), _adamw(options, me), **own)
-        me.print(_partition(engine, options))
+            engine = engine_cls(_model(options, me), adamw, **_own(options))
+        say(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.begin(engine)
             with explained(f"training step {number}", engine, memory):
                 loss = _train(engine, batch, options)
-            me.print(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
-        _tell(engine, memory, ready[-1], options, me)
+            say(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
+        _tell(engine, memory, ready[-1], options, say)
     again = partial(_train, engine, ready[-1], options)
     found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
-    me.print(step_report.sentence(step_time.summary(found), 0))
+    say(step_report.sentence(step_time.summary(found), 0))
     if options.trace:
         _trace(engine, partition.spans, ready[-1], me, options)
     process_group.stop()
 
 
+def _say(me: Rank, text: str) -> None:
+    me.print(tables.wrapped(text))
+
+
 def _own(options: argparse.Namespace) -> dict:
-    """The engine's own options."""
-    own = {name: value for name, value in vars(options).items() if name in ("bucket_mb", "prefetch")}
-    if getattr(options, "no_reshard_after_forward", False):
-        own["reshard_after_forward"] = False  # of ZeRO3Engine
-    return own
+    """The chapter's own options."""
+    return {name: value for name, value in vars(options).items() if name in ("bucket_mb", "prefetch")}
 
 
 def _model(options: argparse.Namespace, me: Rank) -> GPT:
@@ -102,32 +99,28 @@ def _model(options: argparse.Namespace, me: Rank) -> GPT:
     return model
 
 
-def _adamw(options: argparse.Namespace, me: Rank):
-    return partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
-
-
 def _train(engine, batch, options: argparse.Namespace) -> torch.Tensor:
     return micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
 
 
-def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, me: Rank) -> None:
+def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) -> None:
     """One training step, event by event, and what it sent in all."""
     again = "; backward computes each block's forward again" if options.checkpoint_activations else ""
-    me.print(f"training step {options.steps}, event by event{again}.\n")
+    say(f"training step {options.steps}, event by event{again}.\n")
     story = (UnitStory if hasattr(engine, "units") else BucketStory)(engine, memory, options.accumulate)
     told = explained(f"training step {options.steps}", engine, memory)
     with watched_step(engine, memory, on_event=story.event) as seen, told:
         loss = _train(engine, batch, options)
     story.close()
-    me.print("\n".join([*story.how_to_read(), "", *story.lines]))
-    me.print(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
-    me.print(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
+    say("\n".join([*story.how_to_read(), "", *story.lines]))
+    say(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
+    say(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     times = ""
-    if me.world_size > 1:
-        share = seen.sent_elements / _parameters(engine) * me.world_size / (me.world_size - 1)
-        times = f" = {share:.3f} Ψ x (N-1)/N, with N = {me.world_size}"
+    if (ranks := engine.world_size) > 1:
+        share = seen.sent_elements / _parameters(engine) * ranks / (ranks - 1)
+        times = f" = {share:.3f} Ψ x (N-1)/N, with N = {ranks}"
     megabytes, count = seen.sent_bytes / 1e6, len(seen.collectives)
-    me.print(f"sent in this step: {seen.sent_elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
+    say(f"sent in this step: {seen.sent_elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
 
 
 def _parameters(engine) -> int:
@@ -144,9 +137,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     for span, name in zip(timeline.collectives, names.found):
         span.unit = name
     # What is there already when the timeline is opened is there from its beginning.
-    live = []
-    for moment in memory.moments():
-        live.append((max(0.0, timeline.seconds(moment.when)), {part: moment.parts[part] for part in PARTS}))
+    live = [(max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
     everyone = [None] * me.world_size
     dist.all_gather_object(everyone, (partition, timeline.spans, live))
     if me.rank > 0:
@@ -156,8 +147,8 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     spans, live = [], []
     for built, step, moments in everyone:
         spans.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
-        live.append([(begins + seconds, parts) for seconds, parts in moments])
-    name = type(engine).__name__.removesuffix("Engine")
+        live.append([(begins + seconds, nbytes) for seconds, nbytes in moments])
+    name = type(engine).__name__
     own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
         "title": f"{name}{''.join(own)}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
@@ -184,7 +175,7 @@ def _partition(engine, options: argparse.Namespace) -> str:
     buffers = "; the gradients' buffers are made with the engine" if has_gradient_buffers(engine) else ""
     return "\n".join([
         f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32",
-        f"\nStep {STEPS[0]}: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
+        f"\nStep 0 partition: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
         f"This rank owns {shard:,} elements. In all {padding} are padding: zeros that make the shards equal.",
         *_owners(engine, options.map),
         f"holds {held_in_words(engine)} (AdamW makes its state in its first step{buffers})\n",

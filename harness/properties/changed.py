@@ -120,6 +120,18 @@ def what_would_be_lost_is_not_given_out(engine, how, options):
         pair.trained.zero_grad()
 
 
+@holds("misuse", ask(("zero1", "zero2")), of_stages=True)
+def moved_weights_are_not_given_out_as_they_were(engine):
+    """`param.data = ...` and no forward since: the whole state and a save refuse once, and then give the shards."""
+    pair = Pair(engine, fixtures.OddModel)
+    pair.train(1)
+    state = pair.trained.full_state_dict()
+    weight = pair.trained.model.head.weight
+    weight.data = weight.detach() + 1
+    refused(pair.trained.full_state_dict, "'head.weight'", "moved out of the engine's buffer", error=RuntimeError)
+    same("the shards after the refusal", pair.trained.full_state_dict(), state)
+
+
 def by_data(block):
     block.up.weight.data.clamp_(-0.2, 0.2)
 
@@ -219,14 +231,21 @@ def an_optimizer_that_swaps_its_weights_is_right(engine):
 
 
 @torch.no_grad()
-def decay(model, optimizer):
+def decay_values(model, optimizer):
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.mul_(0.9)
 
 
-@holds("misuse", ask(ranks=(2, 3)), ask_thorough(**LOW), ask_thorough(**OFFLOAD))
-def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, **options):
+def decay_data(model, optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.data.mul_(0.9)
+
+
+@holds("misuse", ask(ranks=(2, 3)), ask(("zero1", "zero2"), decay=decay_data), ask_thorough(**LOW),
+       ask_thorough(**OFFLOAD))  # fmt: skip
+def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, decay=decay_values, **options):
     """Decay by hand between two steps: ZeRO-3 gathers it; in ZeRO-1 and -2 the other ranks would not have it."""
     pair = Pair(engine, fixtures.TiedAcross, **options)  # nothing is frozen: DDP's optimizer is given all parameters
     pair.train(1)

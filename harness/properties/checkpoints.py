@@ -352,7 +352,7 @@ def flipped(content: bytes) -> bytes:
 NOT_LOADED = {  # checkpoint: (error, its words)
     "flipped __1_0.distcp": (checkpoint.Damaged, "__1_0.distcp' is not what was written"),
     "flipped .metadata": (checkpoint.Damaged, ".metadata' is not what was written"),
-    "cut off __0_0.distcp": (checkpoint.Damaged, "__0_0.distcp' was cut off"),
+    "cut off __0_0.distcp": (checkpoint.Damaged, "__0_0.distcp' is not what was written"),
     "without __1_0.distcp": (checkpoint.Damaged, "__1_0.distcp", "No such file"),
     "without SHA256SUMS": (checkpoint.Damaged, "SHA256SUMS' is missing"),
     "without .metadata": (FileNotFoundError, "no complete checkpoint"),
@@ -480,7 +480,7 @@ def what_one_rank_cannot_write_nobody_has(engine):
 
 NOT_PLAIN = {  # what the option `note` or the caller's value is, and the name by which it is refused
     "note": (len.__call__, (x for x in ()), numpy.zeros(2)),
-    "note.a": ({"a": Runs(Path("ran"))},),
+    "note.a": ({"a": Runs(Path(os.devnull))},),  # whose copy opens that file
 }
 NOT_TOGETHER = (  # the optimizer's state of one parameter, on one rank alone or on all
     {"kept": torch.zeros(2, 2)},
@@ -512,6 +512,9 @@ def what_cannot_be_loaded_is_not_saved(engine):
         for state in NOT_TOGETHER:
             trained.optimizer.state[fixtures.pieces_of(trained)[0]] = state
             refused(lambda: checkpoint.save(trained, folder), "in the optimizer's state", error=ValueError)
+        trained.optimizer.state["of all"] = {"steps": 1}
+        refused(lambda: checkpoint.save(trained, folder), "'of all' in the optimizer's state", error=ValueError)
+        del trained.optimizer.state["of all"]
         for state in ({"kept": rank}, {"kept": {"a": 1} if rank else {}}):  # a parameter may lie on two ranks
             trained.optimizer.state.update(dict.fromkeys(fixtures.pieces_of(trained), state))
             refused(lambda: checkpoint.save(trained, folder), "ranks disagree on ", error=ValueError)

@@ -1,13 +1,16 @@
-"""Who trains right, who refuses, and who is silently wrong: every property, asked of any engines.
+"""Who trains right, who refuses, who is silently wrong: every property, asked of any engine.
 
-./launch.sh conform                              ours, torch's own, and DeepSpeed where it is installed
-./launch.sh conform zero2 fsdp2 my_engine.py 3   these, on three ranks (default: two)
-./launch.sh conform zero2.py zero2               a chapter's class, and the engine that builds on it
+./launch.sh conform                  ours, torch's own, DeepSpeed if installed
+./launch.sh conform fsdp2 mine.py 3  these, on three ranks (default: two)
+./launch.sh conform zero2.py zero2   a chapter's class, and the engine on it
 
-A chapter is asked what the lesson promises, with the cases in which it does: all else is not applicable.
-A property that is not made for so many ranks, as one of a grid of 2 x 2, has its own number.
-An outcome for each engine and property: right; refused (an error in words); wrong (it trains, and silently differs);
-crash (an error without words, or the process has gone); hang; not applicable (it documents nothing of the kind).
+A chapter is asked what the lesson promises, with the cases in which it does:
+all else is not applicable. A property that is not made for so many ranks, as
+one of a grid of 2 x 2, has its own number.
+
+An outcome for each engine and property: right; refused (an error in words);
+wrong (it trains, and silently differs); crash (an error without words, or the
+process has gone); hang; not applicable (it documents nothing of the kind).
 The exit status is 0 if no engine is wrong, crashes or hangs.
 """
 

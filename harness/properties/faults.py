@@ -104,7 +104,7 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
             lambda: weight.data.sum(),
             lambda: weight.numpy(),
             lambda: weight.tolist(),
-            lambda: weight.cpu(),
+            lambda: weight.cpu().sum(),  # itself, as for a plain one, and freed
             lambda: weight[0],
             lambda: weight.copy_(torch.ones_like(weight)),
             lambda: torch.stack([torch.ones(7, 5, dtype=torch.float64), weight]),

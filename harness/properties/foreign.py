@@ -39,7 +39,7 @@ def subject(entry: engines.Engine) -> Subject:
 
     def build(model, optimizer_cls, *, param_groups=None, **options):
         device, make = next(model.parameters()).device, entry.build
-        options = _in_its_own_words(family, {k: v for k, v in options.items() if v is not None}, device)
+        options = _in_its_own_words(family, options, device)
         if family is zero_redundancy_optimizer:
             if not isinstance(optimizer_cls, partial):
                 raise NotApplicable(f"{entry.name} is given an optimizer's class and options, and no function")

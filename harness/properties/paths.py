@@ -225,7 +225,6 @@ COMPUTED_LATER = body(by(lambda block, x: torch.cat(list(block(x)))), later)
 OUTPUTS = {
     "in place": Path(body(by(changed_in_place), a_view), everywhere=True),
     "in a slots": in_a(Slots, lambda out: out.hidden),
-    "in a closure": in_a(lambda h: lambda: h, lambda out: out()),
     "in a generator": in_a(halves, lambda out: torch.cat(list(out), 1)),
     "in a dataclass": in_a(lambda h: Answer(h, {}), lambda out: out.hidden, seen=True),
     "in a subclass of dict": in_a(lambda h: Output(hidden=h), lambda out: out["hidden"]),
@@ -392,6 +391,7 @@ SAVED = {
     "saved by a context inside": Path(body(by(under(HIDDEN, lambda block, x: block(x))))),
     "a part of a unit runs again": Path(body(plain, part_again, "ab"), rare=True),
     "units run again": Path(body(whole_again), rare=True),
+    "units run again, a gradient penalty": Path(body(whole_again), gradient_penalty, **BUILDS),
     "a function of one's own": Path(body(plain, own_function)),
     "a function that keeps the parameter": Path(body(plain, partial(own_function, keep=as_it_is))),
     "a function that keeps a plain view": Path(body(plain, partial(own_function, keep=torch.detach))),

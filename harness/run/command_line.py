@@ -6,6 +6,9 @@ import difflib
 import os
 import signal
 import sys
+import time
+
+from harness.run.endings import LAUNCHER
 
 # Options that had another name in some command once: what is said of them now.
 RENAMED = {
@@ -30,6 +33,9 @@ def one_line(*mistakes: type[Exception]):
         print("\nstopped by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:  # whoever reads this has enough, as `head` does
+        if LAUNCHER in os.environ:  # a rank: all are ended together, as of one that is gone the others complain
+            os.kill(int(os.environ[LAUNCHER]), signal.SIGPIPE)
+            time.sleep(120)
         os._exit(128 + signal.SIGPIPE)
     except mistakes as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

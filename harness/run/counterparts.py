@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness.engine import ZeRO1Engine, gradients
-from harness.engine.bucket import NamedWork
-from harness.engine.options import precision
+from harness.engine import ZeRO1Engine
+from harness.engine.safety.waiting import NamedWork
 from harness.engine.units import default_units
 from harness.run.micro_batches import Looped
 
@@ -78,33 +77,23 @@ def zero_redundancy_optimizer(model: nn.Module, optimizer_cls, device: torch.dev
     return ddp(model, sharded, device, dtype)
 
 
-def ddp_runs(params: list[nn.Parameter], bucket_mb: float = 25) -> list[list[nn.Parameter]]:
-    """DDP's buckets: the last parameters first, and a bucket is full when it has 1 MiB, the later ones `bucket_mb`."""
-    found, nbytes, limit = [], 0, min(bucket_mb, 1) * 2**20
-    for number, param in enumerate(reversed(params)):
-        if number == 0 or nbytes >= limit:
-            limit = bucket_mb * 2**20 if number else limit
-            found.append([])
-            nbytes = 0
-        found[-1].append(param)
-        nbytes += param.numel() * param.element_size()
-    return found
-
-
 class DDPStandIn(PlainStep):
     """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
 
-    DDP's reducer is C++ and refuses fake tensors. This has its buckets (the last parameters first, 1 MiB and then
-    25 MiB each), into which every gradient is copied once autograd has it, and its all-reduce per bucket, for which it
-    waits when backward is over. With `sends = False` a backward adds to the gradients and sends nothing (`no_sync`).
+    DDP's reducer is C++ and refuses fake tensors. This has its buckets (torch's own function cuts them: the last
+    parameters first, 1 MiB and then 25 MiB each), into which every gradient is copied once autograd has it, and its
+    all-reduce per bucket, for which it waits when backward is over. With `sends = False` a backward adds to the
+    gradients and sends nothing (`no_sync`).
     A test compares it with the real one, byte for byte.
     """
 
     def __init__(self, model: nn.Module, optimizer_cls, bucket_mb: float = 25):
         super().__init__(model, optimizer_cls)
         self.sends, self._works, self._flats = True, [], []
-        for params in ddp_runs([param for param in model.parameters() if param.requires_grad], bucket_mb):
-            self._add_bucket(params)
+        params = [param for param in model.parameters() if param.requires_grad][::-1]
+        limits = [int(min(bucket_mb, 1) * 2**20), int(bucket_mb * 2**20)]
+        for numbers in dist._compute_bucket_assignment_by_size(params, limits)[0]:
+            self._add_bucket([params[number] for number in numbers])
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
         flat = params[0].new_zeros(sum(param.numel() for param in params))
@@ -204,12 +193,13 @@ class ZeRO1By2Psi(ZeRO1Engine):
         works = []
         for bucket in self.buckets:
             shard = bucket.gradient.new_empty(bucket.shard_numel)
-            to_sum = precision.before_sum(bucket.gradient, self.world_size)
-            work = dist.reduce_scatter_single(shard, to_sum, group=self.group, async_op=True)
+            if bucket.divisors[0] > 1:
+                bucket.gradient.div_(bucket.divisors[0])
+            work = dist.reduce_scatter_single(shard, bucket.gradient, group=self.group, async_op=True)
             works.append((shard, NamedWork(work, "reduce-scatter", bucket)))
         for bucket, (shard, work) in zip(self.buckets, works):
             work.wait()
-            precision.mean_of_sum(shard, self.world_size)
+            shard.div_(bucket.divisors[1])
             for piece, part in zip(bucket.pieces, bucket.cut(shard)):
                 piece.grad = part.to(piece.dtype)
-        gradients.require_all(self)
+        self.require_all()

@@ -16,8 +16,12 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from harness.engine.units import default_bucket_mb
 from harness.run.micro_batches import Looped
+
+
+def default_bucket_mb(params) -> float:
+    """The size of our buckets: at most 25 MiB, and at most a sixth of the parameters, but not less than 1 MiB."""
+    return min(25, max(1, sum(param.nbytes for param in params) / 6 / 2**20))
 
 
 def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
@@ -27,7 +31,7 @@ def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
     small model. A bucket has 5e8 elements (2 GB), and stage 3 keeps parameters of up to 1e5 elements whole for good,
     and up to 1e9 elements after their use. So buckets get the size that ours have, and stage 3 keeps nothing.
     """
-    mib = int(default_bucket_mb(list(model.named_parameters())))  # whole ones: it wants an even number of elements
+    mib = int(default_bucket_mb(model.parameters()))  # whole ones: it wants an even number of elements
     bucket = mib * 2**18  # elements of 4 bytes
     told = tomllib.loads(Path(__file__).with_name("deepspeed.toml").read_text())
     told["bf16"] = {"enabled": dtype is torch.bfloat16}

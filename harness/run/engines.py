@@ -46,13 +46,12 @@ def _stage(model, optimizer_cls, device, stage, dtype=None, mesh=None, engine=Fa
     """The chapter `stage`. Its engine where an option asks for what only engines have, or where `engine` is True."""
     if not engine and a_chapter_does(dtype, mesh, **options):
         return CHAPTERS[stage](model, optimizer_cls, group=mesh, **options)
-    reduce_dtype = None if dtype is None else torch.float32
-    return STAGES[stage](model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
+    return _engine(model, optimizer_cls, device, STAGES[stage], dtype, mesh, **options)
 
 
-def _two_psi(model, optimizer_cls, device, dtype=None, mesh=None, **options):
+def _engine(model, optimizer_cls, device, cls=counterparts.ZeRO1By2Psi, dtype=None, mesh=None, **options):
+    """A subclass of a chapter, of harness.engine or of `counterparts`."""
     reduce_dtype = None if dtype is None else torch.float32
-    cls = counterparts.ZeRO1By2Psi
     return cls(model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
 
 
@@ -91,7 +90,7 @@ class Engine:
 
 
 def _builder(build: str, options: dict) -> Callable:
-    found = {"stage": _stage, "two_psi": _two_psi, "deepspeed": deepspeed_engine.build}
+    found = {"stage": _stage, "two_psi": _engine, "deepspeed": deepspeed_engine.build}
     return partial(found.get(build) or getattr(counterparts, build), **options)
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.run.command_line import did_you_mean
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -136,8 +138,7 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 def preset(name: str) -> GPTConfig:
     """The named shape. Raises ValueError naming the presets there are."""
     if name not in PRESETS:
-        meant = f" (is {name.strip().lower()!r} meant?)" * (name.strip().lower() in PRESETS)
-        raise ValueError(f"no preset {name!r}{meant}; there are: {', '.join(PRESETS)}")
+        raise ValueError(f"no preset {name!r}{did_you_mean(name, PRESETS)} There are: {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

@@ -3,7 +3,6 @@
 import itertools
 import os
 import platform
-import signal
 import sys
 import time
 import traceback
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness.engine import accelerator
-from harness.run.endings import LAUNCHER
+from harness.run.command_line import one_line
 from harness.run.starter import end_with_starter
 
 TIMEOUT_SECONDS = 120
@@ -95,7 +94,8 @@ def preflight(ranks: str, backend: str, device: str, options=None) -> None:
     for check in CHECKS if options else ():
         check(options, number, device)
     where = "the GPU" if device != "cpu" else "the CPU"
-    print(f"{number}\n{number} rank(s){' per machine' * (machines() > 1)} over {backend} on {where}: {why}")
+    each = " per machine" if machines() > 1 else ""
+    print(f"{number}\n{number} rank(s){each} over {backend} on {where}: {why}")
 
 
 def machines() -> int:
@@ -187,12 +187,19 @@ def wait_for_rank_0(me: Rank) -> None:
 
 
 def check_writable(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before the work that it is for. Raises ValueError."""
-    if path is None:
+    """Refuse a file that cannot be written, before the work that it is for. Raises ValueError.
+
+    It is opened, as permissions do not tell all, and left as it was. One process asks, and not every rank.
+    """
+    if path is None or "RANK" in os.environ:
         return
-    folder = os.path.dirname(os.path.abspath(path))
-    if not path or os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(f"cannot write {option} {path!r}: it is a folder, or its folder is missing or read-only")
+    new = not os.path.exists(path)
+    try:
+        open(path, "a").close()
+    except OSError as error:
+        raise ValueError(f"cannot write {option} {path!r}: {error.strerror}") from error
+    if new:
+        os.remove(path)
 
 
 def stop() -> None:
@@ -209,15 +216,11 @@ def run(main) -> None:
     """
     status = 1
     try:
-        record(main)()  # `record` writes an error down for torchrun
+        with one_line():
+            record(main)()  # `record` writes an error down for torchrun
         status = 0
     except SystemExit as leaving:
         status = leaving.code or 0
-    except KeyboardInterrupt:
-        print("\nstopped by Ctrl-C", file=sys.stderr)
-        status = 128 + signal.SIGINT
-    except BrokenPipeError:
-        _leave_quietly()
     except (ValueError, TypeError, OSError) as error:
         _say(error)
     except RuntimeError as error:
@@ -228,14 +231,6 @@ def run(main) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
-
-
-def _leave_quietly() -> None:
-    """Whoever reads this has enough, as `head`. All ranks are ended: of one that is gone the others complain."""
-    if LAUNCHER in os.environ:
-        os.kill(int(os.environ[LAUNCHER]), signal.SIGPIPE)
-        time.sleep(timeout())
-    os._exit(128 + signal.SIGPIPE)
 
 
 def lost(said: str) -> bool:

@@ -135,9 +135,8 @@ class Training:
             written = nbytes
             wait([self.saving], timeout=0.2)
         if self.saving:
-            saved, self.saving = self.saving.result(), None
-            stood = f"training stood still for {saved.stood_still:.2f} s"
-            self.me.print(f"saved to {saved.path} in {saved.seconds:.1f} s; {stood}")
+            self.me.print("saved by", self.saving.result())
+            self.saving = None
 
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""

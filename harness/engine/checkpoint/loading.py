@@ -2,15 +2,15 @@
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only
 
 from harness.engine.all_or_none import all_or_none, on_all
 from harness.engine.checkpoint.reader import Folder, newest
 from harness.engine.checkpoint.rectangles import Cut
-from harness.engine.checkpoint.saving import names_of_groups, refuse_parts, wait_for_last
-from harness.engine.layout import extra_states, keys_of, nested, pieces
+from harness.engine.checkpoint.saving import refuse_parts, wait_for_last
+from harness.engine.layout import pieces, with_plain_names
 from harness.engine.safety.waiting import name_some, not_alike
-from harness.engine.state import set_extra_states
+from harness.engine.state import take_in
 
 
 def load(engine, folder) -> dict:
@@ -25,21 +25,18 @@ def load(engine, folder) -> dict:
     place = engine.placement
     what = "all ranks to call checkpoint.load()"
     path = all_or_none(lambda: newest(folder) if place.rank == 0 else None, place.everyone, what)[0]
-    names = names_of_groups(engine, what)
     source = on_all(lambda: Folder(path, place.rank, place.world_size), place.everyone)
-    return _install(engine, *on_all(lambda: _read(engine, source, names), place.everyone))
+    return _install(engine, *on_all(lambda: _read(engine, source), place.everyone))
 
 
 def _install(engine, modules, values, options, state, extra) -> dict:
     """All ranks have read all they need: when modules have taken theirs nothing can fail. Returns `extra`."""
-    set_extra_states(engine, modules)
-    engine.placement.finish_all()
-    with torch.no_grad():
-        for place, value in values:
-            place.copy_(value)
+    take_in(engine, modules, values)
     for group, there in zip(engine.optimizer.param_groups, options):
         group.update(there)
-    groups = {id(piece): group for group in engine.optimizer.param_groups for piece in group["params"]}
+    groups = {}  # id of a piece -> the group it is in
+    for group in engine.optimizer.param_groups:
+        groups.update((id(piece), group) for piece in group["params"])
     for piece, own in state:
         on_device = groups[id(piece)].get("capturable") or groups[id(piece)].get("fused")
         engine.optimizer.state.pop(piece, None)
@@ -54,115 +51,95 @@ def _placed(state: dict, device, numbers: bool) -> dict:
     return tree_map_only(torch.Tensor, lambda value: value.to(device) if value.dim() or numbers else value, state)
 
 
-def _read(engine, source: Folder, groups: list[list[str]]) -> tuple:
+def _read(engine, source: Folder) -> tuple:
     """All values of this rank, in memory of their own: (what modules take, pairs (place, value), optimizer, extra)."""
-    saved, wanted = _of_this_model(engine, source), {}  # wanted: name in the checkpoint -> what it is read into
-    places = _places_of_tensors(engine, source, saved, wanted)
-    modules = {key: module for key, module in extra_states(engine.model).items() if key in saved}
-    for key in modules:
-        wanted.update({name: source.blank(name) for name in saved[key].values()})
-    options = _options(engine, source, groups)
-    state = _optimizer_state(engine, source, wanted)
-    extra = source.under("extra", str(engine.placement.rank)) or source.under("extra", "0")
-    wanted.update({name: source.blank(name) for name in extra.values()})
+    params, buffers, extras = with_plain_names(engine)
+    saved, wanted = source.tree.get("model", {}), {}  # wanted: name in the checkpoint -> what it is read into
+    _require_same_model(engine, source, params | buffers, extras)
+    places = [(buffer, saved[key]) for key, buffer in buffers.items()]
+    for key in buffers:
+        wanted[saved[key]] = source.blank(saved[key])
+    keys = {id(param): key for key, param in params.items()}
+    for _, param, piece, shape, first in pieces(engine.all_buckets):
+        name = saved[keys[id(param)]]
+        wanted[name] = Cut.of(torch.empty(piece.shape, dtype=piece.dtype), shape, first)
+        places.append((piece, name))
+    options = _options_of_groups(engine, source)
+    state = _state_of_pieces(engine, source, wanted)
     found = {name: getattr(value, "part", value) for name, value in source.read(wanted).items()}
-
-    def values(names: dict[tuple, str]):
-        return nested({path: found[name] for path, name in names.items()})
-
+    own = source.tree.get("extra", {})
+    own = own.get(str(engine.placement.rank)) or own.get("0", {})
+    kept, own = source.values(({key: saved[key] for key in extras if key in saved}, own))
     return (
-        [(module, values(saved[key])) for key, module in modules.items()],
+        [(extras[key][0], value) for key, value in kept.items()],
         [(place, found[name]) for place, name in places],
         options,
-        [(piece, values(names)) for piece, names in state],
-        values(extra),
+        [(piece, tree_map(found.get, names)) for piece, names in state],
+        own,
     )
 
 
-def _of_this_model(engine, source: Folder) -> dict[str, dict[tuple, str]]:
-    """{key of the `state_dict()`: {rest of the path: name in the checkpoint}}; raises for another model's."""
-    keys, extras, saved = keys_of(engine), extra_states(engine.model), {}
-    for path, name in source.under("model").items():
-        saved.setdefault(path[0], {})[path[1:]] = name
-    missing = [key for key in keys if key not in extras and () not in saved.get(key, ())]
-    missing += [key for key in extras if key not in saved and keys[key] != {}]  # of an empty one torch saves nothing
-    unexpected = [key for key in saved if key not in keys]
+def _require_same_model(engine, source: Folder, tensors: dict, extras: dict) -> None:
+    """Raises ValueError for another model's checkpoint: other names, or another dtype or shape under one."""
+    saved = source.tree.get("model", {})
+    missing = [key for key in tensors if type(saved.get(key)) is not str]
+    missing += [key for key, (_, value) in extras.items() if key not in saved and value != {}]  # torch saves no {}
+    unexpected = [key for key in saved if key not in tensors and key not in extras]
     if missing or unexpected:
         raise ValueError(f"{str(source.path)!r} is of another model: {not_alike(missing, unexpected)}")
-    return saved
+    dtypes = {}  # id of a parameter -> the dtype of its shards
+    for bucket in engine.all_buckets:
+        dtypes.update((id(param), bucket.shard.dtype) for param in bucket.params)
+    for key, value in tensors.items():
+        found = source.blank(saved[key], "meta")
+        there = "no tensor" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+        here = f"{dtypes.get(id(value), value.dtype)} of shape {tuple(value.shape)}"
+        if there != here:
+            raise ValueError(f"{key!r} is {there} in {str(source.path)!r}, {here} here")
 
 
-def _places_of_tensors(engine, source: Folder, saved: dict, wanted: dict) -> list[tuple[torch.Tensor, str]]:
-    """(where this rank has its values, name in the checkpoint) of parts of parameters, and of buffers."""
-    places, name_of, extras = [], {}, extra_states(engine.model)  # name_of: by a parameter's id
-    dtypes = {id(param): bucket.shard.dtype for bucket in engine.all_buckets for param in bucket.params}
-    for key, value in keys_of(engine).items():
-        if key in extras:
-            continue
-        name = saved[key][()]
-        here, found = (tuple(value.shape), dtypes.get(id(value), value.dtype)), source.blank(name, "meta")
-        there = ((), None) if found is None else (tuple(found.shape), found.dtype)
-        if here != there:
-            raise ValueError(f"{key!r} is {there[1]} of shape {there[0]} in {str(source.path)!r}, {here} here")
-        if id(value) in dtypes:
-            name_of[id(value)] = name
-        else:
-            wanted[name] = torch.empty(value.shape, dtype=value.dtype)
-            places.append((value, name))
-    for _, param, piece, shape, first in pieces(engine.all_buckets):
-        name = name_of[id(param)]
-        wanted[name] = Cut.of(torch.empty(piece.shape, dtype=piece.dtype), shape, first)
-        places.append((piece, name))
-    return places
-
-
-def _options(engine, source: Folder, groups: list[list[str]]) -> list[dict]:
+def _options_of_groups(engine, source: Folder) -> list[dict]:
     """The saved options of each group of the optimizer (learning rate, decay), by the parameters in it."""
     where = f"the optimizer's state in {str(source.path)!r}"
-    found, about = source.under("optim", "param_groups"), source.under("zero")
-    if not found:
+    groups = source.tree.get("optim", {}).get("param_groups")
+    if not groups:
         raise ValueError(f"{where} is not there, or not laid out as torch's get_optimizer_state_dict does it")
-    read = source.read({name: source.blank(name) for name in (*found.values(), *about.values())})
-    kind, own = read.get(about.get(("optimizer",))), type(engine.optimizer).__name__
-    if kind is not None and kind != own:
+    about, groups = source.values((source.tree.get("zero", {}), groups))
+    kind, own = about.get("optimizer"), type(engine.optimizer).__name__
+    if kind not in (None, own):
         raise ValueError(f"{where} is of {kind}, and here is {own}: build the engine with {kind}")
-    saved = nested({path: read[name] for path, name in found.items()})
-    trained = {name for names in groups for name in names}
-    sets = {number: trained.intersection(group.pop("params", ())) for number, group in enumerate(saved)}
-    result = []
-    for number, (names, group) in enumerate(zip(groups, engine.optimizer.param_groups)):
-        same = [other for other, names_there in sets.items() if names_there == set(names)]
-        if not same:
+    trained = set().union(*engine.groups)
+    options = {frozenset(trained.intersection(group.pop("params", ()))): group for group in groups}
+    found = []
+    for names, group in zip(engine.groups, engine.optimizer.param_groups):
+        there = options.get(frozenset(names))
+        if there is None:
             raise ValueError(
                 f"{where} has other groups: {name_some(names)} is a group here. Pass the same param_groups as when it "
                 "was saved"
             )
-        there = saved[number if number in same else same[0]]
-        if kind is None:  # torch does not save the optimizer's name
-            other = [key for key in engine.optimizer.defaults if key not in there]
-            other += [
-                key for key in there if key not in group and not key.endswith(("_lr", "_momentum"))
-            ]  # a schedule's
-            if other or there.get("decoupled_weight_decay") != group.get("decoupled_weight_decay"):
-                raise ValueError(f"{where} is of another class than {own}: it has {', '.join(sorted(there))}")
-        result.append(there)
-    return result
+        lacks = engine.optimizer.defaults.keys() - there.keys()
+        if kind is None and (lacks or there.get("decoupled_weight_decay") != group.get("decoupled_weight_decay")):
+            # torch does not save the optimizer's name.
+            raise ValueError(f"{where} is of another class than {own}: it has {', '.join(sorted(there))}")
+        found.append(there)
+    return found
 
 
-def _optimizer_state(engine, source: Folder, wanted: dict) -> list[tuple]:
-    """(piece, {path: name in the checkpoint}) for each piece. A parameter without state has none here, too."""
-    saved = {}  # name of a parameter -> {path: name in the checkpoint}
-    for path, name in source.under("optim", "state").items():
-        saved.setdefault(path[0], {})[path[1:]] = name
+def _state_of_pieces(engine, source: Folder, wanted: dict) -> list[tuple]:
+    """(piece, names in the checkpoint) for each piece. A parameter without state has none here, too."""
+    saved = source.tree["optim"].get("state", {})  # name of a parameter -> {key: name in the checkpoint}
     shapes = {name: found.size for name, found in source.tensors.items() if isinstance(found, TensorStorageMetadata)}
     per_element = set()  # paths of what is as large as a parameter: moments, say, and not a step counter
     for param, own in saved.items():
-        shape = shapes[source.entries["model", param]]
-        per_element.update(path for path, name in own.items() if shape and shapes.get(name) == shape)
-    result = []
+        shape = shapes[source.tree["model"][param]]
+        for path, name in tree_flatten_with_path(own)[0]:
+            if shape and shapes.get(name) == shape:
+                per_element.add(path)
+    found = []
     for param, _, piece, shape, first in pieces(engine.buckets):
         own = saved.get(param, {})
-        for path, name in own.items():
+        for path, name in tree_flatten_with_path(own)[0]:
             blank = source.blank(name, "meta")
             if path in per_element and shapes.get(name) == shape:
                 wanted[name] = Cut.of(torch.empty(piece.shape, dtype=blank.dtype), shape, first)
@@ -170,5 +147,5 @@ def _optimizer_state(engine, source: Folder, wanted: dict) -> list[tuple]:
                 wanted[name] = source.blank(name)
             else:
                 raise ValueError(f"{name!r} has shape {tuple(blank.shape)}, the parameter {tuple(shape)}")
-        result.append((piece, own))
-    return result
+        found.append((piece, own))
+    return found

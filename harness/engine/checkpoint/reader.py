@@ -11,12 +11,15 @@ import hashlib
 import io
 import math
 import pickle
+import stat
 from collections import Counter
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.engine.checkpoint import contents
 from harness.engine.checkpoint.contents import Unsafe
@@ -74,53 +77,44 @@ def _reading(path: Path):
 class Folder:
     """One checkpoint. Its list of contents was read, and its files are all there and as they were written.
 
-    Several ranks share that work: rank r checks every N-th file, so each is read once. `entries` are {path: name},
-    ("model", "head.weight") for example: "model.head.weight". Raises `Damaged` or `Unsafe`.
+    Several ranks share that work: rank r checks every N-th file, so each is read once. `tree` is nested as what was
+    saved, with names in the place of values: {"model": {"head.weight": "model.head.weight"}}, for example. Raises
+    `Damaged` or `Unsafe`.
     """
 
     def __init__(self, path, rank: int = 0, world_size: int = 1, check: bool = True):
         self.path = Path(path)
         with _reading(self.path):
             sums = self._sums()
-            self._check(METADATA, 0, sums.get(METADATA) if check else None)
+            self._check(METADATA, sums.get(METADATA) if check else None)
             self.metadata = contents.read((self.path / METADATA).read_bytes())
             self.tensors = self.metadata.state_dict_metadata
-            paths = self.metadata.planner_data.items()
-            self.entries = {path: name for name, path in paths if path and name in self.tensors}
+            paths = self.metadata.planner_data
+            self.tree = unflatten_state_dict({name: name for name in paths if name in self.tensors}, paths)
             if SUMS in self.metadata.storage_meta.modules and not sums:
                 raise Damaged(f"{str(self.path / SUMS)!r} is missing, so no file can be checked")
-            ends = {}  # name of a file -> the bytes that it must have
-            for info in self.metadata.storage_data.values():
-                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-            for number, (name, end) in enumerate(sorted(ends.items())):
+            names = {info.relative_path for info in self.metadata.storage_data.values()}
+            for number, name in enumerate(sorted(names)):
                 mine = check and sums and number % world_size == rank
-                self._check(name, end, sums[name] if mine else None)
+                self._check(name, sums[name] if mine else None)
 
     def _sums(self) -> dict[str, str]:
         """{name of a file: its SHA-256}, as `sha256sum` writes them; {} for a checkpoint that torch has written."""
         if not (self.path / SUMS).exists():
             return {}
-        self._check(SUMS, 0, None)
+        self._check(SUMS, None)
         lines = [line.partition("  ") for line in (self.path / SUMS).read_text().splitlines()]
         return {name: digest for digest, _, name in lines}
 
-    def _check(self, name: str, end: int, expected: str | None) -> None:
-        """A file is in this folder and no link out of it, no pipe or device, has `end` bytes, and those expected."""
+    def _check(self, name: str, expected: str | None) -> None:
+        """A file is in this folder and no link out of it, is no pipe or device, and has the bytes that are expected."""
         file = self.path / name
         if Path(name).name != name or file.resolve().parent != self.path.resolve():
             raise Unsafe(f"it points to {name[:200]!r}, which is no file of this folder")
-        found = file.stat().st_size
-        if not file.is_file():
+        if not stat.S_ISREG(file.stat().st_mode):
             raise Unsafe(f"{name!r} is no file")
-        if found < end:
-            raise Damaged(f"{str(file)!r} was cut off: it has {found:,} bytes of {end:,} or more")
         if expected is not None and sha256(file) != expected:
             raise Damaged(f"{str(file)!r} is not what was written: its SHA-256 is not the one in {SUMS}")
-
-    def under(self, *start) -> dict[tuple, str]:
-        """{rest of the path: name} of what has a path that begins like that."""
-        length = len(start)
-        return {path[length:]: name for path, name in self.entries.items() if path[:length] == start}
 
     def blank(self, name: str, device: str = "cpu") -> torch.Tensor | None:
         """A tensor of the shape and dtype of the one that is called `name`, to read into; None for another value."""
@@ -131,13 +125,14 @@ class Folder:
 
     def model_on_meta(self) -> dict[str, torch.Tensor]:
         """Names, shapes and dtypes of the model's tensors, without values."""
-        found = {path[0]: self.blank(name, "meta") for path, name in self.under("model").items() if len(path) == 1}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        model = self.tree.get("model", {}).items()
+        found = {key: self.blank(name, "meta") for key, name in model if type(name) is str}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
 
-    def of_model(self, name: str) -> torch.Tensor:
-        """The values of the model's tensor `name`."""
-        place = self.entries["model", name]
-        return self.read({place: self.blank(place)})[place]
+    def values(self, names):
+        """What stands under `names`, which may be nested in dictionaries, lists and tuples."""
+        found = self.read({name: self.blank(name) for name in tree_leaves(names)})
+        return tree_map(found.get, names)
 
     def read(self, wanted: dict) -> dict:
         """Fill `wanted`: {name: tensor or `Cut`, on the CPU; None for a value that is no tensor}. Returns it."""

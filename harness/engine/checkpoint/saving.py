@@ -7,20 +7,18 @@ import dataclasses
 import io
 import time
 import warnings
-from collections import OrderedDict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from harness.engine import groups
-from harness.engine.all_or_none import all_or_none, on_all
+from harness.engine.all_or_none import all_or_none
 from harness.engine.checkpoint import files
 from harness.engine.checkpoint.rectangles import Cut
-from harness.engine.layout import elementwise, entries, extra_states, keys_of, pieces, plain_name
+from harness.engine.layout import entries, pieces, with_plain_names
 from harness.engine.options import tensor_parallel
-from harness.engine.safety import guard
 from harness.engine.safety.optimizer_refusals import options_of
 
 
@@ -47,7 +45,7 @@ def save(engine, folder, keep: int | None = 3, **extra) -> Saved:
     Of the complete checkpoints in `folder` the newest `keep` stay (None: all). `extra` are tensors and plain values,
     each rank's own. Raises the same error on every rank (RuntimeError for a full disk); earlier checkpoints stay.
     """
-    return _begin(engine, folder, keep, extra, engine.placement.everyone, in_background=False)()
+    return _begin(engine, folder, keep, extra, in_background=False)(engine.placement.everyone)
 
 
 def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futures.Future:
@@ -57,13 +55,12 @@ def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futu
     `result()` before the process group is destroyed. The first call makes a gloo group, for the files' own collectives:
     in the background they must not mix with training's.
     """
-    wait_for_last(engine)
-    on_all(lambda: None, engine.placement.everyone, "all ranks to call checkpoint.async_save()")
-    if "background" not in vars(engine):
+    write = _begin(engine, folder, keep, extra, in_background=True)
+    if engine.background is None:
         group = groups.new(dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD), "gloo")
         engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
     group, thread = engine.background
-    engine.saving = thread.submit(_begin(engine, folder, keep, extra, group, in_background=True))
+    engine.saving = thread.submit(write, group)
     engine.saving.add_done_callback(_warn)
     return engine.saving
 
@@ -76,18 +73,23 @@ def refuse_parts(engine) -> None:
         )
 
 
-def _begin(engine, folder, keep, extra, group, in_background: bool):
-    """Everything that needs the engine. Returns the rest as a function: it may run while training goes on."""
+def _begin(engine, folder, keep, extra, in_background: bool):
+    """Everything that needs the engine. Returns the rest, a function of a group: it may run while training goes on."""
     refuse_parts(engine)
     wait_for_last(engine)
     began, rank, everyone = time.perf_counter(), engine.placement.rank, engine.placement.everyone
-    names = names_of_groups(engine, "all ranks to call checkpoint.save()")
-    state = on_all(lambda: _state(engine, extra, names, in_background), everyone)
-    _must_go_together(engine, state)
+    state = {}
+
+    def collect() -> dict:
+        state.update(_state(engine, extra, in_background))
+        return _must_be_alike(engine, state)
+
+    name = "async_save" if in_background else "save"
+    _refuse_different(all_or_none(collect, everyone, f"all ranks to call checkpoint.{name}()"))
     path = all_or_none(lambda: files.new_folder(folder, keep) if rank == 0 else None, everyone)[0]
     ready = time.perf_counter()
 
-    def write() -> Saved:
+    def write(group) -> Saved:
         nbytes = files.write(state, path, keep, rank, group)
         ended = time.perf_counter()
         return Saved(path.with_suffix(""), rank, nbytes, ended - began, (ready if in_background else ended) - began)
@@ -95,17 +97,17 @@ def _begin(engine, folder, keep, extra, group, in_background: bool):
     return write
 
 
-def _state(engine, extra: dict, names: list[list[str]], copied: bool) -> dict[tuple, object]:
+def _state(engine, extra: dict, copied: bool) -> dict[tuple, object]:
     """{path: value} that this rank writes, as torch lays it out; with `copied`, in host memory of its own.
 
     What is no part of something that is cut, rank 0 writes.
     """
     own = _copied_to_host if copied else torch.Tensor.detach
     with torch.no_grad():
-        guard.refuse_lost(engine.all_buckets)
+        engine.refuse_lost()
         state = _parameters(engine, own) | _optimizer_state(engine, own)
         if engine.placement.rank == 0:
-            state |= _beside_parameters(engine, own) | _options(engine, names)
+            state |= _beside_parameters(engine, own) | _options(engine)
     named = {".".join(map(str, path)): value for path, value in state.items()}
     if len(named) < len(state):
         raise ValueError("two values have one name, as {'a': {'b': 1}, 'a.b': 2} has in the optimizer's state")
@@ -128,27 +130,30 @@ def _parameters(engine, own) -> dict[tuple, object]:
         for param in bucket.params:
             if param.numel() == 0:
                 cuts[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
-    return {("model", key): cuts[id(value)] for key, value in keys_of(engine).items() if id(value) in cuts}
+    params, _, _ = with_plain_names(engine)
+    return {("model", key): cuts[id(param)] for key, param in params.items() if id(param) in cuts}
 
 
 def _beside_parameters(engine, own) -> dict[tuple, object]:
     """Buffers, and what modules keep besides tensors."""
-    state, extras = {}, extra_states(engine.model)
-    parameters = {id(param) for bucket in engine.all_buckets for param in bucket.params}
-    for key, value in keys_of(engine).items():
-        if isinstance(value, torch.Tensor) and key not in extras:
-            if id(value) not in parameters:
-                state["model", key] = own(value)
-        else:
-            state.update(entries(_plain(value), ("model", key)))
+    _, buffers, extras = with_plain_names(engine)
+    state = {("model", key): own(buffer) for key, buffer in buffers.items()}
+    for key, (_, value) in extras.items():
+        state.update(entries(_plain(value), ("model", key)))
     return state
 
 
 def _optimizer_state(engine, own) -> dict[tuple, object]:
     state = {}
+    for key in engine.optimizer.state:
+        if not isinstance(key, torch.Tensor):
+            raise ValueError(
+                f"{key!r} in the optimizer's state belongs to no parameter, and a checkpoint has no place for it: keep "
+                "it in an option of a group"
+            )
     for name, _, piece, shape, start in pieces(engine.buckets):
         for path, value in entries(engine.optimizer.state.get(piece, {}), ("optim", "state", name)):
-            if elementwise(value, piece):
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == piece.shape:  # a number per element
                 state[path] = Cut.of(own(value), shape, start)
             elif any(torch.is_tensor(leaf) and leaf.numel() > 1 for leaf in tree_leaves(value)):
                 raise ValueError(
@@ -160,10 +165,10 @@ def _optimizer_state(engine, own) -> dict[tuple, object]:
     return state
 
 
-def _options(engine, names: list[list[str]]) -> dict[tuple, object]:
+def _options(engine) -> dict[tuple, object]:
     """The options of the optimizer's groups, and who has saved them."""
     state = {}
-    for number, (group, there) in enumerate(zip(engine.optimizer.param_groups, names)):
+    for number, (group, there) in enumerate(zip(engine.optimizer.param_groups, engine.groups)):
         for key, value in {**group, "params": there}.items():
             state.update(entries(_plain(value), ("optim", "param_groups", number, key)))
     state["zero", "optimizer"] = type(engine.optimizer).__name__
@@ -174,46 +179,39 @@ def _options(engine, names: list[list[str]]) -> dict[tuple, object]:
 
 def _plain(value):
     """A copy of `value` in which numpy's numbers are Python's: a schedule may have computed with them."""
-    if type(value) in (dict, OrderedDict):
-        return type(value)((_plain(key), _plain(inner)) for key, inner in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and value.shape == ():
-        return value.item()
-    with contextlib.suppress(Exception):  # what cannot be copied is refused by its name, in a moment
-        value = copy.deepcopy(value)
-    return value
+
+    def one(leaf):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        if type(leaf).__module__ == "numpy" and getattr(leaf, "shape", None) == ():
+            return leaf.item()
+        with contextlib.suppress(Exception):  # what cannot be copied is refused by its name, in a moment
+            leaf = copy.deepcopy(leaf)
+        return leaf
+
+    return tree_map(one, value)
 
 
-def names_of_groups(engine, what: str) -> list[list[str]]:
-    """The names in each group of the optimizer. A rank knows those that it has pieces of. A collective."""
-    names = {id(piece): name for name, _, piece, _, _ in pieces(engine.buckets)}
-    mine = [[names[id(p)] for p in g["params"] if id(p) in names] for g in engine.optimizer.param_groups]
-    order = [plain_name(name) for name, _ in engine.model.named_parameters()]
-    found = []
-    for same_group in zip(*all_or_none(lambda: mine, engine.placement.everyone, what)):
-        there = set().union(*same_group)
-        found.append([name for name in order if name in there])
-    return found
+def _must_be_alike(engine, state: dict[tuple, object]) -> dict[str, dict]:
+    """{name of a parameter or group: {path in its state: what all ranks must have there, as text}}.
 
-
-def _must_go_together(engine, state: dict[tuple, object]) -> None:
-    """Raises ValueError if ranks have other numbers or keys in one parameter's state, or in a group's options.
-
-    A collective. A group's options may part where a schedule goes by a rank's own loss.
+    A group's options may part where a schedule goes by a rank's own loss.
     """
-    mine = {}  # name of a parameter or group -> {path in its state: what all ranks must have there}
+    found = {}
     for number, group in enumerate(engine.optimizer.param_groups):
-        mine[f"group {number}"] = {"options": options_of(group)}
+        found[f"group {number}"] = {"options": options_of(group)}
     for path, value in state.items():
         if path[:2] == ("optim", "state"):
             plain = None if type(value) is Cut else tree_map_only(torch.Tensor, torch.Tensor.tolist, value)
-            mine.setdefault(path[2], {})[path[3:]] = repr(plain)
+            found.setdefault(path[2], {})[path[3:]] = repr(plain)
+    return found
+
+
+def _refuse_different(everyone: list[dict]) -> None:
+    """Raises ValueError if ranks have other numbers or keys in one parameter's state, or in a group's options."""
     together = {}
-    for other in all_or_none(lambda: mine, engine.placement.everyone):
-        for name, own in other.items():
+    for found in everyone:
+        for name, own in found.items():
             if together.setdefault(name, own) != own:
                 raise ValueError(
                     f"ranks disagree on {name!r} in the optimizer's state, in a key or in a number: {together[name]} "
@@ -241,7 +239,7 @@ def _must_be_plain(named: dict) -> None:
 
 def wait_for_last(engine) -> None:
     """One save at a time. Its errors are those of the future that the caller has."""
-    if "saving" in vars(engine):
+    if engine.saving is not None:
         concurrent.futures.wait([engine.saving])
 
 

@@ -2,7 +2,6 @@
 
 import os
 import weakref
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -51,18 +50,11 @@ def check_source(model: nn.Module, source, group) -> None:
             f"{name_some(list(meta))} on the meta device, without values: pass init_fn=, called as"
             " init_fn(name, tensor), to fill each parameter and buffer in place, or state_dict=, which has their values"
         )
-    if init_fn is not None and not callable(init_fn):
-        raise TypeError(f"init_fn must be callable as init_fn(name, tensor), got {type(init_fn).__name__}")
     if state is None:
         return None
     if _is_folder(state):
         path = reader.newest(state)
         state = reader.Folder(path, dist.get_rank(group), dist.get_world_size(group)).model_on_meta()
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            "state_dict must be a dictionary of names and tensors, or a checkpoint's folder, "
-            f"got {type(state).__name__}"
-        )
     own = model.state_dict(keep_vars=True)
     missing = [name for name in meta if name not in state] if init_fn is None else []
     unexpected = [name for name in state if name not in own]
@@ -128,7 +120,7 @@ class Source:
             if self._folder is None:
                 tensor.data.copy_(self._state[name])
             elif dist.get_rank(self._group) == 0:
-                tensor.data.copy_(self._folder.of_model(name))
+                tensor.data.copy_(self._folder.values(self._folder.tree["model"][name]))
             return
         result = self._init_fn(name, tensor.data)
         if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
@@ -153,7 +145,7 @@ class Source:
                         self.fill([(f"{prefix}.{key}" if prefix else key, real[id(buffer)])])
                     module._buffers[key] = real[id(buffer)]
         try:
-            on_all(self._raise_problem, self._group, "all ranks to fill the model", self._model)
+            on_all(self._raise_problem, self._group, "all ranks to fill the model")
         except Exception:
             for module, key, buffer in made:
                 module._buffers[key] = buffer

@@ -11,9 +11,9 @@ import sys
 
 
 def heed() -> None:
-    """Called at every forward of an engine's model: a pipeline may be its caller."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")  # to import it takes a second, and few need it
-    if module is None or hasattr(module._PipelineStageBase, "zero_heeds"):
+    """Called at every forward of an engine's model, once that module was imported: a pipeline may be its caller."""
+    module = sys.modules["torch.distributed.pipelining.stage"]
+    if hasattr(module._PipelineStageBase, "zero_heeds"):
         return
     of_torch = module._PipelineStageBase.scale_grads
 

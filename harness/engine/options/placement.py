@@ -19,11 +19,11 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 
 from harness.engine import groups
 from harness.engine.options import precision
-from harness.engine.safety.waiting import wait
+from harness.engine.safety.waiting import NamedWork
 
 
 class Placement:
@@ -38,7 +38,10 @@ class Placement:
         self.group, self.replicas, self.everyone = _groups(group)
         self.copies = 1 if self.replicas is None else dist.get_world_size(self.replicas)
         self.rank, self.world_size = dist.get_rank(self.everyone), dist.get_world_size(self.everyone)
-        self.offload = _policy(offload_policy)
+        # torch's `OffloadPolicy()` is its way to say: no offload.
+        self.offload = None if type(offload_policy) is OffloadPolicy else offload_policy
+        self._pinned = self.offload is not None and self.offload.pin_memory
+        self.elsewhere = self.replicas is not None or self.offload is not None  # else there is nothing to do here
         self._in_flight = None  # (bucket, shard, work) of the all-reduce that was not waited for
         self._device = None  # torch's module of the device, `torch.cuda` say, if shards are offloaded from one
         self._up, self._down = None, None  # its streams for copies
@@ -63,15 +66,23 @@ class Placement:
         self.finish()
         if self.replicas is None:
             return self._give(bucket, shard)
-        work = dist.all_reduce(precision.before_sum(shard, self.copies), group=self.replicas, async_op=True)
-        self._in_flight = bucket, shard, work
+        self._in_flight = bucket, shard, self._sum_of_replicas(bucket, shard)
 
     def finish(self) -> None:
         """Wait for the all-reduce in flight, if there is one, and give its shard to the pieces."""
         if self._in_flight is not None:
             (bucket, shard, work), self._in_flight = self._in_flight, None
-            wait(work, "all-reduce over the replicas", bucket, self.replicas)
-            self._give(bucket, precision.mean_of_sum(shard, self.copies))
+            work.wait()
+            self._give(bucket, self._mean(shard))
+
+    def _sum_of_replicas(self, bucket, shard: torch.Tensor) -> NamedWork:
+        """Start to add up `shard`, in place."""
+        shard.div_(precision.divisors(shard.dtype, self.copies)[0])
+        work = dist.all_reduce(shard, group=self.replicas, async_op=True)
+        return NamedWork(work, "all-reduce over the replicas", bucket, self.replicas)
+
+    def _mean(self, total: torch.Tensor) -> torch.Tensor:
+        return total.div_(precision.divisors(total.dtype, self.copies)[1])
 
     def _give(self, bucket, shard: torch.Tensor) -> None:
         shard = self._to_host(bucket, shard)
@@ -86,10 +97,9 @@ class Placement:
         must stay what the row has.
         """
         if self.replicas is not None:
-            shard = precision.before_sum(shard.clone(), self.copies)
-            work = dist.all_reduce(shard, group=self.replicas, async_op=True)
-            wait(work, "all-reduce over the replicas", bucket, self.replicas)
-            shard = precision.mean_of_sum(shard, self.copies)
+            shard = shard.clone()
+            self._sum_of_replicas(bucket, shard).wait()
+            shard = self._mean(shard)
         return self._to_host(bucket, shard)
 
     def finish_all(self) -> None:
@@ -117,33 +127,17 @@ class Placement:
             return host.copy_(shard)
         self._down.wait_stream(self._device.current_stream())
         with self._device.stream(self._down):
-            host.copy_(shard, non_blocking=self.offload.pin_memory)
+            host.copy_(shard, non_blocking=self._pinned)
         shard.record_stream(self._down)  # its memory must not be used anew before it is copied
         return host
 
     def _host_memory(self, like: torch.Tensor) -> torch.Tensor:
-        pinned = self.offload.pin_memory and like.device.type != "cpu"  # without a device nothing can pin
+        pinned = self._pinned and like.device.type != "cpu"  # without a device nothing can pin
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
-
-
-def _policy(policy) -> CPUOffloadPolicy | None:
-    if policy is None or type(policy) is OffloadPolicy:  # torch's way to say: no offload
-        return None
-    if not isinstance(policy, CPUOffloadPolicy):
-        raise TypeError(
-            "offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=True or False), or None, got "
-            f"{policy!r}"
-        )
-    return policy
 
 
 def _groups(group) -> tuple:
     """(the ranks to shard over, the replicas or None, the ranks of both) of a process group or DeviceMesh."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group() first, "
-            "or start this file by ./launch.sh or torchrun, which set one up"
-        )
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             raise ValueError(
@@ -157,11 +151,6 @@ def _groups(group) -> tuple:
         if group.ndim == 1:
             return group.get_group(), None, group.get_group()
         return group.get_group(1), group.get_group(0), _everyone(group)
-    if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
-        raise TypeError(
-            "group must be a process group, as dist.new_group() or mesh.get_group() returns it, or a DeviceMesh of one "
-            f"or two dimensions, got {type(group).__name__}"
-        )
     return group, None, group
 
 

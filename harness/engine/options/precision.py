@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from harness.engine import accelerator
 from harness.engine.hooks import not_compiled
 from harness.engine.options.tensor_parallel import local
+from harness.engine.units import default_units
 
 
 def bucket_dtypes(own: torch.dtype, param_dtype=None, reduce_dtype=None) -> tuple[torch.dtype, torch.dtype]:
@@ -62,38 +63,47 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _KNOWN else tensor.reshape(-1).view(torch.uint8)
 
 
-def rounded_shard(bucket) -> torch.Tensor:
-    """What this rank brings to an all-gather into `bucket.flat`: its shard.
+def is_rounded(bucket) -> bool:
+    """Whether `rounded` has something to do: in mixed precision, in offload, and for a dtype that cannot be sent."""
+    flat, shard = bucket.flat, bucket.shard
+    return flat.dtype != shard.dtype or flat.device != shard.device or flat.dtype not in _KNOWN
 
-    In mixed precision it is rounded into its place there, and from the host's memory (offload) copied.
+
+def rounded(bucket) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an all-gather of `bucket` fills, and what this rank brings: its shard.
+
+    In mixed precision it is rounded into its place, and from the host's memory (offload) copied.
     """
-    if bucket.param_dtype == bucket.shard.dtype and bucket.flat.device == bucket.shard.device:
-        return sendable(bucket.shard)
-    return sendable(bucket.flat[bucket.own].copy_(bucket.shard, non_blocking=True))
+    shard = bucket.shard
+    if shard.dtype != bucket.flat.dtype or shard.device != bucket.flat.device:
+        shard = bucket.flat[bucket.own].copy_(shard, non_blocking=True)
+    return sendable(bucket.flat), sendable(shard)
 
 
-def before_sum(gradients: torch.Tensor, world_size: int) -> torch.Tensor:
-    """`gradients` (numel,) as they are sent. In float16 a part of the division by N comes before the sum, in place.
+def divisors(dtype: torch.dtype, world_size: int) -> tuple[float, float]:
+    """By what gradients are divided before they are summed over the ranks, and by what the sum.
 
-    float16 ends at 65,504, and the sum of N numbers may lie above it where their mean does not. The part is a power of
-    two, which costs no digit. Other dtypes have room, and are divided once, after the sum.
+    float16 ends at 65,504, and the sum of N numbers may lie above it where their mean does not. So a part of the
+    division by N comes first. It is a power of two, N or the next above it, which costs no digit. Other dtypes have
+    room, and are divided once, after the sum.
     """
-    return gradients.div_(_power_of_two(world_size)) if gradients.dtype == torch.float16 else gradients
-
-
-def mean_of_sum(total: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The mean of `before_sum`'s gradients over the ranks from their sum, in place: rounded once, after the sum."""
-    return total.div_(world_size / _power_of_two(world_size) if total.dtype == torch.float16 else world_size)
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest one that is not below `number`."""
-    return 1 << (number - 1).bit_length()
+    before = 1 << (world_size - 1).bit_length() if dtype == torch.float16 else 1
+    return before, world_size / before
 
 
 def common_dtype(buckets) -> torch.dtype:
     """The dtype that holds all shards' values: the same on every rank, also where one owns only a bucket's padding."""
     return functools.reduce(torch.promote_types, (bucket.shard.dtype for bucket in buckets))
+
+
+def cast_inputs(engine) -> list:
+    """Have floating point inputs of the model and of its units cast. Returns the hooks' handles."""
+    if engine.dtypes[0] is None:
+        return []
+    units = getattr(engine, "units", None)
+    modules = default_units(engine.model) if units is None else [unit.module for unit in units]
+    cast = Cast(engine.dtypes[0])
+    return [module.register_forward_pre_hook(cast, with_kwargs=True) for module in (engine.model, *modules)]
 
 
 class Cast:

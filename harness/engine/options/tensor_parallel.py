@@ -47,7 +47,11 @@ def part(param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 def dimension(buckets):
     """The mesh of the tensor dimension, or None where no parameter of `buckets` was cut."""
-    return next((p.device_mesh for b in buckets for p in b.params if isinstance(p, DTensor)), None)
+    for bucket in buckets:
+        for param in bucket.params:
+            if isinstance(param, DTensor):
+                return param.device_mesh
+    return None
 
 
 def counts(param: torch.Tensor, mesh) -> bool:

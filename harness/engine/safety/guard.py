@@ -16,20 +16,21 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_leaves
 
 from harness.engine.hooks import not_compiled
 from harness.engine.options.tensor_parallel import local_gradient
 from harness.engine.safety.waiting import name_some
 
-# What may be asked of a freed parameter: everything that does not look at its values.
+# What may be asked of a freed parameter: everything that does not look at its values. First its properties but these,
+_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH"}
+# and then methods.
 _METADATA = {
-    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn",
-    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "names", "_backward_hooks",
-    "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous", "__len__",
-    "is_floating_point", "is_complex", "get_device", "register_post_accumulate_grad_hook", "register_hook",
-    "_post_accumulate_grad_hooks", "untyped_storage", "data_ptr", "_version", "is_shared", "is_inference", "empty_like",
-    "_is_view", "output_nr", "is_same_size", "__hash__", "_has_compatible_shallow_copy_type",
+    "requires_grad_", "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous",
+    "__len__", "is_floating_point", "is_complex", "get_device", "register_post_accumulate_grad_hook", "register_hook",
+    "untyped_storage", "data_ptr", "is_shared", "is_inference", "empty_like", "_is_view", "is_same_size", "__hash__",
+    "_has_compatible_shallow_copy_type",
 }  # fmt: skip
 # Moves that may change nothing, as `model.float()` of a float32 model: they answer with the parameter itself.
 _MOVES = {"to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type"}
@@ -76,14 +77,6 @@ class EngineParameter(nn.Parameter):
     def grad(self):
         _grad.__set__(self, None)
 
-    def detach(self):
-        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.parameter":  # nn.Parameter(this one)
-            raise RuntimeError(
-                f"parameter {self.zero_name!r} belongs to an engine, and cannot become another one (by weight_norm "
-                "or a parametrization, say): change the model first, then build the engine"
-            )
-        return super().detach()
-
     def __deepcopy__(self, memo):  # a copy belongs to no engine
         if id(self) not in memo:
             data = self.data.clone(memory_format=torch.preserve_format)
@@ -92,6 +85,49 @@ class EngineParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol):
         return self.zero_plain_class(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+def living(reference):
+    """The engine that a weak reference is of; None if it is gone, or was closed."""
+    engine = reference()
+    return engine if engine is not None and vars(engine) else None
+
+
+class Piece(torch.Tensor):
+    """A piece looks like a plain tensor, but torch's clipping finds no gradient in it before step 3 is over.
+
+    What is reduced is not there yet, or not all of it, and the norm of one rank's shard is not the model's.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    @property
+    def data(self):
+        return self.detach()  # writes through torch's own `data` count nowhere
+
+    @data.setter
+    def data(self, value):
+        _data.__set__(self, value)
+
+    @property
+    def grad(self):
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            engine = living(self.zero_engine)
+            if engine is not None and not engine.gradients_are_reduced:
+                raise RuntimeError(
+                    "torch's clipping over the optimizer's pieces would miss gradients that are not reduced yet, and "
+                    "see this rank's shard alone: call engine.clip_grad_norm_(max_norm) or "
+                    "engine.clip_grad_value_(clip_value) on every rank, between backward and engine.step()"
+                )
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value):
+        _grad.__set__(self, value)
+
+
+# torch's optimizers work on all tensors at once (foreach, fused) if they know their class. DTensor adds itself, too.
+_foreach_supported_types.append(Piece)
 
 
 class Freed:
@@ -104,16 +140,13 @@ class Freed:
         kwargs = kwargs or {}
         own = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", None) or own
-        if name in _METADATA or own in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
+        a_property = own in ("__get__", "__set__", "__delete__") and name not in _VALUES
+        if a_property or own in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         freed = next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Freed))
-        if (
-            name in _MOVES
-            and _caller() == "torch.nn.modules.module"
-            and _changes_nothing(func, freed, args[1:], kwargs)
-        ):
-            return freed  # the whole model is moved, to where it is
+        if name in _MOVES and _changes_nothing(func, freed, args[1:], kwargs):
+            return freed  # it is moved to where it is
         if freed.zero_touched(freed):  # it is gathered now: the model uses it outside its module, or runs a part again
             return func(*args, **kwargs)
         raise RuntimeError(message(freed, name))
@@ -142,14 +175,6 @@ class FreedData(Freed, torch.Tensor):
     zero_touched = staticmethod(lambda param: False)
 
 
-def _caller() -> str | None:
-    """The module whose code has called `__torch_function__`, past the frames that `not_compiled` puts in between."""
-    frame = sys._getframe(2)
-    while frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile")):
-        frame = frame.f_back
-    return frame.f_globals.get("__name__")
-
-
 def _changes_nothing(func, freed, args, kwargs) -> bool:
     empty = torch.empty(0, dtype=freed.dtype, device=freed.device)
     try:
@@ -161,8 +186,8 @@ def _changes_nothing(func, freed, args, kwargs) -> bool:
 def message(param: nn.Parameter, asked_for: str) -> str:
     return (
         f"parameter {param.zero_name!r} is freed: its values are sharded over the ranks (asked for: {asked_for}). They "
-        "are gathered only inside the model's forward and backward: call engine(inputs) and not a submodule alone, and "
-        "read weights with engine.full_state_dict()"
+        "are gathered only inside the model's forward and backward: call engine(inputs) and not a submodule alone, "
+        "read weights with engine.full_state_dict(), and write them with engine.load_full_state_dict()"
     )
 
 
@@ -216,7 +241,7 @@ def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """`param.grad`, which is None from now on."""
     gradient = _grad.__get__(param)
     _grad.__set__(param, None)
-    return local_gradient(gradient)
+    return local_gradient(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def drop_gradients(params) -> None:
@@ -243,7 +268,9 @@ def written(params) -> list[str]:
 
 def refuse_lost(buckets) -> None:
     """Raise RuntimeError if somebody has written into weights, and shards that have memory of their own lack it."""
-    lost = written([param for bucket in buckets for param in bucket.params if param.zero_apart])
+    lost = []
+    for bucket in buckets:
+        lost += written([param for param in bucket.params if param.zero_apart])
     if lost:
         raise RuntimeError(f"{name_some(lost)} {LOST}")
 

@@ -7,15 +7,17 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.engine.all_or_none import all_or_none
+from harness.engine.layout import plain_name
 from harness.engine.options import meta, tensor_parallel
-from harness.engine.safety import guard
 from harness.engine.safety.optimizer_refusals import check_optimizer
-from harness.engine.safety.waiting import name_some
 
 
-def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unused, source=None, **options) -> None:
+def check(
+    model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unused, source=None, **options
+) -> list[list[str]]:
     """Every check that can be made before anything is changed, on all ranks together.
 
+    Returns the names of the parameters in each of the optimizer's groups, as they are in a checkpoint.
     `place` says who they are, and where shards are kept (engine/options/placement.py). `dtypes` are (param_dtype,
     reduce_dtype), `source` is where a model on `meta` gets its values from, (init_fn, state_dict), or None in a stage
     that takes no such model. Raises RuntimeError without a process group; ValueError, TypeError or KeyError for a model
@@ -29,7 +31,6 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
     def checked() -> str:
         _check_parameters(model)
         _check_memory(model)
-        _check_devices(model, dist.get_backend(group))
         _check_options(options)
         _check_units(model, options.get("units"))
         tensor_parallel.check(model, group, dtypes)
@@ -39,13 +40,15 @@ def check(model: nn.Module, optimizer_cls, param_groups, place, dtypes, find_unu
         return hashlib.sha256(text.encode()).hexdigest()
 
     # A damaged file, or the user's own code, may cause any error: the other ranks must hear of it.
-    everyone = all_or_none(checked, group, "all ranks to build the engine", model)
+    everyone = all_or_none(checked, group, "all ranks to build the engine")
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
         raise ValueError(
             f"rank(s) {different} have another model (names, shapes, dtypes, requires_grad), another optimizer (its "
             "name, groups and numbers) or other options than rank 0: every rank must build the same engine"
         )
+    _, groups = options["optimizer"]
+    return [[plain_name(name) for name in names] for names, _ in groups]
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -54,132 +57,82 @@ def _check_parameters(model: nn.Module) -> None:
             "the model is wrapped in DistributedDataParallel, which reduces gradients itself: pass its .module"
         )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{name or 'the model'!r} is scripted, and takes no hooks: pass it as it was")
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
                 f"{name!r} has max_norm: its forward writes into its weights, on every rank into the rows of its own "
                 "batch, and the ranks' weights would part. Build the embedding without it"
             )
-    named = list(model.named_parameters())
-    for name, param in named:
+    for name, param in model.named_parameters():
         if getattr(param, "zero_engine", lambda: None)() is not None:
             raise ValueError(
                 f"parameter {name!r} is sharded by another engine already: call that engine's close(), which makes the "
                 "model plain again, or build a new model"
             )
-        if isinstance(param, guard.Freed):
-            raise ValueError(
-                f"parameter {name!r} was freed by an engine that is gone, and its values with it: call engine.close() "
-                "while the engine is there, or build a new model"
-            )
-    for name, tensor in (*named, *model.named_buffers()):
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{name!r} has the layout {tensor.layout}, and collectives send dense tensors: make it dense with "
-                ".to_dense(), or keep it as a plain attribute of its module, which the engine leaves alone"
-            )
-    if not any(param.requires_grad for _, param in named):
-        raise ValueError(
-            f"{type(model).__name__} has no trainable parameter among its {len(named)}: there is nothing to shard. "
-            "Set requires_grad on what is to be trained"
-        )
 
 
 def _check_memory(model: nn.Module) -> None:
     """Each parameter gets a place of its own: tensors that are on its memory today would part from it."""
-    in_storage = {}  # number of a storage -> what lies in it
+    in_storage = {}  # number of a storage -> (name, tensor) of what lies in it, parameters first
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensor, trained = tensor_parallel.local(tensor), isinstance(tensor, nn.Parameter)
-        if trained and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape)):
-            raise ValueError(f"several elements of {name!r} lie in one place of memory (expand()): add .clone()")
-        beside = in_storage.setdefault(tensor.untyped_storage()._cdata, [])
-        for other, there, its in beside:
-            if (trained or its) and _overlap(tensor, there):
-                raise ValueError(
-                    f"{other!r} and {name!r} share memory, and would not after the build. Tie weights by one parameter "
-                    "for both (a.weight = b.weight), and give a buffer memory of its own with .clone()"
-                )
-        beside.append((name, tensor, trained))
+        in_storage.setdefault(tensor_parallel.local(tensor).untyped_storage()._cdata, []).append((name, tensor))
+    for together in in_storage.values():
+        if len(together) > 1:
+            _refuse_shared(together)
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors in one storage have an element in common."""
-    ends = [
-        (t.storage_offset() + sum(step * (size - 1) for step, size in zip(t.stride(), t.shape)) + 1) * t.element_size()
-        for t in (one, other)
-    ]
-    begins = [t.storage_offset() * t.element_size() for t in (one, other)]
-    if min(one.numel(), other.numel()) == 0 or ends[0] <= begins[1] or ends[1] <= begins[0]:
-        return False
-    if one.element_size() != other.element_size():
-        return True
-    marks = torch.zeros(max(ends) // one.element_size(), dtype=torch.bool, device="cpu")
-    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
-
-
-def _check_devices(model: nn.Module, backend: str) -> None:
-    devices = {param.device: name for name, param in model.named_parameters() if not param.is_meta}
-    if len(devices) > 1:
-        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"parameters on several devices ({where}): move the whole model to one with model.to(device)")
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
-    if backend not in ("gloo", "fake") and on_cpu:
-        raise ValueError(
-            f"{name_some(on_cpu)} on the CPU, but the group's backend is {backend}: move the model to the GPU first"
-        )
+def _refuse_shared(together: list[tuple[str, torch.Tensor]]) -> None:
+    """`together` lie in one storage. Raises ValueError if a parameter has a byte in common with another tensor."""
+    taken = torch.zeros(tensor_parallel.local(together[0][1]).untyped_storage().nbytes(), dtype=torch.int16)
+    for number, (name, tensor) in enumerate(together, 1):
+        local = tensor_parallel.local(tensor)
+        size = local.element_size()
+        steps = [size * step for step in local.stride()]
+        place = taken.as_strided((*local.shape, size), (*steps, 1), size * local.storage_offset())
+        if place.any():
+            other = together[int(place.max()) - 1][0]
+            raise ValueError(
+                f"{other!r} and {name!r} share memory, and would not after the build. Tie weights by one parameter for "
+                "both (a.weight = b.weight), and give a buffer memory of its own with .clone()"
+            )
+        if isinstance(tensor, nn.Parameter):
+            place.fill_(number)
 
 
 def _check_options(options: dict) -> None:
-    """The ranks would go different ways, or one way in silence that nobody meant."""
-    for name, value in options.items():
-        if name in ("param_dtype", "reduce_dtype"):
-            fits = value is None or isinstance(value, torch.dtype) and value.is_floating_point
-            wanted = "a floating point dtype such as torch.bfloat16, or None"
-        elif name in ("find_unused", "reshard_after_forward"):  # torch's fully_shard takes a number, too
-            fits, wanted = isinstance(value, bool), "True or False"
-        elif name == "bucket_mb":
-            fits = value is None or isinstance(value, int | float) and value >= 0
-            wanted = "a number of MiB, 0 or more, or None"
-        elif name == "prefetch":
-            fits = type(value) is int and value >= 0
-            wanted = "a whole number of units, 0 or more"
-        else:
-            continue
-        if not fits:
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    """What would train wrong, or in another way than was meant, without a word."""
+    for name in ("param_dtype", "reduce_dtype"):
+        if options[name] is not None and not options[name].is_floating_point:
+            raise ValueError(f"{name} must be a floating point dtype such as torch.bfloat16, got {options[name]!r}")
+    if options.get("prefetch", 0) < 0:
+        raise ValueError(f"prefetch must be a number of units, 0 or more, got {options['prefetch']!r}")
 
 
 def _check_units(model: nn.Module, units) -> None:
-    """What is wrong with ZeRO-3's `units`: entries that are not in the model, never called, or overlapping."""
-    names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-    unit_of = {}  # id of a module -> the place of the unit that it is in
-    for index, unit in enumerate(units or ()):
-        if id(unit) not in names:
+    """Entries of ZeRO-3's `units` that are not in the model or overlap: nothing would be gathered with them."""
+    names = {module: name for name, module in model.named_modules()}
+    unit_of = {}  # module -> the unit that it is in
+    for unit in units or ():
+        if unit not in names:
             raise ValueError(
-                f"units[{index}], {str(unit)[:80]!r}, is not a module of the model: "
-                "take the entries from model.modules(), for example list(model.blocks)"
-            )
-        if isinstance(unit, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(
-                f"units[{index}] is {names[id(unit)]!r}, a {type(unit).__name__}: it is never called itself, "
-                "so nothing could gather it in time; pass its entries instead"
+                f"{str(unit)[:80]!r} in units is not a module of the model: take the entries from model.modules(), for "
+                "example list(model.blocks)"
             )
         for module in unit.modules():
-            other = unit_of.setdefault(id(module), index)
-            if other != index:
+            if module in unit_of:
                 raise ValueError(
-                    f"units[{other}] ({names[id(units[other])]!r}) and units[{index}] ({names[id(unit)]!r}) overlap: "
-                    "a parameter can be gathered with one unit only; drop one of the two"
+                    f"the units {names[unit_of[module]]!r} and {names[unit]!r} overlap: a parameter can be gathered "
+                    "with one unit only; drop one of the two"
                 )
+            unit_of[module] = unit
 
 
 def _fingerprint(model: nn.Module, options: dict) -> str:
     """What must be the same on every rank for the collectives to match: names, shapes, dtypes and options."""
-    params = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
-    names = {id(module): name for name, module in model.named_modules()}
-    units = options.get("units")
-    if isinstance(units, (list, tuple)):
-        options = {**options, "units": [names.get(id(unit)) for unit in units]}
+    params = [(name, tuple(p.shape), p.dtype, p.requires_grad, p.device.type) for name, p in model.named_parameters()]
+    buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
+    names = {module: name for name, module in model.named_modules()}
+    if options.get("units") is not None:
+        options = {**options, "units": [names[unit] for unit in options["units"]]}
     return repr((params, buffers, options))

@@ -1,8 +1,9 @@
-"""Waiting for collectives: an error says what this rank waited for, and so does a wait that takes long.
+"""Ranks meet in collectives: what a rank waits for there, and whether all come to the same ones in the same order.
 
-torch lets a rank wait for half an hour, in silence. Here a thread looks once a second for how long this rank's other
-threads have waited. After a few seconds it leaves a note in the store through which the ranks have met, so that each
-can tell who has come. A step costs that nothing: it writes down what it waits for, and when it began.
+An error says what this rank waited for, and so does a wait that takes long. torch lets a rank wait for half an hour, in
+silence. Here a thread looks once a second for how long this rank's other threads have waited. After a few seconds it
+leaves a note in the store through which the ranks have met, so that each can tell who has come. A step costs that
+nothing: it writes down what it waits for, and when it began.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ import threading
 import time
 
 import torch.distributed as dist
+
+from harness.engine import groups
 
 MAX_NAMES = 5  # in an error message
 NOTICE = 30.0  # seconds after which a rank says what it waits for
@@ -28,15 +31,17 @@ def not_alike(missing: list[str], unexpected: list[str]) -> str:
     return f"missing {name_some(missing) or 'nothing'}; unexpected {name_some(unexpected) or 'nothing'}"
 
 
-def label(bucket) -> str:
-    """What a message calls `bucket`: its unit, or the names of its parameters."""
-    return getattr(bucket, "label", None) or f"the bucket of {name_some(bucket.names)}"
+class NamedWork:
+    """A collective of `bucket` in flight. An error of its `wait` says what this rank has waited for."""
 
+    def __init__(self, work, collective: str, bucket, group=None):
+        self._work, self._group = work, group or bucket.group
+        self._what = f"the {collective} of {bucket.label}"
 
-def wait(work, collective: str, bucket, group=None) -> None:
-    """`work.wait()`; on CUDA the stream waits and not the host. An error names the collective and the bucket."""
-    with waiting_for(f"the {collective} of {label(bucket)}", group or bucket.group):
-        work.wait()
+    def wait(self) -> None:
+        """On a CPU the host waits, on CUDA the stream."""
+        with waiting_for(self._what, self._group):
+            self._work.wait()
 
 
 class waiting_for:
@@ -107,3 +112,57 @@ def _store():
 
 def _key(rank: int) -> str:
     return f"zero waits {rank}"
+
+
+class Sequence:
+    """The collectives of one forward and its backward, checked against those of the one before.
+
+    A collective is matched with the other ranks' by its turn alone. If one rank skips a unit, its next all-gather meets
+    another unit's: at best the sizes differ and the process is aborted, at worst they are equal and the weights wrong.
+
+    As long as every step goes like the last one, nothing is sent. Where this rank's differs (in the first step
+    everything does) words are exchanged in a group of its own, which cannot be mistaken for anything else: ranks
+    that differ alike go on, ranks that came to something else get an error that names both, and a
+    rank that nobody joins gets the timeout's.
+    """
+
+    def __init__(self, group):
+        self._control = None if groups.alone(group) else groups.beside(group, "gloo")
+        self._known: dict = {}  # kind of step -> its events when it was last run
+        self._kind, self._events = None, []
+
+    def begin(self, kind) -> None:
+        """Another forward begins, of a `kind` of its own: with gradients or without, under `no_sync` or not."""
+        if len(self._events) < len(self._known.get(self._kind, [])):
+            self._compare(("next forward", ""), len(self._events))  # the last time something came before it
+        self._known[self._kind] = self._events
+        self._kind, self._events = kind, []
+
+    def next(self, collective: str, unit) -> None:
+        """This rank comes to the `collective` of `unit`. Raises RuntimeError if others come to something else."""
+        known, event = self._known.get(self._kind, ()), (collective, unit.name)
+        position = len(self._events)
+        self._events.append(event)
+        if position >= len(known) or known[position] != event:
+            self._compare(event, position)
+
+    def _compare(self, event: tuple[str, str], position: int) -> None:
+        if self._control is None:
+            return
+        known, event = self._known.get(self._kind, ()), _told(event)
+        before = f" (the last time it was {_told(known[position])})" if position < len(known) else ""
+        everyone = [None] * dist.get_world_size(self._control)
+        with waiting_for(f"the others to come to {event}{before}"):
+            dist.all_gather_object(everyone, event, group=self._control)
+        if set(everyone) == {event}:
+            return
+        where = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(everyone))
+        raise RuntimeError(
+            f"the ranks come to different collectives ({where}): every rank must run the same units in the same order. "
+            "Let no branch depend on a rank's own data, or run the unit and multiply its output by 0"
+        )
+
+
+def _told(event: tuple[str, str]) -> str:
+    collective, unit = event
+    return f"the {collective} of unit {unit!r}" if unit else f"the {collective}"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from harness.measure import tables
-from harness.measure.held import buckets_of_unit, held_bytes, storage_bytes
+from harness.measure.held import held_bytes, storage_bytes
 from harness.measure.ledger import MemoryLedger
 from harness.measure.timeline import Timeline
 from harness.measure.watched_step import watched_step
@@ -98,7 +98,7 @@ def note_gathered(engine, gathered: list[int], *_) -> None:
     """
     buffers = []
     for unit in engine.units:
-        buffers += [bucket.flat for bucket in buckets_of_unit(unit)]
+        buffers += [bucket.flat for bucket in getattr(unit, "buckets", [unit])]
     gathered.append(storage_bytes(buffers))
 
 
