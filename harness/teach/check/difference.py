@@ -70,6 +70,8 @@ class Comparison:
         def compare(issued):
             call = f"of call {len(found.calls) + 1} of {name}" if inside else f"after {len(found.calls)} of {name}"
             place = len(recorder.issued)
+            if name == "__init__" and inside:
+                return  # what it has computed says more than the size of its broadcast
             self._same_kinds(call, right.issued[place : place + 1], [issued])
 
         inside = []
