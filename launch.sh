@@ -10,7 +10,7 @@ Learn
 ./launch.sh changes [zero1 zero2]       what changes from a chapter's class to the next one's
 ./launch.sh articles [options]          the articles' claims, each run or added up here
 ./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
-./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks: zero1, zero2, zero3
+./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks, or a task
 ./launch.sh check NAME [N] [--hint]     of an exercise, step by step: passed, or expected and found
 ./launch.sh bug [NUMBER [N]] [--clue]   the museum of bugs: one (--hint, --answer), or the list
 

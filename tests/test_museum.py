@@ -30,9 +30,9 @@ def visit(number: int) -> dict:
     # the fourth is the first that compares no notes on the order of collectives in any exhibit
     exhibit = replace(exhibit, training={"steps": 4, **exhibit.training})
     key = repr((exhibit.right, exhibit.options, exhibit.training))
-    found = bug.visit(exhibit, rank, right=_right.get(key))
-    _right[key] = found["right"]
-    return found
+    if key not in _right:
+        _right[key] = bug.visit(exhibit, exhibit.right, rank)
+    return {"right": _right[key], "wrong": bug.visit(exhibit, exhibit.wrong, rank)}
 
 
 def cases(number: int, name: str) -> list[dict]:
@@ -103,22 +103,16 @@ def test_the_symptom_is_the_one_told(ranks, number):
 
 
 def test_the_catalogue_gives_nothing_away(capsys):
+    """A session on a chapter can name its bugs: they stand in order, and in front of those of what only engines do."""
     assert bug.main([]) == 0
     shown = capsys.readouterr().out
-    assert len(EXHIBITS) >= 14 and {exhibit.stage for exhibit in EXHIBITS.values()} == set(STAGES)
-    for number, exhibit in EXHIBITS.items():
-        assert f"{number:>3}  {exhibit.stage}  {exhibit.title}" in shown
+    places = []
+    for number, exhibit in sorted(EXHIBITS.items(), key=lambda item: (item[1].of_engine, item[0])):
+        places.append(shown.index(f"{number:>3}  {exhibit.stage}  {exhibit.title}\n"))
         assert exhibit.diagnosis not in shown and exhibit.clue not in shown
-
-
-def test_the_chapters_exhibits_stand_in_front_and_in_order(capsys):
-    """A session on a chapter can name its bugs; those of what only engines do stand in a second row."""
-    bug.main([])
-    shown = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines() if line[:3].strip().isdecimal()]
+        assert exhibit.of_engine or exhibit.read.startswith("zero")
     stages = [exhibit.stage for exhibit in EXHIBITS.values()]
-    assert stages == sorted(stages) and list(EXHIBITS) == list(range(1, len(EXHIBITS) + 1)) == sorted(shown)
-    assert [EXHIBITS[number].of_engine for number in shown] == sorted(EXHIBITS[number].of_engine for number in shown)
-    assert all(EXHIBITS[number].read.startswith("zero") for number in shown if not EXHIBITS[number].of_engine)
+    assert places == sorted(places) and stages == sorted(stages) and set(stages) == set(STAGES)
 
 
 @pytest.mark.parametrize("number", EXHIBITS)

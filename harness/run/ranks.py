@@ -215,6 +215,8 @@ class Ranks:
             what = crash.split("\n")[0].removeprefix("Fatal Python error: ")
             line = self.file and re.search(rf'File "{re.escape(self.file)}", line (\d+)', crash)
             at = f" in line {line[1]}" if line else ""
+            if what.startswith("Timeout"):  # of `faulthandler.dump_traceback_later`
+                return f"hangs{at}"
             freed = " (is it a tensor whose memory was freed?)" if "Segmentation" in what else ""
             return f"died: {what}{at}{freed}"
         if self.late:

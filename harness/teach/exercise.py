@@ -10,7 +10,7 @@ import hashlib
 import re
 import textwrap
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.run.command_line import Parser, one_line
@@ -52,27 +52,54 @@ class Blank:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What a task demands: of a `number` (check/tasks.py) `least`, or `most`, in parts of what the chapter has.
+
+    Without a number: the chapter's weights. A `title` alone, of a task without a source, is the score of `conform`.
+    """
+
+    title: str
+    number: str = ""
+    least: float = 0
+    most: float | None = None
+
+
+@dataclass(frozen=True)
 class Exercise:
-    """A file to write: made from the chapter `source`, whose class `engine` is checked; `goal` in numbers."""
+    """A file to write, whose class `engine` is checked: the chapter `source` with `blanks`, in all with this `goal`.
+
+    Or a task that is in no chapter: `text` to begin with, and `targets` that `check` measures beside the source's
+    class, which is given the same `options` and so many `backwards` per step. It needs so many `ranks`.
+    """
 
     source: str
     engine: str
     goal: str
-    blanks: tuple[Blank, ...]
+    blanks: tuple[Blank, ...] = ()
+    text: str = ""
+    targets: tuple[Target, ...] = ()
+    options: dict = field(default_factory=dict)
+    backwards: int = 1
+    ranks: int = 2
 
 
 def _exercises() -> dict[str, Exercise]:
-    """exercises.toml, in which it does not matter where a text is broken into lines."""
+    """exercises.toml and tasks.toml, in which it does not matter where a text is broken into lines."""
     found = {}
-    for name, exercise in tomllib.loads(Path(__file__).with_name("exercises.toml").read_text()).items():
-        blanks = [{key: _unfolded(value, key) for key, value in blank.items()} for blank in exercise.pop("blanks")]
-        said = {key: _unfolded(value, key) for key, value in exercise.items()}
-        found[name] = Exercise(**said, blanks=tuple(Blank(**blank) for blank in blanks))
+    for file in ("exercises.toml", "tasks.toml"):
+        for name, row in tomllib.loads(Path(__file__).with_name(file).read_text()).items():
+            blanks = tuple(Blank(**_unfolded(blank)) for blank in row.pop("blanks", ()))
+            targets = tuple(Target(**target) for target in row.pop("targets", ()))
+            found[name] = Exercise(**_unfolded(row), blanks=blanks, targets=targets)
     return found
 
 
-def _unfolded(value: str, key: str) -> str:
-    return value if key == "head" else " ".join(value.split())
+def _unfolded(row: dict) -> dict:
+    """The texts of a row in one line each; but code."""
+    for key, value in row.items():
+        if isinstance(value, str) and key not in ("head", "text"):
+            row[key] = " ".join(value.split())
+    return row
 
 
 EXERCISES = _exercises()
@@ -95,12 +122,11 @@ def _named(node: ast.FunctionDef, start: str) -> tuple[list[ast.stmt], int]:
     Raises LookupError if that is no statement's beginning, or several statements'.
     """
     bodies = [body for each in ast.walk(node) if isinstance(body := getattr(each, "body", None), list)]
-    found = [
-        (body, place)
-        for body in bodies
-        for place, statement in enumerate(body)
-        if ast.unparse(statement).startswith(start)
-    ]
+    found = []
+    for body in bodies:
+        for place, statement in enumerate(body):
+            if ast.unparse(statement).startswith(start):
+                found.append((body, place))
     if len(found) != 1:
         raise LookupError(f"{start!r} begins {len(found)} of its statements, and must begin one")
     return found[0]
@@ -136,6 +162,9 @@ def generate(name: str, hints: int = HINTS) -> str:
     Raises LookupError, with the chapter, the function and what was looked for, for what is not in the chapter any more.
     """
     exercise = EXERCISES[name]
+    if exercise.text:
+        text = exercise.text.rstrip("\n")
+        return f"{text}\n{SEAL}{_digest(text)}\n"
     text = (ROOT / exercise.source).read_text()
     for blank in exercise.blanks:
         try:
@@ -184,21 +213,28 @@ def _goal(name: str, exercise: Exercise) -> list[str]:
     return [f"# {line}" for line in lines]
 
 
+def lines_of_blanks(text: str) -> dict[str, int]:
+    """{task: line} of the blanks of an exercise as it was written."""
+    found = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if "raise NotImplementedError(" in line:
+            found[line.split('"')[1]] = number
+    return found
+
+
 def told(name: str, text: str) -> str:
     """What is printed of an exercise that was written."""
-    exercise = EXERCISES[name]
-    places = enumerate(text.split("\n"), start=1)
-    lines = {line.split('"')[1]: number for number, line in places if "raise NotImplementedError(" in line}
-    blanks = [blank.task for blank in exercise.blanks]  # in the order to write them in
-    return "\n".join(
-        [
-            f"written: {FOLDER / name}.py, {exercise.source} with {len(blanks)} blank{'s' * (len(blanks) > 1)}:",
-            *(f"  line {lines[task]:>3}  {task}" for task in blanks),
-            f"In all it {exercise.goal}.",
-            f"Write them in this order, the order of work and not of lines. Ask after each: ./launch.sh check {name}",
-            f"It takes about half a minute. A hint beside it: ./launch.sh check {name} --hint",
-        ]
+    exercise, lines = EXERCISES[name], lines_of_blanks(text)
+    said = [f"written: {FOLDER / name}.py, to fill in:"]
+    said += [f"  line {lines[blank.task]:>3}  {blank.task}" for blank in exercise.blanks]
+    said += [f"  target    {target.title}" for target in exercise.targets]
+    said.append(f"In all it {exercise.goal}.")
+    if exercise.blanks:
+        said.append("Write them in this order, the order of work and not of lines.")
+    said.append(
+        f"Ask at any time, which takes about half a minute: ./launch.sh check {name} (a hint beside it: --hint)"
     )
+    return "\n".join(said)
 
 
 @one_line(ValueError, OSError)
@@ -210,9 +246,8 @@ def main(argv=None) -> None:
     parser.add_argument("--force", action="store_true", help="write it anew even if the file was edited")
     options = parser.parse_args(argv)
     if options.name not in EXERCISES:
-        raise ValueError(
-            f"which one? there are: {', '.join(EXERCISES)}" + f"; not {options.name!r}" * bool(options.name)
-        )
+        not_this = f"; not {options.name!r}" if options.name else ""
+        raise ValueError(f"which one? there are: {', '.join(EXERCISES)}{not_this}")
     file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=options.hints)
     shown = file.relative_to(ROOT)
     if file.exists() and edited(file.read_text(errors="replace")) and not options.force:

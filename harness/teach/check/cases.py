@@ -5,6 +5,7 @@ import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from harness.properties import fixtures
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
+WAIT = timedelta(seconds=20)  # for another rank, in a collective
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 LAYERS, WIDTH = 6, 48
 
@@ -33,7 +35,7 @@ class Case:
 
     @property
     def group(self):
-        groups = _groups(dist.group.WORLD)
+        groups = groups_of(dist.group.WORLD)
         if self.memory:
             return groups.silent
         return groups.alone if self.alone else groups.all
@@ -44,9 +46,9 @@ class Case:
 
 
 @functools.cache
-def _groups(world) -> types.SimpleNamespace:
+def groups_of(world) -> types.SimpleNamespace:
     """None is the default group, so that a collective that was given none shows."""
-    new = partial(dist.new_group, group_desc="for all checks")
+    new = partial(dist.new_group, group_desc="for all checks", timeout=WAIT)
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group())
 
@@ -90,6 +92,7 @@ class Crossing(nn.Module):
 
 
 odd_model = partial(fixtures.OddModel, frozen_block=1)
+recomputed = partial(fixtures.Checkpointed, "around each")
 
 
 # What is done.
@@ -105,18 +108,6 @@ def two_steps(cls, case: Case, dtype=torch.float64, model=odd_model) -> None:
     engine.training_step(*tokens(case, 3), F.cross_entropy)
 
 
-def in_float32(cls, case: Case) -> None:
-    two_steps(cls, case, dtype=torch.float32)
-
-
-def shared(cls, case: Case) -> None:
-    two_steps(cls, case, model=fixtures.SharedInside)
-
-
-def recomputed(cls, case: Case) -> None:
-    two_steps(cls, case, model=partial(fixtures.Checkpointed, "around each"))
-
-
 def crossing(cls, case: Case) -> None:
     engine = build(cls, case, Crossing)
     for step in range(2):
@@ -124,20 +115,21 @@ def crossing(cls, case: Case) -> None:
         engine.training_step(inputs, targets, F.mse_loss)
 
 
-def one_weight(cls, case: Case, more: bool = True) -> None:
+def one_weight(cls, case: Case, more: bool = True, clip: bool = False) -> None:
     engine = build(cls, case, partial(OneWeight, more))
     inputs = fixtures.vector_batch(case.seed, dist.get_rank(), 2, torch.float64)[0]
     for _ in range(2):
         loss = engine(inputs).square().sum()
         loss.backward()
-        if hasattr(engine, "clip_grad_norm_"):
+        if clip:
             engine.clip_grad_norm_(0.01)
         engine.step()
         engine.zero_grad()
 
 
-def nothing_but_padding(cls, case: Case) -> None:
-    one_weight(cls, case, more=False)
+def clipping_padding(cls, case: Case) -> None:
+    one_weight(cls, case, clip=True)
+    one_weight(cls, case, more=False, clip=True)
 
 
 def no_backward(cls, case: Case) -> None:
@@ -177,12 +169,13 @@ CASES = (
     Case("", two_steps),
     Case("in a group of one rank (self.world_size is 1)", two_steps, alone=True),
     Case("where some ranks own only padding of a bucket", one_weight),
-    Case("where some ranks own nothing but padding", nothing_but_padding),
-    Case("in float32", in_float32),
+    Case("where some ranks own nothing but padding", partial(one_weight, more=False)),
+    Case("in float32", partial(two_steps, dtype=torch.float32)),
     Case("where ranks finish their gradients in different orders", crossing, only=("zero1", "zero1_2psi", "zero2")),
-    Case("where two units share a weight", shared, only=("zero3",)),
-    Case("where units are recomputed in backward", recomputed, only=("zero3",)),
+    Case("where two units share a weight", partial(two_steps, model=fixtures.SharedInside), only=("zero3",)),
+    Case("where units are recomputed in backward", partial(two_steps, model=recomputed), only=("zero3",)),
     Case("in a step without a backward", no_backward, expects=RuntimeError),
+    Case("where some ranks own nothing but padding", clipping_padding, only=("clip_grad_norm_",)),
     Case("clipping", clipping, only=("clip_grad_norm_",)),
     Case("where one rank's gradients have a NaN or an infinity", clipping_what_is_no_number, only=("clip_grad_norm_",)),
     Case("counted in bytes", count_bytes, memory=True),

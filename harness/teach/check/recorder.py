@@ -1,6 +1,7 @@
 """Writes down the collectives of a run, when they were waited for, and whether their input stayed as it was."""
 
-import contextlib
+import inspect
+import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +16,16 @@ KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter
 COLLECTIVES = (*KINDS, "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
                "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv", "barrier",
                "all_gather_object", "broadcast_object_list")  # fmt: skip
+IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 
 @dataclass(eq=False)
 class Issued:
     """A collective that was started, of `nbytes` (of the whole buffer), and what became of it."""
 
-    what: str
-    kind: str
+    name: str
     nbytes: int
+    line: str  # ", issued in line 7", if that is in the student's file
     group: dist.ProcessGroup
     given: torch.Tensor | None  # a copy of its input
     outputs: set[int]  # the storages that it writes into
@@ -33,6 +35,15 @@ class Issued:
     def __str__(self):
         dtype = "" if self.given is None else f" in {self.given.dtype}"
         return f"{self.kind} of {self.nbytes:,} bytes{dtype}"
+
+    @property
+    def kind(self) -> str:
+        return next((kind for start, kind in KINDS.items() if self.name.startswith(start)), self.name)
+
+    @property
+    def what(self) -> str:
+        size = f" of {self.nbytes:,} bytes" if self.nbytes else ""
+        return f"{self.name}{size}{self.line}"
 
 
 class Work:
@@ -51,24 +62,31 @@ class Work:
                 tensor = reference()
                 if tensor is not None and (tensor._version != version or not tensor.untyped_storage().nbytes()):
                     self.issued.spoilt = True
-        with self._recorder.inside(self.issued.what):
-            return self._work.wait(*args, **kwargs)
+        self._recorder.enter(self.issued.what)
+        return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name):
         return getattr(self._work, name)
 
 
 class Recorder:
-    """Stands in front of the functions of torch.distributed. `issued` are the collectives since `forget`."""
+    """Stands in front of the functions of torch.distributed. `issued` are the collectives since `forget`.
 
-    copies = True  # of what is sent
+    What is issued is named by its line in `file`. `count` is how many were issued or waited for in all, `last` the name
+    of the last of them, which is also written to `note`: for whoever finds this rank dead.
+    """
 
-    def __init__(self):
+    def __init__(self, file: str = "", note=None):
+        self.file, self.count, self.last = file, 0, ""
+        self._note = None if note is None else open(note, "w")  # noqa: SIM115  as long as this rank lives
+        self.copies = True  # of what is sent
         self.forget()
 
-    def forget(self) -> None:
+    def forget(self, expected=None) -> None:
+        """From here on another run is written down. `expected(issued)` may raise, before a collective is started."""
         self.issued: list[Issued] = []
         self.most = 0  # in flight at once, since somebody set it to 0
+        self.expected = expected
 
     def count_in_flight(self) -> None:
         self.most = max(self.most, sum(issued.in_flight for issued in self.issued))
@@ -82,34 +100,46 @@ class Recorder:
     def __exit__(self, *exception):
         self._replaced.__exit__(*exception)
 
-    def begins(self, what: str) -> str:
-        """A collective is about to be issued. Returns what it is called."""
-        return what
+    def enter(self, what: str) -> None:
+        """This rank issues that collective, or waits for it."""
+        self.count += 1
+        self.last = what
+        if self._note is not None:
+            self._note.seek(0)
+            self._note.write(f"{what[:200]:<200}")
+            self._note.flush()
 
-    def inside(self, what: str):
-        """A context: this rank is in that collective, to issue it or to wait for it."""
-        return contextlib.nullcontext()
+    def line(self) -> str:
+        """`, issued in line 7`: where in the file the innermost of this function's callers stands that is there."""
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_filename == self.file:
+                return f", issued in line {frame.f_lineno}"
+            frame = frame.f_back
+        return ""
 
     def _call(self, name, real, *args, **kwargs):
-        given = [*args, *kwargs.values()]
-        nbytes = 0
-        for argument in given:
-            nbytes = max(nbytes, sum(tensor.nbytes for tensor in tensor_leaves([argument])))
-        what = self.begins(f"{name} of {nbytes:,} bytes" if nbytes else name)
-        named = [value for key, value in kwargs.items() if key.startswith("input") or key == "tensor"]
-        inputs = tensor_leaves([*(args[:2] if name == "all_reduce" else args[1:2]), *named])
-        outputs = tensor_leaves([*args[:1], kwargs.get("output"), kwargs.get("output_tensor"), kwargs.get("tensor")])
-        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), name)
-        group = next((each for each in given if isinstance(each, dist.ProcessGroup)), dist.group.WORLD)
-        with torch.no_grad():
-            copy = torch.cat([tensor.detach().flatten() for tensor in inputs]) if inputs and self.copies else None
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        nbytes = max(sum(tensor.nbytes for tensor in tensor_leaves([value])) for value in (None, *given.values()))
+        inputs, outputs = [], []
+        for key, value in given.items():
+            if key == "tensor" or key.startswith("input"):
+                inputs += tensor_leaves([value])
+            elif key == "tensor_list" or key.startswith("output"):
+                outputs += tensor_leaves([value])
+        outputs += inputs if name in IN_PLACE else []
         places = {tensor.untyped_storage()._cdata for tensor in outputs}
-        issued = Issued(what, kind, nbytes, group, copy, places)
+        copy = None
+        if inputs and self.copies:
+            copy = torch.cat([tensor.detach().flatten() for tensor in inputs])
+        issued = Issued(name, nbytes, self.line(), given.get("group") or dist.group.WORLD, copy, places)
         if name != "barrier":
+            if self.expected is not None:
+                self.expected(issued)
             self.issued.append(issued)
-        with self.inside(what):
-            result = real(*args, **kwargs)
+        self.enter(issued.what)
+        result = real(*args, **kwargs)
         if not isinstance(result, dist.Work):
             return result
         # What lies in the output is changed by the collective itself.
-        return Work(result, self, issued, [t for t in inputs if t.untyped_storage()._cdata not in places])
+        return Work(result, self, issued, [each for each in inputs if each.untyped_storage()._cdata not in places])

@@ -1,128 +1,86 @@
 """`./launch.sh check zero2 [N]`: is the exercise solved? Says so step by step, with what was expected and found.
 
-This process has no rank: it starts those that try the steps (`steps.py`), and puts their verdicts into words.
+./launch.sh check zero2                          exercises/zero2.py
+./launch.sh check zero2 --folder SUBMISSIONS     a table of all Python files in a folder
 """
 
 import argparse
-import ast
+import contextlib
+import io
 import itertools
 import os
 import platform
 import re
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from harness.engine import accelerator
+from harness.measure import tables
+from harness.properties import conform
+from harness.properties.property import library
+from harness.run import engine_file, process_group, ranks
 from harness.run import options as common
-from harness.run import process_group, ranks
-from harness.run.command_line import one_line
-from harness.teach.check.steps import checks_of, parted
-from harness.teach.exercise import EXERCISES, FOLDER, ROOT
+from harness.run.command_line import Parser, one_line
+from harness.teach.check.steps import Check, checks_of, parted
+from harness.teach.exercise import EXERCISES, FOLDER, ROOT, edited, lines_of_blanks
 
-SECONDS = 30  # for one step; each takes a second or two
-GONE = ("died", "lost", "hang")  # ranks with nothing to say about the step itself
-SIGNS = {"passed": "passed", "failed": "FAILED", "error": "FAILED", "open": "to write"}
-SIGNS |= {"died": "DIED", "lost": "DIED", "hang": "HANGS"}
-
-
-def to_write(text: str) -> list[tuple[int, str]]:
-    """(line, task) of the blanks that are still blank. Raises SyntaxError."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            said = node.exc.args[0]
-            if isinstance(said, ast.Constant) and str(said.value).startswith("Step "):
-                found.append((node.lineno, said.value))
-    return sorted(found)
+SECONDS = 60  # for one training of a step; each takes about one
+SIGNS = {"passed": "passed", "open": "to write", "failed": "FAILED", "error": "FAILED", "hang": "HANGS", "died": "DIED"}
+WORST = ("error", "failed", "open", "died", "hang")  # what makes one rank fail is what others wait for, or have lost
 
 
 def merge(verdicts: list[dict]) -> dict:
-    """One verdict of all ranks' on one step: the worst, with what only some ranks found under their names.
-
-    What made one rank fail is what the others wait for, or have lost: that is said second.
-    """
-    gone = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] in GONE]
-    others = [f"rank {rank} {verdicts[rank]['error']}" for rank in gone]
-    for status in ("error", "failed", "open"):
-        ranks = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == status]
-        if ranks:
-            if status == "error" or gone:
-                others += parting([verdict.get("issued") for verdict in verdicts])
-            return {**verdicts[ranks[0]], "rank": ranks[0] if len(ranks) < len(verdicts) else None, "others": others}
-    if gone:
-        worst = next(status for status in GONE if any(verdict["status"] == status for verdict in verdicts))
-        done = [rank for rank in range(len(verdicts)) if rank not in gone]
-        others += [f"rank {rank} is through with this step" for rank in done]
-        others += parting([verdict.get("issued") for verdict in verdicts])
-        return {"status": worst, "others": others, "loading": any(verdict.get("loading") for verdict in verdicts)}
+    """One verdict of all ranks' on one step: the worst, with what became of the other ranks."""
+    for status in WORST:
+        found = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == status]
+        if found:
+            others = [
+                f"rank {rank} {verdict['error']}"
+                for rank, verdict in enumerate(verdicts)
+                if verdict["status"] in ("died", "hang") and rank != found[0]
+            ]
+            only = found[0] if len(found) < len(verdicts) or others else None
+            return {**verdicts[found[0]], "rank": only, "others": others}
     return {"status": "passed"}
 
 
-def parting(issued: list[list[str] | None]) -> list[str]:
-    """Where the ranks' collectives of a step part: a line for each, if all have told theirs and they do part.
-
-    A rank that skips a collective goes on, and hangs or passes later, perhaps in a line that is not the student's.
-    """
-    if any(names is None for names in issued):
-        return []
-    for number, names in enumerate(itertools.zip_longest(*issued), start=1):
-        # A rank that has issued less than others may be waiting: that is no other way than theirs.
-        if len({name.partition(", issued")[0] for name in names if name is not None}) > 1:
-            return [f"The ranks part at collective {number} of this step:"] + [
-                f"rank {rank} issues {name}" for rank, name in enumerate(names) if name is not None
-            ]
-    counts = [len(names) for names in issued]
-    if len(set(counts)) == 1:
-        return []
-    short, most = min(counts), counts.index(max(counts))
-    ranks = [f"rank {rank}" for rank, count in enumerate(counts) if count == short]
-    what = f"{issued[most][short]}, collective {short + 1} of this step"
-    return [f"rank {most} issues {what}; {', '.join(ranks)} does not"]
-
-
-def lines_of(check, verdict: dict, shown: str, source: list[str]) -> list[str]:
+def lines_of(check: Check, verdict: dict, shown: str, source: list[str]) -> list[str]:
     """What the report says about one step."""
-    status = verdict["status"]
-    loading = verdict.get("loading")
-    lines = [f"{SIGNS[status]:<9} {'the file itself, before any step' if loading else check.title}"]
+    status, loading = verdict["status"], verdict.get("loading")
+    sign = "HANGS" if verdict.get("error", "").startswith("hangs") else SIGNS[status]
+    lines = [f"{sign:<9} {'the file itself, before any step' if loading else check.title}"]
     if status == "passed":
         return lines
     rank = f"on rank {verdict['rank']}: " if verdict.get("rank") is not None else ""
-
-    def code(line):
-        return f": {source[line - 1].strip()}" if line and line <= len(source) else ""
-
+    at = f", {verdict['at']}" if verdict.get("at") else ""
     if status == "open":
         lines.append(f"  {rank}not written yet: {verdict['task']}, see line {verdict['line']} of {shown}")
-    for finding in verdict.get("findings", ()):
-        lines += [
-            f"  {rank}{finding['what']}",
-            f"    expected  {finding['expected']}",
-            f"    found     {finding['found']}",
-        ]
-    if status == "error":
-        lines.append(f"  {rank}{verdict['error']}")
-        if verdict.get("line"):
-            lines.append(f"  in line {verdict['line']} of {shown}{code(verdict['line'])}")
+    elif status == "failed":
+        lines += [f"  {rank}{verdict['what']}{at}", f"    expected  {verdict['expected']}"]
+        lines.append(f"    found     {verdict['found']}")
+    else:
+        lines.append(f"  {rank}{verdict['error']}{at}")
+        if line := verdict.get("line"):
+            lines.append(f"  in line {line} of {shown}: {source[line - 1].strip()}")
     lines += [f"  {other}" for other in verdict.get("others", ())]
-    if status in ("lost", "hang") and any(" in all" in other or " waits in " in other for other in verdict["others"]):
-        lines.append(
-            "  Collectives match by their order alone: every rank must issue the same ones, in the same order."
-        )
+    if " waits in " in " ".join(lines):
+        said = "Collectives match by their order alone: every rank must issue the same ones, in the same order."
+        lines.append(f"  {said}")
     lines += [] if loading else [f"  read      {check.read}"]
     return [text for line in lines for text in _wrapped(line)]
 
 
-def next_hints(check, text: str, many: int) -> list[str]:
+def next_hints(check: Check, text: str, many: int) -> list[str]:
     """The next `many` hints of the blank that `check` looks at, beyond those that stand in the file's `text`."""
     hints = check.blank.hints if check.blank else ()
     words = " ".join(text.replace("#", " ").split())  # however its lines are broken
     hints = [hint for hint in hints if " ".join(hint.replace("#", " ").split()) not in words]
     lines = [f"hint      {hint}" for hint in hints[:many]]
-    if hints[many:] and many:
+    if hints[many:]:
         lines.append(f"          (one more: {' '.join(['--hint'] * (many + 1))})")
     none = "there is no other" if check.blank else "all blanks are written"
     return [part for line in lines or [f"hint      {none}; read {check.read}"] for part in _wrapped(line)]
@@ -136,16 +94,17 @@ def _wrapped(line: str) -> list[str]:
 class Report:
     """Prints the verdicts as they come in, step by step."""
 
-    def __init__(self, checks, shown: str, source: str):
+    def __init__(self, checks: list[Check], shown: str, source: str):
         self.checks, self.shown, self.source = checks, shown, source.split("\n")
         self.verdicts: list[dict] = []
 
     @property
     def over(self) -> bool:
-        """All blanks were tried; and the whole file, if all have passed."""
-        if len(self.verdicts) < len(self.checks) - 1:
-            return False
-        return len(self.verdicts) == len(self.checks) or self.passed < len(self.verdicts)
+        """All blanks were tried, and the whole file if all have passed; or it is the file that cannot be loaded."""
+        left = len(self.checks) - len(self.verdicts)
+        loading = any(verdict.get("loading") for verdict in self.verdicts)
+        whole_left = left == 1 and not self.checks[-1].target
+        return not left or loading or (whole_left and self.passed < len(self.verdicts))
 
     @property
     def passed(self) -> int:
@@ -157,98 +116,142 @@ class Report:
         self.verdicts.append(verdict)
         print("\n".join(lines_of(check, verdict, self.shown, self.source)), flush=True)
 
+    def as_json(self, name: str) -> dict:
+        """For who collects points: one for each check, with what was expected and found."""
+        checks = []
+        for check, verdict in itertools.zip_longest(self.checks, self.verdicts, fillvalue={"status": "not tried"}):
+            where = check.blank.where if check.blank else None
+            point = int(verdict["status"] == "passed")
+            checks.append({"title": check.title, "where": where, "point": point, **verdict})
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        points = {"exercise": name, "file": self.shown, "points": self.passed, "of": len(self.checks)}
+        return {**points, "checks": checks, "versions": versions}
 
-def with_issued(folder: Path, rank: int, verdict: dict) -> dict:
-    """The verdict, with what this rank has written down that it issues in this step, as long as it was there."""
-    log = folder / f"now.{rank}.issued"
-    return {**verdict, "issued": log.read_text().splitlines()} if log.exists() else verdict
 
-
-def run(name: str, world_size: int, seconds: float, backend: str, device: str, file: Path, seed: int = 0) -> Report:
-    """Start the ranks on `file`, and print the report."""
-    shown = _shown(file)
-    print(
-        f"+ torchrun {' '.join(ranks.torchrun(world_size)[2:])} -m harness.teach.check.steps {name} {shown}\n",
-        flush=True,
-    )
-    report = Report(checks_of(name), shown, file.read_text())
-    variables = {"ZERO_TIMEOUT": str(12 * seconds + 60), "OMP_NUM_THREADS": "1"}
+def on_ranks(report: Report, file: Path, options: argparse.Namespace) -> None:
+    """Start the ranks on `file`, and fill in the report."""
     while not report.over:
         first = len(report.verdicts)
-        command = ["-m", "harness.teach.check.steps", name, str(file), str(seconds), backend, device]
-        command += [str(seed), str(first)]
-        together = 60 + (seconds + 5) * len(report.checks)
-        with ranks.Ranks(command, world_size, together, file=str(file), **variables) as there:
+        words = (options.name, file, options.seconds, options.backend, options.device, options.seed, first)
+        command = ["-m", "harness.teach.check.steps", *map(str, words)]
+        with ranks.Ranks(command, options.ranks, 3600, file=str(file), ZERO_TIMEOUT="60") as there:
             for _, verdicts in there.verdicts(range(first, len(report.checks))):
-                report.add([with_issued(there.folder, rank, verdict) for rank, verdict in enumerate(verdicts)])
+                report.add(verdicts)
                 if report.over or parted(verdicts):
                     break  # other ranks try the rest
         if len(report.verdicts) == first:
-            break
-    if not report.over:
-        print(f"the ranks ended without a verdict, the last they said:\n{there.text[-2000:]}", file=sys.stderr)
-    return report
+            raise ValueError(f"the ranks ended without a verdict, the last they said:\n{there.text[-2000:]}")
 
 
 def _shown(file: Path) -> str:
     return os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
 
 
-def tell_rest(report: Report, text: str, hints: int) -> None:
+def examined(file: Path, options: argparse.Namespace) -> Report:
+    """The report on one file. Raises ValueError where the ranks do not start."""
+    text, checks = file.read_text(errors="replace"), checks_of(options.name)
+    report = Report(checks, _shown(file), text)
+    if edited(text):
+        on_ranks(report, file, options)
+    else:  # nothing is written: no rank is needed to tell
+        lines = lines_of_blanks(text)
+        for check in checks:
+            if not report.over:
+                line = lines.get(check.title, max(lines.values()))  # a task has one blank
+                report.add([{"status": "open", "task": check.title, "line": line}])
+    return report
+
+
+def tell_rest(report: Report, name: str, hints: int) -> None:
     """Print how many have passed, and so many `hints` for the first that has not."""
-    print(f"\n{report.passed} of {len(report.checks)} passed.")
-    for check, verdict in zip(report.checks, report.verdicts):
-        if hints and verdict["status"] != "passed":
-            print("\n".join(next_hints(check, text, hints)))
-            break
+    said = f"{report.passed} of {len(report.checks)} passed"
+    if report.passed == len(report.checks):
+        print(f"\n{said}: {report.shown} is right. It {EXERCISES[name].goal}.")
+        return
+    print(f"\n{said}.")
+    failed = next(place for place, verdict in enumerate(report.verdicts) if verdict["status"] != "passed")
+    if hints:
+        print("\n".join(next_hints(report.checks[failed], "\n".join(report.source), hints)))
     if len(report.verdicts) < len(report.checks):
         print(f"then      {report.checks[-1].title}")
 
 
-def as_json(report: Report, name: str) -> dict:
-    """For who collects points: one for each check, with what was expected and found."""
-    checks = []
-    for check, verdict in itertools.zip_longest(report.checks, report.verdicts):
-        verdict = verdict or {"status": "not tried"}
-        point = int(verdict["status"] == "passed")
-        checks.append({"title": check.title, "where": check.blank and check.blank.where, "point": point, **verdict})
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"exercise": name, "points": report.passed, "of": len(report.checks), "checks": checks, "versions": versions}
+def conformed(file: Path, only: str | None = None) -> dict:
+    """The score of an engine of one's own: how many properties it has, of those that two ranks can ask it."""
+    (name,) = engine_file.enter([str(file)], "conform")
+    names = []
+    for each in library().values():
+        if conform.size_of(each, 2) == 2 and conform.wanted(each, only):
+            names.append(each.name)
+
+    outcomes = conform.outcomes_of(name, names, 2)
+    asked = [each for each in outcomes.values() if each["outcome"] != "not applicable"]
+    points = sum(each["outcome"] == "right" for each in asked)
+    print(f"\n{points} of {len(asked)} properties")
+    return {"exercise": "own_engine", "file": _shown(file), "points": points, "of": len(asked), "properties": outcomes}
 
 
-def default_ranks(options: argparse.Namespace, gpus: int) -> int:
-    """Three, or as many as there are GPUs: with two, too much is alike on both."""
-    return gpus if gpus > 1 and options.device != "cpu" else 3
+def judged(file: Path, options: argparse.Namespace) -> dict:
+    """What --json has of a file, which is printed as it is found. Raises ValueError where the ranks do not start."""
+    if not checks_of(options.name):
+        return conformed(file)
+    report = examined(file, options)
+    tell_rest(report, options.name, options.hint)
+    return report.as_json(options.name)
+
+
+def table_of(options: argparse.Namespace) -> list[dict]:
+    """Examine all files of a folder, and print a table of their points. Returns what --json has."""
+    rows, found = [], []
+    for file in sorted(options.folder.resolve().glob("*.py")):
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                found.append(judged(file, options))
+            except ValueError as error:
+                found.append({"exercise": options.name, "file": _shown(file), "points": 0, "error": str(error)})
+        signs = [SIGNS.get(check["status"], "-") for check in found[-1].get("checks", ())]
+        rows.append([file.name, str(found[-1]["points"]), *(signs or [found[-1]["error"].partition("\n")[0]])])
+        print(f"{file.name}: {found[-1]['points']}", flush=True)
+    titles = [check.title.partition(":")[0] for check in checks_of(options.name)]
+    width = max(map(len, [titles, *(row[2:] for row in rows)]))
+    rows = [row + [""] * (2 + width - len(row)) for row in [["file", "points", *titles], *rows]]
+    print("\n" + "\n".join(tables.text(rows, left=range(len(rows[0])))))
+    return found
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """What was asked for, and where it runs. Raises ValueError."""
-    parser = common.Parser("check NAME [N]", description=__doc__.splitlines()[0])
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser("check NAME [N]", description=__doc__, formatter_class=form)
     parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
     parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: 3, or one per GPU)")
     hint = "the next hint for the step that is not passed; twice: the next two"
     parser.add_argument("--hint", action="count", default=0, help=hint)
-    parser.add_argument("--file", help="another file than exercises/NAME.py")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for one step (default {SECONDS})")
-    parser.add_argument("--seed", type=int, default=0, help="other data, for a teacher (default 0)")
-    parser.add_argument("--json", metavar="FILE", help="write points, and what was expected and found")
-    common.add(parser, "backend", "device")
+    parser.add_argument("--file", type=Path, help="another file than exercises/NAME.py")
+    parser.add_argument("--folder", type=Path, help="all Python files in it: a table of points")
+    time = {"type": partial(common.number, float, 1), "default": SECONDS}
+    parser.add_argument("--seconds", help=f"for one training of a step (default {SECONDS})", **time)
+    common.add(parser, "seed", "json", "backend", "device")
     options = parser.parse_args(argv)
-    name, number, gpus = options.name, options.ranks, accelerator.count()
+    name, gpus = options.name, accelerator.count()
     if name not in EXERCISES:
-        raise ValueError(f"which one? there are: {', '.join(EXERCISES)}" + f"; not {name!r}" * bool(name))
-    if number is not None and number < 2:
-        raise ValueError(f"N must be 2 or more: with one rank nothing is cut, and everything would pass; got {number}")
-    if not 0 < options.seconds <= 3600:  # not a number is refused, too
-        raise ValueError(f"--seconds must be above 0, an hour (3600) at most, got {options.seconds}")
+        not_this = f"; not {name!r}" if name else ""
+        raise ValueError(f"which one? there are: {', '.join(EXERCISES)}{not_this}")
+    least = EXERCISES[name].ranks
+    if options.ranks is None:  # with two, too much is alike on both
+        options.ranks = max(least, gpus if gpus > 1 and options.device != "cpu" else 3)
+    if options.ranks < least:
+        raise ValueError(f"N must be {least} or more: with fewer, wrong files pass; got {options.ranks}")
     if (os.environ.get("NNODES") or "1") != "1":
         raise ValueError("check runs on one machine: unset NNODES")
-    file = Path(options.file).resolve() if options.file else FOLDER / f"{name}.py"
-    if not file.is_file():
-        how = "" if options.file else f": ./launch.sh exercise {name} writes it"
-        raise ValueError(f"there is no {options.file or file.relative_to(ROOT)}{how}")
-    options.file = file
-    options.ranks = number or default_ranks(options, gpus)
+    parser.beside("--folder", "--seconds", "--seed", "--json", "--backend", "--device")
+    if options.folder and not any(options.folder.glob("*.py")):
+        raise ValueError(f"--folder {options.folder}: there is no Python file in it")
+    options.file = (options.file or FOLDER / f"{name}.py").resolve()
+    if not options.folder and not options.file.is_file():
+        how = "" if "--file" in parser.given else f": ./launch.sh exercise {name} writes it"
+        raise ValueError(f"there is no {_shown(options.file)}{how}")
+    process_group.check_writable("--json", options.json)
     _, options.runs_on, options.why = process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
     return options
 
@@ -256,31 +259,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     with one_line(ValueError):
         options = arguments(argv)
-    name, file, checks = options.name, options.file, checks_of(options.name)
-    shown = _shown(file)
-    try:
-        text = file.read_text()
-        lines = {task: line for line, task in to_write(text)}
-    except (SyntaxError, ValueError) as error:  # not Python, not utf-8, or a null byte
-        line = getattr(error, "lineno", None)
-        said = f"{error.msg}: {error.text or ''}" if line else error
-        print(f"{shown}{f', line {line}' * bool(line)}: {said}".rstrip(" :\n"), file=sys.stderr)
-        sys.exit(1)
-    report = Report(checks, shown, text)
-    if len(lines) == len(checks) - 1:  # nothing is written: no rank is needed to tell
-        for check in checks[:-1]:
-            verdict = {"status": "open", "task": check.title, "line": lines[check.title]}
-            report.add([verdict])
-    else:
         where = "CPU" if options.runs_on == "cpu" else "GPU"
-        print(f"{shown} on {options.ranks} ranks, {where}: {options.why}. It takes about half a minute")
-        with one_line():
-            seconds, backend, device = options.seconds, options.backend, options.device
-            report = run(name, options.ranks, seconds, backend, device, file, options.seed)
-    with one_line(ValueError):
-        common.write_json(options.json, as_json(report, name))
-    if report.passed == len(checks):
-        print(f"\n{report.passed} of {len(checks)} passed: {shown} is right. It {EXERCISES[name].goal}.")
-        sys.exit(0)
-    tell_rest(report, text, options.hint)
-    sys.exit(1)
+        what = options.folder or _shown(options.file)
+        print(f"{what} on {options.ranks} ranks, {where}: {options.why}. A file takes about half a minute")
+        if options.folder:
+            common.write_json(options.json, table_of(options))
+            sys.exit(0)
+        found = judged(options.file, options)
+        common.write_json(options.json, found)
+    sys.exit(0 if found["points"] == found["of"] else 1)

@@ -22,6 +22,9 @@ class Held:
     lies_in: str  # the first tensor on the same storage, and where
     value: torch.Tensor | None
 
+    def __str__(self):
+        return f"a tensor of shape {self.shape}"
+
 
 @dataclass
 class State:

@@ -102,21 +102,17 @@ def note_gathered(engine, gathered: list[int], *_) -> None:
     gathered.append(storage_bytes(buffers))
 
 
-def visit(exhibit: Exhibit, rank: int, say=lambda right: None, group=None, right: dict | None = None) -> dict:
-    """{"right", "wrong"}: what both engines show on this rank. What the exhibit raises is part of it.
+def visit(exhibit: Exhibit, engine_cls: type, rank: int, group=None) -> dict:
+    """What the exhibit's right or wrong engine shows on this rank; what it raises is part of it.
 
-    `say` is told what the right one shows, as soon as it is there; `group` is the wrong engine's, where something may
-    hang; `right` is what the right one shows, if it is known from another visit.
+    `group` is the ranks' group, in which something may hang.
     """
-    found = {"right": right or nothing_yet(), "wrong": nothing_yet()}
-    if right is None:
-        train(Loop(exhibit, exhibit.right, rank), found["right"])
-        gc.collect()
-    say(found["right"])
+    found = nothing_yet()
     try:
-        train(Loop(exhibit, exhibit.wrong, rank, group), found["wrong"])
+        train(Loop(exhibit, engine_cls, rank, group), found)
     except Exception as error:
-        found["wrong"]["error"] = f"{type(error).__name__}: {error}"
+        found["error"] = f"{type(error).__name__}: {error}"
+    gc.collect()
     return found
 
 
@@ -251,9 +247,10 @@ def on_ranks(exhibit: Exhibit, folder: Path) -> None:
     me = process_group.start("gloo", "cpu")
     # A short timeout for what may hang, and only for that: on a busy machine a right rank may be late, too.
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-    found = visit(exhibit, me.rank, partial(ranks.say, folder, "right", me.rank), group)
-    ranks.say(folder, "wrong", me.rank, found["wrong"])
-    if found["wrong"]["error"]:  # the others fail in this step, too: let them say how
+    ranks.say(folder, "right", me.rank, visit(exhibit, exhibit.right, me.rank))
+    wrong = visit(exhibit, exhibit.wrong, me.rank, group)
+    ranks.say(folder, "wrong", me.rank, wrong)
+    if wrong["error"]:  # the others fail in this step, too: let them say how
         ranks.everyone(folder, "wrong", me.world_size, 5 * TIMEOUT)
     else:
         process_group.stop()
@@ -265,8 +262,8 @@ def show(exhibit: Exhibit, world_size: int = RANKS) -> int:
     command = ["-m", "harness.teach.museum", str(exhibit.number), "--on-ranks"]
     with ranks.Ranks(command, world_size, seconds=300, quiet=True, ZERO_TIMEOUT="60") as started:
         found = dict(started.verdicts(["right", "wrong"]))
-    if any("losses" not in each for each in found.get("right", [{}])):
-        print(started.text, file=sys.stderr)
+    if not all(each.get("finished") for each in found.get("right", [{}])):
+        print(started.text, *found.get("right", ()), sep="\n", file=sys.stderr)
         print("error: the right engine did not come to its end, see above", file=sys.stderr)
         return 1
     wrong = [each if "losses" in each else {**nothing_yet(), "died": each["error"]} for each in found["wrong"]]

@@ -1,0 +1,108 @@
+"""A student's file as a module in which all but one blank are the chapter's, and the chapter as one beside it.
+
+So until the blank's function is called for the first time, both runs have the same state.
+"""
+
+import ast
+import contextlib
+import sys
+import types
+from pathlib import Path
+
+from harness.teach.exercise import EXERCISES, ROOT, Blank, find
+
+
+class Broken(Exception):
+    """The file cannot be used at all; the message says why."""
+
+
+class Missing(Broken):
+    """A blank's function is not in it; others may be."""
+
+
+def _put(tree: ast.Module, where: str, function: ast.FunctionDef) -> None:
+    """Put `function` in the place of the one that is called `where`."""
+    owner, _, name = where.rpartition(".")
+    body = find(tree, owner).body if owner else tree.body
+    for number, statement in enumerate(body):
+        if isinstance(statement, ast.FunctionDef) and statement.name == name:
+            body[number] = function
+            return
+    body.append(function)
+
+
+def _imports(tree: ast.Module, but: str = "") -> list[ast.stmt]:
+    found = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return [node for node in found if getattr(node, "module", "") != but]
+
+
+def _chapter_tree(name: str) -> ast.Module:
+    """The exercise's chapter, with what the exercise asks for beyond it (reference.py)."""
+    exercise = EXERCISES[name]
+    tree = ast.parse((ROOT / exercise.source).read_text())
+    beyond = ast.parse(Path(__file__).with_name("reference.py").read_text())
+    for node in beyond.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for function in node.body:
+                _put(tree, f"{exercise.engine}.{function.name}", function)
+            tree.body[1:1] = _imports(beyond, but=exercise.source.removesuffix(".py"))  # behind the docstring
+    return tree
+
+
+def _with_one_blank(name: str, text: str, blank: Blank) -> ast.Module:
+    """The student's file, in which all blanks but this one are the chapter's. Raises LookupError for what is gone."""
+    tree, chapter = ast.parse(text), _chapter_tree(name)
+    tree.body[1:1] = _imports(chapter)
+    line = find(tree, blank.where).lineno
+    for other in EXERCISES[name].blanks:
+        if other is not blank:
+            theirs = find(chapter, other.where)
+            with contextlib.suppress(LookupError):  # it may be gone
+                line = find(tree, other.where).lineno
+            for node in ast.walk(theirs):
+                if hasattr(node, "lineno"):  # a line of another file
+                    node.lineno = line
+            _put(tree, other.where, theirs)
+    return tree
+
+
+def _run(tree: ast.Module, name: str, file: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__file__ = file
+    for node in ast.walk(tree):  # of two files: a node's end would stand before its beginning
+        if hasattr(node, "end_lineno"):
+            node.end_lineno = node.end_col_offset = None
+    exec(compile(tree, file, "exec"), module.__dict__)
+    return module
+
+
+def chapter(name: str) -> types.ModuleType:
+    return _run(_chapter_tree(name), f"chapter_{name}", EXERCISES[name].source)
+
+
+def load(name: str, file: str, blank: Blank | None) -> types.ModuleType:
+    """The student's file; with a `blank`, all others are the chapter's. Raises Broken."""
+    exercise = EXERCISES[name]
+    source = exercise.source.removesuffix(".py")
+    known = sys.modules[source]
+    try:
+        text = Path(file).read_text()
+        try:
+            tree = ast.parse(text) if blank is None else _with_one_blank(name, text, blank)
+        except LookupError as error:
+            raise Missing(f"{error} in it, which this exercise is to write") from error
+        if exercise.blanks:  # to import the chapter that is written anew is an error: `zero2` for `zero1` is a slip
+            sys.modules[source] = None
+        if not any(isinstance(node, ast.ClassDef) and node.name == exercise.engine for node in tree.body):
+            raise Broken(f"there is no class {exercise.engine} of its own in it")
+        return _run(tree, f"student_{name}", file)
+    except SyntaxError as error:
+        raise Broken(f"line {error.lineno}: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise Broken(str(error)) from error
+    except ImportError as error:
+        if f"{error.name}.py" == exercise.source:
+            raise Broken(f"it imports {exercise.source}, the reference, which it is to replace") from error
+        raise
+    finally:
+        sys.modules[source] = known

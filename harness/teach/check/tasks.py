@@ -1,0 +1,121 @@
+"""Tasks that are in no chapter: in numbers, what a student's engine does beside what the chapter's class does."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from harness.measure.held import storage_bytes, storage_under
+from harness.measure.traffic import sent_bytes
+from harness.properties import fixtures
+from harness.properties.chapter_subjects import subject_class
+from harness.properties.property import expect, same
+from harness.run.engines import CHAPTERS
+from harness.teach.check.cases import ADAMW, groups_of
+from harness.teach.check.recorder import Issued, Recorder
+from harness.teach.exercise import Exercise, Target
+
+NODE = 2  # ranks that count as one machine
+WIDTH, BACKWARDS = 16, 4
+
+
+class Uneven(nn.Module):
+    """Blocks of unequal size: the one in the middle has eight layers, the six others have one."""
+
+    def __init__(self):
+        super().__init__()
+        layers = partial(nn.Linear, WIDTH, WIDTH)
+        self.blocks = nn.ModuleList()
+        for number in (1, 1, 1, 8, 1, 1, 1):
+            self.blocks.append(nn.Sequential(*[layers() for _ in range(number)]))
+
+    def forward(self, x):
+        return fixtures.through(x, self.blocks)
+
+
+class Seen:
+    """The numbers of a run: what was issued is read from the recorder."""
+
+    def __init__(self):
+        self.numbers = {"bytes gathered at once": 0, "buffers gathered at once": 0}
+
+    def note_gathered(self, model: nn.Module, *_) -> None:
+        """What of the parameters has memory now."""
+        places = {storage._cdata for storage in map(storage_under, model.parameters()) if storage.nbytes()}
+        for name, found in (("bytes", storage_bytes(model.parameters())), ("buffers", len(places))):
+            name += " gathered at once"
+            self.numbers[name] = max(self.numbers[name], found)
+
+    @contextlib.contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Look whenever a layer begins to compute, in forward and in backward."""
+        look, hooks = partial(self.note_gathered, model), []
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                hooks += [layer.register_forward_pre_hook(look), layer.register_full_backward_pre_hook(look)]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+
+def crosses(issued: Issued) -> bool:
+    """Whether its ranks are on several machines."""
+    return len({rank // NODE for rank in dist.get_process_group_ranks(issued.group)}) > 1
+
+
+def sent(issued: list[Issued]) -> float:
+    return sum(sent_bytes(each.kind, each.nbytes, each.group.size()) for each in issued)
+
+
+def trained(task: Exercise, cls: type, recorder: Recorder, seed: int) -> tuple[dict, dict[str, float]]:
+    """(whole weights after two steps, numbers of the second step), on this rank."""
+    rank, seen = dist.get_rank(), Seen()
+    model = fixtures.seeded(Uneven, 100 * seed + rank, torch.float64)
+    engine = subject_class(cls)(model, ADAMW, group=groups_of(dist.group.WORLD).all, **task.options)
+    for step in range(2):
+        batches = []
+        for number in range(task.backwards):
+            batches.append(fixtures.vector_batch(10 * step + number + 100 * seed, rank, WIDTH, torch.float64))
+        recorder.forget()
+        with seen.watch(model):
+            if hasattr(engine, "accumulate"):
+                engine.accumulate(batches, F.mse_loss)
+                continue
+            for inputs, targets in batches:
+                (F.mse_loss(engine(inputs), targets) / task.backwards).backward()
+            inside, most = len(recorder.issued), recorder.most
+            waiting = sum(each.in_flight for each in recorder.issued)
+            engine.step()
+            engine.zero_grad()
+            seen.numbers |= {
+                "collectives in backward": inside,
+                "in flight at once": most,
+                "in flight behind it": waiting,
+            }
+    across = [each for each in recorder.issued if crosses(each) and "reduce" not in each.kind]
+    seen.numbers |= {"bytes sent": sent(recorder.issued), "collectives": len(recorder.issued)}
+    seen.numbers["bytes gathered across machines"] = sent(across)
+    left = [each.what for each in recorder.issued if each.in_flight]
+    expect(not left, "collectives that nobody has waited for", "none", ", ".join(left))
+    recorder.forget()
+    return engine.full_state_dict(), seen.numbers
+
+
+def judge(task: Exercise, target: Target, cls: type, recorder: Recorder, seed: int) -> None:
+    """Raises what is not as the target demands: weights as the chapter's, and so much of a number, or so little."""
+    chapter = CHAPTERS[task.source.removesuffix(".py")]
+    expected, right = trained(task, chapter, recorder, seed)
+    weights, found = trained(task, cls, recorder, seed)
+    same("the weights after two steps", weights, expected, atol=1e-9)
+    if target.number:
+        number = found[target.number]
+        what = f"{target.number} in a step ({chapter.__name__}: {right[target.number]:,.0f})"
+        if target.most is not None:
+            most = round(target.most * right[target.number])
+            expect(number <= most, what, f"at most {most:,}", f"{number:,.0f}")
+        else:
+            expect(number >= target.least, what, f"{target.least:,} or more", f"{number:,.0f}")
