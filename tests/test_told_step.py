@@ -4,8 +4,10 @@ import re
 
 
 def told(prefetch: int) -> dict:
-    """A toy GPT's second training step, told; and what the ledgers say of the same step."""
+    """A toy GPT's second training step, told in lines of 120; and what the ledgers say of the same step."""
+    import os
     from functools import partial
+    from unittest.mock import patch
 
     import torch
     import torch.distributed as dist
@@ -26,7 +28,9 @@ def told(prefetch: int) -> dict:
         story.close()
     with MemoryLedger(engine) as memory:
         engine.training_step(tokens, tokens, next_token_loss)
-    return {"lines": story.lines, "sent": traffic.sent_bytes, "peak": memory.peak, "left": sorted(vars(engine))}
+    with patch.dict(os.environ, COLUMNS="120"):  # whatever terminal the tests are started from
+        lines = story.lines
+    return {"lines": lines, "sent": traffic.sent_bytes, "peak": memory.peak, "left": sorted(vars(engine))}
 
 
 FORWARD = [
