@@ -98,7 +98,7 @@ def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None)
     before = pair.trained.full_state_dict()
     refused_or_right(pair, write, "load" if "load" in how else "head.weight", "full_state_dict(")
     same("the weights after the refusal", pair.trained.full_state_dict(), before)
-    pair.alike(1)
+    pair.step_alone()  # said once; from here on the shards count again
 
 
 @holds(

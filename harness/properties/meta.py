@@ -140,10 +140,8 @@ def init_fn_fills_what_is_on_meta(engine):
     If it raises on one rank all hear of it, and the model is as before: another try works.
     """
     rank, last, names = dist.get_rank(), dist.get_world_size() - 1, []
-    model, other = (seeded(OddModel, dtype=torch.float32) for _ in range(2))
-    before = other.state_dict()
-    model.blocks[1] = on_meta(Counting)
-    weight, missing = model.blocks[1].up.weight, names_on_meta(model)
+    whole = on_meta(OddModel)
+    weight, missing = whole.blocks[1].up.weight, names_on_meta(whole)
 
     def raises(name, tensor):
         if rank == last and name == "blocks.1.up.weight":
@@ -154,9 +152,15 @@ def init_fn_fills_what_is_on_meta(engine):
         names.append(name)
         tensor.fill_(rank + len(name))
 
-    refused(lambda: engine(model, ADAMW, init_fn=raises), f"rank {last}: ", "of the caller's own")
-    same("names on meta after the error", names_on_meta(model), missing)
-    assert model.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
+    refused(lambda: engine(whole, ADAMW, init_fn=raises), f"rank {last}: ", "of the caller's own")
+    same("names on meta after the error", names_on_meta(whole), missing)
+    assert whole.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
+    engine(whole, ADAMW, init_fn=fills).training_step(*own_tokens(0), in_float32)
+    names.clear()
+    model, other = (seeded(OddModel, dtype=torch.float32) for _ in range(2))
+    before = other.state_dict()
+    model.blocks[1] = on_meta(Counting)
+    missing = names_on_meta(model)
     trained = engine(model, ADAMW, init_fn=fills, prefetch=0)
     same("names that init_fn is asked for", sorted(names), sorted(missing))
     same("names that are still on meta", names_on_meta(model), [])

@@ -49,7 +49,8 @@ class Calls(OddModel):
             before = self(10 - tokens, inner=True)
         out = super().forward(tokens) + before
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.with_graph):
-            return out + self(out.argmax(1)[:, None], inner=True)
+            after = self(out.argmax(1)[:, None], inner=True)
+        return out + after
 
 
 class Chained(OddModel):

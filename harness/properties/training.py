@@ -202,7 +202,7 @@ class Pair:
     def same_weights(self) -> None:
         """All ranks take part."""
         found = self.trained.full_state_dict()
-        same("the weights", found, {n: v.cpu() for n, v in self.plain.state_dict().items()}, self.atol)
+        same("the weights", found, self.plain.state_dict(), self.atol)
 
     def nothing_gathered(self, after: str) -> None:
         """ZeRO-3 has freed all units, and the root; the chapter leaves frozen parameters whole."""
