@@ -35,7 +35,7 @@ class Call:
     state: State
     issued: list[Issued]
     in_flight: list[str]  # collectives, when it returns
-    most_in_flight: int
+    most_in_flight: dict[str, int]  # kind of collective -> how many at once
     kept: int  # bytes alive afterwards, more than before
 
 
@@ -48,6 +48,7 @@ class Run:
     raised: str = "nothing"
     most: int = 0  # bytes alive at the worst moment
     ended: Exception | None = None  # by an error, or by a collective that the chapter does not issue
+    half_made: State | None = None  # what `__init__` had made when it ended so
 
 
 class Comparison:
@@ -71,7 +72,7 @@ class Comparison:
             call = f"of call {len(found.calls) + 1} of {name}" if inside else f"after {len(found.calls)} of {name}"
             place = len(recorder.issued)
             if name == "__init__" and inside:
-                return  # what it has computed says more than the size of its broadcast
+                return  # see `compare`
             self._same_kinds(call, right.issued[place : place + 1], [issued])
 
         inside = []
@@ -79,14 +80,18 @@ class Comparison:
 
         @functools.wraps(real)
         def watched(*args, **kwargs):
-            first, recorder.most = len(recorder.issued), 0
+            first, recorder.most = len(recorder.issued), {}
             before = memory.live if self.case.memory else 0
             inside.append(name)
-            result = real(*args, **kwargs)
+            try:
+                result = real(*args, **kwargs)
+            except Exception:
+                found.half_made = self._state({"self": args[0]}) if name == "__init__" else None
+                raise
             inside.pop()
             kept = memory.live - before if self.case.memory else 0
             in_flight = [str(each) for each in recorder.issued if each.in_flight]
-            state = self._state({"self": args[0], f"what {name} returns": result})
+            state = self._state({f"what {name} returns": result, "self": args[0]})
             found.calls.append(Call(state, recorder.issued[first:], in_flight, recorder.most, kept))
             return result
 
@@ -124,12 +129,15 @@ class Comparison:
 
     def compare(self, right: Run, wrong: Run) -> None:
         for number, (one, other) in enumerate(zip(right.calls, wrong.calls), start=1):
+            if self.name == "__init__":  # what it has computed says more than the size of its broadcast
+                self._compare_states(f"after call {number} of {self.name}", one.state, other.state)
             self._compare_collectives(f"of call {number} of {self.name}", one, other)
             self._compare_states(f"after call {number} of {self.name}", one.state, other.state)
             most = one.kept + SLACK
             what = f"bytes alive after call {number} of {self.name}, more than before it"
             expect(other.kept <= most, what, f"at most {most:,}", f"{other.kept:,}")
         if wrong.ended is not None:
+            self._compare_half_made(right, wrong)
             raise wrong.ended
         expect(wrong.raised == right.raised, "what it raises", right.raised, wrong.raised)
         expect(len(wrong.calls) == len(right.calls), f"calls of {self.name}", len(right.calls), len(wrong.calls))
@@ -144,6 +152,15 @@ class Comparison:
         most = right.most + SLACK + self.case.shard_bytes
         what = "bytes alive at the worst moment of two steps"
         expect(wrong.most <= most, what, f"at most {most:,}", f"{wrong.most:,}")
+
+    def _compare_half_made(self, right: Run, wrong: Run) -> None:
+        """What `__init__` had made before an error may be why."""
+        made, number = wrong.half_made, len(wrong.calls)
+        if made is None or isinstance(wrong.ended, NotImplementedError) or number == len(right.calls):
+            return
+        wanted = right.calls[number].state
+        wanted.holds = {path: held for path, held in wanted.holds.items() if path in made.holds}
+        self._compare_states(f"when call {number + 1} of {self.name} ended", wanted, made)
 
     def _none(self, what: str, found: list[str]) -> None:
         expect(not found, what, "none", f"{len(found)}, first {', '.join(found[:1])}")
@@ -175,12 +192,18 @@ class Comparison:
                 found = "none: waited for already, or not started with async_op=True?"
             what = f"collectives in flight after those {when}"
             expect(right.in_flight == wrong.in_flight, what, f"{expected}: waited for later, if at all", found)
-            at_once = right.in_flight or wrong.most_in_flight >= right.most_in_flight
-            said = f"{right.most_in_flight}: all are started before the first is waited for"
-            found = f"{wrong.most_in_flight}: is each waited for before the next is started?"
-            expect(at_once, f"collectives in flight at once {when}", said, found)
+            self._compare_at_once(when, right, wrong)
         for each in wrong.issued:
             expect(each.group is self.case.group, "the group of a collective", "the engine's", f"another: {each.what}")
+
+    def _compare_at_once(self, when: str, right: Call, wrong: Call) -> None:
+        if right.in_flight or self.name == "training_step":  # a whole step may start and wait in another way
+            return
+        for kind, most in right.most_in_flight.items():
+            found = wrong.most_in_flight.get(kind, 0)
+            said = f"{most}: all are started before the first is waited for"
+            what = f"of kind {kind}, in flight at once {when}"
+            expect(found >= most, what, said, f"{found}: is each waited for before the next is started?")
 
     def _compare_states(self, when: str, right: State, wrong: State) -> None:
         left_over = LEFT_OVER.get(self.where, "nothing")

@@ -53,7 +53,7 @@ class Work:
         self._work, self._recorder, self.issued = work, recorder, issued
         self._inputs = [(weakref.ref(tensor), tensor._version) for tensor in inputs]
         issued.in_flight = True
-        recorder.count_in_flight()
+        recorder.count_in_flight(issued.kind)
 
     def wait(self, *args, **kwargs):
         if self.issued.in_flight:
@@ -85,11 +85,12 @@ class Recorder:
     def forget(self, expected=None) -> None:
         """From here on another run is written down. `expected(issued)` may raise, before a collective is started."""
         self.issued: list[Issued] = []
-        self.most = 0  # in flight at once, since somebody set it to 0
+        self.most: dict[str, int] = {}  # kind -> how many were in flight at once, since somebody emptied it
         self.expected = expected
 
-    def count_in_flight(self) -> None:
-        self.most = max(self.most, sum(issued.in_flight for issued in self.issued))
+    def count_in_flight(self, kind: str) -> None:
+        now = sum(issued.in_flight and issued.kind == kind for issued in self.issued)
+        self.most[kind] = max(self.most.get(kind, 0), now)
 
     def __enter__(self):
         here = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
