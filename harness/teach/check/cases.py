@@ -93,6 +93,18 @@ class Crossing(nn.Module):
 
 odd_model = partial(fixtures.OddModel, frozen_block=1)
 recomputed = partial(fixtures.Checkpointed, "around each")
+several_recomputed = partial(fixtures.Checkpointed, "around several")
+
+
+class BiasLast(fixtures.OddModel):
+    """Its last addition saves nothing, so the bias's gradient is the first sign of a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + self.bias
 
 
 # What is done.
@@ -130,6 +142,13 @@ def one_weight(cls, case: Case, more: bool = True, clip: bool = False) -> None:
 def clipping_padding(cls, case: Case) -> None:
     one_weight(cls, case, clip=True)
     one_weight(cls, case, more=False, clip=True)
+
+
+def freed_unused(cls, case: Case) -> None:
+    engine = build(cls, case, odd_model)
+    for unit in engine.units:
+        unit.start_gather()
+        unit.free()
 
 
 def no_backward(cls, case: Case) -> None:
@@ -174,6 +193,9 @@ CASES = (
     Case("where ranks finish their gradients in different orders", crossing, only=("zero1", "zero1_2psi", "zero2")),
     Case("where two units share a weight", partial(two_steps, model=fixtures.SharedInside), only=("zero3",)),
     Case("where units are recomputed in backward", partial(two_steps, model=recomputed), only=("zero3",)),
+    Case("where several units are recomputed together", partial(two_steps, model=several_recomputed), only=("zero3",)),
+    Case("where a gradient is the first sign of a backward", partial(two_steps, model=BiasLast), only=("zero3",)),
+    Case("where a unit is freed that is still being gathered", freed_unused, only=("free",)),
     Case("in a step without a backward", no_backward, expects=RuntimeError),
     Case("where some ranks own nothing but padding", clipping_padding, only=("clip_grad_norm_",)),
     Case("clipping", clipping, only=("clip_grad_norm_",)),

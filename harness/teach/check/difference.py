@@ -92,7 +92,7 @@ class Comparison:
             kept = memory.live - before if self.case.memory else 0
             in_flight = [str(each) for each in recorder.issued if each.in_flight]
             state = self._state({f"what {name} returns": result, "self": args[0]})
-            found.calls.append(Call(state, recorder.issued[first:], in_flight, recorder.most, kept))
+            found.calls.append(Call(state, recorder.issued[first:], in_flight, dict(recorder.most), kept))
             return result
 
         recorder.forget(compare if right is not None and self.where not in FREE_TO_SEND else None)
@@ -129,10 +129,11 @@ class Comparison:
 
     def compare(self, right: Run, wrong: Run) -> None:
         for number, (one, other) in enumerate(zip(right.calls, wrong.calls), start=1):
-            if self.name == "__init__":  # what it has computed says more than the size of its broadcast
+            if self.where == "Bucket.__init__":  # what it has computed says more than the size of its broadcast
                 self._compare_states(f"after call {number} of {self.name}", one.state, other.state)
             self._compare_collectives(f"of call {number} of {self.name}", one, other)
             self._compare_states(f"after call {number} of {self.name}", one.state, other.state)
+            self._compare_at_once(f"of call {number} of {self.name}", one, other)
             most = one.kept + SLACK
             what = f"bytes alive after call {number} of {self.name}, more than before it"
             expect(other.kept <= most, what, f"at most {most:,}", f"{other.kept:,}")
@@ -192,7 +193,6 @@ class Comparison:
                 found = "none: waited for already, or not started with async_op=True?"
             what = f"collectives in flight after those {when}"
             expect(right.in_flight == wrong.in_flight, what, f"{expected}: waited for later, if at all", found)
-            self._compare_at_once(when, right, wrong)
         for each in wrong.issued:
             expect(each.group is self.case.group, "the group of a collective", "the engine's", f"another: {each.what}")
 
@@ -207,7 +207,8 @@ class Comparison:
 
     def _compare_states(self, when: str, right: State, wrong: State) -> None:
         left_over = LEFT_OVER.get(self.where, "nothing")
-        for path, expected in right.holds.items():
+        # Numbers come before tensors, whose shapes and sizes follow from them.
+        for path, expected in sorted(right.holds.items(), key=lambda held: isinstance(held[1], Held)):
             if path.endswith(left_over):
                 continue
             what = path if path.startswith("what ") else f"{path} {when}"
