@@ -1,7 +1,6 @@
 """Hooks that hold nobody alive and that a copy of the model does not inherit, and two questions to autograd."""
 
 import dataclasses
-import functools
 import weakref
 
 import torch
@@ -9,26 +8,10 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-_disable = getattr(torch, "_disable_dynamo", torch.compiler.disable)  # the former imports the compiler when needed
-# None while the compiler does not look at what is called. Without such a function it may always do.
-_compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: "there")
-
-
-def not_compiled(function):
-    """`function`, which `torch.compile` calls as it is, and does not trace into a graph. FSDP2's hooks are such, too.
-
-    A hook gathers, frees and sends. torch's own mark costs some microseconds in each call, so it is on a way of its
-    own, which only the compiler takes.
-    """
-    apart = _disable(function)
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        if torch.compiler.is_dynamo_compiling() or _compiler() is not None:
-            return apart(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
+# `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph:
+# it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. The mark is
+# `torch.compiler.disable`, in a form that imports the compiler when it is needed and not here.
+not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 class WeakHook:

@@ -511,7 +511,7 @@ class ZeRO3Engine(UnitLife):
                 f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "
                 "gathered for it, and stays so until the model's forward ends, in every step. For less memory pass "
                 "units= that hold whole modules whose weights only their own forward uses",
-                stacklevel=6,  # past `not_compiled`, which is on the way twice
+                stacklevel=8,  # past `not_compiled`, which is on the way twice
             )
         self.lent.add(unit)
         self.gather(unit)
