@@ -57,11 +57,15 @@ def examine(pool, folder: Path, name: str, text: str, numbers: list[int]) -> lis
     folder = Path(tempfile.mkdtemp(dir=folder))
     file = folder / f"{name}.py"
     file.write_text(text)
-    with contextlib.suppress(CaseFailed):  # a rank that died has no verdict, which the report tells
+    with contextlib.suppress(CaseFailed):  # a rank that died has no verdict
         pool.run(check_steps.examine, name=name, file=str(file), folder=str(folder), numbers=numbers)
     report = check.Report([check_steps.checks_of(name)[number] for number in numbers], file.name, text)
     for number in numbers:
-        report.add(run_ranks.said(folder, number, pool.world_size))
+        verdicts = run_ranks.said(folder, number, pool.world_size)
+        if None in verdicts:  # which the command tells as DIED or HANGS
+            report.verdicts.append({"status": "error"})
+        else:
+            report.add(verdicts)
     return report.verdicts
 
 
