@@ -76,21 +76,21 @@ def test_the_referee_compares(tmp_path):
         assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"] + unit, ours
 
 
-SMALL = ["compare", "1", "--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "ddp"]
+SMALL = ["--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "ddp"]
 
 
 def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
     """Nothing that lies there is imported in the project's place."""
     (tmp_path / "harness.py").write_text("raise SystemExit('not this one')")
-    result = forked.launch(*SMALL, folder=tmp_path)
+    result = forked.launch("compare", "1", *SMALL, folder=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     (file,) = (tmp_path / "runs").iterdir()
     assert result.stdout.endswith(f"written: {file}\n") and json.loads(file.read_text())["match"]
 
 
-def test_what_cannot_be_written_is_named_below_the_results(tmp_path):
-    result = forked.launch(*SMALL, "--json", "/dev/full", folder=tmp_path)
-    assert result.returncode == 1 and "diff to ddp" in result.stdout and "written" not in result.stdout
+def test_what_cannot_be_written_is_named_below_the_results():
+    (result,) = forked.on_ranks(["fsdp2_compare.py", *SMALL, "--json", "/dev/full"], 1)
+    assert result.returncode == 2 and "diff to ddp" in result.stdout and "written" not in result.stdout
     assert "error: cannot write /dev/full: No space left on device" in result.stderr, result.stderr
 
 
@@ -254,20 +254,20 @@ process_group.run(main)
 
 
 @pytest.mark.parametrize(
-    "stage, world_size, fate, collective",
+    "stage, world_size, fate, status, collective",
     (
-        (1, 3, "os.kill(os.getpid(), 9)", "all-reduce of the bucket of '3.bias'"),
-        (2, 2, "raise ValueError('I have had enough')", "reduce-scatter of"),
-        (3, 2, "while os.path.exists(f'/proc/{numbers[0]}'): time.sleep(0.1)", "all-gather of unit"),
+        (1, 3, "os.kill(os.getpid(), 9)", -9, "all-reduce of the bucket of '3.bias'"),
+        (2, 2, "raise ValueError('I have had enough')", 2, "reduce-scatter of"),
+        (3, 2, "while os.path.exists(f'/proc/{numbers[0]}'): time.sleep(0.1)", 1, "all-gather of unit"),
     ),
     ids=("killed", "raises", "hangs"),
 )
-def test_when_a_rank_dies_or_hangs_every_other_one_leaves_and_says_where(tmp_path, stage, world_size, fate, collective):
+def test_when_a_rank_dies_or_hangs_every_other_one_says_where(tmp_path, stage, world_size, fate, status, collective):
     file = tmp_path / "dying.py"
     file.write_text(DYING.format(stage=stage, fate=fate))
     # Nobody ends the others: they must do it themselves. A rank that hangs does so until they have.
     *others, lost = forked.on_ranks([str(file)], world_size, ZERO_TIMEOUT=5)
-    assert lost.returncode == (-9 if "kill" in fate else 1)
+    assert lost.returncode == status
     assert ("raise" in fate) == (f"[rank {world_size - 1}] error: I have had enough" in lost.stderr), lost.stderr
     for rank, other in enumerate(others):
         assert other.returncode == 1, other.stderr
