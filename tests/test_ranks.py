@@ -125,15 +125,16 @@ def test_how_ranks_have_ended(tmp_path):
         (tmp_path / f"crash.{rank}").write_text(crash)
     Path(tmp_path, "now.0").write_text("barrier")
     there = ranks.Ranks([], 5, 1, file="a.py")
-    there.folder, there.late = tmp_path, False
+    there.folder = tmp_path
     (tmp_path / "ended").write_text('{"1": -9, "3": 5}')
-    assert there.deaths() == {
-        0: "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
+    assert [there.death(rank) for rank in range(5)] == [
+        "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
         "was in: barrier",
-        1: "was killed by SIGKILL (out of memory? kill -9?)",
-        2: "died: Segmentation fault in line 7 (is it a tensor whose memory was freed?)",
-        3: "ended with exit status 5",
-    }  # the fifth never began
+        "was killed by SIGKILL (out of memory? kill -9?)",
+        "died: Segmentation fault in line 7 (is it a tensor whose memory was freed?)",
+        "ended with exit status 5",
+        None,  # it never began
+    ]
 
 
 # A command that somebody stops, or that loses a rank (harness/run/torchrun.py): one line, and no process is left.
