@@ -38,7 +38,7 @@ START = str(ROOT / "harness" / "run" / "start.py")
 
 def test_the_referee_compares(tmp_path):
     file = tmp_path / "out.json"
-    options = ("--preset", "toy", "--steps", "4", "--timed-steps", "1", "--batch", "2", "--slow-rank", "1:0.1")
+    options = ("--preset", "toy", "--steps", "4", "--timed-steps", "1", "--batch", "2", "--slow-rank", "1:0.01")
     names = named("compare")
     engines = ",".join([*names, "fsdp1", "fsdp1_article"])
     result = forked.launch("compare", "2", *options, "--engines", engines, "--json", str(file))
@@ -50,7 +50,7 @@ def test_the_referee_compares(tmp_path):
     told = {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 4, "parameters": 34_688}
     assert report["match"] is True and told.items() <= report.items()
     # That the parts of a step make the step, and that a slow rank is found, is held by tests/test_step_time.py.
-    assert report["slow_rank"] == [1, 0.1] and "rank 1 was delayed by 100 ms" in result.stdout
+    assert report["slow_rank"] == [1, 0.01] and "rank 1 was delayed by 10 ms" in result.stdout
     psi, root = 4 * 34_688, 37_120  # bytes; ZeRO-3 and FSDP2 gather the root once, and the units twice
     for name in names:
         run, (shared_out, sent) = report["runs"][name], ENGINES[name].promise
