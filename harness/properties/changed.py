@@ -97,8 +97,11 @@ def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None)
         return
     before = pair.trained.full_state_dict()
     refused_or_right(pair, write, "load" if "load" in how else "head.weight", "full_state_dict(")
+    if engine.like != "zero3":  # whole weights are not gathered before the next step, so they are still wrong
+        refused(lambda: pair.alone(0), "full_state_dict(", error=RuntimeError)
+        pair.trained.load_full_state_dict(before)
     same("the weights after the refusal", pair.trained.full_state_dict(), before)
-    pair.step_alone()  # said once; from here on the shards count again
+    pair.step_alone()
 
 
 @holds(
@@ -111,6 +114,7 @@ def what_is_written_into_weights_counts_or_is_refused(engine, how, options=None)
 def what_would_be_lost_is_not_given_out(engine, how, options):
     """Weights that were written past the shards, and no forward since: nobody gets or saves the old ones in silence."""
     pair = Pair(engine, OddModel, **options)
+    before = pair.trained.full_state_dict()
     takers = (
         lambda engine, folder: engine.full_state_dict(),
         lambda engine, folder: checkpoint.save(engine, folder),
@@ -127,6 +131,7 @@ def what_would_be_lost_is_not_given_out(engine, how, options):
 
             refused(go, "'head.weight'", error=RuntimeError)
         pair.trained.zero_grad()
+        pair.trained.load_full_state_dict(before)  # the way out
 
 
 @holds("misuse", ask(("zero1", "zero2")), of_stages=True)

@@ -546,7 +546,7 @@ def old_checkpoints_go(engine):
     with shared_folder() as folder:
         first = dist.get_rank() == 0
         if first:
-            (folder / "notes").mkdir()
+            (folder / "3notes.partial").mkdir()
             (folder / "3song.partial").write_text("")
         checkpoint.save(trained, folder, keep=2, step=1)
         if first:
@@ -555,22 +555,22 @@ def old_checkpoints_go(engine):
         with patch.object(files, "_finish", no_space):  # the next one dies amid its save
             refused(lambda: checkpoint.save(trained, folder, keep=2), "No space left")
         dist.barrier()
-        whole = ["000003", "000004", "3song.partial", "notes"]
+        whole = ["000003", "000004", "3notes.partial", "3song.partial"]
         same("what is in the folder after a save that failed", names_in(folder), whole)
         dist.barrier()
         for step in (5, 6):
             checkpoint.save(trained, folder, keep=2, step=step)
         dist.barrier()
-        same("what is in the folder", names_in(folder), ["000005", "000006", "3song.partial", "notes"])
+        same("what is in the folder", names_in(folder), ["000005", "000006", "3notes.partial", "3song.partial"])
         same("what the older one holds", checkpoint.load(trained, folder / "000005"), {"step": 5})
         own = ["000008.partial", "000009.partial", "1²"]
         if first:
             (folder / own[0]).write_text("")
-            (folder / own[1]).symlink_to(folder / "notes")
+            (folder / own[1]).symlink_to(folder / "3notes.partial")
             (folder / own[2]).mkdir()
         dist.barrier()
         checkpoint.save(trained, folder, keep=2, step=7)
-        whole = ["000006", *own[:2], "000010", own[2], "3song.partial", "notes"]
+        whole = ["000006", *own[:2], "000010", own[2], "3notes.partial", "3song.partial"]
         same("what is beside names of the user's", names_in(folder), whole)
         same("what the newest holds", checkpoint.load(trained, folder), {"step": 7})
 
