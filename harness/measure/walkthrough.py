@@ -111,7 +111,7 @@ def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) 
     with watched_step(engine, memory, on_event=story.event) as seen, told:
         loss = _train(engine, batch, options)
     story.close()
-    say("\n".join([*story.how_to_read(), "", *story.lines]))
+    say("\n".join([story.how_to_read(), *story.lines]))
     say(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
     say(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     times = ""
