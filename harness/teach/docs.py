@@ -187,9 +187,11 @@ def changes_between(first: str, second: str) -> str:
 
 def outline(name: str) -> str:
     """The methods of a chapter's class that say what they do, in the order of its file."""
-    chapter = changes.read(name)
-    rows = [[f"`{method}`", chapter.words(method)] for method in chapter.methods if chapter.words(method)]
-    return table(f"class `{changes.CHAPTERS[name]}` | what it does", rows)
+    chapter, rows = changes.CHAPTERS[name], []
+    for method, function in changes.methods_of(chapter).items():
+        if said := changes.words(function):
+            rows.append([f"`{method}`", said])
+    return table(f"class `{chapter.__name__}` | what it does", rows)
 
 
 def exhibits() -> str:
