@@ -176,14 +176,10 @@ def tell_rest(report: Report, name: str, hints: int) -> None:
         print(f"then      {report.checks[-1].title}")
 
 
-def conformed(file: Path, only: str | None = None) -> dict:
+def conformed(file: Path) -> dict:
     """The score of an engine of one's own: how many properties it has, of those that two ranks can ask it."""
     (name,) = engine_file.enter([str(file)], "conform")
-    names = []
-    for each in library().values():
-        if conform.size_of(each, 2) == 2 and conform.wanted(each, only):
-            names.append(each.name)
-
+    names = [each.name for each in library().values() if conform.size_of(each, 2) == 2]
     outcomes = conform.outcomes_of(name, names, 2)
     asked = [each for each in outcomes.values() if each["outcome"] != "not applicable"]
     points = sum(each["outcome"] == "right" for each in asked)
