@@ -23,7 +23,7 @@ from harness.properties.fixtures import (
     token_batch,
     vector_batch,
 )
-from harness.properties.property import ask, ask_each, ask_thorough, holds, same
+from harness.properties.property import ask, ask_each, ask_thorough, only, same, stages_hold
 from harness.run.model import next_token_loss
 
 STEPS = 3  # the last one is watched: AdamW makes its state in the first
@@ -88,15 +88,14 @@ def watched(build, model: str, silent: bool, **options) -> dict:
     }
 
 
-@holds(
+@stages_hold(
     "traffic",
-    ask("zero3", (1, 2, 3, 4), model="mlp"),
-    ask(("zero1", "zero2"), (1, 2, 3, 4), model="mlp", bucket_mb=0.001),  # nine buckets
+    only("zero3", (1, 2, 3, 4), model="mlp"),
+    only(("zero1", "zero2"), (1, 2, 3, 4), model="mlp", bucket_mb=0.001),  # nine buckets
     ask(model="gpt", more_ranks=(1, 3, 4)),
     ask(ranks=3, model="tied", more_ranks=(1, 2, 4)),
-    *ask_each("prefetch", (0, 2), "zero3", model="mlp"),
+    *ask_each("prefetch", (0, 2), "zero3", asks=only, model="mlp"),
     ask_thorough(("zero1", "zero2"), model="gpt", bucket_mb=0),
-    of_stages=True,
 )
 def an_engine_does_what_its_chapter_does(engine, model, **options):
     """Without options of its own an engine sends, holds and computes what its chapter does, to the bit.

@@ -17,7 +17,7 @@ from harness.engine import checkpoint
 from harness.engine.safety import waiting
 from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import ADAMW, DECAY, Lanes, OddModel, Stack, odd, own_tokens, seeded, vector_batch
-from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
+from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same, stages_hold
 from harness.properties.training import Pair
 from harness.properties.unused import forked
 from harness.run.data import while_all_have
@@ -50,13 +50,12 @@ def trip(pair: Pair, where: str) -> None:
         handle.remove()
 
 
-@holds(
+@stages_hold(
     "life",
     ask(more_ranks=(1, 3)),
-    ask("zero2", more_ranks=(1, 3), bucket_mb=0),
+    only("zero2", more_ranks=(1, 3), bucket_mb=0),
     ask(more_ranks=(1, 3), build=forked),
     ask_thorough(ranks=(1, 2, 3), find_unused=True),
-    of_stages=True,
 )
 def faults_reach_the_caller_and_training_goes_on(engine, build=None, **options):
     """An exception anywhere in a step reaches the caller as it is; after `zero_grad` training goes on.
@@ -66,14 +65,16 @@ def faults_reach_the_caller_and_training_goes_on(engine, build=None, **options):
     pair = build(engine, ADAMW) if build else Pair(engine, OddModel, ADAMW, **options)
     for step, where in enumerate((None, "forward", "loss", "backward", "no_sync", "forward")):
         if where:
-            refused(lambda where=where: trip(pair, where), f"tripped in {where}", error=ZeroDivisionError)
+            with refused(f"tripped in {where}", error=ZeroDivisionError):
+                trip(pair, where)
         if where == "forward":
             pair.nothing_gathered("a fault in forward")
         if where == "backward":  # before that nothing was accumulated: the next step works as it is
             # In ZeRO-1, and where each parameter has a bucket, gradients add up whatever came before, as in torch.
             if engine.like in ("zero2", "zero3") and "bucket_mb" not in options:
                 words = "backward", "engine.zero_grad()"
-                refused(lambda: pair.alone(0).backward(), *words, error=RuntimeError)
+                with refused(*words, error=RuntimeError):
+                    pair.alone(0).backward()
             with TrafficLedger() as traffic:
                 pair.trained.zero_grad()
             same("collectives for gradients that are dropped", len(traffic.collectives), 0)
@@ -87,7 +88,7 @@ ATTRIBUTES = "shape dtype device layout ndim requires_grad is_leaf grad grad_fn"
 METHODS = "__len__ type size stride dim numel element_size is_contiguous is_shared is_inference"
 
 
-@holds("misuse", ask("zero3", more_ranks=1), of_stages=True)
+@stages_hold("misuse", only("zero3", more_ranks=1))
 def looking_at_freed_weights_is_an_error_and_no_crash(engine):
     """Every way to look at or use a freed weight says so and names the way out; what needs no values still answers."""
     trained = odd(engine)
@@ -111,7 +112,8 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
             lambda: torch.save(model, io.BytesIO()),
             lambda: model.to(torch.float32),
         ):
-            refused(action, "sharded", "full_state_dict", error=RuntimeError)
+            with refused("sharded", "full_state_dict", error=RuntimeError):  # CHECK
+                action()
         for name in f"{ATTRIBUTES} {METHODS}".split():
             found, expected = getattr(weight, name), getattr(whole, name)
             if callable(found):
@@ -136,14 +138,13 @@ def short_group():
     return dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
 
 
-@holds(
+@stages_hold(
     "misuse",
-    ask("zero3", 3, more_ranks=2),
-    ask("zero3", 3, more_ranks=2, evaluation=True, prefetch=0),
+    only("zero3", 3, more_ranks=2),
+    only("zero3", 3, more_ranks=2, evaluation=True, prefetch=0),
     ask_thorough("zero3", at_step=0),
     ask_thorough("zero3", skip=3),
     ask_thorough("zero3", skip=0, prefetch=0),
-    of_stages=True,
 )
 def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch=1, evaluation=False):
     """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest.
@@ -170,12 +171,13 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
     # A rank between the first and the last may meet it a unit later.
     unit = f" 'blocks.{3 if evaluation else skip}'" if rank in (0, last) else ""
     try:
-        refused(evaluate if evaluation else train, f"all-gather of unit{unit}", error=RuntimeError)
+        with refused(f"all-gather of unit{unit}", error=RuntimeError):
+            evaluate if evaluation else train()
     finally:
         dist.barrier()  # the others may still be on their way to their error
 
 
-@holds("misuse", ask("zero3", 3, more_ranks=2), of_stages=True)
+@stages_hold("misuse", only("zero3", 3, more_ranks=2))
 def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
     """The last rank alone has an error in forward, catches it and begins anew: no rank computes with mixed weights."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -190,18 +192,20 @@ def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
         trained.training_step(x, y, F.mse_loss)
         if rank == last:
             hook = model.blocks[2].register_forward_pre_hook(trips)
-            refused(lambda: trained(x), "tripped", error=ZeroDivisionError)
+            with refused("tripped", error=ZeroDivisionError):
+                trained(x)
             hook.remove()
             trained.zero_grad()
         trained.training_step(x, y, F.mse_loss)
 
     try:
-        refused(train, "next forward" if rank == last else "waited in vain", error=RuntimeError)
+        with refused("next forward" if rank == last else "waited in vain", error=RuntimeError):  # CHECK
+            train()
     finally:
         dist.barrier()
 
 
-@holds("traffic", ask("zero3"), of_stages=True)
+@stages_hold("traffic", only("zero3"))
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
     x, y = vector_batch(0, dist.get_rank(), 8, torch.float64)
@@ -222,7 +226,7 @@ def only_the_first_step_of_a_kind_is_compared(engine):
     same("process groups with a second engine", groups[1], groups[0])
 
 
-@holds("misuse", of_stages=True)
+@stages_hold("misuse")
 def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
     """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
     rank, late = dist.get_rank(), dist.get_world_size() - 1
@@ -236,8 +240,8 @@ def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
     try:
         if rank != late:
             started = time.monotonic()
-            refused(lambda: trained.training_step(*own_tokens(1), F.cross_entropy),
-                    f"waited in vain for the {where[engine.like]} '", error=RuntimeError)  # fmt: skip
+            with refused(f"waited in vain for the {where[engine.like]} '", error=RuntimeError):
+                trained.training_step(*own_tokens(1), F.cross_entropy)
             seconds = time.monotonic() - started
             expect(seconds < 40, "seconds until the error", "about the timeout's one", seconds)
     finally:
@@ -270,7 +274,7 @@ CALLS = (
 )
 
 
-@holds("misuse", ask(more_ranks=3), of_stages=True)
+@stages_hold("misuse", ask(more_ranks=3))
 def a_rank_that_waits_long_says_for_what(engine):
     """After a while it says on stderr, once, what it waits for and who has come; when the others come, it goes on."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -30,7 +30,7 @@ from harness.properties.fixtures import (
     vector_batch,
 )
 from harness.properties.precision import scaler_of
-from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
+from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, only, refused, same, stages_hold
 from harness.properties.training import EXACT, Pair
 from harness.run.model import next_token_loss
 
@@ -64,7 +64,8 @@ def groups_keep_to_themselves(engine):
     trained.load_full_state_dict(trained.full_state_dict())
     same("the buffer of the group", trained.model.shift, pair.plain.shift)
     dist.barrier()
-    refused(lambda: odd(engine, group=groups[1 - side]), "group")
+    with refused("group"):
+        odd(engine, group=groups[1 - side])
     dist.barrier()
 
 
@@ -114,7 +115,7 @@ def a_grid_trains_as_one_process(engine):
         pair.same_weights()
 
 
-@holds("life", ask("zero2", 3), of_stages=True)
+@stages_hold("life", only("zero2", 3))
 def a_grid_over_some_of_the_ranks_needs_no_other(engine):
     """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything.
 
@@ -225,7 +226,8 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     across = {one.whole_bytes for one in own if one.ranks == column} - ({8 * WIDTH} if sequence else set())
     same("bytes of what else crosses the tensor dimension", across, set())
     for act in (checkpoint.save, checkpoint.load):
-        refused(lambda act=act: act(trained, "/nowhere"), "full_state_dict", error=ValueError)
+        with refused("full_state_dict", error=ValueError):
+            act(trained, "/nowhere")
     trained.close()
     expect(isinstance(model[1].up.weight, DTensor), "the closed model's weights", "DTensors", "other tensors")
 
@@ -233,14 +235,15 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
 # Pipelines.
 
 
-@holds(
+@stages_hold(
     "values",
-    ask(("zero1", "zero3"), 4, more_engines=STAGES, more_ranks=8, kind="GPipe", optimizer=SGD),
-    ask(("zero2", "zero3"), 4, more_engines=STAGES, more_ranks=8, kind="1F1B", optimizer=ADAMW, scaled=False),
+    ask(("zero1", "zero3"), 4, more_ranks=8, kind="GPipe", optimizer=SGD),
+    ask(("zero2", "zero3"), 4, more_ranks=8, kind="1F1B", optimizer=ADAMW, scaled=False),
     ask_thorough(ranks=(4, 8), kind="1F1B", optimizer=SGD),
     ask_thorough(ranks=(4, 8), kind="GPipe", optimizer=ADAMW),
-    ask_thorough(ranks=8, kind="1F1B", optimizer=SGD, sequence=True),
-    of_stages=True,  # who wraps the model, as DDP does, is handed over in another way
+    ask_thorough(
+        ranks=8, kind="1F1B", optimizer=SGD, sequence=True
+    ),  # who wraps the model, as DDP does, is handed over in another way
 )
 def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=True, sequence=False):
     """The parts of a pipeline train as the whole model does in one process; with 8 ranks they are cut by tensor too.
@@ -294,5 +297,6 @@ def meshes_that_do_not_fit_are_refused(engine):
         (True, {"group": mesh["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
     ):
         model = cut_by(mesh["tensor"], sequence=False) if tensor else seeded(small)
-        refused(lambda m=model, o=options: engine(m, ADAMW, **o), word, error=ValueError)
+        with refused(word, error=ValueError):  # CHECK
+            engine(model, ADAMW, **options)
     engine(seeded(small), ADAMW, group=cube["replicas", "shards"])  # two of three will do

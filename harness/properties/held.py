@@ -15,7 +15,19 @@ from harness.measure.traffic import TrafficLedger
 from harness.measure.watched_step import watched_step
 from harness.properties import fixtures
 from harness.properties.fixtures import ADAMW, Lanes, OddModel, Stack, grid, seeded, vector_batch
-from harness.properties.property import STAGES, NotApplicable, Subject, ask, ask_each, ask_thorough, expect, holds, same
+from harness.properties.property import (
+    STAGES,
+    NotApplicable,
+    Subject,
+    ask,
+    ask_each,
+    ask_thorough,
+    expect,
+    holds,
+    only,
+    same,
+    stages_hold,
+)
 from harness.properties.training import Pair, of_vectors, vectors
 from harness.run import engines
 
@@ -63,11 +75,10 @@ def sizes_by_bucket(model: OddModel, stage: str) -> list[list[int]]:
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@holds(
+@stages_hold(
     "bytes",
     ask(more_ranks=(1, 3, 4), chapters=STAGES),
     ask(more_ranks=(1, 3, 4), **LOW),
-    of_stages=True,
 )
 def held_bytes_equal_the_theory(engine, device="cpu", **options):
     """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive.
@@ -121,12 +132,11 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
     same("bytes that are alive besides", live - sum(expected.values()), 4)
 
 
-@holds(
+@stages_hold(
     "traffic",
     ask(ranks=(2, 3), more_ranks=1, chapters=STAGES),
     ask(ranks=4, hybrid=True),
     ask_thorough(ranks=(1, 2, 3), **LOW),
-    of_stages=True,
 )
 def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
     """Kind, bytes, order, step and ranks of every collective of a training step.
@@ -167,7 +177,7 @@ def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
     same("collectives with other ranks than the row's", across, replicas)
 
 
-@holds("order", *ask_each("reverse", (False, True), "zero2", chapters="zero2"), of_stages=True)
+@stages_hold("order", *ask_each("reverse", (False, True), "zero2", asks=only, chapters="zero2"))
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
     pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, batch=vectors(8), loss=of_vectors)
@@ -294,10 +304,9 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
     return found
 
 
-@holds(
+@stages_hold(
     "bytes",
-    *ask_each("reverse", (False, True), "zero2", more_ranks=(3, 4), chapters="zero2"),
-    of_stages=True,
+    *ask_each("reverse", (False, True), "zero2", asks=only, more_ranks=(3, 4), chapters="zero2"),
 )
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
@@ -314,14 +323,13 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
         assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
 
 
-@holds(
+@stages_hold(
     "bytes",
-    ask("zero3", more_ranks=(3, 4), chapters="zero3"),
-    ask("zero3", more_ranks=(3, 4), reshard_after_forward=False),
-    ask("zero3", more_ranks=(3, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    only("zero3", more_ranks=(3, 4), chapters="zero3"),
+    only("zero3", more_ranks=(3, 4), reshard_after_forward=False),
+    only("zero3", more_ranks=(3, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     ask_thorough("zero3", (2, 3, 4), prefetch=0),
     ask_thorough("zero3", (2, 3, 4), prefetch=3),
-    of_stages=True,
 )
 def zero3_has_only_the_units_in_use_gathered(engine, **options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
@@ -363,13 +371,12 @@ class Idle(Stack):
             layer.idle = nn.Parameter(torch.ones(1))
 
 
-@holds(
+@stages_hold(
     "bytes",
-    ask("zero3", frozen=11),
-    ask("zero3", frozen=11, kind=ByKeyword),
-    ask("zero3", no_sync=True),
-    ask("zero3", kind=Idle, find_unused=True),
-    of_stages=True,
+    only("zero3", frozen=11),
+    only("zero3", frozen=11, kind=ByKeyword),
+    only("zero3", no_sync=True),
+    only("zero3", kind=Idle, find_unused=True),
 )
 def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
     """A unit without a gradient that tells when to free it, as it is frozen or unused in part, is freed in time.
@@ -385,11 +392,10 @@ def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
     at_most("units gathered in backward, and gradients", most, allowed)
 
 
-@holds(
+@stages_hold(
     "bytes",
-    ask("zero3", reshard_after_forward=False, train=False),
-    ask("zero3", turn=True),
-    of_stages=True,
+    only("zero3", reshard_after_forward=False, train=False),
+    only("zero3", turn=True),
 )
 def zero3_gathers_little_where_it_cannot_know(engine, **options):
     """Few units are gathered where no backward will come, although `reshard_after_forward=False` keeps them for it.

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from harness.measure.held import storage_bytes
 from harness.properties.fixtures import MOMENTUM, OddModel, hooks_on, own_tokens, seeded, token_batch
 from harness.properties.overlap import late_collectives
-from harness.properties.property import NotApplicable, ask, ask_thorough, holds, same
+from harness.properties.property import NotApplicable, ask, ask_thorough, holds, same, stages_hold
 from harness.properties.training import EXACT, Pair
 
 
-@holds("life", ask(), ask_thorough(late=False), ask_thorough("zero2", bucket_mb=0), of_stages=True)
+@stages_hold("life", ask(), ask_thorough(late=False), ask_thorough("zero2", bucket_mb=0))
 def hooks_find_weights_and_gradients(engine, late=True, **options):
     """Hooks around forwards find weights, and hooks on parameters this rank's gradients, whenever they were registered.
 

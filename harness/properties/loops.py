@@ -27,7 +27,18 @@ from harness.properties.fixtures import (
     seeded,
     vector_batch,
 )
-from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, refused, same
+from harness.properties.property import (
+    STAGES,
+    NotApplicable,
+    ask,
+    ask_thorough,
+    expect,
+    holds,
+    only,
+    refused,
+    same,
+    stages_hold,
+)
 from harness.properties.training import Pair, model_of, of_output, of_vectors, vectors
 
 # Clipping.
@@ -36,8 +47,8 @@ from harness.properties.training import Pair, model_of, of_output, of_vectors, v
 @holds(
     "values",
     ask(ranks=3, more_ranks=2, norm_type=2.0),
-    ask("zero2", 3, more_engines=STAGES, more_ranks=2, norm_type=math.inf),
-    ask("zero3", 3, more_engines=STAGES, more_ranks=2, norm_type=2.0, model="Twice"),
+    ask("zero2", 3, more_ranks=2, norm_type=math.inf),
+    ask("zero3", 3, more_ranks=2, norm_type=2.0, model="Twice"),
     ask_thorough(norm_type=1.0),
 )
 def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel", device="cpu"):
@@ -157,7 +168,7 @@ def backwards_before_a_step_add_up(engine):
     pair.same_weights()
 
 
-@holds("traffic", ask(no_sync=False), ask(no_sync=True), of_stages=True)
+@stages_hold("traffic", ask(no_sync=False), ask(no_sync=True))
 def micro_batches_send_what_they_must(engine, no_sync):
     """Under `no_sync` nothing is sent and no piece gets a gradient; without it each backward of ZeRO-2 and -3 sends.
 
@@ -282,9 +293,9 @@ OF_WHOLE_MODELS = (one_backward_for_a_parameter, the_others_under_no_sync)
 @holds(
     "values",
     ask(),
-    ask("zero3", prefetch=0),
-    ask("zero3", reshard_after_forward=False),
-    ask("zero2", bucket_mb=0, find_unused=True),
+    only("zero3", prefetch=0),
+    only("zero3", reshard_after_forward=False),
+    only("zero2", bucket_mb=0, find_unused=True),
     ask_thorough(find_unused=True),
 )
 def backward_may_be_called_in_any_way(engine, **options):
@@ -300,10 +311,10 @@ def backward_may_be_called_in_any_way(engine, **options):
 
 @holds(
     "misuse",
-    ask("zero1", 3, more_engines=STAGES, no_sync=True, find_unused=True),
-    ask("zero2", 3, more_engines=STAGES, no_sync=True, find_unused=False),
-    ask("zero3", 3, more_engines=STAGES, no_sync=False, find_unused=True),
-    ask("zero1", 3, more_engines=STAGES, no_sync=False, find_unused=False),
+    ask("zero1", 3, no_sync=True, find_unused=True),
+    ask("zero2", 3, no_sync=True, find_unused=False),
+    ask("zero3", 3, no_sync=False, find_unused=True),
+    ask("zero1", 3, no_sync=False, find_unused=False),
 )
 def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     """Two backwards through one body, each by a head of its own: right, or refused with a way that is right."""
@@ -364,10 +375,12 @@ def reentrant_checkpointing_is_right_or_refused(engine):
     if engine.like == "zero3":
         other = engine(seeded(lambda: Checkpointed("around", use_reentrant=True)), DECAY)
         for _ in range(2):
-            refused(of_output(other, tokens, targets).backward, "use_reentrant=False")
+            with refused("use_reentrant=False"):
+                of_output(other, tokens, targets).backward()
             other.zero_grad()
         embedded = torch.zeros((), dtype=torch.float64, requires_grad=True)
         out = checkpoint(lambda t, e: pair.trained(t) + e, tokens, embedded, use_reentrant=True)
-        refused(F.cross_entropy(out, targets).backward, "use_reentrant=False")
+        with refused("use_reentrant=False"):
+            F.cross_entropy(out, targets).backward()
         pair.trained.zero_grad()
     pair.alike(3)

@@ -22,7 +22,7 @@ from harness.properties.fixtures import (
     seeded,
     silent_group,
 )
-from harness.properties.property import ask, ask_each, expect, holds, refused, same, subject
+from harness.properties.property import ask, ask_each, expect, only, refused, same, stages_hold, subject
 from harness.properties.training import Pair
 from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
 from harness.run.shared_folder import shared_folder
@@ -33,7 +33,7 @@ def on_meta(build):
         return build()
 
 
-@holds("life", *ask_each("param_dtype", (None, torch.bfloat16), "zero3", more_ranks=(1, 3)), of_stages=True)
+@stages_hold("life", *ask_each("param_dtype", (None, torch.bfloat16), "zero3", asks=only, more_ranks=(1, 3)))
 def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, device="cpu"):
     """From the same seed a model on `meta` gets the weights of the whole one, to the bit: the same operations.
 
@@ -65,7 +65,7 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
 SOURCES = ("init_fn", "state_dict", "folder", "init_fn in bfloat16")
 
 
-@holds("bytes", *ask_each("source", SOURCES, "zero3"), of_stages=True)
+@stages_hold("bytes", *ask_each("source", SOURCES, "zero3", asks=only))
 def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     """The peak while a model on `meta` is built is the shards and one unit; with a folder, three units."""
     config = GPTConfig(layers=8, width=64, heads=2, vocab=64, seq=16)
@@ -87,7 +87,7 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     expect(memory.peak <= most, "the peak of live bytes while it is built", f"at most {most:,}", f"{memory.peak:,}")
 
 
-@holds("life", *ask_each("source", ("file", "folder"), "zero3"), of_stages=True)
+@stages_hold("life", *ask_each("source", ("file", "folder"), "zero3", asks=only))
 def weights_on_file_are_read_into_meta(engine, source):
     """Another model's weights, memory-mapped or in a folder, are taken, and not written to; then it trains.
 
@@ -133,7 +133,7 @@ def names_on_meta(model) -> list[str]:
     return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
 
 
-@holds("life", ask("zero3", more_ranks=3), of_stages=True)
+@stages_hold("life", only("zero3", more_ranks=3))
 def init_fn_fills_what_is_on_meta(engine):
     """init_fn is asked once for what is on `meta`, and for nothing else, and rank 0's values count on all.
 
@@ -152,7 +152,8 @@ def init_fn_fills_what_is_on_meta(engine):
         names.append(name)
         tensor.fill_(rank + len(name))
 
-    refused(lambda: engine(whole, ADAMW, init_fn=raises), f"rank {last}: ", "of the caller's own")
+    with refused(f"rank {last}: ", "of the caller's own"):
+        engine(whole, ADAMW, init_fn=raises)
     same("names on meta after the error", names_on_meta(whole), missing)
     assert whole.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
     engine(whole, ADAMW, init_fn=fills).training_step(*own_tokens(0), in_float32)
@@ -174,12 +175,13 @@ def init_fn_fills_what_is_on_meta(engine):
     trained.load_full_state_dict(state)
 
 
-@holds("misuse", ask(ranks=3), of_stages=True)
+@stages_hold("misuse", ask(ranks=3))
 def what_cannot_be_materialised_is_refused(engine):
     """A model on `meta` without a source of its values, or with one that does not fit, is refused by name."""
     if engine.like != "zero3":
         words = "materialise", "ZeRO3(model, ..., init_fn=...)"
-        refused(lambda: engine(on_meta(OddModel), ADAMW), *words, error=ValueError)
+        with refused(*words, error=ValueError):
+            engine(on_meta(OddModel), ADAMW)
         return
     good = OddModel().state_dict()
     less = {name: value for name, value in good.items() if name != "head.bias"}
@@ -192,11 +194,14 @@ def what_cannot_be_materialised_is_refused(engine):
         ({"init_fn": lambda name, tensor: torch.zeros_like(tensor)}, "init_fn returned a new tensor", "in place"),
     ):
         kinds = ValueError, TypeError, KeyError, RuntimeError
-        refused(lambda source=source: engine(on_meta(OddModel), ADAMW, **source), *words, error=kinds)
+        with refused(*words, error=kinds):
+            engine(on_meta(OddModel), ADAMW, **source)
     words = "nothing of this one is", "load_full_state_dict"
-    refused(lambda: engine(OddModel(), ADAMW, init_fn=lambda name, tensor: None), *words)
+    with refused(*words):
+        engine(OddModel(), ADAMW, init_fn=lambda name, tensor: None)
     # What is wrong on one rank is an error on all.
     source, words = (
         ({}, "init_fn=") if dist.get_rank() == 1 else ({"init_fn": lambda name, tensor: tensor.zero_()}, "rank 1: ")
     )
-    refused(lambda: engine(on_meta(OddModel), ADAMW, **source), words)
+    with refused(words):
+        engine(on_meta(OddModel), ADAMW, **source)

@@ -5,7 +5,6 @@ After a refusal the engine goes on, and is compared with plain PyTorch then.
 
 import contextlib
 import io
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from harness.properties.fixtures import ADAMW, SGD, OddBlock, OddModel, odd, pieces_of, seeded, token_batch
-from harness.properties.property import STAGES, ask, ask_each, ask_thorough, holds, refused, same
+from harness.properties.property import ask, ask_each, ask_thorough, holds, only, refused, same, stages_hold
 from harness.properties.training import Pair
 
 # The standard loop.
@@ -37,8 +36,8 @@ def who_takes_gradients_past_the_engine_is_refused(engine):
     pair = Pair(engine, OddModel)
     for step, (taker, words) in enumerate(TAKERS):
         pair.backward(step)
-        errors = (RuntimeError, TypeError, ValueError, AssertionError)
-        refused(lambda taker=taker: taker(pair.trained), *words, error=errors)
+        with refused(*words, error=Exception):
+            taker(pair.trained)
         pair.step()
         pair.same_weights()
 
@@ -89,32 +88,29 @@ def under_func(pair):
     torch.func.vmap(lambda _: pair.trained(tokens))(torch.zeros(2))
 
 
-LOOPS = {
-    "vmap": (OddModel, under_func, ("torch.func", "vmap")),
-    "torch's GradScaler": (OddModel, with_torchs_scaler, ("engine.gradients", "GradScaler")),
-    "a backward after the step": (OddModel, backward_after_the_step, ("version",)),
-    "functional_call": (OddModel, called_with_other_weights, (".weight'", "functional_call")),
-}
-ENDS = {  # the model itself is of no use then
-    "an optimizer in a hook": (OddModel, an_optimizer_in_a_hook, ("'head.weight'",)),
+LOOPS = {  # and words of the error
+    under_func: ("torch.func", "vmap"),
+    with_torchs_scaler: ("engine.gradients", "GradScaler"),
+    backward_after_the_step: ("version",),
+    called_with_other_weights: (".weight'", "functional_call"),
+    an_optimizer_in_a_hook: ("'head.weight'",),
 }
 
 
-@holds(
+@stages_hold(
     "misuse",
-    *ask_each("what", ("torch's GradScaler", "an optimizer in a hook"), "zero1", more_engines=STAGES, more_ranks=3),
-    ask("zero2", more_engines=STAGES, more_ranks=3, what="a backward after the step"),
-    ask("zero3", more_engines=STAGES, more_ranks=3, what="functional_call"),
-    ask("zero3", what="vmap"),
-    of_stages=True,
+    *ask_each("act", (with_torchs_scaler, an_optimizer_in_a_hook), "zero1", more_ranks=3),
+    ask("zero2", more_ranks=3, act=backward_after_the_step),
+    ask("zero3", more_ranks=3, act=called_with_other_weights),
+    only("zero3", act=under_func),
 )
-def loops_that_would_train_wrong_are_refused(engine, what):
+def loops_that_would_train_wrong_are_refused(engine, act):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
-    build, act, words = {**LOOPS, **ENDS}[what]
-    pair = Pair(engine, build)
-    refused(lambda: act(pair), *words, error=RuntimeError)
+    pair = Pair(engine, OddModel)
+    with refused(*LOOPS[act], error=RuntimeError):
+        act(pair)
     pair.trained.zero_grad()
-    if what in LOOPS:
+    if act is not an_optimizer_in_a_hook:  # the model itself is of no use then
         pair.alike()
 
 
@@ -157,26 +153,22 @@ CHANGES = {
 }
 
 
-@holds(
+@stages_hold(
     "misuse",
-    *ask_each("change", ("float", "channels_last", "thawed", "delattr", "weight_norm"), "zero1", more_engines=STAGES),
-    *ask_each("change", ("there and back", "data", "a new module", "None", "assign"), "zero2", more_engines=STAGES),
-    *ask_each("change", ("frozen", "setattr"), "zero3", more_engines=STAGES),
-    of_stages=True,
+    *ask_each("change", ("float", "channels_last", "thawed", "delattr", "weight_norm"), "zero1"),
+    *ask_each("change", ("there and back", "data", "a new module", "None", "assign"), "zero2"),
+    *ask_each("change", ("frozen", "setattr"), "zero3"),
 )
 def a_model_that_changes_after_the_build_is_refused(engine, change):
     """A model that is moved, or whose parameters are others, is refused at once or in forward; the shards stay."""
     pair = Pair(engine, Pictures)
     pair.alike()
-    act, words = {**MOVES, **CHANGES}[change]
-
-    def go():
+    act, words = (MOVES | CHANGES)[change]
+    own = () if change == "weight_norm" else ("engine",)  # torch's words are of a parameter of this class
+    with refused(*words, *own, error=(RuntimeError, TypeError, KeyError)) as said:
         act(pair.trained.model)
         pair.step_alone()
-
-    own = () if change == "weight_norm" else ("engine",)  # torch's words are of a parameter of this class
-    said = refused(go, *words, *own, error=(RuntimeError, TypeError, KeyError))
-    same("whether one that did not change is named", "'head.weight'" in said and len(words) > 1, False)
+    same("whether one that did not change is named", "'head.weight'" in said[0] and len(words) > 1, False)
     if change in MOVES:
         state = pair.trained.full_state_dict()
         for name, param in pair.plain.named_parameters():
@@ -197,9 +189,9 @@ MOVES_OF_FORWARD = {
 
 @holds(
     "misuse",
-    ask("zero1", more_engines=STAGES, how="data"),
-    ask("zero2", more_engines=STAGES, how="set_"),
-    ask("zero3", more_engines=STAGES, how="half and double"),
+    ask("zero1", how="data"),
+    ask("zero2", how="set_"),
+    ask("zero3", how="half and double"),
     *[ask_thorough("zero3", how=how, reshard_after_forward=False) for how in MOVES_OF_FORWARD],
 )
 def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
@@ -211,7 +203,8 @@ def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
             with contextlib.suppress(RuntimeError):
                 pair.step_alone()
         else:
-            refused(pair.step_alone, *words, error=RuntimeError)
+            with refused(*words, error=RuntimeError):
+                pair.step_alone()
         pair.trained.zero_grad()
         with contextlib.suppress(RuntimeError):  # it may say once that weights were moved
             pair.trained.full_state_dict()
@@ -246,7 +239,7 @@ def what_changes_nothing_is_no_misuse(engine, **options):
 # Optimizer state.
 
 
-@holds("misuse", of_stages=True)
+@stages_hold("misuse")
 def optimizer_state_that_does_not_fit_is_refused(engine):
     """State of other ranks, another stage or layout, or of no engine is refused; what fits goes on as the old one."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -264,8 +257,8 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
         ADAMW(plain.parameters()).state_dict(),
     ]
     for state in states:
-        load = partial(pair.trained.optimizer.load_state_dict, state)
-        refused(load, "optimizer's state", "harness.engine.checkpoint", error=ValueError)
+        with refused("optimizer's state", "harness.engine.checkpoint", error=ValueError):
+            pair.trained.optimizer.load_state_dict(state)
         pair.alike(1)
     # Through a file into a new engine, which goes on as the old one would have.
     weights, file = pair.trained.full_state_dict(), io.BytesIO()
@@ -277,7 +270,8 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
     pair.alike(3)
     # Rank 0 has passed a state, the others none.
     state = pair.trained.full_state_dict()
-    refused(lambda: pair.trained.load_full_state_dict(state if rank == 0 else None), "rank 1: ", "NoneType")
+    with refused("rank 1: ", "NoneType"):
+        pair.trained.load_full_state_dict(state if rank == 0 else None)
     pair.alike(1)
 
 
@@ -299,5 +293,6 @@ def an_engine_is_like_its_model_and_says_where_not(engine):
         for (name, expected), ((own, first), second) in zip(named, found):
             assert own == name and first is second is expected, name
     for name in ("state_dict", "cuda", "backward", "blocks"):
-        refused(lambda name=name: getattr(trained, name), repr(name), error=AttributeError)
+        with refused(repr(name), error=AttributeError):
+            getattr(trained, name)
     pair.alike()

@@ -10,14 +10,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from harness.engine import checkpoint
 from harness.properties.fixtures import ADAMW, PartlyFrozen, byte_batch, gpt, grid, of_bytes, seeded
 from harness.properties.precision import of_tokens, scaler_of
-from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
+from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
 from harness.properties.training import Pair
 from harness.run.shared_folder import shared_folder
 
 HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
 
 
-@holds("values", ask(more_ranks=4), ask("zero3", 4, more_engines=STAGES, **HALF), ask_thorough(ranks=2, **HALF))
+@holds("values", ask(more_ranks=4), ask("zero3", 4, **HALF), ask_thorough(ranks=2, **HALF))
 def offload_changes_nothing(engine, **options):
     """Losses, norms and weights are right with offload, through micro-batches, clipping, a scaler, a checkpoint.
 
@@ -48,10 +48,11 @@ def offload_changes_nothing(engine, **options):
 @holds("misuse")
 def another_offload_policy_is_refused(engine):
     """A policy that is none is refused, and so are ranks with different ones."""
-    refused(lambda: engine(nn.Linear(3, 3), ADAMW, offload_policy="cpu"), "pin_memory",
-            error=AttributeError)  # fmt: skip
+    with refused("pin_memory", error=AttributeError):
+        engine(nn.Linear(3, 3), ADAMW, offload_policy="cpu")
     one_alone = CPUOffloadPolicy() if dist.get_rank() == 1 else None
-    refused(lambda: engine(nn.Linear(3, 3), ADAMW, offload_policy=one_alone), "[1]", error=ValueError)
+    with refused("[1]", error=ValueError):
+        engine(nn.Linear(3, 3), ADAMW, offload_policy=one_alone)
 
 
 @holds("order")

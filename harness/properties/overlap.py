@@ -15,7 +15,7 @@ import zero1
 import zero2
 from harness.measure.timeline import Timeline
 from harness.properties.fixtures import ADAMW, Lanes, PartlyFrozen, Stack, grid, seeded, vector_batch
-from harness.properties.property import STAGES, ask, ask_thorough, holds, same
+from harness.properties.property import STAGES, ask, ask_thorough, only, same, stages_hold
 from harness.properties.training import Pair, of_vectors, vectors
 
 
@@ -44,13 +44,12 @@ def replaced(**functions):
         yield
 
 
-@holds(
+@stages_hold(
     "order",
-    ask(("zero2", "zero3"), chapters=("zero2", "zero3")),
-    ask("zero3", root=True, chapters="zero3"),
-    ask(("zero2", "zero3"), 4, hybrid=True),
+    only(("zero2", "zero3"), chapters=("zero2", "zero3")),
+    only("zero3", root=True, chapters="zero3"),
+    only(("zero2", "zero3"), 4, hybrid=True),
     ask_thorough("zero3", root=True, reverse=True),
-    of_stages=True,
 )
 def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False, hybrid=False):
     """Between issuing a reduction or a prefetched gather and waiting for it the rank computes.
@@ -131,12 +130,11 @@ def late_collectives():
         yield pending
 
 
-@holds(
+@stages_hold(
     "order",
-    ask("zero1", 3, more_engines=STAGES, more_ranks=2, chapters=STAGES, build=PartlyFrozen),
-    ask("zero3", 3, more_engines=STAGES, more_ranks=2, build=Lanes),
-    ask("zero2", 4, more_engines=STAGES, build=Lanes, hybrid=True),
-    of_stages=True,
+    ask("zero1", 3, more_ranks=2, chapters=STAGES, build=PartlyFrozen),
+    ask("zero3", 3, more_ranks=2, build=Lanes),
+    ask("zero2", 4, build=Lanes, hybrid=True),
 )
 def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
     """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing.

@@ -26,7 +26,7 @@ from harness.properties.fixtures import (
     seeded,
     vector_batch,
 )
-from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
+from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
 from harness.properties.training import Pair, of_vectors, vectors
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -46,9 +46,9 @@ MODELS = {
 
 @holds(
     "values",
-    ask("zero1", more_engines=STAGES, model="Twice"),
-    ask("zero2", more_engines=STAGES, model="TiedAcross"),
-    ask("zero3", more_engines=STAGES, model="Checkpointed"),
+    ask("zero1", model="Twice"),
+    ask("zero2", model="TiedAcross"),
+    ask("zero3", model="Checkpointed"),
     ask_thorough(("zero1", "zero2"), model="Twice", bucket_mb=0),
     ask_thorough("zero3", model="TiedAcross", prefetch=0, find_unused=True),
     ask_thorough("zero3", model="Checkpointed", reshard_after_forward=False),
@@ -105,7 +105,7 @@ class Mixed(nn.Module):
         return {"logits": self.head(x)}
 
 
-@holds("values", ask(), ask("zero3", own_units=True))
+@holds("values", ask(), only("zero3", own_units=True))
 def states_stay_float32_in_mixed_precision(engine, own_units=False):
     """Parameters and floating point inputs are cast, buffers are not; states are float32 and lose no small update.
 
@@ -163,8 +163,8 @@ class Given(nn.Module):
 @holds(
     "values",
     ask(ranks=3, more_ranks=(1, 2, 4)),
-    ask("zero1", 3, more_engines=STAGES, more_ranks=(1, 2, 4), reduce_dtype=BF16),
-    ask("zero2", 3, more_engines=STAGES, more_ranks=(1, 2, 4), reduce_dtype=FP16),
+    ask("zero1", 3, more_ranks=(1, 2, 4), reduce_dtype=BF16),
+    ask("zero2", 3, more_ranks=(1, 2, 4), reduce_dtype=FP16),
 )
 def a_step_on_integers_is_exact(engine, reduce_dtype=None):
     """A step on integers is exact: their sum is so in any order, and their mean is rounded once, after the sum.
@@ -211,9 +211,9 @@ def scaler_of(engine, device: str = "cpu", **options):
 
 @holds(
     "values",
-    ask(("zero1", "zero3"), more_engines=STAGES, of="one element"),
-    ask(("zero2", "zero3"), more_engines=STAGES, overflow_on=1, default=FP64),
-    ask("zero2", 4, more_engines=STAGES, of="branches", overflow_on=3),
+    ask(("zero1", "zero3"), of="one element"),
+    ask(("zero2", "zero3"), overflow_on=1, default=FP64),
+    ask("zero2", 4, of="branches", overflow_on=3),
     ask_thorough(overflow_on=0),
     ask_thorough(ranks=3, overflow_on=2),
 )
@@ -265,13 +265,17 @@ def a_loss_scaler_is_called_in_order(engine, enabled):
     scaler = scaler_of(engine, init_scale=2.0**8, enabled=enabled)
     for step in range(2):
         # An optimizer's step would be skipped on one rank alone.
-        refused(lambda: scaler.step(pair.trained.optimizer), "ptimizer", error=(AttributeError, RuntimeError))
+        with refused("ptimizer", error=(AttributeError, RuntimeError)):
+            scaler.step(pair.trained.optimizer)
         pair.scaled_step(step, scaler, 0.1)
     pair.same_weights()
     if enabled:
         pair.backward(2, scale=scaler.scale(torch.ones((), dtype=FP64)))
         scaler.unscale_(pair.trained)
-        refused(lambda: scaler.unscale_(pair.trained), "update()", error=RuntimeError)
+        with refused("update()", error=RuntimeError):
+            scaler.unscale_(pair.trained)
         scaler.step(pair.trained)
-        refused(lambda: scaler.step(pair.trained), "update()", error=RuntimeError)
-        refused(lambda: scaler.unscale_(pair.trained), error=RuntimeError)
+        with refused("update()", error=RuntimeError):
+            scaler.step(pair.trained)
+        with refused(error=RuntimeError):
+            scaler.unscale_(pair.trained)

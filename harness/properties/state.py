@@ -11,7 +11,7 @@ from harness.engine import checkpoint
 from harness.measure.held import storage_bytes
 from harness.properties.checkpoints import state_by_torch
 from harness.properties.fixtures import DECAY, OddModel, in_float32, odd, own_tokens, seeded, vector_batch
-from harness.properties.property import ask, holds, refused, same
+from harness.properties.property import ask, holds, refused, same, stages_hold
 from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
@@ -40,7 +40,8 @@ def the_state_of_one_engine_is_taken_in_by_another(engine):
         ({**state, "nobody": torch.ones(1)}, "nobody"),
         ({**state, "head.bias": torch.ones(4)}, "head.bias"),
     ):
-        refused(lambda broken=broken: trained.load_full_state_dict(broken), name, error=(KeyError, ValueError))
+        with refused(name, error=(KeyError, ValueError)):
+            trained.load_full_state_dict(broken)
     same("the state after what was refused", trained.full_state_dict(), state)
 
 
@@ -100,7 +101,7 @@ def as_bytes(named) -> dict:
     return {name: (tuple(tensor.shape), str(tensor.dtype), values[name].tolist()) for name, tensor in named}
 
 
-@holds("life", ask(), ask(param_dtype=torch.bfloat16), of_stages=True)
+@stages_hold("life", ask(), ask(param_dtype=torch.bfloat16))
 def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None):
     """All ranks get rank 0's buffers, however they lie in memory; the whole state has them, and loading gives them.
 
@@ -175,7 +176,7 @@ def kept(model) -> str:
     return str([module.kept for module in model.modules() if isinstance(module, Keeps)])
 
 
-@holds("life", of_stages=True)
+@stages_hold("life")
 def what_modules_keep_besides_tensors_is_rank_0s(engine):
     """What `get_extra_state` gives goes through the whole state and checkpoints, and all ranks get rank 0's.
 
@@ -198,7 +199,7 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
         checkpoint.load(engine(nn.Sequential(Keeps({})), DECAY), folder / "theirs")
 
 
-@holds("life", of_stages=True)
+@stages_hold("life")
 def a_module_that_does_not_take_its_state_changes_nothing(engine):
     """If `set_extra_state` raises on one rank, all ranks raise, and weights, modules and optimizer are as they were."""
     rank, model = dist.get_rank(), seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
@@ -220,7 +221,8 @@ def a_module_that_does_not_take_its_state_changes_nothing(engine):
         before, moments = trained.full_state_dict(), str(trained.optimizer.state_dict())
         for load in (lambda: trained.load_full_state_dict(state), lambda: checkpoint.load(trained, folder)):
             refuses["now"] = True
-            refused(load, "not mine", error=ValueError)
+            with refused("not mine", error=ValueError):  # CHECK
+                load()
             same("the whole state", trained.full_state_dict(), before)
             same("the optimizer's state", str(trained.optimizer.state_dict()), moments)
         checkpoint.load(trained, folder)
@@ -237,7 +239,7 @@ OTHER_BUFFERS = (
 )
 
 
-@holds("life", ask(ranks=3, more_ranks=2), of_stages=True)
+@stages_hold("life", ask(ranks=3, more_ranks=2))
 def buffers_of_other_shapes_are_an_error_on_all_ranks(engine):
     """Where ranks' buffers are not alike, the whole state is refused on all ranks, and names the buffer."""
     last = dist.get_world_size() - 1
@@ -247,6 +249,7 @@ def buffers_of_other_shapes_are_an_error_on_all_ranks(engine):
         expected = trained.full_state_dict()
         if dist.get_rank() == last:
             model.register_buffer(name, other)
-        refused(trained.full_state_dict, repr(name), f"rank {last}", error=ValueError)
+        with refused(repr(name), f"rank {last}", error=ValueError):
+            trained.full_state_dict()
         model.register_buffer(name, usual)
         same("the state with the buffers as they were", trained.full_state_dict(), expected)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import DECAY, odd, own_tokens, seeded, token_batch
-from harness.properties.property import STAGES, ask, ask_thorough, holds, refused, same
+from harness.properties.property import STAGES, ask, ask_thorough, holds, only, refused, same, stages_hold
 from harness.properties.training import Pair
 
 
@@ -72,8 +72,8 @@ IN_ALL = {"ranks": (1, 2, 3)}
 @holds(
     "values",
     ask(more_ranks=(1, 3)),
-    ask("zero2", more_engines=STAGES, more_ranks=(1, 3), **SEVERAL),
-    ask("zero3", more_engines=STAGES, more_ranks=(1, 3), alike=True),
+    ask("zero2", more_ranks=(1, 3), **SEVERAL),
+    ask("zero3", more_ranks=(1, 3), alike=True),
     ask_thorough(**IN_ALL, **SEVERAL, alike=True),
     ask_thorough(**IN_ALL, micro_batches=3),
     ask_thorough("zero2", **IN_ALL, **SEVERAL, bucket_mb=0),
@@ -105,7 +105,7 @@ def what_nobody_used_is_left_out_of_the_step(engine, alike=False, micro_batches=
     pair.same_weights()
 
 
-@holds("traffic", of_stages=True)
+@stages_hold("traffic")
 def finding_the_unused_costs_one_small_all_reduce(engine):
     """A step with `find_unused` sends what one without it sends, and one byte for each trained parameter."""
     batch, found = own_tokens(0), []
@@ -122,16 +122,18 @@ def finding_the_unused_costs_one_small_all_reduce(engine):
     same("the collectives of a step with find_unused", sorted(found[1]), sorted([*found[0], small]))
 
 
-@holds("misuse", ask(more_ranks=(1, 3)), of_stages=True)
+@stages_hold("misuse", ask(more_ranks=(1, 3)))
 def unused_parameters_are_named_by_default(engine):
     """Without `find_unused` the step names parameters that this rank's backward did not reach, no others, and it."""
     trained = engine(seeded(Forked), DECAY)
     tokens, targets = own_tokens(0)
-    refused(trained.step, "no backward() was called", error=RuntimeError)
+    with refused("no backward() was called", error=RuntimeError):
+        trained.step()
     F.cross_entropy(trained(tokens, choice=1, early=True, spare=True)["a"], targets).backward()
     # ZeRO-3 names them unit by unit, the root at the end.
     words = "'blocks.0.adapters.0', 'blocks.0.adapters.2'" if engine.like == "zero3" else "'heads.b.weight'", " more"
-    said = refused(trained.step, *words, "find_unused=True", "requires_grad_(False)", error=RuntimeError)
+    with refused(*words, "find_unused=True", "requires_grad_(False)", error=RuntimeError) as said:
+        trained.step()
     others = [name for name in ("adapters.1", "'early'", "heads.a") if name in said]
     same("parameters that are named and were used", others, [])
 
@@ -159,20 +161,23 @@ def a_gradient_that_is_missing_or_sparse_is_refused(engine):
         trained.step()
 
     for _ in range(2):
-        refused(lambda: train(spare=False, sparse=False), "'spare'", error=RuntimeError)
+        with refused("'spare'", error=RuntimeError):
+            train(spare=False, sparse=False)
         trained.zero_grad()
         train(spare=True, sparse=False)
         trained.zero_grad()
-    refused(lambda: train(spare=True, sparse=True), "'table'", "sparse=False", error=RuntimeError)
+    with refused("'table'", "sparse=False", error=RuntimeError):
+        train(spare=True, sparse=True)
 
 
-@holds("misuse", ask(("zero2", "zero3")), of_stages=True)
+@stages_hold("misuse", only(("zero2", "zero3")))
 def gradients_that_wait_are_not_left_out(engine):
     """A step after a backward under `no_sync` alone is an error: the gradients that wait are not taken for unused."""
     trained, rank = engine(seeded(Forked), DECAY, find_unused=True), dist.get_rank()
     with trained.no_sync():
         loss_of(trained, 0, 0, rank, alike=True).backward()
-    refused(trained.step, "gradient", "no_sync", error=RuntimeError)
+    with refused("gradient", "no_sync", error=RuntimeError):
+        trained.step()
     trained.zero_grad()
     loss_of(trained, 0, 0, rank, alike=True).backward()
     trained.step()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.properties.fixtures import OPTIMIZERS, OddModel, byte_batch, gpt, seeded, token_batch
-from harness.properties.property import STAGES, ask, ask_each, ask_thorough, holds, same, subject
+from harness.properties.property import STAGES, ask, ask_each, ask_thorough, holds, only, same, subject
 from harness.properties.training import Pair
 from harness.run.model import next_token_loss
 
@@ -36,8 +36,8 @@ FURTHER = {"more_ranks": (1, 2, 4)}
 @holds(
     "values",
     ask(STAGES, 3, chapters=STAGES, **FURTHER),
-    *laid_out(ask, 3, **FURTHER),
-    *ask_each("optimizer", OPTIMIZERS, "zero2", 3, more_engines=STAGES, chapters="zero3", **FURTHER),
+    *laid_out(only, 3, **FURTHER),
+    *ask_each("optimizer", OPTIMIZERS, "zero2", 3, chapters="zero3", **FURTHER),
 )
 def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     """Losses and weights equal those of one process on the whole batch, from rank 0's start, under any optimizer."""
@@ -60,8 +60,8 @@ LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 @holds(
     "values",
     ask(chapters=STAGES),
-    ask("zero1", more_engines=STAGES, **LOW, micro_batches=3),
-    ask(("zero2", "zero3"), more_engines=STAGES, param_dtype=torch.bfloat16),
+    ask("zero1", **LOW, micro_batches=3),
+    ask(("zero2", "zero3"), param_dtype=torch.bfloat16),
     *laid_out(ask_thorough, 2),
     ask_thorough(**LOW),
     ask_thorough(reduce_dtype=torch.bfloat16),
