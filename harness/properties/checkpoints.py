@@ -34,6 +34,7 @@ from harness.engine.checkpoint.rectangles import rectangles
 from harness.properties import fixtures
 from harness.properties.fixtures import (
     ADAMW,
+    EXACT,
     SGD,
     OddModel,
     Stack,
@@ -45,7 +46,6 @@ from harness.properties.fixtures import (
     vector_batch,
 )
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
-from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
 
@@ -179,7 +179,7 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
         train(trained, [step])
         schedule.step()
     train(other, range(7, 9))
-    extra = {"schedule": schedule.state_dict(), "rank": dist.get_rank(), "random": torch.get_rng_state()}
+    extra = {"schedule": schedule.state_dict(), "rank": engine.rank, "random": torch.get_rng_state()}
     extra["keys"] = {1: (2, [3.0]), "5": {7: None, "numpy's": numpy.bool_(True)}}
     save = engine.more.get("save") or partial(checkpoint.async_save if in_background else checkpoint.save, **extra)
     expected = state_of(trained)
@@ -193,8 +193,8 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     if optimizer == "remembers":
         read = {**OPTIONS, "number": 0.25, "numbered": {1: "a", 2: 0.5}}  # as Python's numbers
         same("the options", str({key: other.optimizer.param_groups[0][key] for key in OPTIONS}), str(read))
-    same("what save returns", (saved.rank, saved.path), (dist.get_rank(), folder / "000001"))
-    same("the caller's values", (found["rank"], found["keys"]), (dist.get_rank(), extra["keys"]))
+    same("what save returns", (saved.rank, saved.path), (engine.rank, folder / "000001"))
+    same("the caller's values", (found["rank"], found["keys"]), (engine.rank, extra["keys"]))
     same("a tensor of the caller's", found["random"], extra["random"])
     its.load_state_dict(found["schedule"])
     same("learning rates", [group["lr"] for group in other.optimizer.param_groups], its.get_last_lr())
@@ -211,14 +211,14 @@ ON_A_GRID = "grid@4 engine@4 grid@4 other@2"
 
 @holds(
     "life",
-    ask(("zero1", "zero3"), 3, journey=JOURNEY),
+    ask(("zero1", "zero3"), 3, more_ranks=(), journey=JOURNEY),
     ask("zero2", 4, journey=ON_A_GRID),
     ask_thorough(ranks=3, journey=BY_FSDP2),
 )
 def a_checkpoint_travels(engine, journey):
     """Loading and saving again changes no bit, whoever does it where; training comes out where one process does."""
     stations = [station.split("@") for station in journey.split()]
-    rank, everyone = dist.get_rank(), dist.get_world_size()
+    rank, everyone = engine.rank, engine.size
     groups = {size: dist.new_group(range(everyone - size, everyone)) for size in range(1, everyone + 1)}
     odd, source, steps, told = "fsdp2" not in journey, None, 0, {}
     with shared_folder() as folder:
@@ -388,7 +388,7 @@ def what_cannot_be_loaded_changes_nothing(engine):
         checkpoint.save(trained, folder / "good", step=1)
         good = state_of(trained)
         of_other_runs(engine, folder)
-        if dist.get_rank() == 0:
+        if engine.rank == 0:
             damage(folder / "good" / "000001", folder)
         dist.barrier()
         train(trained, [1])
@@ -436,7 +436,7 @@ def files_of_at_most(nbytes: int):
 @holds("misuse")
 def what_one_rank_cannot_write_nobody_has(engine):
     """An error in one rank's files is one on all, in the same words; nothing is left over, and the last one is good."""
-    trained, rank = zoo_under(engine), dist.get_rank()
+    trained, rank = zoo_under(engine), engine.rank
     train(trained, [0])
     expected, said = state_of(trained), []
     with shared_folder() as folder:
@@ -476,7 +476,7 @@ def what_one_rank_cannot_write_nobody_has(engine):
         said += why
         with refused("rank 0: ") as why:
             save("file")
-        words = [None] * dist.get_world_size()
+        words = [None] * engine.size
         dist.all_gather_object(words, said + why)
         same("what the ranks say", words, [said + why] * len(words))
         same("what is left", names_in(folder / "full") + names_in(folder / "unread"), [])
@@ -499,7 +499,7 @@ NOT_TOGETHER = (  # the optimizer's state of one parameter, on one rank alone or
 @holds("misuse")
 def what_cannot_be_loaded_is_not_saved(engine):
     """A value that could not be read again is refused by its name, on all ranks, before a folder is made."""
-    rank = dist.get_rank()
+    rank = engine.rank
     with shared_folder() as folder:
         trained = zoo_under(engine, param_groups=None)
         other = checkpoint.save(trained, folder / "other").path
@@ -540,7 +540,7 @@ def learning_rates_that_part_are_noticed_at_a_save(engine):
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(trained.optimizer, patience=0)
     with shared_folder() as folder:
         checkpoint.save(trained, folder)
-        for loss in (1.0, 2.0 if dist.get_rank() == 0 else 0.5):
+        for loss in (1.0, 2.0 if engine.rank == 0 else 0.5):
             schedule.step(loss)
         for _ in range(2):
             with refused("ranks disagree on 'group 0'", "lr", error=ValueError):
@@ -555,7 +555,7 @@ def learning_rates_that_part_are_noticed_at_a_save(engine):
 def old_checkpoints_go(engine):
     """The newest `keep` checkpoints stay, also after kills, each loads by its name; the user's own is not touched."""
     trained = zoo_under(engine)
-    first, users = dist.get_rank() == 0, ["3song.partial", "notes"]
+    first, users = engine.rank == 0, ["3song.partial", "notes"]
     with shared_folder() as folder:
 
         def save(step: int):
@@ -599,14 +599,14 @@ def each_rank_writes_its_part(engine, hybrid=False):
     """
     model = seeded(lambda: Stack(layers=4, width=256), dtype=torch.float32)
     trained = engine(model, ADAMW, group=grid() if hybrid else None)
-    trained.training_step(*vector_batch(0, dist.get_rank(), 256), F.mse_loss)
+    trained.training_step(*vector_batch(0, engine.rank, 256), F.mse_loss)
     with shared_folder() as folder:
         written = checkpoint.save(trained, folder).nbytes
     runs = [
         rectangles(shape, first, first + piece.numel()) for _, _, piece, shape, first in layout.pieces(trained.buckets)
     ]
     own = 0
-    if not hybrid or dist.get_rank() < 2:
+    if not hybrid or engine.rank < 2:
         own = sum(3 * 4 * bucket.shard.numel() for bucket in trained.all_buckets)
     most = own + 2_000 * (sum(3 * len(run) + 1 for run in runs) + 40)
     expect(own < written < most, "bytes that this rank has written", f"{own:,} to {most:,}", f"{written:,}")

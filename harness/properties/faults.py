@@ -16,9 +16,20 @@ from torch.nn import functional as F
 from harness.engine import checkpoint
 from harness.engine.safety import waiting
 from harness.measure.traffic import TrafficLedger
-from harness.properties.fixtures import ADAMW, DECAY, Lanes, OddModel, Stack, odd, own_tokens, seeded, vector_batch
+from harness.properties.fixtures import (
+    ADAMW,
+    DECAY,
+    Lanes,
+    OddModel,
+    Pair,
+    Stack,
+    a_step,
+    odd,
+    own_tokens,
+    seeded,
+    vector_batch,
+)
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same, stages_hold
-from harness.properties.training import Pair
 from harness.properties.unused import forked
 from harness.run.data import while_all_have
 from harness.run.shared_folder import shared_folder
@@ -126,7 +137,7 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
         )
         same("the bytes under a freed weight", weight.untyped_storage().nbytes(), 0)
         assert "OddBlock" in repr(model)
-        trained.training_step(*own_tokens(moment), F.cross_entropy)
+        a_step(trained, moment)
     OddModel().double().load_state_dict(trained.full_state_dict())
 
 
@@ -140,8 +151,8 @@ def short_group():
 
 @stages_hold(
     "misuse",
-    only("zero3", 3, more_ranks=2),
-    only("zero3", 3, more_ranks=2, evaluation=True, prefetch=0),
+    only("zero3", 3),
+    only("zero3", 3, evaluation=True, prefetch=0),
     ask_thorough("zero3", at_step=0),
     ask_thorough("zero3", skip=3),
     ask_thorough("zero3", skip=0, prefetch=0),
@@ -151,7 +162,7 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
 
     In an evaluation it leaves out the last unit: its next forward must not meet the others' gather.
     """
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank, last = engine.rank, engine.size - 1
     model = seeded(lambda: Lanes((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
     trained = engine(model, DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
     x, y = vector_batch(0, rank, 8)
@@ -177,10 +188,10 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
         dist.barrier()  # the others may still be on their way to their error
 
 
-@stages_hold("misuse", only("zero3", 3, more_ranks=2))
+@stages_hold("misuse", only("zero3", 3))
 def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
     """The last rank alone has an error in forward, catches it and begins anew: no rank computes with mixed weights."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank, last = engine.rank, engine.size - 1
     model = seeded(lambda: Lanes([8] * 4), dtype=torch.float32)
     trained = engine(model, DECAY, group=short_group())
     x, y = vector_batch(0, rank, 8)
@@ -208,7 +219,7 @@ def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
 @stages_hold("traffic", only("zero3"))
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
-    x, y = vector_batch(0, dist.get_rank(), 8, torch.float64)
+    x, y = vector_batch(0, engine.rank, 8, torch.float64)
     groups = []
     for _ in range(2):
         trained = engine(seeded(lambda: Stack(3, 8)), DECAY, prefetch=0)
@@ -229,9 +240,9 @@ def only_the_first_step_of_a_kind_is_compared(engine):
 @stages_hold("misuse")
 def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
     """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
-    rank, late = dist.get_rank(), dist.get_world_size() - 1
+    rank, late = engine.rank, engine.size - 1
     trained = odd(engine, group=short_group())
-    trained.training_step(*own_tokens(0), F.cross_entropy)
+    a_step(trained)
     where = {
         "zero1": "all-reduce of the bucket of",
         "zero2": "reduce-scatter of the bucket of",
@@ -241,7 +252,7 @@ def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
         if rank != late:
             started = time.monotonic()
             with refused(f"waited in vain for the {where[engine.like]} '", error=RuntimeError):
-                trained.training_step(*own_tokens(1), F.cross_entropy)
+                a_step(trained, 1)
             seconds = time.monotonic() - started
             expect(seconds < 40, "seconds until the error", "about the timeout's one", seconds)
     finally:
@@ -263,7 +274,7 @@ class Heard(io.StringIO):
 
 # (what a rank waits for that is alone, the call), of an engine and a folder with a checkpoint
 CALLS = (
-    ("the ", lambda trained, _: trained.training_step(*own_tokens(0), F.cross_entropy)),
+    ("the ", lambda trained, _: a_step(trained)),
     ("checkpoint.save()", checkpoint.save),
     ("checkpoint.async_save()", lambda trained, folder: checkpoint.async_save(trained, folder).result()),
     ("checkpoint.load()", checkpoint.load),
@@ -274,10 +285,10 @@ CALLS = (
 )
 
 
-@stages_hold("misuse", ask(more_ranks=3))
+@stages_hold("misuse", ask())
 def a_rank_that_waits_long_says_for_what(engine):
     """After a while it says on stderr, once, what it waits for and who has come; when the others come, it goes on."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = engine.rank, engine.size
     late, trained, store = size - 1, odd(engine), dist.distributed_c10d._get_default_store()
     with shared_folder() as folder, patch.object(waiting, "NOTICE", 0.4):
         checkpoint.save(trained, folder)
@@ -302,10 +313,10 @@ def a_rank_that_waits_long_says_for_what(engine):
                 store.delete_key(key)
 
 
-@holds("life", ask(ranks=3, more_ranks=2, shift=0), ask(ranks=3, more_ranks=2, shift=1))
+@holds("life", ask(ranks=3, shift=0), ask(ranks=3, shift=1))
 def ranks_may_have_unequal_numbers_of_batches(engine, shift):
     """`while_all_have` ends on all ranks with the shortest, in order; then the ranks go on together."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = engine.rank, engine.size
     pair, made = Pair(engine, OddModel, DECAY), []
 
     def batches():

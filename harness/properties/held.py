@@ -14,7 +14,18 @@ from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.measure.watched_step import watched_step
 from harness.properties import fixtures
-from harness.properties.fixtures import ADAMW, Lanes, OddModel, Stack, grid, seeded, vector_batch
+from harness.properties.fixtures import (
+    ADAMW,
+    Lanes,
+    OddModel,
+    Pair,
+    Stack,
+    grid,
+    of_vectors,
+    seeded,
+    vector_batch,
+    vectors,
+)
 from harness.properties.property import (
     STAGES,
     NotApplicable,
@@ -28,7 +39,6 @@ from harness.properties.property import (
     same,
     stages_hold,
 )
-from harness.properties.training import Pair, of_vectors, vectors
 from harness.run import engines
 
 # How parameters lie in their buffers: aligned, padded, each element owned once.
@@ -86,7 +96,7 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
     In mixed precision no float32 weights stay besides the shards.
     """
     stage, low = engine.like, "param_dtype" in options
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = engine.rank, engine.size
     model = seeded(OddModel, dtype=torch.float32, device=device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     trainable = sizes_by_bucket(model, stage)
@@ -143,7 +153,7 @@ def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
 
     On a grid of 2 x 2 it is the same within a row, and across replicas only the shards' gradients go.
     """
-    rank, layers, width, low = dist.get_rank(), 4, 12, "param_dtype" in options
+    rank, layers, width, low = engine.rank, 4, 12, "param_dtype" in options
     group = grid() if hybrid else None
     row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
     model, world_size = seeded(lambda: Stack(layers, width), dtype=torch.float32), len(row)
@@ -211,7 +221,7 @@ def seen_of_a_step(engine: Subject):
     inner = getattr(trained, "_engine", trained) if engine.foreign else trained
 
     def step(number):
-        trained.training_step(*vector_batch(number, dist.get_rank(), 32), F.mse_loss)
+        trained.training_step(*vector_batch(number, engine.rank, 32), F.mse_loss)
 
     step(0)
     step(1)
@@ -230,7 +240,7 @@ def what_is_shared_out_is_no_more_than_twice_there(engine):
         dist.all_reduce(total)
         most = 2.1 * whole * (1 + (kind == "optimizer"))  # AdamW has two moments
         if kind == "gradients":  # an engine may document a buffer that gradients go through, of a size of its own
-            most += dist.get_world_size() * buffer
+            most += engine.size * buffer
         expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item())
 
 
@@ -239,7 +249,7 @@ def a_step_sends_no_more_than_is_promised(engine):
     """A step sends the 2Ψ or 3Ψ (N-1)/N elements that the engine's documentation says, and 1 % for notes."""
     _, times = promised(engine)
     whole, seen, _ = seen_of_a_step(engine)
-    most = 1.01 * times * whole * (1 - 1 / dist.get_world_size())
+    most = 1.01 * times * whole * (1 - 1 / engine.size)
     expect(seen.sent_bytes <= most, "bytes that a rank sends in a step", f"{most:.0f} at most", seen.sent_bytes)
 
 
@@ -312,7 +322,7 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
     most = peaks_of(engine, stack(reverse), bucket_mb=LAYER / 2**20).backward
     activations = (4 + LAYERS) * 4 * WIDTH  # all of the layers' inputs, and the gradients between them
-    allowed = LAYERS * LAYER / dist.get_world_size() + 2 * LAYER + activations
+    allowed = LAYERS * LAYER / engine.size + 2 * LAYER + activations
     what = "gradients in backward at the worst moment"
     if reverse:  # documented: every bucket waits for bucket 0, whose gradients come last
         assert most > allowed, "in the opposite order all gradients should be whole at once"
@@ -333,7 +343,7 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
 )
 def zero3_has_only_the_units_in_use_gathered(engine, **options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
-    own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
+    own = LAYERS * LAYER / engine.size  # a rank's share of the parameters, or of the gradients
     found = peaks_of(engine, stack(), **options)
     at_most("what is alive after the construction", found.built, own + NOISE)
     # Parameters, and AdamW's two moments with a counter for each piece.
@@ -341,7 +351,7 @@ def zero3_has_only_the_units_in_use_gathered(engine, **options):
     if "reshard_after_forward" not in options:
         units = 1 + min(options.get("prefetch", 1), LAYERS - 1)
         # In bfloat16 they are half as large, and two rounded shards may be on their way.
-        unit, sent = (LAYER / 2, LAYER / dist.get_world_size()) if "param_dtype" in options else (LAYER, 0)
+        unit, sent = (LAYER / 2, LAYER / engine.size) if "param_dtype" in options else (LAYER, 0)
         at_most("units gathered in forward", found.forward, units * unit + sent + NOISE)
         assert found.forward >= units * unit, "fewer units than promised were gathered: is prefetching on?"
         at_most("units gathered after forward", found.kept, NOISE)
@@ -386,7 +396,7 @@ def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
     model = stack(kind=kind)
     for layer in model.layers[LAYERS - frozen :]:
         layer.requires_grad_(False)
-    gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else dist.get_world_size())
+    gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else engine.size)
     allowed = gradients + (2 if "no_sync" in options else 3 + ("find_unused" in options)) * LAYER + NOISE
     most = peaks_of(engine, model, **options).backward
     at_most("units gathered in backward, and gradients", most, allowed)

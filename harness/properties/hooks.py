@@ -3,15 +3,13 @@
 import contextlib
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.held import storage_bytes
-from harness.properties.fixtures import MOMENTUM, OddModel, hooks_on, own_tokens, seeded, token_batch
+from harness.properties.fixtures import EXACT, MOMENTUM, OddModel, Pair, hooks_on, own_tokens, seeded, token_batch
 from harness.properties.overlap import late_collectives
 from harness.properties.property import NotApplicable, ask, ask_thorough, holds, same, stages_hold
-from harness.properties.training import EXACT, Pair
 
 
 @stages_hold("life", ask(), ask_thorough(late=False), ask_thorough("zero2", bucket_mb=0))
@@ -99,7 +97,7 @@ class PassesOn(nn.Module):
 def steps_leave_no_hooks_behind(engine, **options):
     """Steps of every kind leave as many hooks as they found; a leaf that goes through units has its gradient."""
     # The engine's, and one for each rank of the plain side.
-    leaf, *twins = (torch.zeros(5, dtype=engine.dtype, requires_grad=True) for _ in range(1 + dist.get_world_size()))
+    leaf, *twins = (torch.zeros(5, dtype=engine.dtype, requires_grad=True) for _ in range(1 + engine.size))
 
     def loss(model, tokens, targets, rank):
         own = leaf if model is pair.trained else twins[rank]

@@ -7,7 +7,6 @@ import time
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from harness.properties.fixtures import (
     MOMENTUM,
     SGD,
     OddModel,
+    Pair,
     Twice,
     hooks_on,
     in_float32,
@@ -38,7 +38,6 @@ from harness.properties.property import (
     same,
     stages_hold,
 )
-from harness.properties.training import Pair
 
 
 @holds(
@@ -222,7 +221,7 @@ def what_autograd_has_saved_goes_with_the_graph(engine, way):
     trained = engine(seeded(Branching), MOMENTUM, **options)
     model = trained.model
     for step in range(3):
-        x, y = vector_batch(step, dist.get_rank(), 5, torch.float64)
+        x, y = vector_batch(step, engine.rank, 5, torch.float64)
         out = trained(x.requires_grad_())
         model.seen.append(weakref.ref(out))
         if way != "forward alone":

@@ -6,7 +6,6 @@ import math
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_
@@ -14,18 +13,24 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.measure.held import storage_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.properties import fixtures
 from harness.properties.fixtures import (
     ADAMW,
     DECAY,
     Checkpointed,
     OddModel,
+    Pair,
     Stack,
+    Twice,
+    model_of,
     odd,
+    of_all_ranks,
+    of_output,
+    of_vectors,
     own_tokens,
     pieces_of,
     seeded,
     vector_batch,
+    vectors,
 )
 from harness.properties.property import (
     STAGES,
@@ -39,21 +44,20 @@ from harness.properties.property import (
     same,
     stages_hold,
 )
-from harness.properties.training import Pair, model_of, of_output, of_vectors, vectors
 
 # Clipping.
 
 
 @holds(
     "values",
-    ask(ranks=3, more_ranks=2, norm_type=2.0),
-    ask("zero2", 3, more_ranks=2, norm_type=math.inf),
-    ask("zero3", 3, more_ranks=2, norm_type=2.0, model="Twice"),
+    ask(ranks=3, norm_type=2.0),
+    ask("zero2", 3, norm_type=math.inf),
+    ask("zero3", 3, norm_type=2.0, model=Twice),
     ask_thorough(norm_type=1.0),
 )
-def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel", device="cpu"):
+def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model=OddModel, device="cpu"):
     """The norm is that of all gradients, on every rank: no padding, and a tied weight once."""
-    pair, clipped = Pair(engine, getattr(fixtures, model), ADAMW, device=device), 0
+    pair, clipped = Pair(engine, model, ADAMW, device=device), 0
     for step in range(5):
         max_norm = (0.05, 1e6)[step % 3 == 2]
         pair.backward(step)
@@ -61,7 +65,7 @@ def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddMode
         expect(not norm.requires_grad, "the norm", "detached", "it requires a gradient")
         same("the norm's device", norm.device.type, device)
         # One number, which all ranks have computed from the same numbers in the same order.
-        same("the ranks' norms", len(fixtures.of_all_ranks(norm).unique()), 1)
+        same("the ranks' norms", len(of_all_ranks(norm).unique()), 1)
         clipped += norm > max_norm
         pair.step()
     assert 0 < clipped < 5, "the norms lie on one side of what they are clipped to: this proves nothing"
@@ -80,7 +84,7 @@ def a_backward_after_clipping_adds_to_what_was_clipped(engine):
     pair.same_weights()
 
 
-@holds("values", ask(ranks=3, more_ranks=2))
+@holds("values", ask(ranks=3))
 def one_ranks_nan_is_in_every_ranks_norm(engine):
     """A NaN or inf in one element of one rank's gradient shows in the norm on all ranks."""
     trained = odd(engine)
@@ -89,7 +93,7 @@ def one_ranks_nan_is_in_every_ranks_norm(engine):
         trained.zero_grad()
         out = trained(tokens)
         loss = F.cross_entropy(out, targets)
-        if dist.get_rank() == 0:  # a parameter which only one rank has in its shard
+        if engine.rank == 0:  # a parameter which only one rank has in its shard
             loss = loss + (out[0, 0] if engine.foreign else trained.model.head.bias[0]) * value
         loss.backward()
         norm = trained.clip_grad_norm_(1.0, norm_type).item()
@@ -136,9 +140,9 @@ def a_rank_may_own_only_padding(engine):
 
 @holds(
     "values",
-    ask(ranks=3, more_ranks=2, low=None, high=torch.float32),
-    ask(ranks=3, more_ranks=2, low=torch.float32, high=torch.float64),
-    ask(ranks=3, more_ranks=2, low=torch.bfloat16, high=torch.float32),
+    ask(ranks=3, low=None, high=torch.float32),
+    ask(ranks=3, low=torch.float32, high=torch.float64),
+    ask(ranks=3, low=torch.bfloat16, high=torch.float32),
 )
 def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high):
     """Ranks that own only padding, of all buckets or of those of one dtype, have the others' norm, in its dtype."""
@@ -161,9 +165,7 @@ def backwards_before_a_step_add_up(engine):
     for step in range(3):
         for micro in range(2):
             pair.backward(2 * step + micro)
-            with torch.no_grad():
-                tokens = own_tokens(9)[0]
-                same("an evaluation between backwards", pair.trained(tokens), pair.plain(tokens), pair.atol)
+            pair.evaluate()
         pair.step()
     pair.same_weights()
 

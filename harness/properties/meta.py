@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -15,6 +14,7 @@ from harness.properties.fixtures import (
     ADAMW,
     OddBlock,
     OddModel,
+    Pair,
     byte_batch,
     in_float32,
     own_tokens,
@@ -23,7 +23,6 @@ from harness.properties.fixtures import (
     silent_group,
 )
 from harness.properties.property import ask, ask_each, expect, only, refused, same, stages_hold, subject
-from harness.properties.training import Pair
 from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
 from harness.run.shared_folder import shared_folder
 
@@ -50,7 +49,7 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
     same("the weights from the seed", trained.full_state_dict(), expected)
     devices = {tensor.device.type for tensor in (*model.parameters(), *pieces_of(trained))}
     same("the devices of parameters and their pieces", devices, {device})
-    trained.training_step(*byte_batch(0, dist.get_rank(), device), next_token_loss)
+    trained.training_step(*byte_batch(0, engine.rank, device), next_token_loss)
     kept = model.head.weight is model.tokens.weight and model.blocks[0].up.weight is weight and weight.tag == "no decay"
     expect(kept, "parameters that were on meta", "the same objects, tied as before", "others")
     assert not torch.equal(expected["tokens.weight"], GPT(config, seed=8).tokens.weight)
@@ -73,8 +72,8 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     options = {"init_fn": initialize, "param_dtype": torch.bfloat16 if "bfloat16" in source else None}
     with shared_folder() as folder:
         if source == "state_dict":
-            torch.save(weights, f"{folder}/{dist.get_rank()}.pt")
-            options = {"state_dict": torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)}
+            torch.save(weights, f"{folder}/{engine.rank}.pt")
+            options = {"state_dict": torch.load(f"{folder}/{engine.rank}.pt", mmap=True)}
         elif source == "folder":
             dcp.save({"model": weights}, checkpoint_id=folder)
             options = {"state_dict": folder}
@@ -102,8 +101,8 @@ def weights_on_file_are_read_into_meta(engine, source):
 
     with shared_folder() as folder:
         if source == "file":
-            torch.save(whole.state_dict(), f"{folder}/{dist.get_rank()}.pt")
-            state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
+            torch.save(whole.state_dict(), f"{folder}/{engine.rank}.pt")
+            state = torch.load(f"{folder}/{engine.rank}.pt", mmap=True)
         else:
             state = checkpoint.save(subject("zero1")(seeded(build, seed=5), ADAMW), folder).path
         pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=decayed_groups, find_unused=True, state_dict=state,
@@ -124,7 +123,7 @@ class Counting(OddBlock):
     """With a buffer that two modules share."""
 
     def __init__(self):
-        super().__init__(5, 9)
+        super().__init__(9)
         self.register_buffer("count", torch.zeros(2))
         self.up.register_buffer("count", self.count)
 
@@ -133,13 +132,13 @@ def names_on_meta(model) -> list[str]:
     return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
 
 
-@stages_hold("life", only("zero3", more_ranks=3))
+@stages_hold("life", only("zero3"))
 def init_fn_fills_what_is_on_meta(engine):
     """init_fn is asked once for what is on `meta`, and for nothing else, and rank 0's values count on all.
 
     If it raises on one rank all hear of it, and the model is as before: another try works.
     """
-    rank, last, names = dist.get_rank(), dist.get_world_size() - 1, []
+    rank, last, names = engine.rank, engine.size - 1, []
     whole = on_meta(OddModel)
     weight, missing = whole.blocks[1].up.weight, names_on_meta(whole)
 
@@ -201,7 +200,7 @@ def what_cannot_be_materialised_is_refused(engine):
         engine(OddModel(), ADAMW, init_fn=lambda name, tensor: None)
     # What is wrong on one rank is an error on all.
     source, words = (
-        ({}, "init_fn=") if dist.get_rank() == 1 else ({"init_fn": lambda name, tensor: tensor.zero_()}, "rank 1: ")
+        ({}, "init_fn=") if engine.rank == 1 else ({"init_fn": lambda name, tensor: tensor.zero_()}, "rank 1: ")
     )
     with refused(words):
         engine(on_meta(OddModel), ADAMW, **source)

@@ -14,9 +14,19 @@ from torch.nn import functional as F
 import zero1
 import zero2
 from harness.measure.timeline import Timeline
-from harness.properties.fixtures import ADAMW, Lanes, PartlyFrozen, Stack, grid, seeded, vector_batch
+from harness.properties.fixtures import (
+    ADAMW,
+    Lanes,
+    Pair,
+    PartlyFrozen,
+    Stack,
+    grid,
+    of_vectors,
+    seeded,
+    vector_batch,
+    vectors,
+)
 from harness.properties.property import STAGES, ask, ask_thorough, only, same, stages_hold
-from harness.properties.training import Pair, of_vectors, vectors
 
 
 class Rooted(Stack):
@@ -56,7 +66,7 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
 
     So it does between the replicas' all-reduce of a shard, and the wait for it.
     """
-    rank, layers = dist.get_rank(), 6
+    rank, layers = engine.rank, 6
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
     kind, group = Rooted if root else Stack, grid() if hybrid else None
     model = seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
@@ -132,8 +142,8 @@ def late_collectives():
 
 @stages_hold(
     "order",
-    ask("zero1", 3, more_ranks=2, chapters=STAGES, build=PartlyFrozen),
-    ask("zero3", 3, more_ranks=2, build=Lanes),
+    ask("zero1", 3, chapters=STAGES, build=PartlyFrozen),
+    ask("zero3", 3, build=Lanes),
     ask("zero2", 4, build=Lanes, hybrid=True),
 )
 def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):

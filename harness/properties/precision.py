@@ -4,7 +4,6 @@ import dataclasses
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from harness.properties.fixtures import (
     Branches,
     Checkpointed,
     OddModel,
+    Pair,
     TiedAcross,
     Twice,
     byte_batch,
@@ -22,12 +22,13 @@ from harness.properties.fixtures import (
     grid,
     in_float32,
     of_bytes,
+    of_vectors,
     own_tokens,
     seeded,
     vector_batch,
+    vectors,
 )
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
-from harness.properties.training import Pair, of_vectors, vectors
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = {"param_dtype": BF16, "reduce_dtype": FP32}
@@ -171,7 +172,7 @@ def a_step_on_integers_is_exact(engine, reduce_dtype=None):
 
     In float16 there may be no place for the sum where there is one for the mean. An inf on one rank is seen by all.
     """
-    rank, size, dtype = dist.get_rank(), dist.get_world_size(), reduce_dtype or FP32
+    rank, size, dtype = engine.rank, engine.size, reduce_dtype or FP32
     most = {BF16: 256, FP16: 2048}.get(reduce_dtype, 2**24) // size  # integers that the dtype holds, and their sum
     values = torch.randint(-most, most, (size, 999), generator=torch.Generator().manual_seed(3)).to(FP64)
     divided_first = sum(each.to(dtype) / size for each in values).double()

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.properties.chapter_subjects import CHAPTERS, chapter_of
+from harness.measure.held import buckets_of
 from harness.run import engines
 
 GROUPS = ("values", "bytes", "traffic", "order", "life", "misuse")
@@ -153,6 +153,15 @@ class Subject:
         return subject(STAGES[STAGES.index(self.like) - 1] if self.like in STAGES else "zero1")
 
     @property
+    def rank(self) -> int:
+        """Who asks."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    @property
     def foreign(self) -> bool:
         """Whether it is none of ours: it has what it documents, under `Foreign`, and errors in words of its own."""
         return self.takes is not None
@@ -190,11 +199,11 @@ def _several(given) -> tuple:
 def ask(engines=STAGES, ranks=2, *, more_engines=STAGES, more_ranks=None, chapters=(), **arguments):
     """Cases: these engines (one, or several) are asked on so many ranks (one number, or several).
 
-    With --thorough so are `more_engines`, and all of them on `more_ranks`: on three, if nothing is said of ranks. The
-    classes of these `chapters` are asked as their engines are: the lesson promises it, too.
+    With --thorough so are `more_engines`, and all of them on `more_ranks`: on three where it is asked on two, and the
+    other way round. The classes of these `chapters` are asked as their engines are: the lesson promises it, too.
     """
     if more_ranks is None:
-        more_ranks = 3 if ranks == 2 else ()
+        more_ranks = {2: 3, 3: 2}.get(ranks, ())
     usual, sizes = [*_several(engines), *map(chapter_of, _several(chapters))], _several(ranks)
     found = []
     for size in (*sizes, *_several(more_ranks)):
@@ -294,3 +303,34 @@ def finding_of(error: AssertionError) -> Finding:
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == HERE]
     frame, said = ours[-1], str(error) or "it does not hold"
     return Finding(f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, rank)
+
+
+# Chapters as subjects: with whole weights to compare, which a chapter does not give by itself.
+
+
+class _WithWholeWeights:
+    """What is added to a chapter's class so that a property can see its weights."""
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole weights, gathered from the shards, and this rank's buffers. A collective."""
+        whole = {}
+        for bucket in buckets_of(self):
+            flat = bucket.shard.new_empty(bucket.numel)
+            dist.all_gather_single(flat, bucket.shard.contiguous(), group=bucket.group)
+            for index, param in enumerate(bucket.params):
+                whole[id(param)] = bucket.place(flat, index).clone()
+        state = self.model.state_dict(keep_vars=True)
+        return {name: whole.get(id(tensor), tensor.detach()) for name, tensor in state.items()}
+
+
+def subject_class(chapter: type) -> type:
+    return type(chapter.__name__, (_WithWholeWeights, chapter), {})
+
+
+def chapter_of(stage: str) -> str:
+    """The name under which the class of a chapter is asked."""
+    return f"{stage}.py"
+
+
+CHAPTERS = {chapter_of(name): subject_class(chapter) for name, chapter in engines.CHAPTERS.items()}

@@ -11,10 +11,19 @@ import torch
 from torch import nn
 
 from harness.measure.traffic import TrafficLedger
-from harness.properties.fixtures import SGD, Lanes, OddModel, token_batch
+from harness.properties.fixtures import (
+    SGD,
+    Lanes,
+    OddModel,
+    Pair,
+    model_of,
+    of_output,
+    of_vectors,
+    token_batch,
+    vectors,
+)
 from harness.properties.paths import Answer, body, by, leaves, own_weights
 from harness.properties.property import HERE, ask, ask_each, ask_thorough, expect, holds, same
-from harness.properties.training import Pair, model_of, of_output, of_vectors, vectors
 
 
 def said_by_the_engine(error: Exception) -> bool:
@@ -208,7 +217,7 @@ def an_interruption_leaves_nothing_behind(engine, **options):
     autograd_works()
 
 
-@holds("values", ask(more_ranks=3))
+@holds("values", ask())
 def a_model_may_be_frozen_for_a_while(engine):
     """A GAN's discriminator, frozen while the generator trains: its pass computes and hands on gradients, sends none.
 

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,15 +11,15 @@ from harness.properties.fixtures import (
     SGD,
     OddBlock,
     OddModel,
+    Pair,
+    a_step,
     all_params,
     hooks_on,
     odd,
-    own_tokens,
     seeded,
     token_batch,
 )
 from harness.properties.property import ask, ask_thorough, refused, same, stages_hold
-from harness.properties.training import Pair
 from harness.properties.values import three_groups
 
 
@@ -115,7 +114,7 @@ CHANGES = [
     lambda model: setattr(model.head.bias, "data", model.head.bias.data.float()),
     lambda model: model.register_buffer("more", torch.zeros(2)),
     lambda model: setattr(model, "shift", torch.zeros(1, 5)),
-    lambda model: model.blocks.extend([OddBlock(5, 7).double()]) and None,
+    lambda model: model.blocks.extend([OddBlock(7).double()]) and None,
 ]
 IN_BUCKETS = [lambda model: {"bucket_mb": 0}]
 IN_UNITS = [
@@ -129,8 +128,8 @@ IN_UNITS = [
 @stages_hold("misuse", ask(ranks=3))
 def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     """A model or an optimizer that is bad on one rank, or other options there: every rank says where."""
-    last = dist.get_world_size() - 1
-    mine = dist.get_rank() == last
+    last = engine.size - 1
+    mine = engine.rank == last
     with refused(f"rank {last}: ", "empty parameter list"):
         engine(seeded(OddModel).requires_grad_(not mine), ADAMW)
     for error_at in (1, 2, 4):
@@ -207,7 +206,7 @@ def optimizers_that_look_at_whole_tensors_are_refused(engine, lr):
         random = torch.get_rng_state()
         trained = odd(engine, partial(Own, factor=factor, lr=lr))
         same("the state of the user's random numbers after the build", torch.get_rng_state(), random)
-        trained.training_step(*own_tokens(0), F.cross_entropy)
+        a_step(trained)
 
 
 # Memory that two tensors of the model have together.
@@ -286,8 +285,8 @@ REGROUPED = (
 @stages_hold("misuse", ask(ranks=3))
 def groups_that_differ_between_ranks_are_refused(engine):
     """Another learning rate in one group, a tensor as one, or a parameter in another group: every rank says where."""
-    last, builds = dist.get_world_size() - 1, []
-    mine = dist.get_rank() == last
+    last, builds = engine.size - 1, []
+    mine = engine.rank == last
     for change in REGROUPED:
         model = seeded(OddModel)
         groups = told_groups(model)
@@ -301,4 +300,4 @@ def groups_that_differ_between_ranks_are_refused(engine):
             build()
     model = seeded(OddModel)
     trained = engine(model, ADAMW, param_groups=told_groups(model))
-    trained.training_step(*own_tokens(0), F.cross_entropy)
+    a_step(trained)

@@ -1,7 +1,6 @@
 """Whole weights, buffers and what modules keep besides: what an engine gives out and takes in."""
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -10,9 +9,18 @@ from torch.nn import functional as F
 from harness.engine import checkpoint
 from harness.measure.held import storage_bytes
 from harness.properties.checkpoints import state_by_torch
-from harness.properties.fixtures import DECAY, OddModel, in_float32, odd, own_tokens, seeded, vector_batch
+from harness.properties.fixtures import (
+    DECAY,
+    EXACT,
+    OddModel,
+    a_step,
+    in_float32,
+    odd,
+    own_tokens,
+    seeded,
+    vector_batch,
+)
 from harness.properties.property import ask, holds, refused, same, stages_hold
-from harness.properties.training import EXACT
 from harness.run.shared_folder import shared_folder
 
 
@@ -26,7 +34,7 @@ def the_state_of_one_engine_is_taken_in_by_another(engine):
     with torch.no_grad():
         source.frozen.copy_(torch.linspace(2, 3, 5))
         source.shift.add_(0.5)
-    trained.training_step(*own_tokens(0), F.cross_entropy)
+    a_step(trained)
     trained.load_full_state_dict(source.state_dict())
     state = trained.full_state_dict()
     same("the state that was loaded", state, source.state_dict())
@@ -108,22 +116,22 @@ def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None)
     So it is with quantized frozen weights, in every forward, while a layer beside them trains. ZeRO-3 shards and frees
     them as all others.
     """
-    model, first, seen = Buffered(dist.get_rank()), Buffered(0), []
+    model, first, seen = Buffered(engine.rank), Buffered(0), []
     block, expected, own = model.blocks[0], buffers_of(first), buffers_of(model)
     quantized = quantized_of(first.blocks[0])
     alike = sum(own[name] == expected[name] for name in own)
-    assert dist.get_rank() == 0 or alike < 4, "the ranks have the same buffers: this proves nothing"
+    assert engine.rank == 0 or alike < 4, "the ranks have the same buffers: this proves nothing"
     block.register_forward_hook(lambda *_: seen.append(quantized_of(block)))
     trained = engine(model, DECAY, param_dtype=param_dtype)
     same("buffers of the model", buffers_of(model), expected)
     for step in range(2):
-        inputs, _ = vector_batch(step, dist.get_rank(), 5, batch=2)
+        inputs, _ = vector_batch(step, engine.rank, 5, batch=2)
         trained.training_step(inputs, torch.tensor([0, 1]), in_float32)
     same("quantized weights in forward", seen, [quantized] * 2)
     if engine.like == "zero3":
         held = storage_bytes([getattr(block, name) for name in QUANTIZED])
         same("bytes of quantized weights that are gathered", held, 0)
-    model.int16_scalar.add_(dist.get_rank())  # own again, as running statistics are
+    model.int16_scalar.add_(engine.rank)  # own again, as running statistics are
     own = buffers_of(model)
     state = trained.full_state_dict()
     same("this rank's own buffers, when the state was asked for", buffers_of(model), own)
@@ -182,7 +190,7 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
 
     Of an empty dictionary torch saves nothing, so nobody misses it.
     """
-    rank, expected = dist.get_rank(), kept(keeping(0))
+    rank, expected = engine.rank, kept(keeping(0))
     trained, other = engine(keeping(rank), DECAY), engine(keeping(rank + 5), DECAY)
     state, own = trained.full_state_dict(), kept(trained.model)
     found = [value for key, value in state.items() if key.endswith("_extra_state")]
@@ -202,7 +210,7 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
 @stages_hold("life")
 def a_module_that_does_not_take_its_state_changes_nothing(engine):
     """If `set_extra_state` raises on one rank, all ranks raise, and weights, modules and optimizer are as they were."""
-    rank, model = dist.get_rank(), seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
+    rank, model = engine.rank, seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
     trained = engine(model, DECAY)
     state, refuses = trained.full_state_dict(), {"now": False}
     take = model[1].set_extra_state
@@ -239,15 +247,15 @@ OTHER_BUFFERS = (
 )
 
 
-@stages_hold("life", ask(ranks=3, more_ranks=2))
+@stages_hold("life", ask(ranks=3))
 def buffers_of_other_shapes_are_an_error_on_all_ranks(engine):
     """Where ranks' buffers are not alike, the whole state is refused on all ranks, and names the buffer."""
-    last = dist.get_world_size() - 1
+    last = engine.size - 1
     for name, other in OTHER_BUFFERS:
         model = seeded(OddModel)
         trained, usual = engine(model, DECAY), dict(model.named_buffers()).get(name)
         expected = trained.full_state_dict()
-        if dist.get_rank() == last:
+        if engine.rank == last:
             model.register_buffer(name, other)
         with refused(repr(name), f"rank {last}", error=ValueError):
             trained.full_state_dict()

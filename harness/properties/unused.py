@@ -3,14 +3,12 @@
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
-from harness.properties.fixtures import DECAY, odd, own_tokens, seeded, token_batch
+from harness.properties.fixtures import DECAY, Pair, odd, own_tokens, seeded, token_batch
 from harness.properties.property import STAGES, ask, ask_thorough, holds, only, refused, same, stages_hold
-from harness.properties.training import Pair
 
 
 class Adapted(nn.Module):
@@ -173,7 +171,7 @@ def a_gradient_that_is_missing_or_sparse_is_refused(engine):
 @stages_hold("misuse", only(("zero2", "zero3")))
 def gradients_that_wait_are_not_left_out(engine):
     """A step after a backward under `no_sync` alone is an error: the gradients that wait are not taken for unused."""
-    trained, rank = engine(seeded(Forked), DECAY, find_unused=True), dist.get_rank()
+    trained, rank = engine(seeded(Forked), DECAY, find_unused=True), engine.rank
     with trained.no_sync():
         loss_of(trained, 0, 0, rank, alike=True).backward()
     with refused("gradient", "no_sync", error=RuntimeError):
