@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import io
 from collections.abc import Callable
 from functools import partial
 
@@ -262,6 +263,10 @@ MOMENTUM, ADAMW, SGD = OPTIMIZERS["momentum"], OPTIMIZERS["adamw"], OPTIMIZERS["
 DECAY = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)  # a step too many, or too few, shows
 
 
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+EXACT_LOW = {**LOW, "reduce_dtype": torch.float64}  # whose sums plain PyTorch makes to the bit
+
+
 def a_step(trained, step: int = 0) -> None:
     """A step of an engine over an `OddModel`, on this rank's batch."""
     trained.training_step(*own_tokens(step), F.cross_entropy)
@@ -285,6 +290,18 @@ def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
     everyone = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, value)
     return torch.stack(everyone)
+
+
+def alone():
+    """The group of this rank alone."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+def through_a_file(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def all_params(optimizer) -> list[torch.Tensor]:

@@ -9,20 +9,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.held import held_bytes
+from harness.measure.held import held_bytes, storage_bytes
 from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.measure.watched_step import watched_step
-from harness.properties import fixtures
 from harness.properties.fixtures import (
     ADAMW,
+    LOW,
     Lanes,
     OddModel,
     Pair,
     Stack,
     grid,
+    in_float32,
+    of_all_ranks,
     of_vectors,
     seeded,
+    silent_group,
+    token_batch,
     vector_batch,
     vectors,
 )
@@ -82,9 +86,6 @@ def sizes_by_bucket(model: OddModel, stage: str) -> list[list[int]]:
 # What our stages hold and send.
 
 
-LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-
-
 @stages_hold(
     "bytes",
     ask(more_ranks=(1, 3, 4), chapters=STAGES),
@@ -100,23 +101,16 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
     model = seeded(OddModel, dtype=torch.float32, device=device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     trainable = sizes_by_bucket(model, stage)
-    batches = [[part.to(device) for part in fixtures.token_batch(step, rank)] for step in range(2)]
-    held = {}
+    tokens, targets = (part.to(device) for part in token_batch(0, rank))
+    outside, held = [model.shift, tokens, targets], {}
     with MemoryLedger() as memory:
-        for tensor in (model.shift, *batches[0], *batches[1]):
+        for tensor in (*outside, *model.parameters()):
             memory.track(tensor)
-        outside = memory.live
-        for param in model.parameters():
-            memory.track(param)
-        trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
-        trained.training_step(*batches[0], fixtures.in_float32)
-        loss = fixtures.in_float32(trained(batches[1][0]), batches[1][1])
+        trained = engine(model, ADAMW, group=silent_group(), **options)
+        trained.training_step(tokens, targets, in_float32)
+        loss = in_float32(trained(tokens), targets)
         loss.backward()
-
-        def look(optimizer, *_):
-            held.update(held_bytes(trained), live=memory.live - outside)
-
-        trained.optimizer.register_step_pre_hook(look)
+        trained.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(trained), live=memory.live))
         trained.step()
     # (elements of the whole buffer, of a shard): all parameters, and those that are trained.
     align = alignment(device) // (2 if low else 4)  # in elements of the smallest dtype
@@ -129,17 +123,15 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
         pieces += owned(sizes, rank, world_size, align)
     in_use = 0 if stage == "zero3" else (2 if low else 4) * (whole + frozen_whole)
     expected = {
-        # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
-        "optimizer": 8 * sum(pieces) + 4 * len(pieces),
-        "gradients": 4 * (whole if stage == "zero1" else shard),
         # A shard in float32 is a part of the weights in use, where those are float32 and whole.
         "parameters": in_use + (4 * (shard + frozen_shard) if low or stage == "zero3" else 0),
+        "gradients": 4 * (whole if stage == "zero1" else shard),
+        # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
+        "optimizer": 8 * sum(pieces) + 4 * len(pieces),
     }
-    live = held.pop("live")
-    for kind, nbytes in expected.items():
-        same(f"bytes of the {kind} held in step 4", held[kind], nbytes)
-    # Only the loss of the forward before.
-    same("bytes that are alive besides", live - sum(expected.values()), 4)
+    # Besides, what was outside, and the loss.
+    expected["live"] = sum(expected.values()) + storage_bytes(outside) + loss.nbytes
+    same("bytes held in step 4", held, expected)
 
 
 @stages_hold(
@@ -162,13 +154,9 @@ def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
     options |= {} if engine.like == "zero3" else {"bucket_mb": 4 * sum(sizes) / 2**20}
     trained = engine(model, ADAMW, group=group, **options)
 
-    def step(number):
-        trained.training_step(*vector_batch(number, rank, width), lambda out, y: F.mse_loss(out.float(), y))
-
-    step(0)
-    step(1)
-    with TrafficLedger() as traffic:
-        step(2)
+    for step in range(3):
+        with TrafficLedger() as traffic:  # of the last step in the end
+            trained.training_step(*vector_batch(step, rank, width), lambda out, y: F.mse_loss(out.float(), y))
     gather = ("all-gather", "5 gather parameters", (2 if low else 4) * whole)
     reduce = ("reduce-scatter", "3 reduce gradients", 4 * whole)
     expected = {
@@ -192,7 +180,7 @@ def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
     pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, batch=vectors(8), loss=of_vectors)
     for model, _ in pair.both:
-        model.way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
+        model.way = range(4)[:: -1 if reverse else 1]
     params = reversed(list(pair.plain.parameters()))
     expected = [8 * padded([param.numel()], pair.size, 2)[0] for param in params]
     for step in range(4):
@@ -220,13 +208,9 @@ def seen_of_a_step(engine: Subject):
     trained = engine(seeded(lambda: Stack(4, 32), dtype=torch.float32), ADAMW)
     inner = getattr(trained, "_engine", trained) if engine.foreign else trained
 
-    def step(number):
-        trained.training_step(*vector_batch(number, engine.rank, 32), F.mse_loss)
-
-    step(0)
-    step(1)
-    with MemoryLedger() as memory, watched_step(inner, memory) as seen:
-        step(2)
+    for step in range(3):
+        with MemoryLedger() as memory, watched_step(inner, memory) as seen:
+            trained.training_step(*vector_batch(step, engine.rank, 32), F.mse_loss)
     return sum(param.nbytes for param in Stack(4, 32).parameters()), seen, getattr(inner, "bucket_bytes", 0)
 
 
@@ -236,8 +220,7 @@ def what_is_shared_out_is_no_more_than_twice_there(engine):
     kinds, _ = promised(engine)
     whole, seen, buffer = seen_of_a_step(engine)
     for kind in kinds:
-        total = torch.tensor(float(seen.held[kind]))
-        dist.all_reduce(total)
+        total = of_all_ranks(torch.tensor(seen.held[kind])).sum()
         most = 2.1 * whole * (1 + (kind == "optimizer"))  # AdamW has two moments
         if kind == "gradients":  # an engine may document a buffer that gradients go through, of a size of its own
             most += engine.size * buffer
@@ -297,7 +280,7 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
     The step may `turn`, and go through the model the other way; or be no step to `train` in, but forward alone.
     """
     with Alive() as memory:
-        trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
+        trained = engine(model, ADAMW, group=silent_group(), **options)
         found = SimpleNamespace(built=memory.live)
         for step in range(2):
             trained.training_step(*batch(step), F.mse_loss)
@@ -337,7 +320,7 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     "bytes",
     only("zero3", more_ranks=(3, 4), chapters="zero3"),
     only("zero3", more_ranks=(3, 4), reshard_after_forward=False),
-    only("zero3", more_ranks=(3, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    only("zero3", more_ranks=(3, 4), **LOW),
     ask_thorough("zero3", (2, 3, 4), prefetch=0),
     ask_thorough("zero3", (2, 3, 4), prefetch=3),
 )

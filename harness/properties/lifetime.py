@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import time
 import weakref
 
@@ -13,16 +12,19 @@ from torch.nn import functional as F
 from harness.engine.gradients import GradScaler
 from harness.engine.safety.guard import EngineParameter
 from harness.properties.fixtures import (
-    ADAMW,
+    EXACT_LOW,
     MOMENTUM,
     SGD,
     OddModel,
     Pair,
     Twice,
+    a_step,
     hooks_on,
     in_float32,
+    odd,
     own_tokens,
     seeded,
+    through_a_file,
     vector_batch,
 )
 from harness.properties.precision import of_tokens
@@ -40,6 +42,33 @@ from harness.properties.property import (
 )
 
 
+def used_up(engine, how: str) -> list[weakref.ref]:
+    """All that belongs to an engine that has trained."""
+    trained = odd(engine, **({"param_dtype": torch.bfloat16} if how == "mixed precision" else {}))
+    model, (tokens, targets) = trained.model, own_tokens(0)
+    scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
+    if how == "mixed precision":
+        scaler = GradScaler("cpu")
+        scaler.scale(in_float32(trained(tokens), targets)).backward()
+        scaler.step(trained)
+    else:
+        a_step(trained)
+    scheduler.step()
+    if how == "between forward and backward":
+        F.cross_entropy(trained(tokens), targets)
+    if how == "after an error":
+        with refused(error=Exception):
+            trained("no tokens")
+    if how == "closed":
+        trained.close()
+    things = [trained, model, model.head, *model.parameters()]
+    if how != "closed" and not engine.foreign:
+        things.append(trained.optimizer)
+        for bucket in trained.all_buckets:
+            things += [bucket.shard, bucket.flat, *bucket.pieces]
+    return [weakref.ref(thing) for thing in things]
+
+
 @holds(
     "life",
     *ask_each("how", ("trained", "after an error"), "zero1"),
@@ -48,47 +77,17 @@ from harness.properties.property import (
 )
 def an_engine_that_goes_leaves_nothing_alive(engine, how):
     """After `del` and a collection nothing of an engine is alive: itself, its model, parameters, shards, optimizer."""
+    if "to be destroyed" in engine.more:
+        raise NotApplicable(f"{engine.name} goes by a call, `destroy`")
     gone = []
     for _ in range(3):
-        model = seeded(OddModel)
-        options = {"param_dtype": torch.bfloat16} if how == "mixed precision" else {}
-        trained = engine(model, ADAMW, **options)
-        scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
-        tokens, targets = own_tokens(0)
-        if how == "mixed precision":
-            scaler = GradScaler("cpu")
-            scaler.scale(in_float32(trained(tokens), targets)).backward()
-            scaler.step(trained)
-            del scaler
-        else:
-            trained.training_step(tokens, targets, F.cross_entropy)
-        if how == "between forward and backward":
-            loss = F.cross_entropy(trained(tokens), targets)
-            del loss
-        if how == "after an error":
-            with refused(error=Exception):
-                trained("no tokens")
-        if how == "closed":
-            trained.close()
-        gone += [weakref.ref(thing) for thing in (trained, model, model.head, *model.parameters())]
-        if "to be destroyed" in engine.more:
-            raise NotApplicable(f"{engine.name} goes by a call, `destroy`")
-        if how != "closed" and not engine.foreign:
-            buckets = trained.all_buckets
-            gone += [weakref.ref(thing) for thing in (trained.optimizer,)]
-            gone += [weakref.ref(tensor) for bucket in buckets for tensor in (bucket.shard, bucket.flat)]
-            gone += [weakref.ref(piece) for bucket in buckets for piece in bucket.pieces]
-            del buckets
-        del trained, model, scheduler
+        gone += used_up(engine, how)
     gc.collect()
     deadline = time.monotonic() + 30  # a gloo thread lets go of a collective's buffers a moment after `wait()`
     while (alive := [reference() for reference in gone if reference() is not None]) and time.monotonic() < deadline:
         del alive
         time.sleep(0.05)
     same("what is alive", sorted({type(thing).__name__ for thing in alive}), [])
-
-
-LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}  # sums that plain PyTorch makes to the bit
 
 
 class Tagged(nn.Parameter):
@@ -101,7 +100,7 @@ def own_class() -> nn.Module:
     return model
 
 
-@stages_hold("life", ask(), ask(**LOW), only("zero3", reshard_after_forward=False))
+@stages_hold("life", ask(), ask(**EXACT_LOW), only("zero3", reshard_after_forward=False))
 def closing_gives_a_plain_model(engine, **options):
     """`close()` gives a plain model with the shards' values, its objects and ties; another engine may follow.
 
@@ -141,13 +140,6 @@ def closing_gives_a_plain_model(engine, **options):
     Pair(engine.another(), (twin, model)).alike()
 
 
-def through_a_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @stages_hold(
     "life",
     ask("zero1", copied=copy.deepcopy, mixed=False),
@@ -158,7 +150,7 @@ def through_a_file(model: nn.Module) -> nn.Module:
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
 
-    pair = Pair(engine, OddModel, loss=of_tokens, **(LOW if mixed else {}))
+    pair = Pair(engine, OddModel, loss=of_tokens, **(EXACT_LOW if mixed else {}))
     model, (tokens, targets) = pair.trained.model, own_tokens(3)
     pair.train(1)
     if engine.like == "zero3":

@@ -5,7 +5,6 @@ After a refusal the engine goes on, and is compared with plain PyTorch then.
 
 import contextlib
 import copy
-import io
 from collections.abc import Callable
 from functools import partial
 
@@ -22,17 +21,19 @@ from harness.engine.state import swapped
 from harness.properties.fixtures import (
     ADAMW,
     EXACT,
+    EXACT_LOW,
     SGD,
     OddBlock,
     OddModel,
     Pair,
     TiedAcross,
     all_params,
+    alone,
     odd,
     own_tokens,
     pieces_of,
     seeded,
-    token_batch,
+    through_a_file,
 )
 from harness.properties.precision import of_tokens
 from harness.properties.property import ask, ask_each, ask_thorough, holds, only, refused, same, stages_hold
@@ -81,7 +82,7 @@ def backward_after_the_step(pair):
 
 def called_with_other_weights(pair):
     others = {name: torch.zeros_like(value) for name, value in pair.plain.named_parameters()}
-    torch.func.functional_call(pair.trained.model, others, (token_batch(0, pair.rank)[0],))
+    torch.func.functional_call(pair.trained.model, others, pair.batch(0, pair.rank)[:1])
 
 
 def an_optimizer_in_a_hook(pair):
@@ -107,7 +108,7 @@ class Acting(OddModel):
 
 def under_func(pair):
     """Where ZeRO-3 cannot see what autograd saves."""
-    tokens, _ = token_batch(0, pair.rank)
+    tokens, _ = pair.batch(0, pair.rank)
     torch.func.vmap(lambda _: pair.trained(tokens))(torch.zeros(2))
 
 
@@ -265,36 +266,31 @@ def what_changes_nothing_is_no_misuse(engine, **options):
 @stages_hold("misuse")
 def optimizer_state_that_does_not_fit_is_refused(engine):
     """State of other ranks, another stage or layout, or of no engine is refused; what fits goes on as the old one."""
-    rank, size = engine.rank, engine.size
-    alone = [dist.new_group([each]) for each in range(size)][rank]
-    plain = seeded(OddModel)
     pair = Pair(engine, OddModel, ADAMW)
     pair.alike()
-    everyone = [None] * size
+    everyone = [None] * pair.size
     dist.all_gather_object(everyone, pair.trained.optimizer.state_dict())
-    states = [
-        everyone[rank - 1],  # of the same shapes, perhaps
-        odd(engine, group=alone).optimizer.state_dict(),
-        odd(engine.another()).optimizer.state_dict(),
-        engine(seeded(lambda: OddModel(blocks=2)), ADAMW).optimizer.state_dict(),
-        ADAMW(plain.parameters()).state_dict(),
-    ]
-    for state in states:
+    for optimizer in (
+        odd(engine, group=alone()).optimizer,
+        odd(engine.another()).optimizer,
+        engine(seeded(lambda: OddModel(blocks=2)), ADAMW).optimizer,
+        pair.optimizer,
+        None,
+    ):
+        state = optimizer.state_dict() if optimizer else everyone[pair.rank - 1]  # of the same shapes, perhaps
         with refused("optimizer's state", "harness.engine.checkpoint", error=ValueError):
             pair.trained.optimizer.load_state_dict(state)
         pair.alike(1)
     # Through a file into a new engine, which goes on as the old one would have.
-    weights, file = pair.trained.full_state_dict(), io.BytesIO()
-    torch.save(pair.trained.optimizer.state_dict(), file)
+    weights, state = pair.trained.full_state_dict(), through_a_file(pair.trained.optimizer.state_dict())
     pair.trained = engine(seeded(OddModel, seed=5), ADAMW)
     pair.trained.load_full_state_dict(weights)
-    file.seek(0)
-    pair.trained.optimizer.load_state_dict(torch.load(file))
+    pair.trained.optimizer.load_state_dict(state)
     pair.alike(3)
     # Rank 0 has passed a state, the others none.
     state = pair.trained.full_state_dict()
     with refused("rank 1: ", "NoneType"):
-        pair.trained.load_full_state_dict(state if rank == 0 else None)
+        pair.trained.load_full_state_dict(None if pair.rank else state)
     pair.alike(1)
 
 
@@ -324,7 +320,6 @@ def an_engine_is_like_its_model_and_says_where_not(engine):
 # Weights, pieces, groups and modules that are changed past the engine. Ours refuse, others are compared with torch.
 
 OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}  # sums that plain PyTorch makes to the bit
 
 
 def refused_or_right(pair: Pair, right: bool, act: Callable, *words: str) -> None:
@@ -376,9 +371,9 @@ def load_a_part(model, _):
     *ask_each("write", (clamp, clamp_data)),
     *ask_each("write", (fill_a_part, initialize, load), ("zero1", "zero2")),
     only(("zero1", "zero2"), write=clamp_data, **OFFLOAD),
-    *ask_each("write", (fill_a_part, load_a_part), ("zero1", "zero2"), **LOW),
+    *ask_each("write", (fill_a_part, load_a_part), ("zero1", "zero2"), **EXACT_LOW),
     *ask_each("write", (clamp, initialize, load), asks=ask_thorough, **OFFLOAD),
-    *ask_each("write", (clamp, initialize, load), asks=ask_thorough, **LOW),
+    *ask_each("write", (clamp, initialize, load), asks=ask_thorough, **EXACT_LOW),
 )
 def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
     """Weights that are written between two steps count, as in plain PyTorch; where they would be lost it is said.
@@ -399,7 +394,7 @@ def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
     "misuse",
     ask(write=clamp, **OFFLOAD),
     ask(("zero1", "zero2"), write=clamp_data, **OFFLOAD),
-    ask_thorough(write=clamp_data, **LOW),
+    ask_thorough(write=clamp_data, **EXACT_LOW),
 )
 def what_would_be_lost_is_not_given_out(engine, write, **options):
     """Weights that were written past the shards, and no forward since: nobody gets or saves the old ones in silence."""
@@ -440,7 +435,8 @@ def under_no_grad(block):
     "misuse",
     *ask_each("write", (by_data, under_no_grad)),
     ask_thorough("zero3", write=by_data, prefetch=0, reshard_after_forward=False),
-    *[ask_thorough(write=by_data, **options) for options in (LOW, OFFLOAD)],
+    ask_thorough(write=by_data, **EXACT_LOW),
+    ask_thorough(write=by_data, **OFFLOAD),
 )
 def a_forward_that_writes_into_its_weights_counts_or_is_refused(engine, write, **options):
     """A forward that clamps or scales its own weights: as in plain PyTorch, and where it would be lost it is said."""
@@ -449,7 +445,7 @@ def a_forward_that_writes_into_its_weights_counts_or_is_refused(engine, write, *
     refused_or_right(pair, right, lambda *_: None, "'blocks.1.up.weight'", "was written to")
 
 
-@stages_hold("misuse", ask(), ask_thorough(**LOW), ask_thorough(**OFFLOAD))
+@stages_hold("misuse", ask(), ask_thorough(**EXACT_LOW), ask_thorough(**OFFLOAD))
 def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **options):
     """A backward of a forward with other weights raises, as in plain PyTorch; the next step is right."""
     pair = Pair(engine, OddModel, **options)
@@ -523,7 +519,7 @@ def decay_by_data(model, optimizer):
 @holds(
     "misuse",
     *ask_each("write", (decay, decay_by_data), ranks=(2, 3)),
-    ask_thorough(write=decay, **LOW),
+    ask_thorough(write=decay, **EXACT_LOW),
     ask_thorough(write=decay, **OFFLOAD),
 )
 def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, write, **options):
@@ -579,7 +575,7 @@ def groups_that_change_after_the_build_are_refused(engine, regroup):
         pair.trained.step()
 
 
-@stages_hold("values", ask(), ask(**LOW), ask_thorough(**OFFLOAD))
+@stages_hold("values", ask(), ask(**EXACT_LOW), ask_thorough(**OFFLOAD))
 def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
     """An average of each piece is kept by this rank, put in place for an evaluation or a save, and taken out again."""
     pair, update = Pair(engine, OddModel, loss=of_tokens, **options), get_ema_multi_avg_fn(0.9)
@@ -596,7 +592,7 @@ def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
     with swapped(pair.trained, averages), torch.no_grad():
         same("the weights", pair.trained.full_state_dict(), plain.state_dict(), EXACT)
         # Offload computes in the dtype of the shards, mixed precision in another one.
-        same("what the averages compute", pair.trained(tokens), plain(tokens), 0.05 if options == LOW else EXACT)
+        same("what the averages compute", pair.trained(tokens), plain(tokens), 0.05 if options == EXACT_LOW else EXACT)
     pair.same_weights()
     with refused("a value for each piece", error=ValueError):
         swapped(pair.trained, averages[:-1]).__enter__()

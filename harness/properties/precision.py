@@ -11,6 +11,7 @@ from harness.engine.gradients import GradScaler
 from harness.properties.fixtures import (
     ADAMW,
     DECAY,
+    LOW,
     Branches,
     Checkpointed,
     OddModel,
@@ -31,35 +32,30 @@ from harness.properties.fixtures import (
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-LOW = {"param_dtype": BF16, "reduce_dtype": FP32}
 
 
 def of_tokens(model, tokens, targets) -> torch.Tensor:
     return in_float32(model(tokens), targets)
 
 
-MODELS = {
-    "Twice": Twice,
-    "TiedAcross": TiedAcross,
-    "Checkpointed": lambda: Checkpointed("around"),
-}
+RECOMPUTED = partial(Checkpointed, where="around")
 
 
 @holds(
     "values",
-    ask("zero1", model="Twice"),
-    ask("zero2", model="TiedAcross"),
-    ask("zero3", model="Checkpointed"),
-    ask_thorough(("zero1", "zero2"), model="Twice", bucket_mb=0),
-    ask_thorough("zero3", model="TiedAcross", prefetch=0, find_unused=True),
-    ask_thorough("zero3", model="Checkpointed", reshard_after_forward=False),
+    ask("zero1", model=Twice),
+    ask("zero2", model=TiedAcross),
+    ask("zero3", model=RECOMPUTED),
+    ask_thorough(("zero1", "zero2"), model=Twice, bucket_mb=0),
+    ask_thorough("zero3", model=TiedAcross, prefetch=0, find_unused=True),
+    ask_thorough("zero3", model=RECOMPUTED, reshard_after_forward=False),
 )
 def mixed_precision_is_a_rounded_copy_that_computes(engine, model, **options):
     """Norms and weights are those of plain PyTorch with a bfloat16 copy that computes, whose gradients are handed over.
 
     Sums over ranks, and of two backwards, are in float64, and exact.
     """
-    pair = Pair(engine, MODELS[model], DECAY, loss=of_tokens, param_dtype=BF16, reduce_dtype=FP64,
+    pair = Pair(engine, model, DECAY, loss=of_tokens, param_dtype=BF16, reduce_dtype=FP64,
                 **options)  # fmt: skip
     for step in range(4):
         pair.backward(2 * step)

@@ -15,6 +15,7 @@ from harness.measure.ledger import MemoryLedger
 from harness.measure.watched_step import watched_step
 from harness.properties.fixtures import (
     ADAMW,
+    LOW,
     OPTIMIZERS,
     Lanes,
     OddModel,
@@ -81,9 +82,6 @@ def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
         losses = pair.training_step(step)
     pair.same_weights()
     assert len(losses.unique()) == pair.size, "the ranks had the same data: this proves nothing"
-
-
-LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 @holds(
