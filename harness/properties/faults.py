@@ -50,7 +50,7 @@ def trip(pair: Pair, where: str) -> None:
         if where == "backward":
             args[0].register_hook(tripped_in_backward)
 
-    handle = pair.trained.model.blocks[1].register_forward_pre_hook(hook)
+    handle = pair.model.blocks[1].register_forward_pre_hook(hook)
     try:
         with pair.trained.no_sync() if where == "no_sync" else contextlib.nullcontext():
             loss = pair.alone(0)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.measure.held import storage_bytes
-from harness.properties.property import Subject, expect, same
+from harness.properties.property import Subject, same
 from harness.run.engines import STAGES  # noqa: F401  tests use it as fixtures.STAGES
 from harness.run.model import GPT, next_token_loss, preset
 
@@ -393,8 +393,21 @@ class Pair:
     to `atol`. With a `param_dtype` a rounded copy of `plain` computes.
     """
 
-    def __init__(self, engine: Subject, build, optimizer=MOMENTUM, *, loss=of_output, batch=token_batch, groups=None,
-                 dtype=torch.float64, atol: float = EXACT, seed: int = 0, device=None, **options):  # fmt: skip
+    def __init__(
+        self,
+        engine: Subject,
+        build=OddModel,
+        optimizer=MOMENTUM,
+        *,
+        loss=of_output,
+        batch=token_batch,
+        groups=None,
+        dtype=torch.float64,
+        atol: float = EXACT,
+        seed: int = 0,
+        device=None,
+        **options,
+    ):
         other = None
         if dtype is torch.float64 and engine.dtype is not dtype:  # it does not train in float64
             dtype = other = engine.dtype
@@ -430,29 +443,32 @@ class Pair:
         return low
 
     @property
+    def model(self) -> nn.Module:
+        """The engine's."""
+        return self.trained.model
+
+    @property
     def both(self):
         """(model, optimizer) of both sides, for what a loop does to each alike: schedulers, modes, flags."""
-        return (self.plain, self.optimizer), (self.trained.model, self.trained.optimizer)
+        return (self.plain, self.optimizer), (self.model, self.trained.optimizer)
 
-    def backward(self, step: int, *, loss=None, scale: float = 1.0, quiet=False) -> torch.Tensor:
-        """Forward and backward of both; returns this rank's loss. `quiet`: the engine's under `no_sync`."""
-        loss = loss or self.loss
-        expected = self.backward_of_plain(step, loss, scale)[self.rank]
+    def backward(self, step: int, *, scale: float = 1.0, quiet=False) -> None:
+        """Forward and backward of both. `quiet`: the engine's under `no_sync`."""
+        expected = self.backward_of_plain(step, scale)[self.rank]
         with self.trained.no_sync() if quiet else contextlib.nullcontext():
-            found = loss(self.trained, *self.batch(step, self.rank)) * scale
+            found = self.alone(step) * scale
             found.backward()
         same("this rank's loss", found, expected, self.atol)
         self.nothing_gathered("backward")
-        return found
 
-    def backward_of_plain(self, step: int, loss=None, scale: float = 1.0) -> list[torch.Tensor]:
+    def backward_of_plain(self, step: int, scale: float = 1.0) -> list[torch.Tensor]:
         """What is right: one process, plain PyTorch, the backwards of all ranks' losses, which are returned."""
-        loss, parts, losses = loss or self.loss, self.size, []
+        parts, losses = self.size, []
         if self.computes is not self.plain:
             self.computes.load_state_dict(self.plain.state_dict())
             parts = 1  # a rounded gradient is divided when it is handed over
         for rank in range(self.size):
-            losses.append(loss(self.computes, *self.batch(step, rank)) * scale)
+            losses.append(self.loss(self.computes, *self.batch(step, rank)) * scale)
             (losses[-1] / parts).backward()
         return losses
 
@@ -465,7 +481,7 @@ class Pair:
         self.optimizer.step()
         self.optimizer.zero_grad()
         found = self.trained.training_step(*self.batch(step, self.rank), F.cross_entropy)
-        expect(not found.requires_grad, "the loss that training_step returns", "detached", "it requires a gradient")
+        assert not found.requires_grad, "the loss that training_step returns is not detached"
         everyone = of_all_ranks(found)
         same(f"the ranks' losses of step {step}", everyone, torch.stack(expected), self.atol)
         self.nothing_gathered("the step")
@@ -524,14 +540,14 @@ class Pair:
         with torch.no_grad():
             same(what, self.trained(inputs), self.plain(inputs), self.atol)
 
-    def train(self, steps: int, **how) -> None:
+    def train(self, steps: int) -> None:
         for step in range(steps):
-            self.backward(step, **how)
+            self.backward(step)
             self.step()
 
-    def alike(self, steps: int = 2, **how) -> None:
+    def alike(self, steps: int = 2) -> None:
         """Both train, to the same weights."""
-        self.train(steps, **how)
+        self.train(steps)
         self.same_weights()
 
     def alone(self, step: int = 9) -> torch.Tensor:
@@ -550,7 +566,7 @@ class Pair:
     def nothing_gathered(self, after: str) -> None:
         """ZeRO-3 has freed all units, and the root; the chapter leaves frozen parameters whole."""
         if self.engine.like == "zero3" and not self.keeps:
-            params = list(self.trained.model.parameters())
+            params = list(self.model.parameters())
             if self.engine.chapter:
                 params = [param for param in params if param.requires_grad]
             same(f"bytes of parameters that are gathered after {after}", storage_bytes(params), 0)

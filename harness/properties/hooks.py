@@ -68,7 +68,7 @@ def hooks_that_change_gradients_count(engine):
         return model
 
     pair = Pair(engine, halved)
-    if not pair.trained.model.head.weight._backward_hooks:
+    if not pair.model.head.weight._backward_hooks:
         raise NotApplicable(f"{engine.name} puts parameters of its own into the model, without hooks")
     for model, _ in pair.both:
         model.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(min=0))
@@ -105,7 +105,7 @@ def steps_leave_no_hooks_behind(engine, **options):
         return F.cross_entropy(out, targets) + passed.square().sum() + shift.square().sum()
 
     def hooks():
-        return hooks_on(pair.trained.model, pair.trained.optimizer, leaf)
+        return hooks_on(pair.model, pair.trained.optimizer, leaf)
 
     pair = Pair(engine, PassesOn, loss=loss, batch=lambda step, rank: (*token_batch(step, rank), rank), **options)
     counts = []

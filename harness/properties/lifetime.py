@@ -15,7 +15,6 @@ from harness.properties.fixtures import (
     EXACT_LOW,
     MOMENTUM,
     SGD,
-    OddModel,
     Pair,
     Twice,
     a_step,
@@ -33,7 +32,6 @@ from harness.properties.property import (
     NotApplicable,
     ask,
     ask_each,
-    expect,
     holds,
     only,
     refused,
@@ -107,10 +105,10 @@ def closing_gives_a_plain_model(engine, **options):
     Between backward and step it leaves nothing in flight, and drops the gradients.
     """
     pair, fresh = Pair(engine, own_class, loss=of_tokens, **options), seeded(own_class)
-    model, trained, (tokens, _) = pair.trained.model, pair.trained, own_tokens(0)
+    model, trained, (tokens, _) = pair.model, pair.trained, own_tokens(0)
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
     objects = dict(model.named_parameters())
-    expect(isinstance(model.head.weight, Tagged), "the head's weight", "a Tagged", type(model.head.weight))
+    assert isinstance(model.head.weight, Tagged)
     if engine.like != "zero3":
         assert "requires_grad=True" in repr(model.head.weight)
     pair.train(2)
@@ -120,22 +118,21 @@ def closing_gives_a_plain_model(engine, **options):
     pair.alone().backward()
     trained.close()
     same("the plain model's state", model.state_dict(), before)
-    rounded = all((param == param.bfloat16().double()).all() for param in model.parameters())
-    expect(not rounded, "the plain model's values", "those of the shards", "all are bfloat16 numbers")
+    rounded = [torch.equal(param, param.bfloat16().double()) for param in model.parameters()]
+    assert not all(rounded), "the plain model's values are bfloat16 numbers, and not those of the shards"
     same("the dtype of what the model computes", model(tokens).dtype, torch.float64)  # inputs are not cast any more
     model.load_state_dict(before)  # and loading is not refused
     for name, param in model.named_parameters():
-        kept = param is objects[name] and type(param) is type(fresh.get_parameter(name)) and param.requires_grad
-        kept = kept and param.grad is None and "requires_grad=True" in repr(param)
-        expect(kept, f"the parameter {name}", "the same object, of its class, without gradient", type(param).__name__)
-        expect(not [key for key in vars(param) if key.startswith("zero_")], f"marks on {name}", "none", vars(param))
+        assert param is objects[name] and type(param) is type(fresh.get_parameter(name)), f"{name} is another object"
+        assert param.requires_grad and param.grad is None and "requires_grad=True" in repr(param), name
+        same(f"marks on {name}", [key for key in vars(param) if key.startswith("zero_")], [])
         # Memory of its own, and no bucket's: moves and `param.data` are as ever.
         same(f"bytes of the storage under {name}", param.untyped_storage().nbytes(), param.nbytes)
-    expect(model.head.weight is model.embedding.weight, "the tied weight", "one object", "two")
+    assert model.head.weight is model.embedding.weight, "the tied weight is two objects"
     same("hooks that are left", hooks_on(model), hooks_on(fresh) + 1)
-    for asked in (lambda: trained.step(), lambda: trained(1), lambda: trained.full_state_dict(), trained.close):
-        with refused(error=AttributeError):  # CHECK
-            asked()
+    for name in ("step", "__call__", "full_state_dict", "close"):
+        with refused(error=AttributeError):
+            getattr(trained, name)()
     twin = copy.deepcopy(model)
     Pair(engine.another(), (twin, model)).alike()
 
@@ -150,8 +147,8 @@ def closing_gives_a_plain_model(engine, **options):
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
 
-    pair = Pair(engine, OddModel, loss=of_tokens, **(EXACT_LOW if mixed else {}))
-    model, (tokens, targets) = pair.trained.model, own_tokens(3)
+    pair = Pair(engine, loss=of_tokens, **(EXACT_LOW if mixed else {}))
+    model, (tokens, targets) = pair.model, own_tokens(3)
     pair.train(1)
     if engine.like == "zero3":
         with refused("sharded", "full_state_dict", error=RuntimeError):
@@ -162,9 +159,8 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
         same("the copy's state", twin.state_dict(), before)
         for param, own in zip(twin.parameters(), model.parameters()):
             marked = engine.foreign or isinstance(own, EngineParameter)  # the copies of others must be plain, too
-            plain = type(param) is nn.Parameter and marked and param.grad is None
-            plain = plain and param.requires_grad == own.requires_grad
-            expect(plain, "the copy's parameter", "an nn.Parameter of its own", type(param).__name__)
+            plain = type(param) is nn.Parameter and param.grad is None and param.requires_grad == own.requires_grad
+            assert plain and marked, "the copy's parameter is no plain one"
         # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
         optimizer = SGD([param for param in twin.parameters() if param.requires_grad])
         in_float32(twin(tokens), targets).backward()

@@ -57,7 +57,7 @@ TAKERS = (
 @holds("misuse")
 def who_takes_gradients_past_the_engine_is_refused(engine):
     """Torch's clipping, `zero_grad` and `step` past the engine, between backward and step, name the engine's own."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     for step, (taker, words) in enumerate(TAKERS):
         pair.backward(step)
         with refused(*words, error=Exception):
@@ -82,12 +82,12 @@ def backward_after_the_step(pair):
 
 def called_with_other_weights(pair):
     others = {name: torch.zeros_like(value) for name, value in pair.plain.named_parameters()}
-    torch.func.functional_call(pair.trained.model, others, pair.batch(0, pair.rank)[:1])
+    torch.func.functional_call(pair.model, others, pair.batch(0, pair.rank)[:1])
 
 
 def an_optimizer_in_a_hook(pair):
     """As in recipes for small memory: it would part the ranks."""
-    pair.trained.model.head.weight.register_post_accumulate_grad_hook(lambda p: SGD([p]).step())
+    pair.model.head.weight.register_post_accumulate_grad_hook(lambda p: SGD([p]).step())
     pair.step_alone()
 
 
@@ -130,7 +130,7 @@ LOOPS = {  # and words of the error
 )
 def loops_that_would_train_wrong_are_refused(engine, act):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     with refused(*LOOPS[act], error=RuntimeError):
         act(pair)
     pair.trained.zero_grad()
@@ -190,7 +190,7 @@ def a_model_that_changes_after_the_build_is_refused(engine, change):
     act, words = (MOVES | CHANGES)[change]
     own = () if change == "weight_norm" else ("engine",)  # torch's words are of a parameter of this class
     with refused(*words, *own, error=(RuntimeError, TypeError, KeyError)) as said:
-        act(pair.trained.model)
+        act(pair.model)
         pair.step_alone()
     same("whether one that did not change is named", "'head.weight'" in said[0] and len(words) > 1, False)
     if change in MOVES:
@@ -234,7 +234,7 @@ def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
             pair.trained.full_state_dict()
         shards.append(pair.trained.full_state_dict())
     same("the weights after a refused step", shards[1], shards[0])  # no step after the first one counts
-    model = pair.trained.model
+    model = pair.model
     pair.trained.close()
     broken = [name for name, param in model.named_parameters() if param.isnan().any()]
     same("parameters with NaN after close()", broken, [])
@@ -245,7 +245,7 @@ def what_changes_nothing_is_no_misuse(engine, **options):
     """Moves to where the model is, modes and flags as they are, a look: training goes on."""
     pair = Pair(engine, lambda: Acting(there_and_back), **options)
     pair.alike()
-    model = pair.trained.model
+    model = pair.model
     for move in (
         lambda: model.type(engine.dtype),
         lambda: model.cpu(),
@@ -300,8 +300,8 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
 @holds("misuse")
 def an_engine_is_like_its_model_and_says_where_not(engine):
     """Modes and lists of parameters, modules and buffers are the model's; what an engine has not is an error."""
-    pair = Pair(engine, OddModel)
-    trained, model = pair.trained, pair.trained.model
+    pair = Pair(engine)
+    trained, model = pair.trained, pair.model
     assert trained.eval() is trained and not trained.training and not model.blocks[1].training
     assert trained.train() is trained and trained.training and model.blocks[1].training
     assert not trained.train(False).training
@@ -333,7 +333,7 @@ def refused_or_right(pair: Pair, right: bool, act: Callable, *words: str) -> Non
         pair.alike()
         return
     with refused(*words):
-        act(pair.trained.model, pair.trained.optimizer)
+        act(pair.model, pair.trained.optimizer)
         pair.step_alone()
     pair.trained.zero_grad()
 
@@ -380,7 +380,7 @@ def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
 
     They would be where shards have memory of their own: in ZeRO-3, in mixed precision and in offload.
     """
-    pair = Pair(engine, OddModel, **options)
+    pair = Pair(engine, **options)
     pair.train(1)
     before, kept = pair.trained.full_state_dict(), not options and engine.like != "zero3"
     name = "load" if write in (load, load_a_part) else "head.weight"
@@ -398,7 +398,7 @@ def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
 )
 def what_would_be_lost_is_not_given_out(engine, write, **options):
     """Weights that were written past the shards, and no forward since: nobody gets or saves the old ones in silence."""
-    pair = Pair(engine, OddModel, **options)
+    pair = Pair(engine, **options)
     trained = pair.trained
     with shared_folder() as folder:
         save = partial(checkpoint.save, trained, folder)
@@ -413,10 +413,10 @@ def what_would_be_lost_is_not_given_out(engine, write, **options):
 @stages_hold("misuse", only(("zero1", "zero2")))
 def moved_weights_are_not_given_out_as_they_were(engine):
     """`param.data = ...` and no forward since: the whole state and a save refuse once, and then give the shards."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     pair.train(1)
     state = pair.trained.full_state_dict()
-    weight = pair.trained.model.head.weight
+    weight = pair.model.head.weight
     weight.data = weight.detach() + 1
     with refused("'head.weight'", "moved out of the engine's buffer", error=RuntimeError):
         pair.trained.full_state_dict()
@@ -448,7 +448,7 @@ def a_forward_that_writes_into_its_weights_counts_or_is_refused(engine, write, *
 @stages_hold("misuse", ask(), ask_thorough(**EXACT_LOW), ask_thorough(**OFFLOAD))
 def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **options):
     """A backward of a forward with other weights raises, as in plain PyTorch; the next step is right."""
-    pair = Pair(engine, OddModel, **options)
+    pair = Pair(engine, **options)
     pair.train(1)
     with shared_folder() as folder:
         state = pair.trained.full_state_dict()
@@ -567,18 +567,18 @@ REGROUPS = (add_a_stranger, add_its_own, append_a_group, lengthen_a_group, lose_
 @stages_hold("misuse", *ask_each("regroup", REGROUPS))
 def groups_that_change_after_the_build_are_refused(engine, regroup):
     """A parameter more or less in the optimizer's groups: each rank would train its own, or leave one out."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     pair.train(1)
     pair.alone(0).backward()
     with refused("the optimizer's groups", "param_groups="):
-        regroup(pair.trained.model, pair.trained.optimizer)
+        regroup(pair.model, pair.trained.optimizer)
         pair.trained.step()
 
 
 @stages_hold("values", ask(), ask(**EXACT_LOW), ask_thorough(**OFFLOAD))
 def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
     """An average of each piece is kept by this rank, put in place for an evaluation or a save, and taken out again."""
-    pair, update = Pair(engine, OddModel, loss=of_tokens, **options), get_ema_multi_avg_fn(0.9)
+    pair, update = Pair(engine, loss=of_tokens, **options), get_ema_multi_avg_fn(0.9)
     pieces, params = pieces_of(pair.trained), all_params(pair.optimizer)
     averages, expected = ([each.detach().clone() for each in side] for side in (pieces, params))
     for _ in range(3):
@@ -647,7 +647,7 @@ SWAPS = {  # and whose parameter is missed or new
 @stages_hold("misuse", *ask_each("swap", SWAPS, more_ranks=()))
 def a_child_that_is_swapped_is_refused(engine, swap):
     """Another module in the place of one, also with as many parameters: the engine would train what nobody uses."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     pair.train(1)
     refused_or_right(pair, False, swap, SWAPS[swap], "after the engine was built")
 
@@ -655,7 +655,7 @@ def a_child_that_is_swapped_is_refused(engine, swap):
 @holds("misuse")
 def a_wrapper_around_a_child_is_no_swap(engine):
     """Modules may be wrapped after the build, as long as parameters are the same: training goes on."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     pair.train(1)
     for model, _ in pair.both:
         model.blocks[1] = checkpoint_wrapper(model.blocks[1])

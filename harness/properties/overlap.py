@@ -155,10 +155,10 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
     pair = Pair(engine, build, ADAMW, group=grid() if hybrid else None, **options)
     with late_collectives() as pending:
         for step in range(4):
-            pair.plain.skip = pair.trained.model.skip = (None, 1, 3, 0)[step]
+            pair.plain.skip = pair.model.skip = (None, 1, 3, 0)[step]
             pair.backward(step)
             pair.step()
-            pair.trained.model.skip = 2  # which is then gathered ahead for nothing
+            pair.model.skip = 2  # which is then gathered ahead for nothing
             with torch.no_grad():
                 pair.trained(pair.batch(step, pair.rank)[0])
             pair.nothing_gathered("an evaluation")

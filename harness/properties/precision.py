@@ -11,6 +11,7 @@ from harness.engine.gradients import GradScaler
 from harness.properties.fixtures import (
     ADAMW,
     DECAY,
+    EXACT_LOW,
     LOW,
     Branches,
     Checkpointed,
@@ -55,8 +56,7 @@ def mixed_precision_is_a_rounded_copy_that_computes(engine, model, **options):
 
     Sums over ranks, and of two backwards, are in float64, and exact.
     """
-    pair = Pair(engine, model, DECAY, loss=of_tokens, param_dtype=BF16, reduce_dtype=FP64,
-                **options)  # fmt: skip
+    pair = Pair(engine, model, DECAY, loss=of_tokens, **EXACT_LOW, **options)
     for step in range(4):
         pair.backward(2 * step)
         pair.backward(2 * step + 1)
@@ -121,8 +121,7 @@ def states_stay_float32_in_mixed_precision(engine, own_units=False):
         same("the dtype of the output", output.dtype, BF16)
         seen = [BF16, BF16, FP32, torch.int64, torch.bool, BF16, BF16]
         same("the dtypes that forward sees", model.seen, seen)
-        kept = batch.more["extra"][0] is extra and extra.dtype == FP32
-        expect(kept, "the caller's tensors", "as they were", "replaced or cast")
+        assert batch.more["extra"][0] is extra and extra.dtype == FP32, "the caller's tensors are replaced or cast"
         F.cross_entropy(output.float(), targets).backward()
         trained.step()
         trained.zero_grad()
@@ -149,7 +148,7 @@ class Given(nn.Module):
 
     def __init__(self, count: int):
         super().__init__()
-        self.rows = nn.ModuleList([nn.Linear(count, 1, bias=False), nn.Linear(count, 1, bias=False)])
+        self.rows = nn.ModuleList(nn.Linear(count, 1, bias=False) for _ in range(2))
         for row in self.rows:
             nn.init.zeros_(row.weight)
 
@@ -176,10 +175,12 @@ def a_step_on_integers_is_exact(engine, reduce_dtype=None):
     # Multiples of 16 and 32, whose means are rounded once if at all.
     large = {1: (61440,), 2: (61440, 40960), 3: (20000, 30000, 40000), 4: (30000, 40000, 60000, 30000)}[size]
     assert abs(sum(large)) > torch.finfo(FP16).max or size == 1
-    rows = [large, [-value for value in large], [30000] * size] if reduce_dtype == FP16 else []
-    # With plain float32 it is left out: DeepSpeed has a right to skip such a step.
-    rows += [[torch.inf, *[1.0] * (size - 1)]] if reduce_dtype is not None else []
-    values = torch.cat([values, *(torch.tensor(row, dtype=FP64)[:, None] for row in rows)], dim=1)
+    further = []
+    if reduce_dtype == FP16:
+        further += [large, [-value for value in large], [30000] * size]
+    if reduce_dtype is not None:  # with plain float32 DeepSpeed has a right to skip such a step
+        further.append([torch.inf, *[1.0] * (size - 1)])
+    values = torch.cat([values, torch.tensor(further, dtype=FP64).reshape(-1, size).T], dim=1)
     expected = (values.sum(0) / size).to(dtype).float()
     model = seeded(lambda: Given(values.shape[1]), dtype=FP32)
     trained = engine(model, partial(torch.optim.SGD, lr=1.0), reduce_dtype=reduce_dtype)

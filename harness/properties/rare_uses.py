@@ -204,14 +204,14 @@ def autograd_works() -> None:
 @holds("life", ask(), ask_thorough("zero3", prefetch=0), ask_thorough("zero3", reshard_after_forward=False))
 def an_interruption_leaves_nothing_behind(engine, **options):
     """Ctrl-C in a forward, and then `zero_grad()`: autograd is as before, training goes on; so if the engine goes."""
-    pair = Pair(engine, OddModel, **options)
+    pair = Pair(engine, **options)
     pair.train(1)
-    for module in (pair.trained.model.blocks[1], pair.trained.model.blocks[1].up, pair.trained.model.head):
+    for module in (pair.model.blocks[1], pair.model.blocks[1].up, pair.model.head):
         interrupted(pair, module)
         pair.trained.zero_grad()
         autograd_works()
         pair.alike(1)
-    interrupted(pair, pair.trained.model.head)
+    interrupted(pair, pair.model.head)
     del pair, module
     gc.collect()
     autograd_works()

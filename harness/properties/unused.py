@@ -7,17 +7,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
-from harness.properties.fixtures import DECAY, Pair, odd, own_tokens, seeded, token_batch
+from harness.properties.fixtures import DECAY, Pair, a_step, odd, own_tokens, seeded, token_batch
 from harness.properties.property import STAGES, ask, ask_thorough, holds, only, refused, same, stages_hold
 
 
 class Adapted(nn.Module):
     """A block with adapters, of which a forward uses one or none. With a single one some ranks use all there is."""
 
-    def __init__(self, width: int, adapters: int):
+    def __init__(self, adapters: int):
         super().__init__()
-        self.base = nn.Linear(width, width)
-        self.adapters = nn.ParameterList([nn.Parameter(torch.randn(width)) for _ in range(adapters)])
+        self.base = nn.Linear(5, 5)
+        self.adapters = nn.ParameterList([torch.randn(5) for _ in range(adapters)])
 
     def forward(self, x, choice):
         x = torch.tanh(self.base(x))
@@ -27,13 +27,13 @@ class Adapted(nn.Module):
 class Forked(nn.Module):
     """Parts that a step may leave unused: adapters in units, a whole unit, an early and a late root parameter."""
 
-    def __init__(self, width: int = 5):
+    def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        self.early = nn.Parameter(torch.randn(width))
-        self.blocks = nn.ModuleList([Adapted(width, 4), Adapted(width, 1), Adapted(width, 4)])
-        self.spare = nn.ModuleList([nn.Linear(width, 3)])  # a unit of its own, that only some steps run
-        self.heads = nn.ModuleDict({"a": nn.Linear(width, 3), "b": nn.Linear(width, 3)})
+        self.embedding = nn.Embedding(11, 5)
+        self.early = nn.Parameter(torch.randn(5))
+        self.blocks = nn.ModuleList(map(Adapted, (4, 1, 4)))
+        self.spare = nn.ModuleList([nn.Linear(5, 3)])  # a unit of its own, that only some steps run
+        self.heads = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)})
 
     def forward(self, tokens, choice=None, early=False, spare=False):
         x = self.embedding(tokens).mean(1)
@@ -109,7 +109,7 @@ def finding_the_unused_costs_one_small_all_reduce(engine):
     batch, found = own_tokens(0), []
     for option in (False, True):
         trained = odd(engine, find_unused=option)
-        trained.training_step(*batch, F.cross_entropy)
+        a_step(trained)
         with TrafficLedger() as traffic:
             F.cross_entropy(trained(batch[0]), batch[1]).backward()
             trained.clip_grad_norm_(1e9)
@@ -132,7 +132,7 @@ def unused_parameters_are_named_by_default(engine):
     words = "'blocks.0.adapters.0', 'blocks.0.adapters.2'" if engine.like == "zero3" else "'heads.b.weight'", " more"
     with refused(*words, "find_unused=True", "requires_grad_(False)", error=RuntimeError) as said:
         trained.step()
-    others = [name for name in ("adapters.1", "'early'", "heads.a") if name in said]
+    others = [name for name in ("adapters.1", "'early'", "heads.a") if name in said[0]]
     same("parameters that are named and were used", others, [])
 
 
@@ -171,12 +171,10 @@ def a_gradient_that_is_missing_or_sparse_is_refused(engine):
 @stages_hold("misuse", only(("zero2", "zero3")))
 def gradients_that_wait_are_not_left_out(engine):
     """A step after a backward under `no_sync` alone is an error: the gradients that wait are not taken for unused."""
-    trained, rank = engine(seeded(Forked), DECAY, find_unused=True), engine.rank
-    with trained.no_sync():
-        loss_of(trained, 0, 0, rank, alike=True).backward()
+    pair = forked(engine, alike=True)
+    with pair.trained.no_sync():
+        pair.alone(0).backward()
     with refused("gradient", "no_sync", error=RuntimeError):
-        trained.step()
-    trained.zero_grad()
-    loss_of(trained, 0, 0, rank, alike=True).backward()
-    trained.step()
-    trained.zero_grad()
+        pair.trained.step()
+    pair.trained.zero_grad()
+    pair.step_alone()

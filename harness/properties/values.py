@@ -84,6 +84,24 @@ def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     assert len(losses.unique()) == pair.size, "the ranks had the same data: this proves nothing"
 
 
+def trained_on_bytes(engine, dtype, device, micro_batches, **options) -> tuple[torch.Tensor, dict]:
+    """The losses of a GPT in four steps, and its weights then."""
+    trained = engine(gpt(dtype, device), partial(torch.optim.AdamW, lr=1e-2, fused=device != "cpu"), **options)
+    losses = []
+    for step in range(4 * micro_batches):
+        last = step % micro_batches == micro_batches - 1
+        tokens, targets = byte_batch(step, engine.rank, device)
+        with contextlib.nullcontext() if last else trained.no_sync():
+            outputs = trained(tokens)
+            same("the dtype of what the model computes", outputs.dtype, options["param_dtype"] or dtype)
+            losses.append(next_token_loss(outputs, targets) / micro_batches)
+            losses[-1].backward()
+        if last:
+            trained.step()
+            trained.zero_grad()
+    return torch.stack(losses), trained.full_state_dict()
+
+
 @holds(
     "values",
     ask(chapters=STAGES),
@@ -100,34 +118,17 @@ def equals_ddp_and_fsdp2(engine, device="cpu", micro_batches=1, param_dtype=None
     With more ranks the order of a sum is the library's: then in float64, where three bfloat16 numbers add up exactly in
     any order, unless one is a million million times another, and equal to 1e-10.
     """
-    rank, exact = engine.rank, engine.size <= 2
+    exact = engine.size <= 2
     own, atol = (torch.float32, 0.0) if exact else (torch.float64, 1e-10)
     mixed = param_dtype is not None or reduce_dtype is not None
     of_all = {"param_dtype": param_dtype, "reduce_dtype": own if mixed and not exact else reduce_dtype}
-    adamw = partial(torch.optim.AdamW, lr=1e-2, fused=device != "cpu")
-    trained = engine(gpt(own, device), adamw, **of_all, **options)
-    names = ("fsdp2",) if mixed else ("ddp", "fsdp2")  # DDP has no such options
-    others = {name: subject(name)(gpt(own, device), adamw, **of_all) for name in names}
-    for step in range(4):
-        for micro in range(micro_batches):
-            tokens, targets = byte_batch(step * micro_batches + micro, rank, device)
-            losses = {}
-            for name, each in {"": trained, **others}.items():
-                with each.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
-                    outputs = each(tokens)
-                    same("the dtype of what the model computes", outputs.dtype, param_dtype or own)
-                    losses[name] = next_token_loss(outputs, targets) / micro_batches
-                    losses[name].backward()
-            for name in others:
-                same(f"the loss of step {step}, beside {name}'s", losses[""], losses[name], atol)
-        for each in (trained, *others.values()):
-            each.step()
-            each.zero_grad()
-    state = trained.full_state_dict()
+    losses, state = trained_on_bytes(engine, own, device, micro_batches, **of_all, **options)
     # The weights that the optimizer updates, not the low-precision ones that compute.
     same("the dtypes of the weights", {value.dtype for value in state.values()}, {own})
-    for name, each in others.items():
-        same(f"the weights, beside {name}'s", state, each.full_state_dict(), atol)
+    for name in ("fsdp2",) if mixed else ("ddp", "fsdp2"):  # DDP has no such options
+        expected = trained_on_bytes(subject(name), own, device, micro_batches, **of_all)
+        same(f"the losses, beside {name}'s", losses, expected[0], atol)
+        same(f"the weights, beside {name}'s", state, expected[1], atol)
 
 
 def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
@@ -147,6 +148,10 @@ def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
     ]
 
 
+def by_keyword(model, x, y):
+    return F.cross_entropy(model(tokens=x), y)
+
+
 @holds(
     "values",
     ask(more_ranks=(1, 3)),
@@ -155,7 +160,7 @@ def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
 )
 def a_loop_of_ones_own_trains_alike(engine, named=False, **options):
     """Parameter groups, a scheduler, keyword arguments, and evaluations between two steps act as in plain PyTorch."""
-    pair = Pair(engine, OddModel, groups=partial(three_groups, named=named), **options)
+    pair = Pair(engine, groups=partial(three_groups, named=named), loss=by_keyword, **options)
     same("groups of the engine's optimizer", len(pair.trained.optimizer.param_groups), 3)
     # It changes the rate and the momentum of each group, and warns if it does not see the optimizer's steps.
     schedules = [
@@ -163,7 +168,7 @@ def a_loop_of_ones_own_trains_alike(engine, named=False, **options):
     ]
     for step in range(5):
         tokens, _ = token_batch(step, pair.rank)
-        pair.backward(step, loss=lambda model, x, y: F.cross_entropy(model(tokens=x), y))
+        pair.backward(step)
         pair.trained(tokens)  # a forward without backward, right before the weights change: nothing may survive it
         pair.step()
         with warnings.catch_warnings():
@@ -173,22 +178,19 @@ def a_loop_of_ones_own_trains_alike(engine, named=False, **options):
         same("the rates", schedules[1].get_last_lr(), schedules[0].get_last_lr())
         with torch.no_grad():
             first = pair.trained(tokens)
-        pair.trained.model.eval()
+        pair.model.eval()
         # The same weights, and the same operations on them.
         same("an evaluation", pair.trained(tokens).detach(), first)
-        pair.trained.model.train()
+        pair.model.train()
     pair.same_weights()
 
 
 # The chapters and the engines that build on them.
 
-STEPS = 3  # the last one is watched: AdamW makes its state in the first
-
-
 # {name: (model, its batch in a step on a rank, the loss)}. The MLP's units, and its buckets, have different sizes.
 MODELS = {
     "gpt": (gpt, byte_batch, next_token_loss),
-    "mlp": (lambda: Lanes((8, 16, 24, 32)), lambda *which: vector_batch(*which, width=8), nn.functional.mse_loss),
+    "mlp": (lambda: Lanes((8, 16, 24, 32)), partial(vector_batch, width=8), nn.functional.mse_loss),
     "tied": (TiedAcross, token_batch, nn.functional.cross_entropy),
 }
 
@@ -227,12 +229,12 @@ def watched(build, model: str, silent: bool, **options) -> dict:
 
     with MemoryLedger() as memory:
         engine = build(module, ADAMW, group=group, **options)
-        for step in range(STEPS - 1):
+        for step in range(2):  # AdamW makes its state in the first
             engine.training_step(*batch(step, rank), loss_fn)
         if not silent:
             engine.optimizer.register_step_pre_hook(copy_gradients)
         with watched_step(engine, memory, on_event=note) as seen, waits_noted(note):
-            loss = engine.training_step(*batch(STEPS - 1, rank), loss_fn)
+            loss = engine.training_step(*batch(2, rank), loss_fn)
     if silent:
         return {EVENTS: events, "bytes held before the update": seen.held, "the peak of a step": seen.peak}
     state = engine.full_state_dict()
