@@ -55,11 +55,14 @@ class OddModel(nn.Module):
             self.blocks[frozen_block].up.requires_grad_(False)
         self.head = nn.Linear(5, 3)
 
-    def forward(self, tokens):
+    def features(self, tokens):
         x = self.embedding(tokens).mean(1)
         if self.scaled:
             x = x * self.frozen + self.shift
-        return self.head(through(x, self.blocks))
+        return through(x, self.blocks)
+
+    def forward(self, tokens):
+        return self.head(self.features(tokens))
 
 
 class Twice(OddModel):

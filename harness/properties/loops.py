@@ -209,18 +209,15 @@ def micro_batches_send_what_they_must(engine, no_sync):
 class TwoHeads(OddModel):
     """Two heads, which belong to the root, or each a unit of its `own`."""
 
-    class Heads(nn.ModuleDict):
-        def forward(self, x):
-            return [head(x) for head in self.values()]
-
-    class OwnHeads(nn.ModuleList):
-        def forward(self, x):
-            return [head(x) for head in self]
-
     def __init__(self, own: bool = False):
         super().__init__()
-        first, second = nn.Linear(5, 3), nn.Linear(5, 3)
-        self.head = self.OwnHeads([first, second]) if own else self.Heads({"first": first, "second": second})
+        self.second = nn.Linear(5, 3)
+        if own:
+            self.heads = nn.ModuleList([self.head, self.second])
+
+    def forward(self, tokens):
+        x = self.features(tokens)
+        return self.head(x), self.second(x)
 
 
 def two_losses(model, batch, scale, shift=0):
@@ -279,7 +276,7 @@ def one_backward_for_a_parameter(model, batch, scale, quiet=contextlib.nullconte
     """The last backward reaches the smallest part."""
     with quiet():
         a_backward_for_each_loss(model, batch, scale)
-    (scale * model_of(model).head["second"].bias.square().sum()).backward()
+    (scale * model_of(model).second.bias.square().sum()).backward()
 
 
 def the_others_under_no_sync(model, batch, scale):
