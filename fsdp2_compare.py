@@ -20,9 +20,10 @@ Run it: ./launch.sh compare 2 --preset tiny
 
 import argparse
 import copy
+import functools
 import gc
 import os
-import platform
+import re
 import statistics
 import sys
 import time
@@ -82,18 +83,15 @@ def _slow_rank(given: str | None, world_size: int | None) -> tuple[int, float] |
     """(rank, seconds) from "1:0.05"."""
     if given is None:
         return None
-    rank, _, seconds = given.partition(":")
-    try:
-        found = int(rank), float(seconds)
-    except ValueError:
-        found = -1, 0.0
-    if found[0] < 0 or not 0 <= found[1] <= 60:
+    found = re.fullmatch(r"(\d+):(\d*\.?\d+)", given)
+    if found is None or float(found[2]) > 60:
         raise ValueError(f"--slow-rank must be a rank and 0 to 60 seconds, as 1:0.05, got {given!r}")
-    if world_size is not None and found[0] >= world_size:
+    if world_size is not None and int(found[1]) >= world_size:
         raise ValueError(f"--slow-rank {given}, but the ranks are 0 to {world_size - 1}")
-    return found
+    return int(found[1]), float(found[2])
 
 
+WATCHED = 3  # steps of each engine that the ledgers see: in the third all states exist
 WATCHED_STEPS = 5  # of each engine on the timeline, or as many as are timed
 
 
@@ -108,21 +106,29 @@ class Referee:
 
     def __init__(self, options: argparse.Namespace, text: torch.Tensor, me: Rank):
         self.options, self.me = options, me
-        self._weights = self._offset = None
         self.dtype = DTYPES[options.dtype]
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
         # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
         self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
 
+    def model(self) -> GPT:
+        return GPT(preset(self.options.preset), self.options.seed)
+
+    @functools.cached_property
+    def weights(self) -> GPT:
+        """For models on a GPU: drawing a billion numbers on the host takes longer than copying them."""
+        return self.model()
+
+    @functools.cached_property
+    def offset(self) -> tuple[float, float]:
+        """How far this rank's clock is ahead of rank 0's, and how far off that may be. A collective, once."""
+        return step_time.clock_offset()
+
     def build(self, name: str):
         """The engine `name` around a model with the same weights as every other's."""
-        if self.me.device.type == "cpu":
-            model = GPT(preset(self.options.preset), self.options.seed)
-        else:
-            if self._weights is None:  # drawing a billion numbers on the host takes longer than copying them
-                self._weights = GPT(preset(self.options.preset), self.options.seed)
-            model = copy.deepcopy(self._weights).to(self.me.device)
+        on_cpu = self.me.device.type == "cpu"
+        model = self.model() if on_cpu else copy.deepcopy(self.weights).to(self.me.device)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
         return build(name, model, self.adamw, self.me.device, dtype=self.dtype)
@@ -158,7 +164,8 @@ class Referee:
         gc.collect()
         self.meet(name)
         held = [seen.held.get(part, 0) for part in HELD]
-        *held, peak, sent, reserved = self.over_ranks([*held, seen.peak, seen.sent_bytes, seen.reserved])
+        seen_here = [*held, seen.peak, seen.sent_bytes, seen.reserved]
+        *held, peak, sent, reserved = map(int, process_group.largest(seen_here, self.me))
         result = {
             "losses": [round(loss.item(), 10) for loss in losses],
             "held_bytes": dict(zip(HELD, held)),
@@ -170,38 +177,25 @@ class Referee:
         return result
 
     def _watched_training(self, name: str) -> tuple[list[torch.Tensor], Seen]:
-        """(loss of every step, what was seen of the third one) of the engine `name` on this rank."""
+        """(loss of every step, what was seen of the last watched one) of the engine `name` on this rank."""
         batches = [self.batch(name, step) for step in range(self.options.steps)]
-        number = min(2, self.options.steps - 1)
         allocator, losses = allocator_of(self.me.device), []
         with PartsLedger() as memory:
             with explained(f"the construction of {name}", None, memory):
                 engine = self.build(name)
-            for step, batch in enumerate(batches[:number], 1):
-                memory.begin(engine)
-                with explained(f"training step {step} of {name}", engine, memory):
+            for step, batch in enumerate(batches[:WATCHED], 1):
+                words = explained(f"training step {step} of {name}", engine, memory)
+                with watched_step(engine, memory, allocator) as seen, words:
                     losses.append(self.step(engine, copied(batch)))
-            words = explained(f"training step {number + 1} of {name}", engine, memory)
-            with watched_step(engine, memory, allocator) as seen, words:
-                losses.append(self.step(engine, copied(batches[number])))
-        said = time.perf_counter()
-        for step, batch in enumerate(batches[number + 1 :], number + 2):
-            with explained(f"training step {step} of {name}", engine):
-                losses.append(self.step(engine, batch))
-            if time.perf_counter() - said > 2:
-                whose = "loss" if name == "single" else "rank 0's loss"  # of its own batch
-                self.me.print(f"  {name}: step {step} of {self.options.steps}, {whose} {losses[-1].item():.4f}")
-                said = time.perf_counter()
+        for step in told(range(WATCHED, self.options.steps), f"steps of {name}", self.me.rank == 0):
+            with explained(f"training step {step + 1} of {name}", engine):
+                losses.append(self.step(engine, batches[step]))
         return losses, seen
 
     def meet(self, name: str) -> None:
         """After the work of `name`: where rank 0 did it alone, the others wait for it here, and in no collective."""
         if name == "single":
             process_group.wait_for_rank_0(self.me)
-
-    def over_ranks(self, values: list[float]) -> list[int]:
-        """The maximum over the ranks of each value."""
-        return [int(value) for value in process_group.largest(values, self.me)]
 
     def compare(self, runs: dict[str, dict]) -> tuple[str, bool]:
         """Fill in `difference` (largest, over steps and ranks) and `match`; returns (reference, all match)."""
@@ -228,24 +222,20 @@ class Referee:
         """Second pass: the engines take turns; fills in `step_ms` (median of the slowest rank), `tokens_per_s` and what
         follows from it; and the third: `step_time`, what a step's time is spent on (harness/measure/step_time.py).
         """
-        rounds = self.options.timed_steps
-        for group in [[*runs]] if self._all_fit(runs) else [[name] for name in runs]:
-            how = ", interleaved" if len(group) > 1 else ""
-            self.me.print(tables.wrapped(f"timing {rounds} rounds of {', '.join(group)}{how}"))
-            engines = {name: self.build(name) for name in group if self.mine(name)}
-            steps = dict.fromkeys(group)
-            for name in engines:
-                steps[name] = partial(self.timed_step, engines[name], self.batch(name, 0))
-            times = take_turns(steps, rounds, self.me, self.meet)
-            for name in told(group, "what a step is spent on", self.me.rank == 0):
-                seconds = statistics.median(times[name])
-                tokens_per_s = round(self.options.batch * self.options.seq * self.me.world_size / seconds, 1)
-                runs[name] |= {"step_ms": round(seconds * 1000, 3), "tokens_per_s": tokens_per_s}
-                if self.me.device.type != "cpu":
-                    runs[name]["mfu"] = self.mfu(name, tokens_per_s)
-                runs[name]["step_time"] = self.watch(name, engines.get(name), steps[name])
-            del engines, steps
-            gc.collect()
+        rounds, names = self.options.timed_steps, [*runs]
+        self.me.print(tables.wrapped(f"timing {rounds} rounds of {', '.join(names)}, interleaved"))
+        engines = {name: self.build(name) for name in names if self.mine(name)}
+        steps = dict.fromkeys(names)
+        for name in engines:
+            steps[name] = partial(self.timed_step, engines[name], self.batch(name, 0))
+        times = take_turns(steps, rounds, self.me, self.meet)
+        for name in told(names, "what a step is spent on", self.me.rank == 0):
+            seconds = statistics.median(times[name])
+            tokens_per_s = round(self.options.batch * self.options.seq * self.me.world_size / seconds, 1)
+            runs[name] |= {"step_ms": round(seconds * 1000, 3), "tokens_per_s": tokens_per_s}
+            if self.me.device.type != "cpu":
+                runs[name]["mfu"] = self.mfu(name, tokens_per_s)
+            runs[name]["step_time"] = self.watch(name, engines.get(name), steps[name])
 
     def mfu(self, name: str, tokens_per_s: float) -> float | None:
         """What follows from the tokens per second on a GPU: see `gpus.mfu`."""
@@ -254,37 +244,25 @@ class Referee:
 
     def watch(self, name: str, engine, train) -> dict:
         """Third pass, one engine: some steps on a timeline, one after the other as in training. A collective."""
-        self._offset = step_time.clock_offset() if self._offset is None else self._offset
         steps = max(1, min(WATCHED_STEPS, self.options.timed_steps))
         meet = partial(self.meet, name)
-        found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self._offset[0], meet))
-        unsure = process_group.largest([self._offset[1]], self.me)[0]
+        found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self.offset[0], meet))
+        unsure = process_group.largest([self.offset[1]], self.me)[0]
         return {"clocks_unsure_by_ms": round(unsure * 1e3, 4), **found}
-
-    def _all_fit(self, runs: dict[str, dict]) -> bool:
-        if self.me.device.type == "cpu":
-            return True
-        held = sum(sum(run["held_bytes"].values()) for run in runs.values())
-        most = max(run["peak_bytes"] for run in runs.values())
-        ranks_per_gpu = max(1, -(-self.me.world_size // max(1, torch.accelerator.device_count())))
-        gpu = torch.get_device_module(self.me.device).get_device_properties(self.me.device)
-        fits = (held + most) * ranks_per_gpu < 0.8 * gpu.total_memory
-        return bool(self.over_ranks([not fits])[0] == 0)
 
 
 def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str = "float32") -> str:
     """One plain sentence or two on whether the losses match, and why they may differ where they do."""
-    wrong = [name for name, run in runs.items() if not run["match"]]
     exact = [name for name, run in runs.items() if run["difference"] == 0 and name != reference]
     loose = [name for name, run in runs.items() if run["difference"] != 0 and run["match"]]
     lines = []
-    for name in wrong:
-        off, allowed = runs[name]["difference"], runs[name]["tolerance"]
-        lines.append(f"DOES NOT MATCH: {name} is off by {off:.3g} from {reference}, allowed {allowed:g}.")
-    if len(runs) == 1 and not wrong:
+    for name, run in runs.items():
+        if not run["match"]:
+            off, allowed = run["difference"], run["tolerance"]
+            lines.append(f"DOES NOT MATCH: {name} is off by {off:.3g} from {reference}, allowed {allowed:g}.")
+    if not lines and len(runs) == 1:
         return f"Only {reference} came to its end: nothing was compared."
-    if not wrong:
-        lines.append("MATCH: all engines have the same losses.")
+    lines = lines or ["MATCH: all engines have the same losses."]
     if exact:
         lines.append(f"Equal to {reference} to the bit at every step: {', '.join(exact)}.")
     if loose:
@@ -303,14 +281,11 @@ def conditions(options: argparse.Namespace, me: Rank) -> dict:
     """What was compared, and where, for the JSON."""
     return {
         "device": me.device.type,
-        "hardware": process_group.hardware(me.device),
         "backend": me.backend,
         "world_size": me.world_size,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "parameters": number_of_parameters(preset(options.preset)),
         "tf32": process_group.tf32() if me.device.type == "cuda" else None,
-        "command": common.command("compare", os.environ["LOCAL_WORLD_SIZE"]),
+        **common.about(me.device, "compare", os.environ["LOCAL_WORLD_SIZE"]),
     } | {name: getattr(options, name) for name in CONDITIONS}
 
 

@@ -47,7 +47,7 @@ def test_the_recorded_rows_are_these_claims_each_once():
 
 SCALING, WORDPRESS = articles.ARTICLES["scaling"], articles.ARTICLES["wordpress"]
 VALUES = [8, 5.43219, 2]
-MADE_UP = Claim(SCALING, "a|b", "c", "{} at once, {} in parts, {} alone", lambda: VALUES, says=8)
+MADE_UP = Claim(SCALING, "a|b", "c", "{} at once, {} in parts, {} alone", lambda: VALUES, says=[8])
 
 
 def judged(true: list[bool]):
@@ -59,10 +59,13 @@ def judged(true: list[bool]):
     [
         ({}, "does not hold"),  # of 8, 5.4 and 2 all would have to be
         ({"when": "N > 1"}, "holds when N > 1"),  # the first is, the last is not
-        ({"says": 5, "off": 0.6}, "holds"),
-        ({"between": [3, inf], "when": "N > 1"}, "holds when N > 1"),
-        ({"less": [[2, 1], [1, 0]]}, "holds"),
-        ({"less": [[2, 1], [0, 1]], "when": "N > 1"}, "holds when N > 1"),  # the last pair is where it is not met
+        ({"at": [0]}, "holds"),
+        ({"says": [8, 5.43219, "a word"]}, "does not hold"),  # each has its own
+        ({"says": [8, 5.43219], "at": [0, 1], "when": "N > 1"}, "holds when N > 1"),
+        ({"says": [5], "off": 0.6}, "holds"),
+        ({"says": [], "between": [[3, inf]], "when": "N > 1"}, "holds when N > 1"),
+        ({"says": [], "less": [[2, 1], [1, 0]]}, "holds"),
+        ({"says": [], "less": [[2, 1], [0, 1]], "when": "N > 1"}, "holds when N > 1"),  # the last is where it is not
         ({"run": judged, "given": {"true": [True]}}, "holds"),
         ({"run": judged, "given": {"true": [True, False]}, "when": "N > 1"}, "holds when N > 1"),
         ({"run": judged, "given": {"true": [False, True]}, "when": "N > 1"}, "does not hold"),
@@ -89,7 +92,7 @@ def test_a_claim_that_raises_is_a_row_and_the_rest_still_run(capsys):
 
 
 def test_the_table_for_github():
-    rows = [row(replace(MADE_UP, says=5, off=1))]
+    rows = [row(replace(MADE_UP, says=[5], off=1))]
     rows += [{**rows[0], "article": WORDPRESS, "verdict": verdict} for verdict in ("holds when N = 2", "does not hold")]
     lines = markdown(rows).splitlines()
     assert lines[:2] == ["<details>", f"<summary><b>{SCALING}</b>: 1 claim: 1 holds</summary>"]

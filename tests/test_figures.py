@@ -25,9 +25,8 @@ def closed(monkeypatch):
 
 
 def drawn(name: str):
-    picture, files, _ = figures.FIGURES[name]
-    results = figures.load(name, [f"results/{file}" for file in files])
-    return results, picture(results)
+    files = [f"results/{file}" for file in figures.FIGURES[name]["files"]]
+    return figures.load(name, files), figures.picture(name, files)
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)

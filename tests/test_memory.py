@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 from functools import partial
 from pathlib import Path
 
@@ -73,19 +72,9 @@ def test_the_peak_is_what_its_formula_says(stage, own, ranks):
         with watched_step(engine, ledger) as seen:
             engine.training_step(tokens, tokens, next_token_loss)
     state = ledger.peak_moment(of=lambda moment: moment.state).state
-    assert state == pytest.approx(memory_formulas.PEAKS[stage](letters), rel=0.01)
+    assert state == pytest.approx(memory_formulas.value(memory_formulas.PEAKS["once"][stage], letters), rel=0.01)
     # With two tokens there is hardly anything else, so this is the peak itself.
     assert seen.peak == pytest.approx(state, rel=0.03)
-
-
-FORMULAS = dict.fromkeys([*memory_formulas.PEAKS.values(), *memory_formulas.ACCUMULATING.values()])  # in one order
-
-
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_a_formula_computes_what_it_prints(formula):
-    letters = memory_formulas.Letters(Ψ=1009, N=7, G=11, U=13, R=17, p=2, B=19, A=23, T=29)
-    printed = re.sub(r"(?<=[\dΨ)])(?=[(A-ZΨ])", "*", formula.__doc__)  # 8Ψ is 8 * Ψ
-    assert formula(letters) == pytest.approx(eval(printed, {}, vars(letters)))
 
 
 @pytest.mark.parametrize("stage", CHAPTERS)

@@ -48,10 +48,9 @@ class Run:
                 stderr=output,
             )
 
-    def lines(self, event: str) -> list[dict]:
+    def lines(self, event: str | None) -> list[dict]:
         """The journal's lines of an event, or of steps (None)."""
-        file = self.folder / journal.NAME
-        return [line for line in journal.read(file) if line.get("event") == event] if file.exists() else []
+        return journal.of(journal.read(self.folder / journal.NAME), event)
 
     def ranks(self) -> list[int]:
         """The process ids of the last start's ranks."""
@@ -150,7 +149,7 @@ def in_the_pool(options: list[str], folder: Path, leave_at: int = 0, model: type
         training.run(lambda: training.step == leave_at)
     finally:
         training.engine.close()
-    return journal.steps(folder)
+    return journal.of(journal.read(folder / journal.NAME), None)
 
 
 def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(stories, ranks, tmp_path):
@@ -221,7 +220,8 @@ def test_the_journal_has_every_step_once(tmp_path):
     with open(tmp_path / journal.NAME, "a") as file:
         file.write('{"step": 4, "lo')  # killed while it wrote
     journal.Journal(tmp_path, 2).write(step=3, loss=3.5)
-    assert [(line["step"], line["loss"]) for line in journal.steps(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.5)]
+    lines = journal.read(tmp_path / journal.NAME)
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 3.5)]
 
 
 def test_no_byte_that_is_evaluated_on_is_trained_on():

@@ -19,7 +19,7 @@ from extra.planner.published import OUT_OF_MEMORY, ROWS
 from harness.run.model import GPTConfig, preset
 from harness.teach.articles.__main__ import main
 from harness.teach.articles.claim import Claim, claims_in, gigabytes
-from harness.teach.articles.runs import GATHER, gpt, step
+from harness.teach.articles.runs import gpt, step
 
 H100 = Cluster(GPUS["h100"])  # nodes of 8, InfiniBand with 400 GB/s each
 EFA = replace(H100, network="efa")  # where a byte takes longer with every node, as published
@@ -105,7 +105,7 @@ def fifteen_per_cent():
 def units_by_size():
     """Whether that costs time: gathers counted on a small GPT, and those of a block priced, by layers and as one."""
     model = partial(gpt, layers=4, width=64, tied=False)
-    layers, blocks = (step(name, model).count[GATHER] for name in ("fsdp1_article", "fsdp1"))
+    layers, blocks = (step(name, model)["all-gathers"] for name in ("fsdp1_article", "fsdp1"))
     times = []
     for width in (4_096, 768):
         sizes = [2 * parts * width**2 for parts in (3, 1, 4, 4)]  # bytes of its four matrices in bfloat16

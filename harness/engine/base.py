@@ -100,7 +100,7 @@ class Engine:
             missing += [name for index, name in enumerate(bucket.names) if index not in got]
             left += [bucket.names[index] for index in (*bucket.kept, *guard.with_gradient(bucket.params))]
             if bucket.flat.untyped_storage().nbytes():
-                written += guard.written(bucket.params)
+                written += guard.written(bucket)
         if missing and not self.find_unused:
             past = " (A zero-bubble pipeline computes gradients past autograd's hooks: take 1F1B or GPipe)"
             raise RuntimeError(

@@ -210,16 +210,14 @@ def on_ranks(options: argparse.Namespace) -> None:
         found[title] = measure_together(variants, batch, options, me)
         me.print(table_of_steps(title, found[title]) + "\n")
     results = {
-        "hardware": process_group.hardware(me.device),
-        "torch": torch.__version__,
         "backend": me.backend,
         "ranks": me.world_size,
         "preset": options.preset,
         "batch": options.batch,
         "seq": options.seq,
-        "command": common.command("bench", me.world_size),
         "sweeps": found,
     }
+    results |= common.about(me.device, "bench", me.world_size)
     process_group.stop()
     common.write_json(options.json if me.rank == 0 else None, results)
 
@@ -235,7 +233,7 @@ def main(argv=None) -> None:
         rows = host_times(options)
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
         print(table_of_steps("engine", rows))
-        common.write_json(options.json, {"torch": torch.__version__, "command": common.command("bench"), "host": rows})
+        common.write_json(options.json, common.about(torch.device("cpu"), "bench") | {"host": rows})
     else:
         on_ranks(options)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.measure.fake_ranks import build_alone
-from harness.measure.memory_formulas import formula_of_peak, held_by_formula, letters
+from harness.measure.memory_formulas import formula_of_peak, held_by_formula, letters, value
 from harness.measure.memory_parts import PARTS, PartsLedger
 from harness.measure.traffic import Collective
 from harness.measure.watched_step import allocator_of, watched_step
@@ -74,8 +74,8 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         "peak_where": {"step": peak.step, "module": peak.module},
         "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
         "state_peak_bytes": memory.peak_moment(of=lambda moment: moment.state).state,
-        "state_peak_formula": formula and formula.__doc__,
-        "state_peak_formula_bytes": formula and round(formula(of)),
+        "state_peak_formula": formula,
+        "state_peak_formula_bytes": formula and round(value(formula, of)),
         "sent_bytes": seen.sent_bytes,
         "sent_elements": seen.sent_elements,
         "sent": sent_by_kind(seen.collectives),

@@ -6,22 +6,22 @@
 """
 
 import json
+import tomllib
 from pathlib import Path
 
-from harness.measure.pictures_of_memory import live, memory, scaling, stages
-from harness.measure.pictures_of_steps import lanes, losses, sweeps
+from harness.measure.pictures_of_memory import live, memory, scaling, stages  # noqa: F401  figures.toml names them
+from harness.measure.pictures_of_steps import lanes, losses, sweeps  # noqa: F401
 from harness.measure.style import BELOW, SHADE, TIMES, headline, key, new, save, stacked
 from harness.run import journal
 
 
 def run(lines: list[dict]):
     """The losses of a run that was restarted: where, on how many ranks it went on, and which steps it made again."""
-    steps = [line for line in lines if "event" not in line]
-    starts = [line for line in lines if line.get("event") == "start"]
-    restarts = {line["step"]: line for line in lines if line.get("event") == "restart"}
+    steps, starts = journal.of(lines, None), journal.of(lines, "start")
+    restarts = {line["step"]: line for line in journal.of(lines, "restart")}
     figure, axes = new(1, height=3.9)
-    losses = [line["loss"] for line in steps]
-    axes.plot([line["step"] for line in steps], losses, linewidth=1.0, alpha=0.75, label="loss of a batch")
+    of_batches = [line["loss"] for line in steps]
+    axes.plot([line["step"] for line in steps], of_batches, linewidth=1.0, alpha=0.75, label="loss of a batch")
     held_out = {line["step"]: line["held_out"] for line in steps if "held_out" in line}
     axes.plot(list(held_out), list(held_out.values()), "o", markersize=6, label="loss on held-out text")
     for number, start in enumerate(starts):
@@ -32,9 +32,9 @@ def run(lines: list[dict]):
             axes.axvspan(start["step"], start["step"] + back["repeated"], facecolor=SHADE, zorder=0)
         axes.axvline(start["step"], linewidth=0.8, linestyle="--")
         height = (1.1, 0.98)[number % 2]  # two that are close do not write over each other
-        axes.text(start["step"], max(losses) * height, text, va="top", fontsize=8)
+        axes.text(start["step"], max(of_batches) * height, text, va="top", fontsize=8)
     words = "training step (shaded: made twice, before the restart and after it)"
-    axes.set(ylim=(None, max(losses) * 1.12), xlabel=words, ylabel="loss, nats per token")
+    axes.set(ylim=(None, max(of_batches) * 1.12), xlabel=words, ylabel="loss, nats per token")
     axes.grid(axis="y")
     ranks = ", then ".join(str(start["ranks"]) for start in starts)
     finding = f"Disturbed {len(starts) - 1} times, the run goes on: on {ranks} ranks"
@@ -85,20 +85,7 @@ def _delay(report: dict) -> str:
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-# figure: (function, the JSON files in results/ that it draws, the command that writes such a file)
-REFEREE, MEMORY = "./launch.sh compare --json", "./launch.sh memory --json"
-FIGURES = {
-    "stages": (stages, ["memory-small-4ranks-64-tokens.json"], MEMORY),
-    "memory": (memory, ["memory-7b-8ranks.json"], MEMORY),
-    "live": (live, ["memory-small-4ranks-64-tokens.json"], MEMORY),
-    "lanes": (lanes, ["trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"],
-              "./launch.sh zero3 2 --trace"),
-    "losses": (losses, ["referee-cpu-2ranks-3.json"], REFEREE),
-    "step-time": (step_time, ["step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"], REFEREE),
-    "sweeps": (sweeps, ["sweeps-cpu-2ranks.json"], "./launch.sh bench --sweeps --json"),
-    "scaling": (scaling, ["memory-7b-1-to-1024-ranks.json"], "./launch.sh memory --up-to 8 --json"),
-    "run": (run, ["train-zero2-cpu.jsonl"], "./launch.sh train zero2 2 --folder"),
-}  # fmt: skip
+FIGURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def load(name: str, paths: list[str]):
@@ -106,7 +93,7 @@ def load(name: str, paths: list[str]):
     loaded = []
     for path in paths:
         try:
-            loaded.append(journal.read(path) if name == "run" else json.loads(Path(path).read_text()))
+            loaded.append(journal.read(Path(path)) if name == "run" else json.loads(Path(path).read_text()))
         except (OSError, ValueError) as error:  # not to be read, no text, or no JSON
             raise ValueError(f"figure {name!r} needs a measured JSON; {path}: {error}") from error
     if name == "lanes":
@@ -116,17 +103,21 @@ def load(name: str, paths: list[str]):
     return loaded[0]
 
 
+def picture(name: str, paths: list[str]):
+    """The figure `name` of the results in these files."""
+    return globals()[FIGURES[name]["draw"]](load(name, paths))
+
+
 def draw(name: str, folder: str | Path = RESULTS / "figures", paths: list[str] | None = None) -> str:
     """Write the figure to `folder`, from its files in results/ or from `paths`; returns where it is."""
     if name not in FIGURES:
         raise ValueError(f"no figure {name!r}; there are: {', '.join(FIGURES)}")
-    picture, files, command = FIGURES[name]
-    paths = paths or [str(RESULTS / file) for file in files]
+    paths = paths or [str(RESULTS / file) for file in FIGURES[name]["files"]]
     try:
-        figure = picture(load(name, paths))
+        figure = picture(name, paths)
     except (LookupError, TypeError, AttributeError, StopIteration) as error:
         words = f"{', '.join(paths)} is not what figure {name!r} is drawn from"
-        raise ValueError(f"{words}: {command} writes that") from error
+        raise ValueError(f"{words}: {FIGURES[name]['command']} writes that") from error
     path = Path(folder, f"{name}.png").resolve()
     save(figure, path)
     return str(path)

@@ -62,12 +62,8 @@ def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
     engines = {}
     results = {"parameters": number_of_parameters(preset(options.preset))}
     results |= {name: getattr(options, name) for name in CONDITIONS}
-    results |= {
-        "hardware": process_group.hardware(torch.device("cpu" if options.device == "fake" else options.device)),
-        "torch": torch.__version__,
-        "command": common.command("memory"),
-        "engines": engines,
-    }
+    device = torch.device("cpu" if options.device == "fake" else options.device)
+    results |= common.about(device, "memory") | {"engines": engines}
     with fake_ranks(options.ranks):
         for name in told(options.engines, f"engines on {options.ranks} ranks"):
             engines[name] = row_of(name, options)

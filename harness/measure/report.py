@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -26,35 +27,21 @@ from harness.run.command_line import Parser, one_line
 
 SECONDS = 300  # that a command may take
 TITLES = ["machine", "torch", "ranks", "runs of an engine with DDP's losses", "tests passed"]
-PROPERTIES = "tests/test_properties.py -k 'rank_computes or equals_ddp or held_bytes or collectives_are'"
 
 
 def commands(folder: str, gpus: int, quick: bool) -> list[str]:
-    """What is run on a machine with so many GPUs: what tells most comes first."""
-    most, *others = {0: (2, 4), 1: (1, 2, 4)}.get(gpus, (gpus, 2, 1))  # ranks
-    several = max(2, most)  # where collectives have something to send
-    small = "toy" if quick else "tiny"
-    found = ["python -W ignore -m torch.utils.collect_env"]
-    if gpus:
-        found.append("nvidia-smi topo -m")
-    found.append(f"./launch.sh test {'tests/test_cuda.py' if gpus else PROPERTIES} -q -rfEs")
-    runs = [f"{most} --preset {small}", f"{several} --preset {small} --engines ddp,fsdp1"]
-    runs += [f"{number} --preset {small if gpus else 'toy'}" for number in others]
-    if gpus and not quick:
-        large = "--engines ddp,zero1,zero2,zero3,fsdp2 --batch 1"  # `single` would compute the batches of all ranks
-        runs += [f"{most} --preset {preset} {large}" for preset in ("small", "medium", "1b")]
-    for number, run in enumerate(runs, 1):
+    """What is run on a machine with so many GPUs."""
+    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    own = rows["gpu" if gpus else "cpu"]
+    words = {"folder": folder, "most": gpus or 2, "several": max(2, gpus), "other": 4 if gpus == 1 else 1}
+    words |= {"small": "toy" if quick else "tiny", "size": own["quick_size"] if quick else "7b"}
+    words["device"] = accelerator.kind() if gpus else "fake"  # on a GPU by real allocations
+    found = own["first"]
+    for number, run in enumerate(own["compare"] + ([] if quick else own.get("large", [])), 1):
         for dtype in ("fp32", "bf16"):
-            file = f"{folder}/compare-{number}-{dtype}.json"
+            file = f"{{folder}}/compare-{number}-{dtype}.json"
             found.append(f"./launch.sh compare {run} --dtype {dtype} --steps 8 --timed-steps 6 --json {file}")
-    where, size = (accelerator.kind(), "1b") if gpus else ("fake", "tiny")  # on a GPU by real allocations
-    found.append(f"./launch.sh memory 8 --device {where} --preset {size if quick else '7b'}")
-    for stage in ("zero3", "zero2", "zero1"):
-        found.append(f"./launch.sh {stage} {several} --preset {small} --steps 3")
-    found.append(f"./launch.sh zero3 {several} --preset {small} --steps 3 --prefetch 0")
-    found.append(f"./launch.sh bench {several} --preset {small} --sweeps --rounds 6 --json {folder}/sweeps.json")
-    found.append("./launch.sh bench --host zero3")
-    return found
+    return [command.format(**words) for command in found + rows["rest"]]
 
 
 def printed_by(command: str, seconds: float) -> tuple[str, str]:

@@ -152,9 +152,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
         "title": f"{name}{''.join(own)}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
-        "torch": torch.__version__,
-        "hardware": process_group.hardware(me.device),
-        "command": common.command(name.lower(), me.world_size),
+        **common.about(me.device, name.lower(), me.world_size),
         "step_begins_ms": round(begins * 1e3, 4),
     }
     common.write_json(options.trace, chrome_trace(spans, live, **about), indent=None)

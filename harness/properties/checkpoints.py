@@ -555,7 +555,7 @@ def learning_rates_that_part_are_noticed_at_a_save(engine):
 def old_checkpoints_go(engine):
     """The newest `keep` checkpoints stay, also after kills, each loads by its name; the user's own is not touched."""
     trained = zoo_under(engine)
-    first, users = engine.rank == 0, ["3song.partial", "notes"]
+    first, users = engine.rank == 0, ["3notes.partial", "3song.partial"]
     with shared_folder() as folder:
 
         def save(step: int):
@@ -567,8 +567,8 @@ def old_checkpoints_go(engine):
             dist.barrier()
 
         if first:
-            (folder / users[0]).write_text("")
-            (folder / users[1]).mkdir()
+            (folder / users[0]).mkdir()
+            (folder / users[1]).write_text("")
         save(1)
         if first:
             for number in (2, 3, 4):  # what runs leave that are killed before they delete
@@ -583,7 +583,7 @@ def old_checkpoints_go(engine):
         own = ["000008.partial", "000009.partial", "1²"]
         if first:
             (folder / own[0]).write_text("")
-            (folder / own[1]).symlink_to(folder / users[1])
+            (folder / own[1]).symlink_to(folder / users[0])
             (folder / own[2]).mkdir()
         dist.barrier()
         save(7)

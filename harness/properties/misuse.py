@@ -385,9 +385,14 @@ def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
     before, kept = pair.trained.full_state_dict(), not options and engine.like != "zero3"
     name = "load" if write in (load, load_a_part) else "head.weight"
     refused_or_right(pair, kept, write, name, "full_state_dict(")
-    if not (kept or engine.foreign):
-        same("the weights after the refusal", pair.trained.full_state_dict(), before)
-        pair.step_alone()  # said once; from here on the shards count again
+    if kept or engine.foreign:
+        return
+    if engine.like != "zero3":  # whole weights are not gathered before the next step, so they are still wrong
+        with refused("full_state_dict(", error=RuntimeError):
+            pair.alone(0)
+        pair.trained.load_full_state_dict(before)
+    same("the weights after the refusal", pair.trained.full_state_dict(), before)
+    pair.step_alone()
 
 
 @stages_hold(
@@ -399,7 +404,7 @@ def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
 def what_would_be_lost_is_not_given_out(engine, write, **options):
     """Weights that were written past the shards, and no forward since: nobody gets or saves the old ones in silence."""
     pair = Pair(engine, **options)
-    trained = pair.trained
+    trained, before = pair.trained, pair.trained.full_state_dict()
     with shared_folder() as folder:
         save = partial(checkpoint.save, trained, folder)
         for take in (trained.full_state_dict, save, trained.step, trained.close):
@@ -408,6 +413,7 @@ def what_would_be_lost_is_not_given_out(engine, write, **options):
                 write(trained.model, None)
                 take()
             trained.zero_grad()
+            trained.load_full_state_dict(before)  # the way out
 
 
 @stages_hold("misuse", only(("zero1", "zero2")))

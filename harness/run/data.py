@@ -16,17 +16,14 @@ def load_text(path: str | None = None, seq: int = 1) -> torch.Tensor:
     """The corpus as a 1-D uint8 tensor, long enough for one sequence of `seq` bytes and its targets.
 
     By default the top-level modules of the standard library, in alphabetical order, so that it is
-    the same on every rank (of one Python version). Raises ValueError naming a file that cannot
-    be read or is too short to cut a batch from.
+    the same on every rank (of one Python version). Raises ValueError naming a file that is too
+    short to cut a batch from.
     """
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = b"".join(file.read_bytes() for file in files)[:DEFAULT_BYTES]
     else:
-        try:
-            text = Path(path).read_bytes()
-        except OSError as error:
-            raise ValueError(f"cannot read --data {path!r}: {error.strerror or error}") from error
+        text = Path(path).read_bytes()
     if len(text) <= seq:
         need = f"{path or 'the standard library'} holds {len(text)} bytes; sequences of {seq} need at least {seq + 1}"
         raise ValueError(f"{need}: {SHORTER}")

@@ -7,7 +7,7 @@ it is compared with, and `TITLE` is what figures call it.
 """
 
 import contextlib
-import importlib.util
+import runpy
 import sys
 import traceback
 from functools import partial
@@ -49,29 +49,26 @@ def _enter(path: Path, on: str) -> str:
         raise ValueError(f"it must be a Python file, FILE.py, and there is none at {path.resolve()}")
     if name in ENGINES:
         raise ValueError(f"the name {name!r} is taken, so rename the file")
-    module = _load(path)
-    build, counterpart = getattr(module, "build", None), getattr(module, "COUNTERPART", None)
+    found = _load(path)
+    build, counterpart = found.get("build"), found.get("COUNTERPART")
     if not callable(build):
         raise ValueError("it must have a function build(model, optimizer_cls, device)")
     if counterpart not in [None, *ENGINES]:
         raise ValueError(f"COUNTERPART is {counterpart!r}, and must be one of {', '.join(ENGINES)}")
     promise = ENGINES[counterpart].promise if counterpart else None
-    title = str(getattr(module, "TITLE", name))
+    title = str(found.get("TITLE", name))
     more = {"counterpart": counterpart, "line": "--", "mark": "*", "file": str(path)}
-    ENGINES[name] = Engine(name, title, partial(_built, build), promise, frozenset([on]), frozenset(), **more)
+    ENGINES[name] = Engine(name, title, partial(_built, build), [on], [], promise, **more)
     return name
 
 
-def _load(path: Path):
-    """The file as a module. Raises ValueError if it cannot be imported."""
-    spec = importlib.util.spec_from_file_location(f"engine_file_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+def _load(path: Path) -> dict:
+    """The names that the file defines. Raises ValueError if it cannot be run."""
     sys.path.append(str(path.parent.resolve()))  # for what lies beside it
     try:
-        spec.loader.exec_module(module)
+        return runpy.run_path(str(path))
     except (Exception, SystemExit) as error:
         raise ValueError(f"it cannot be imported: {where(error, str(path))}") from error
-    return module
 
 
 class NoEngine(RuntimeError):

@@ -5,6 +5,7 @@ it runs there without being asked for.
 """
 
 import importlib.util
+import pkgutil
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
-from harness.run import counterparts, deepspeed_engine
+from harness.run import counterparts
 from harness.run.command_line import did_you_mean
 from zero1 import ZeRO1
 from zero2 import ZeRO2
@@ -42,14 +43,14 @@ def who_trained(names, **options) -> str:
     return f"{stages}: the engines of harness/engine, for an option that the chapters lack."
 
 
-def _stage(model, optimizer_cls, device, stage, dtype=None, mesh=None, engine=False, **options):
+def stage_or_chapter(model, optimizer_cls, device, stage, dtype=None, mesh=None, engine=False, **options):
     """The chapter `stage`. Its engine where an option asks for what only engines have, or where `engine` is True."""
     if not engine and a_chapter_does(dtype, mesh, **options):
         return CHAPTERS[stage](model, optimizer_cls, group=mesh, **options)
-    return _engine(model, optimizer_cls, device, STAGES[stage], dtype, mesh, **options)
+    return stage_engine(model, optimizer_cls, device, STAGES[stage], dtype, mesh, **options)
 
 
-def _engine(model, optimizer_cls, device, cls=counterparts.ZeRO1By2Psi, dtype=None, mesh=None, **options):
+def stage_engine(model, optimizer_cls, device, cls=counterparts.ZeRO1By2Psi, dtype=None, mesh=None, **options):
     """A subclass of a chapter, of harness.engine or of `counterparts`."""
     reduce_dtype = None if dtype is None else torch.float32
     return cls(model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
@@ -75,9 +76,9 @@ class Engine:
     name: str
     title: str
     build: Callable
-    promise: tuple[tuple[str, ...], int] | None
-    on: frozenset[str]
-    takes: frozenset[str]
+    on: list[str]
+    takes: list[str]
+    promise: tuple[list[str], int] | None = None
     counterpart: str | None = None
     rows: bool = False
     casts: bool = False
@@ -89,22 +90,10 @@ class Engine:
     mark: str = "o"
 
 
-def _builder(build: str, options: dict) -> Callable:
-    found = {"stage": _stage, "two_psi": _engine, "deepspeed": deepspeed_engine.build}
-    return partial(found.get(build) or getattr(counterparts, build), **options)
-
-
-def _entry(name: str, said: dict) -> Engine:
-    shared_out, sent = said.pop("promise", (None, None))
-    promise = None if sent is None else (tuple(shared_out), sent)
-    build = _builder(said.pop("build"), said.pop("options", {}))
-    words = {key: frozenset(said.pop(key).split()) for key in ("on", "takes")}
-    return Engine(name, build=build, promise=promise, **words, **said)
-
-
 ENGINES: dict[str, Engine] = {}
 for _name, _said in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
-    ENGINES[_name] = _entry(_name, _said)
+    _build = partial(pkgutil.resolve_name(_said.pop("build")), **_said.pop("options", {}))
+    ENGINES[_name] = Engine(_name, build=_build, **_said)
 
 PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)
 

@@ -20,18 +20,17 @@ class Journal:
     def __init__(self, folder: Path, step: int):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
-        path.touch()
         kept = path.with_suffix(".kept")
-        with open(kept, "w") as file:
-            for line in read(path):
-                if line["step"] <= step:
-                    file.write(json.dumps(line) + "\n")
-        kept.rename(path)  # all of it or nothing
-        self._file = open(path, "a")  # noqa: SIM115  until the process ends
+        self._file = open(kept, "w")  # noqa: SIM115  until the process ends
+        for line in read(path):
+            if line["step"] <= step:
+                self.write(**line)
+        kept.rename(path)  # all of it or nothing; later lines go to the same file
 
     def write(self, **values) -> None:
         """One line, with the time. It survives this process when this returns."""
-        self._file.write(json.dumps({**values, "time": time.time()}) + "\n")
+        values.setdefault("time", time.time())
+        self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def to_disk(self) -> None:
@@ -39,16 +38,15 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-def read(path) -> list[dict]:
-    """The lines of a journal. One that was not written to its end is left out."""
+def read(path: Path) -> list[dict]:
+    """The lines of a journal, if it is there. One that was not written to its end is left out."""
     lines = []
-    for text in Path(path).read_text().splitlines():
+    for text in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(text))
     return lines
 
 
-def steps(folder: Path) -> list[dict]:
-    """The lines of steps in the journal of `folder`, if there is one."""
-    lines = read(folder / NAME) if (folder / NAME).exists() else []
-    return [line for line in lines if "event" not in line]
+def of(lines: list[dict], event: str | None) -> list[dict]:
+    """Those of an event, or of steps (None)."""
+    return [line for line in lines if line.get("event") == event]

@@ -4,11 +4,14 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 import time
 import tomllib
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from harness.run import process_group
 from harness.run.command_line import Parser
@@ -63,6 +66,12 @@ def file_of_results(given: str | None, command: str) -> str:
 def command(*words) -> str:
     """This run's command line, for its JSON: `words`, as "compare" and the number of ranks, and the options."""
     return " ".join(map(str, ["./launch.sh", *words, *sys.argv[1:]]))
+
+
+def about(device: torch.device, *words) -> dict[str, str]:
+    """Where this run was measured, and by which command line, for its JSON."""
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return {"hardware": process_group.hardware(device), **versions, "command": command(*words)}
 
 
 def write_json(file: str | Path | None, results: dict | list, indent: int | None = 1, whole: bool = True) -> None:

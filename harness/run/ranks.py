@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -91,26 +90,14 @@ def environment(**more: str) -> dict[str, str]:
 def started(command: list[str], by: int = signal.SIGTERM, **options) -> Iterator[subprocess.Popen]:
     """A process in a session of its own, which has ended when the block is left, in whatever way: see `end`.
 
-    Also when this process is told to end: what has a session of its own does not hear of it, nor of a closed terminal.
+    It does not hear of a closed terminal, nor of this process's end: what we start ends by itself then
+    (harness/run/starter.py).
     """
-
-    def leave(number, frame):
-        sys.exit(128 + number)
-
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # A program that has another way to leave keeps it.
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
-            before[number] = signal.signal(number, leave)
-    process = None
+    process = subprocess.Popen(command, start_new_session=True, **options)
     try:
-        process = subprocess.Popen(command, start_new_session=True, **options)
         yield process
     finally:
-        if process is not None:
-            end(process, by=by)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        end(process, by=by)
 
 
 def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM) -> None:
@@ -122,15 +109,14 @@ def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM)
         process.wait(seconds)
         return
     # torchrun gives every rank a session, so to end a group of processes is not enough.
-    children = psutil.Process(process.pid).children(recursive=True)
-    for number, patience in ((by, ENDING), (signal.SIGKILL, None)):
-        for child in children:
+    left = psutil.Process(process.pid).children(recursive=True)
+    for number in (by, signal.SIGKILL):
+        for one in (*left, process):
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(number)
-        process.send_signal(number)
+                one.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-        _, children = psutil.wait_procs(children, ENDING)
+            process.wait(ENDING)
+        _, left = psutil.wait_procs(left, ENDING)
 
 
 class Ranks:

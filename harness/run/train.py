@@ -167,7 +167,7 @@ class Training:
         processes = all_or_none(lambda: f"{socket.gethostname()}:{os.getpid()}", None)
         before = None
         if self.me.rank == 0:
-            before = journal.steps(folder)[-1:]
+            before = journal.of(journal.read(folder / journal.NAME), None)[-1:]
             self.journal = journal.Journal(folder, first)
         about = {"stage": self.options.stage, "preset": self.options.preset, "ranks": self.me.world_size}
         self.log(event="start", step=first, **about, processes=processes)

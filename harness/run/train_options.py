@@ -1,20 +1,15 @@
 """The options of `./launch.sh train`, and what is refused before any rank starts."""
 
 import argparse
-import contextlib
 import math
 import os
 from pathlib import Path
 
-import torch
-
 from harness.engine import checkpoint
-from harness.engine.checkpoint.reader import Folder
 from harness.run import journal, process_group
 from harness.run import options as common
 from harness.run.engines import STAGES
 from harness.run.folder import lock, refuse_others
-from harness.run.model import GPT, preset
 
 PATIENCE = 5.0  # seconds for a run that is about to leave: more than ranks need to notice that their launcher is gone
 # What a run may change when it goes on, and what then is another run than the one without a break.
@@ -48,26 +43,13 @@ def check_batch(options: argparse.Namespace, ranks: int) -> None:
 
 def _check_folder(options: argparse.Namespace) -> None:
     refuse_others(options.folder)
-    try:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        (options.folder / journal.NAME).touch()
-    except OSError as error:
-        raise ValueError(f"cannot write --folder {str(options.folder)!r}: {error.strerror}") from error
+    options.folder.mkdir(parents=True, exist_ok=True)
     if process_group.machines() == 1:  # of several, the others may have begun this run
         lock(options.folder, PATIENCE).release()
-    for path in checkpoint.complete(options.folder)[-1:]:
-        with contextlib.suppress(checkpoint.Damaged):  # the ranks will take the one before it
-            _check_model(options, path)
-
-
-def _check_model(options: argparse.Namespace, path: Path) -> None:
-    with torch.device("meta"):
-        model = GPT(preset(options.preset))
-    wanted = {name: value.shape for name, value in model.state_dict().items()}
-    there = {name: value.shape for name, value in Folder(path, check=False).model_on_meta().items()}
-    if there != wanted:
+    starts = journal.of(journal.read(options.folder / journal.NAME), "start")
+    if checkpoint.complete(options.folder) and starts and starts[-1]["preset"] != options.preset:
         other = f"--folder {str(options.folder)!r} has a run of another model than {options.preset!r}"
-        raise ValueError(f"{other}: take the --preset of its losses.jsonl, or another --folder")
+        raise ValueError(f"{other}: take --preset {starts[-1]['preset']}, or another --folder")
 
 
 def kept(options: argparse.Namespace) -> dict:

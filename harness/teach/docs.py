@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 from harness.measure import step_report, tables
 from harness.measure.gpus import fits_on
@@ -49,10 +50,9 @@ def result(name: str):
     return json.loads((ROOT / "results" / name).read_text())
 
 
-def filled_table(titles: str, cells: str, rows: list[dict]) -> str:
-    """The titles and a row's cells, both with " | " between them; "{name:.2f}" in a cell is a value of the row."""
-    form = cells.split(" | ")
-    return tables.markdown([titles.split(" | "), *([cell.format_map(row) for cell in form] for row in rows)])
+def table(titles: str, rows: list[list[str]]) -> str:
+    """`titles` with " | " between them, and rows of cells."""
+    return tables.markdown([titles.split(" | "), *rows])
 
 
 # The referee.
@@ -109,41 +109,36 @@ def referee(which: str, *names: str) -> str:
 
 def launches() -> str:
     """The ratios of step times over several launches."""
-    found = ratios([result(file) for file in REFEREE_LAUNCHES])
-    rows = [{"name": name, "values": sorted(values)} for name, values in found.items()]
-    titles = f"step time, {len(REFEREE_LAUNCHES)} launches | median | lowest | highest"
-    return filled_table(titles, "`{name}` | {values[2]:.2f} | {values[0]:.2f} | {values[4]:.2f}", rows)
+    rows = []
+    for name, values in ratios([result(file) for file in REFEREE_LAUNCHES]).items():
+        rows.append([f"`{name}`", *(f"{ratio(values):.2f}" for ratio in (median, min, max))])
+    return table(f"step time, {len(REFEREE_LAUNCHES)} launches | median | lowest | highest", rows)
 
 
 # Memory, in GB of 10^9 bytes.
 
 
-def dry_runs(file: str) -> list[dict]:
-    """The engines' rows of a dry run, with what they hold, and the smallest GPU that their peak fits on."""
-    rows = []
-    for name, row in result(file)["engines"].items():
-        label = f"`{name}`" + (" (stand-in)" if row.get("stand_in") else "")
-        held, peak = sum(row["held_bytes"].values()) / 1e9, row["peak_bytes"] / 1e9
-        gpu = f"{fits_on(row['peak_bytes'])[0]} GB"
-        rows.append({**row, "name": name, "engine": label, "held": held, "peak": peak, "gpu": gpu})
-    return rows
-
-
 def memory_peaks() -> str:
-    rows = [row | {"article": ARTICLE_SAYS.get(row["name"], "")} for row in dry_runs(MEMORY)]
-    titles = "engine | held, GB | article, GB | peak, GB | smallest GPU"
-    return filled_table(titles, "{engine} | {held:,.2f} | {article} | {peak:,.2f} | {gpu}", rows)
+    """What each engine holds and its peak in a dry run, and the smallest GPU that has room for it."""
+    rows = []
+    for name, row in result(MEMORY)["engines"].items():
+        label = f"`{name}` (stand-in)" if row.get("stand_in") else f"`{name}`"
+        held, peak = sum(row["held_bytes"].values()), row["peak_bytes"]
+        sizes = [f"{held / 1e9:,.2f}", ARTICLE_SAYS.get(name, ""), f"{peak / 1e9:,.2f}"]
+        rows.append([label, *sizes, f"{fits_on(peak)[0]} GB"])
+    return table("engine | held, GB | article, GB | peak, GB | smallest GPU", rows)
 
 
 def memory_state() -> str:
-    report, rows = result(MEMORY), dry_runs(MEMORY)
+    report, rows = result(MEMORY), []
     each = 4 * report["parameters"] * (report["ranks"] - 1) / report["ranks"]
-    for row in rows:
+    for name, row in report["engines"].items():
         formula = row["state_peak_formula"]
-        row["formula"] = f"`{formula}` = {row['state_peak_formula_bytes'] / 1e9:,.2f}" if formula else ""
-        row |= {"state_peak": row["state_peak_bytes"] / 1e9, "psi": row["sent_bytes"] / each}
-    titles = "engine | peak without them, GB | by formula, GB | sent, in Ψ (N-1)/N"
-    return filled_table(titles, "`{name}` | {state_peak:,.2f} | {formula} | {psi:.2f}", rows)
+        if formula:
+            formula = f"`{formula}` = {row['state_peak_formula_bytes'] / 1e9:,.2f}"
+        peak = f"{row['state_peak_bytes'] / 1e9:,.2f}"
+        rows.append([f"`{name}`", peak, formula or "", f"{row['sent_bytes'] / each:.2f}"])
+    return table("engine | peak without them, GB | by formula, GB | sent, in Ψ (N-1)/N", rows)
 
 
 # Sweeps.
@@ -154,10 +149,10 @@ def sweep(words: str) -> str:
     names = {name.replace(",", ""): rows for name, rows in result("sweeps-cpu-2ranks.json")["sweeps"].items()}
     rows = []
     for choice, row in names[words].items():
-        rows.append({**row, "choice": choice, "peak": row["peak_bytes"] / 1e6, "short": row["short_peak_bytes"] / 1e6})
-    titles = f"{words} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens"
-    cells = "{choice} | {collectives} | {step_ms:.0f} | {step_ms_lowest:.0f} | {step_ms_highest:.0f} | {ratio:.2f}"
-    return filled_table(titles, cells + " | {peak:,.1f} | {short:,.1f}", rows)
+        times = [f"{row[time]:.0f}" for time in ("step_ms", "step_ms_lowest", "step_ms_highest")]
+        peaks = [f"{row[peak] / 1e6:,.1f}" for peak in ("peak_bytes", "short_peak_bytes")]
+        rows.append([choice, f"{row['collectives']}", *times, f"{row['ratio']:.2f}", *peaks])
+    return table(f"{words} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens", rows)
 
 
 # The machines that a report was sent from.
@@ -194,7 +189,7 @@ def outline(name: str) -> str:
     """The methods of a chapter's class that say what they do, in the order of its file."""
     chapter = changes.read(name)
     rows = [[f"`{method}`", chapter.words(method)] for method in chapter.methods if chapter.words(method)]
-    return tables.markdown([[f"class `{changes.CHAPTERS[name]}`", "what it does"], *rows])
+    return table(f"class `{changes.CHAPTERS[name]}` | what it does", rows)
 
 
 def exhibits() -> str:
@@ -223,7 +218,7 @@ def conformance_differs() -> str:
         right = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "right")
         if bad:
             rows.append([f"`{name}`", ", ".join(bad), right or "nobody"])
-    return tables.markdown([["property", "who is not right", "who is"], *rows])
+    return table("property | who is not right | who is", rows)
 
 
 def exhibits_of(which: str) -> str:

@@ -258,11 +258,15 @@ def with_gradient(params) -> list[int]:
         return [index for index, param in enumerate(params) if _grad.__get__(param) is not None]
 
 
-def written(params) -> list[str]:
-    """Names of those that were written to since they were gathered, or since `stepped`: each write is told once."""
-    found = [param for param in params if type(param) in _CLOSED and param._version != param.zero_version]
+def written(bucket) -> list[str]:
+    """Names of the parameters that were written to since they were gathered, or since `stepped`.
+
+    It is told once where the next gather puts that right. Whole weights beside shards stay wrong, so it is told again.
+    """
+    found = [param for param in bucket.params if type(param) in _CLOSED and param._version != param.zero_version]
     for param in found:
-        param.zero_version = param._version
+        if bucket.unit is not None or not param.zero_apart:
+            param.zero_version = param._version
     return [param.zero_name for param in found]
 
 
@@ -270,7 +274,8 @@ def refuse_lost(buckets) -> None:
     """Raise RuntimeError if somebody has written into weights, and shards that have memory of their own lack it."""
     lost = []
     for bucket in buckets:
-        lost += written([param for param in bucket.params if param.zero_apart])
+        if any(param.zero_apart for param in bucket.params):
+            lost += written(bucket)
     if lost:
         raise RuntimeError(f"{name_some(lost)} {LOST}")
 

@@ -91,9 +91,10 @@ class Look:
                         self._told.add(name)
                         changed.setdefault("moved", []).append(name)
                     elif param._version != param.zero_version:
-                        if param.zero_apart:  # else a weight may be changed between two steps
+                        if param.zero_apart:
                             changed.setdefault("lost", []).append(name)
-                        param.zero_version = param._version
+                        else:  # a weight may be changed between two steps
+                            param.zero_version = param._version
                 hooks = param._post_accumulate_grad_hooks
                 if hooks is not None and len(hooks) > 1:  # the user's are called first, with the gradient there
                     own = next(key for key, hook in hooks.items() if type(hook) is GradientHook)

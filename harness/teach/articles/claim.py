@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import cycle
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -21,12 +22,14 @@ HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 class Claim:
     """One statement of an article in our words, what is run for it, and the run.
 
-    `run(**given)` -> the values that fill `found`. Either all of them are numbers that the claim is about: each must be
-    what it `says`, to the fraction `off`, or `between` two numbers. Or, of each pair in `less`, the value at the first
-    place must be less than the value at the second. Where that is not enough, it returns (values, is it true?).
+    `run(**given)` -> the values that fill `found`. Each must be what the claim `says` (a number to the fraction `off`),
+    or `between` two numbers; where there are more values than that, it begins again. Or, of each pair in `less`, the
+    value at the first place must be less than the value at the second. Where that is not enough, `run` returns (values,
+    is it true?).
 
-    With a condition `when` a claim is tested on both sides. The first number or pair is where the condition is met, and
-    the last where it is not; other runs return (values, true where it is met?, true where it is not?).
+    `at` are the places, of values or pairs, that the claim is about: all. With a condition `when` a claim is tested on
+    both sides: `at` is where the condition is met, the first place if nothing else is said, and all other places are
+    where it is not; other runs return (values, true where it is met?, true where it is not?).
 
     In another run the numbers may differ by the fraction `tolerance`; inf: words of torch's or numbers of this machine.
     A `long` run takes seconds of a processor, for what other tests hold too.
@@ -39,10 +42,11 @@ class Claim:
     run: Callable
     given: dict = field(default_factory=dict)
     when: str = ""
-    says: float = 0
+    says: list[float | str] = ()
     off: float = 0.005
-    between: tuple[float, float] | None = None
+    between: list[tuple[float, float]] = ()
     less: list[tuple[int, int]] = ()
+    at: list[int] = ()
     tolerance: float = 0.01
     long: bool = False
 
@@ -58,13 +62,13 @@ class Claim:
             return found, HOLDS
         return found, f"holds when {self.when}" if first else DOES_NOT_HOLD
 
-    def _as_said(self, numbers: list[float]) -> list[bool]:
-        margin = self.off * self.says
-        low, high = self.between or (self.says - margin, self.says + margin)
-        meets = [numbers[one] < numbers[other] for one, other in self.less]
-        if not self.less:
-            meets = [low <= number <= high for number in numbers]
-        return [meets[0], meets[-1]] if self.when else [all(meets)]
+    def _as_said(self, values: list) -> list[bool]:
+        meets = [values[one] < values[other] for one, other in self.less]
+        meets += [low <= value <= high for value, (low, high) in zip(values, cycle(self.between))]
+        meets += [about(value, said, self.off) for value, said in zip(values, cycle(self.says))]
+        at = self.at or ([0] if self.when else range(len(meets)))
+        elsewhere = [met for place, met in enumerate(meets) if place not in at]
+        return [all(meets[place] for place in at), *(elsewhere if self.when else ())]
 
 
 def claims_in(file: Path, runs: ModuleType) -> list[Claim]:
@@ -77,8 +81,10 @@ def claims_in(file: Path, runs: ModuleType) -> list[Claim]:
     return claims
 
 
-def about(measured: float, claimed: float, tolerance: float = 0.005) -> bool:
-    """Whether `measured` is within `tolerance` (a fraction) of `claimed`."""
+def about(measured, claimed, tolerance: float = 0.005) -> bool:
+    """Whether `measured` is within `tolerance` (a fraction) of `claimed`; of words: whether they are the same."""
+    if isinstance(claimed, str):
+        return measured == claimed
     return abs(measured - claimed) <= tolerance * abs(claimed)
 
 

@@ -29,7 +29,9 @@ from harness.teach.articles.runs import (
     chain,
     fake_ranks,
     forward,
+    of_a_step,
     running,
+    size_of,
     small_gpt,
     step,
     toy,
@@ -40,15 +42,10 @@ from harness.teach.articles.runs import (
 # How much is sent.
 
 
-def psi(name: str, *kinds: str, model=chain, **options) -> float:
-    """Elements that a rank sends in a step by these collectives, or all, in Ψ."""
-    return step(name, model, **options).sent(*kinds)
-
-
 def never_zero1():
     """For 1 to 4 micro-batches. ZeRO-2 under no_sync() is a ZeRO-1 that reduce-scatters: whole gradients, sent once."""
-    zero1, zero2 = ([psi(name, micro_batches=n) for n in (1, 2, 3, 4)] for name in ("zero1", "zero2"))
-    quiet = psi("zero2", micro_batches=4, no_sync=True, find_unused=False)  # an option of the engine's: no chapter
+    zero1, zero2 = ([step(name, micro_batches=n)["sent"] for n in (1, 2, 3, 4)] for name in ("zero1", "zero2"))
+    quiet = step("zero2", micro_batches=4, no_sync=True, find_unused=False)["sent"]  # an engine's option: no chapter
     as_cheap = [two <= one for one, two in zip(zero1, zero2)]
     return [*zero1, *zero2, quiet], as_cheap[0] and as_cheap[1] and quiet <= zero1[3], as_cheap[2]
 
@@ -62,90 +59,25 @@ def ring_all_reduce():
     return [share, right], share == 2 * 7 / 8 and right
 
 
-def sends_more_than_it_can_use():
-    return [psi("zero1", ALL_REDUCE) / psi("zero2", REDUCE)]
-
-
-def sent(engines: list[str]) -> list[float]:
-    return [psi(name) for name in engines]
-
-
-def over_ddp(engines: list[str]) -> list[float]:
-    return [psi(name) / psi("ddp") for name in engines]
-
-
-def sent_and_state(engines: list[str]) -> list[float]:
-    """What each sends, in Ψ, and then the bytes of state that each holds per parameter."""
-    states = [step(name).state / step(name).parameters for name in engines]
-    return [*sent(engines), *states]
-
-
-def half_more_than_ddp():
-    """Of units alone; a GPT, whose root stays gathered into backward; units that stay gathered, too."""
-    zero3, fsdp2 = over_ddp(["zero3", "fsdp2"])
-    of_a_gpt = psi("zero3", model=toy) / psi("ddp", model=toy)
-    kept = psi("zero3", reshard_after_forward=False) / psi("ddp")
-    return [zero3, fsdp2, of_a_gpt, kept], about(zero3, 1.5) and about(fsdp2, 1.5) and of_a_gpt < 1.5, about(kept, 1.5)
-
-
 def gradients_of_what_it_owns():
     run = step("zero2")
-    share = run.held["gradients"] / run.parameter_bytes
-    return [run.count[REDUCE], run.count[ALL_REDUCE], share], run.count[ALL_REDUCE] == 0 and about(share, 1 / 8)
+    return [run["reduce-scatters"], run["all-reduces"], run["gradients"] / size_of(chain)]
 
 
 def fsdp_is_zero3():
-    names = "zero3", "fsdp1", "fsdp2"
-    sent, states = [psi(name, model=toy) for name in names], [step(name, toy).state for name in names]
-    alike = [about(found, sent[0]) for found in sent] + [about(found, states[0]) for found in states]
-    return [*sent, *states], all(alike)
-
-
-def all_reduces_by_replicas():
-    return [step("fsdp2", replicas=copies).count[ALL_REDUCE] for copies in (1, 2)]
-
-
-def all_reduces_of_micro_batches():
-    """Of four micro-batches with no_sync() and without, over those of one."""
-    found = [step("ddp", micro_batches=4, no_sync=quiet).count[ALL_REDUCE] for quiet in (True, False)]
-    return [number / step("ddp").count[ALL_REDUCE] for number in found]
-
-
-def adapted_gpt():
-    """All frozen but the last matrix of each block's MLP, as fine-tuning freezes."""
-    model = small_gpt()
-    for name, param in model.named_parameters():
-        param.requires_grad = "down.weight" in name
-    return model
-
-
-def fsdp2_over_fsdp1():
-    """Its peak and its traffic, of a model with frozen parameters and of one without."""
     found = []
-    for model in (adapted_gpt, small_gpt):
-        old, new = step("fsdp1", model), step("fsdp2", model)
-        found += [new.peak / old.peak, new.sent() / old.sent()]
-    return found, min(found[:2]) < 0.95, min(found[2:]) < 0.95
+    for what in ("sent", "bytes"):
+        found.append([step(name, toy)[what] for name in ("zero3", "fsdp1", "fsdp2")])
+    sent, held = found
+    return [*sent, *held], all(about(each, sent[0]) for each in sent) and all(about(each, held[0]) for each in held)
 
 
 # Accumulation, buckets and units.
 
-long_chain = partial(chain, 16)
-
-
-def collectives_by_bucket(sizes: list[float]) -> list[int]:
-    return [len(step("zero2", toy, bucket_mb=size).collectives) for size in sizes]
-
-
-def peak_by_bucket(sizes: list[float]) -> list[float]:
-    """The peak of ZeRO-2's step in bytes per parameter, by the size of its buckets (MiB)."""
-    runs = [step("zero2", long_chain, bucket_mb=size) for size in sizes]
-    return [run.peak / run.parameters for run in runs]
-
 
 def frees_gradients():
     """Peaks over what is held, which is 4Ψ of weights and 12Ψ/N. Whole gradients are 4Ψ."""
-    return [peak - 4 - 12 / 8 for peak in peak_by_bucket([0, 25])]
+    return [of_a_step("zero2", "peak", "16 layers", bucket_mb=size) - 4 - 12 / 8 for size in (0, 25)]
 
 
 def matrices(model) -> list[nn.Module]:
@@ -156,8 +88,8 @@ def bad_wrapping():
     """A unit per layer, one per block, the model as one."""
     choices = matrices, None, lambda model: [model]
     runs = [step("zero3", toy, units=units) for units in choices]
-    layers, blocks, _ = gathers = [run.count[GATHER] for run in runs]
-    volume, least, _ = volumes = [run.sent(GATHER) for run in runs]
+    layers, blocks, _ = gathers = [run["all-gathers"] for run in runs]
+    volume, least, _ = volumes = [run["sent by all-gathers"] for run in runs]
     return [*gathers, *volumes], layers > 3 * blocks and about(volume, least, 0.05)
 
 
@@ -170,8 +102,7 @@ def wrapped(units) -> tuple[float, float]:
         model(batch_for(model)[0]).sum().backward()
         whole = sum(param.nbytes for param in model.parameters() if not isinstance(param, DTensor))
     largest = max(c.whole_bytes for c in ledger.collectives if c.kind == GATHER)
-    total = step("zero3", toy).parameter_bytes
-    return largest / total, whole / total
+    return largest / size_of(toy), whole / size_of(toy)
 
 
 def root_wrapped_too():
@@ -182,18 +113,17 @@ def root_wrapped_too():
 
 
 def per_parameter_dtensor():
-    whole = step("fsdp2").parameter_bytes
     with running("fsdp2") as engine:
         params = list(engine.model.parameters())
-        share = storage_bytes(params) / whole
+        share = storage_bytes(params) / size_of(chain)
         shapes = [tuple(shape) for shape in (params[0].shape, params[0].to_local().shape)]
     values = [type(params[0]).__name__, *shapes, share]
     return values, all(isinstance(param, DTensor) for param in params) and about(share, 1 / 8)
 
 
 def equal_chunks():
-    held = [step("zero3", toy, rank=rank).held["parameters"] for rank in range(8)]
-    return [nbytes / step("zero3", toy).parameter_bytes for nbytes in (min(held), max(held))]
+    held = [step("zero3", toy, rank=rank)["parameters"] / size_of(toy) for rank in range(8)]
+    return [min(held), max(held)]
 
 
 # What is gathered at once.
@@ -202,7 +132,7 @@ def equal_chunks():
 def most_gathered(model_of, **options) -> float:
     """The largest share of the parameters that ZeRO-3 has gathered at once in a step."""
     gathered = worst_moment(model_of, of=lambda moment: moment.parts[GATHERED], **options)
-    return gathered / step("zero3", model_of).parameter_bytes
+    return gathered / size_of(model_of)
 
 
 def layers_at_once():
@@ -210,21 +140,10 @@ def layers_at_once():
     return [layers * most_gathered(partial(chain, layers)) for layers in (4, 8, 16)]
 
 
-@functools.cache
 def gathered_of_a_gpt() -> list[float]:
     """Shares of an 8-block GPT that are gathered at once: by units, units kept after forward, all as one unit."""
     choices = {}, {"reshard_after_forward": False}, {"units": lambda model: [model]}
     return [most_gathered(small_gpt, **options) for options in choices]
-
-
-def never_the_entire_model():
-    units, *_ = found = gathered_of_a_gpt()
-    return found, units < 0.9, min(found) == 1
-
-
-def the_model_in_full():
-    units, *others = found = gathered_of_a_gpt()
-    return found, min(others) > 0.9, units > 0.9
 
 
 def flops_of_a_rank(name: str) -> int:
@@ -285,15 +204,6 @@ def after_update(letter: str) -> list[int]:
     return [order(name)[3].count(letter) for name in ("fsdp2", *STAGES)]
 
 
-def no_gather_in_the_end():
-    fsdp2, _, zero2, zero3 = found = after_update("G")
-    return found, zero3 == fsdp2 == 0 < zero2
-
-
-def reduced_in_the_update():
-    return after_update("R")
-
-
 def before_the_last_gradient(**options) -> float:
     """The share of its all-reduces that DDP has issued before the last gradient is computed."""
     backward = order("ddp", **options)[1]
@@ -310,12 +220,11 @@ def per_unit_and_pass():
     for name in ("zero3", "fsdp2"):
         for events in order(name)[:2]:
             found += [events.count("G") / 4, events.count("R") / 4]
-    return found, [3, 1, 3, 1] in (found[:4], found[4:])
+    return found
 
 
 def order_of_one_unit():
-    found = [both_passes(name, layers=1) for name in ("zero3", "fsdp2")]
-    return found, set(found) == {"GC|GCR"}
+    return [both_passes(name, layers=1) for name in ("zero3", "fsdp2")]
 
 
 def is_ahead(letters: str) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.measure.held import buckets_of
-from harness.teach.articles.runs import batch_for, chain, fake_ranks, forward, running, step
+from harness.teach.articles.runs import batch_for, chain, fake_ranks, forward, running, size_of
 
 
 def attempt(run, *given) -> str:
@@ -41,8 +41,7 @@ def last_update(numel: int) -> None:
 
 
 def printed_zero1():
-    even, uneven = found = [attempt(last_update, numel) for numel in (12, 10)]
-    return found, even == "runs", uneven == "runs"
+    return [attempt(last_update, numel) for numel in (12, 10)]
 
 
 def shards_without_padding():
@@ -96,7 +95,7 @@ def printed_zero3_frees():
         loss = forward(engine)
         resized = sum(bucket.flat.untyped_storage().nbytes() for bucket in buckets_of(engine))
         del loss
-    return [assigned, step("zero3").parameter_bytes, resized], not assigned
+    return [assigned, size_of(chain), resized]
 
 
 def backward_of_printed(model: nn.Module, inputs: torch.Tensor) -> None:
@@ -107,12 +106,11 @@ def backward_of_printed(model: nn.Module, inputs: torch.Tensor) -> None:
 
 def printed_zero3_trains():
     embedding = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
-    linear, data, token = found = [
+    return [
         attempt(backward_of_printed, chain(2), torch.ones(2, 64, requires_grad=True)),
         attempt(backward_of_printed, chain(2), torch.ones(2, 64)),
         attempt(backward_of_printed, embedding, torch.zeros(2, 3, dtype=torch.int64)),
     ]
-    return found, linear == "runs", "runs" in (data, token)
 
 
 # FSDP's names and wrappers.
@@ -122,7 +120,7 @@ def imports(lines: list[str]):
     """Whether each import line works in this torch."""
     ends = [attempt(exec, line, {}) for line in lines]
     failed = [end for end in ends if end != "runs"]
-    return [torch.__version__.partition("+")[0], "; ".join(failed) or "all work"], not failed
+    return [torch.__version__.partition("+")[0], "; ".join(failed) or "all work"]
 
 
 def layers_sharded() -> nn.Module:
@@ -141,4 +139,4 @@ def both_wrappers():
     """Alone each trains, together neither does: together on 1 rank and on 8, FSDP alone, fully_shard alone."""
     together = [attempt(train, "fsdp1", ranks, layers_sharded) for ranks in (1, 8)]
     alone = [attempt(train, name, 8) for name in ("fsdp1", "fsdp2")]
-    return [*together, *alone], "runs" in together
+    return [*together, *alone]

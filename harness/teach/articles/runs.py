@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import gc
+import itertools
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -57,6 +59,11 @@ toy = partial(gpt, "toy")
 small_gpt = partial(gpt, "toy", layers=8, width=64)
 
 
+def size_of(model_of: Callable) -> int:
+    """Bytes of the parameters of `model_of()`."""
+    return sum(param.nbytes for param in model_of().parameters())
+
+
 @functools.cache
 def parameters_of(name: str) -> int:
     """How many parameters a preset has."""
@@ -105,45 +112,61 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
         yield ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
 
 
-class Step:
-    """What one training step of an engine did, the third one: `collectives`, bytes `held` and at the `peak`."""
-
-    def __init__(self, name, model_of, ranks=8, rank=0, micro_batches=1, no_sync=False, **options):
-        parameters = list(model_of().parameters())
-        self.parameters = sum(param.numel() for param in parameters)  # Ψ
-        self.parameter_bytes = sum(param.nbytes for param in parameters)
-        del parameters
-        options = {"optimizer_cls": ADAMW, **options}
-        with MemoryLedger() as memory, running(name, model_of, ranks, rank, **options) as engine:
-            for _ in range(3):  # the first makes the optimizer's state, in the second DDP rearranges its buckets
-                with watched_step(engine, memory) as seen:
-                    for turn in range(micro_batches):
-                        quiet = no_sync and turn < micro_batches - 1
-                        syncs = engine if name in STAGES else engine.model
-                        with syncs.no_sync() if quiet else contextlib.nullcontext():
-                            forward(engine).backward()
-                    update(engine)
-            engine = None  # before the group goes
-        self.held, self.peak, self.collectives, self.count = seen.held, seen.peak, seen.collectives, seen.count
-
-    @property
-    def state(self) -> int:
-        """Bytes of parameters, gradients and optimizer state that the rank holds when the optimizer steps."""
-        return sum(self.held.values())
-
-    def sent(self, *kinds: str) -> float:
-        """Elements that a rank sends by the collectives of these kinds or all, in Ψ (N-1)/N: independent of N."""
-        return sum(
-            (2 if c.kind == ALL_REDUCE else 1) * c.whole_bytes / c.element_bytes / self.parameters
-            for c in self.collectives
-            if not kinds or c.kind in kinds
-        )
-
-
 @functools.cache
-def step(name: str, model=chain, **options) -> Step:
-    """One step of an engine over `model()`, run once however many claims look at it."""
-    return Step(name, model, **options)
+def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=False, **options) -> dict[str, float]:
+    """Numbers of one training step of an engine over `model_of()`, the third; run once however many claims ask.
+
+    The bytes that the rank holds of each part when the optimizer steps, and of all: "bytes". Of Ψ, the number of
+    parameters: the bytes of all ("state") and at the "peak"; elements "sent" in Ψ (N-1)/N, which does not depend on N;
+    also by each kind of collective ("sent by all-gathers"). How many "collectives", and of each kind ("all-gathers").
+    """
+    psi = sum(param.numel() for param in model_of().parameters())
+    options = {"optimizer_cls": ADAMW, **options}
+    with MemoryLedger() as memory, running(name, model_of, ranks, rank, **options) as engine:
+        for _ in range(3):  # the first makes the optimizer's state, in the second DDP rearranges its buckets
+            with watched_step(engine, memory) as seen:
+                for turn in range(micro_batches):
+                    quiet = no_sync and turn < micro_batches - 1
+                    syncs = engine if name in STAGES else engine.model
+                    with syncs.no_sync() if quiet else contextlib.nullcontext():
+                        forward(engine).backward()
+                update(engine)
+        engine = None  # before the group goes
+    held = sum(seen.held.values())
+    found = {**seen.held, "bytes": held, "state": held / psi, "peak": seen.peak / psi, "Ψ": psi}
+    found |= {"sent": 0, "collectives": len(seen.collectives)}
+    for kind in (GATHER, REDUCE, ALL_REDUCE):
+        elements = sum(one.whole_bytes / one.element_bytes for one in seen.collectives if one.kind == kind)
+        found[f"{kind}s"] = seen.count[kind]
+        found[f"sent by {kind}s"] = (2 if kind == ALL_REDUCE else 1) * elements / psi
+        found["sent"] += found[f"sent by {kind}s"]
+    return found
+
+
+def adapted_gpt() -> GPT:
+    """All frozen but the last matrix of each block's MLP, as fine-tuning freezes."""
+    model = small_gpt()
+    for name, param in model.named_parameters():
+        param.requires_grad = "down.weight" in name
+    return model
+
+
+MODELS = {"chain": chain, "16 layers": partial(chain, 16), "toy": toy, "small": small_gpt, "adapted": adapted_gpt}
+
+
+def of_a_step(engine: str, what: str, model: str = "chain", **options) -> float:
+    return step(engine, MODELS[model], **options)[what]
+
+
+def each_over(number: Callable, of: list[dict], over: list[dict]) -> list[float]:
+    """The `number` of each row; or how many times that of the rows `over`, which begin again where they are fewer."""
+    bases = [number(**row) for row in over] or [1]
+    return [number(**row) / base for row, base in zip(of, itertools.cycle(bases))]
+
+
+def of_steps(of: list[dict], over: list[dict] = ()) -> list[float]:
+    """What claims.toml asks of training steps: {"engine", "what" is asked, the "model", and options of the step}."""
+    return each_over(of_a_step, of, over)
 
 
 def worst_moment(model_of, of, **options) -> int:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from harness.engine import base, checkpoint
+from harness.engine import base
 from harness.run.engines import CHAPTERS, STAGES
 
 
@@ -133,12 +133,3 @@ def exhibit_of(number: str) -> Exhibit:
     if not number.isdecimal() or int(number) not in EXHIBITS:
         raise ValueError(f"no bug {number!r}; there are 1 to {len(EXHIBITS)}, ./launch.sh bug lists them")
     return EXHIBITS[int(number)]
-
-
-def save_with(engine, folder) -> None:
-    """Save a checkpoint: as an exhibit does it that has a way of its own, else as is right."""
-    getattr(type(engine), "save", checkpoint.save)(engine, folder)
-
-
-def load_with(engine, folder) -> None:
-    getattr(type(engine), "load", checkpoint.load)(engine, folder)

@@ -32,13 +32,11 @@ class Tempered(GPT):
 
     def __init__(self, config: GPTConfig, seed: int = 0, around: type | None = None):
         super().__init__(config, seed)
-        self.temperature = nn.Parameter(torch.ones(1))
-        known = set(self.parameters())
         if around is not None:
             self.blocks = nn.ModuleList(around(block, config.width) for block in self.blocks)
         for name, param in self.named_parameters():
-            if param not in known:
-                initialize(name, param.data, seed)
+            initialize(name, param.data, seed)
+        self.temperature = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens):
         return super().forward(tokens) / self.temperature
@@ -144,19 +142,17 @@ class Loop:
             pass
 
     def moments(self, engine, number: int) -> Iterator[tuple[str, float | None]]:
-        """Train once, and stop wherever there is something to measure or to tell: (what has just ended, its number).
+        """Train once, and stop wherever there is something to measure or to tell: (what it is, its number).
 
-        "start", then "forward" and "backward" of each micro-batch; "norms", "losses", "scales" come with a number.
+        "backward" of each micro-batch has just ended, and has no number; "norms", "losses", "scales" have one.
         """
         training, scaler, losses = self.training, self._scaler, []
         self._overflow = float("inf") if number == training.overflow_at and self.rank == 1 else 1.0
-        yield "start", None
         first = number * training.micro_batches
         for inputs, targets in self._batches[first : first + training.micro_batches]:
             with record_function("step 1 forward"):
                 loss = next_token_loss(engine(inputs), targets)
                 loss = loss + sum(module.loss for module in engine.model.modules() if isinstance(module, Balanced))
-            yield "forward", None
             with record_function("step 2 backward"):
                 part = loss / training.micro_batches
                 (part if scaler is None else scaler.scale(part)).backward()

@@ -12,21 +12,23 @@ import gc
 import math
 import sys
 import textwrap
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from harness.engine import checkpoint
 from harness.measure import tables
-from harness.measure.held import held_bytes, storage_bytes
-from harness.measure.ledger import MemoryLedger
+from harness.measure.held import held_bytes
+from harness.measure.memory_parts import GATHERED, PartsLedger
 from harness.measure.timeline import Timeline
 from harness.measure.watched_step import watched_step
 from harness.run import process_group, ranks
 from harness.run.command_line import Parser, one_line
 from harness.run.shared_folder import shared_folder
-from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of, load_with, save_with
+from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
 RANKS, MOST_RANKS = 2, 16
@@ -39,7 +41,7 @@ def nothing_yet() -> dict:
 def train(loop: Loop, found: dict) -> None:
     """Train, and write down in `found` what a user can see, as soon as it is there: an exhibit may not come far."""
     saved = {}
-    with MemoryLedger() as memory:
+    with PartsLedger() as memory:
         engine = loop.build()
         for step in range(loop.training.steps):
             if step == loop.training.reload_at:
@@ -49,11 +51,13 @@ def train(loop: Loop, found: dict) -> None:
                 engine.load_full_state_dict(state)
             if step == loop.training.resume_at:
                 with shared_folder(engine.group) as folder:
-                    save_with(engine, folder)
+                    # An exhibit may have a way of its own.
+                    save, load = (getattr(type(engine), way, getattr(checkpoint, way)) for way in ("save", "load"))
+                    save(engine, folder)
                     saved["checkpoint"] = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
                     del engine
                     engine = loop.build(100)
-                    load_with(engine, folder)
+                    load(engine, folder)
                 saved["optimizer after resuming"] = held_bytes(engine)["optimizer"]
             counted = train_a_step(loop, engine, step, memory, found)
     sizes = counted.pop("sizes") | saved
@@ -61,45 +65,29 @@ def train(loop: Loop, found: dict) -> None:
     found["finished"] = True
 
 
-def train_a_step(loop: Loop, engine, step: int, memory: MemoryLedger, found: dict) -> dict:
+def train_a_step(loop: Loop, engine, step: int, memory: PartsLedger, found: dict) -> dict:
     """One step, watched: {line of the report: how many}, and {line: bytes} as "sizes"."""
-    peaks, gathered, inside = {"forward": 0, "backward": 0}, [0], 0
-    units = getattr(engine, "units", ())
-    look = partial(note_gathered, engine, gathered)
-    hooks = [unit.module.register_forward_pre_hook(look) for unit in units]
+    inside, peaks, gathered = 0, Counter(), 0
     with watched_step(engine, memory) as seen, Timeline() as timeline:
         for moment, number in loop.moments(engine, step):
             if number is not None:
                 found[moment].append(number)
-            if moment in peaks:
-                peaks[moment] = max(peaks[moment], memory.peak)
-            if moment == "backward":
+            else:
                 inside = seen.count["all-reduce"] + seen.count["reduce-scatter"]
-            memory.reset_peak()
-    for hook in hooks:
-        hook.remove()
+    for moment in memory.moments():
+        peaks[moment.phase] = max(peaks[moment.phase], moment.live)
+        if moment.phase == "1 forward":
+            gathered = max(gathered, moment.parts[GATHERED])
     sizes = {f"{part} held": nbytes for part, nbytes in seen.held.items()}
-    sizes |= {f"peak in {phase}": nbytes for phase, nbytes in peaks.items()}
-    sizes |= {"units gathered at once in forward": max(gathered), "sent per step": seen.sent_bytes}
+    sizes |= {"peak in forward": peaks["1 forward"], "peak in backward": peaks["2 backward"]}
+    sizes |= {"units gathered at once in forward": gathered, "sent per step": seen.sent_bytes}
+    hidden = timeline.computed_meanwhile("all-reduce", "reduce-scatter")
     return {
         "sizes": sizes,
         **{f"{kind}s per step": seen.count[kind] for kind in ("all-reduce", "reduce-scatter", "all-gather")},
         "reductions sent inside backward": inside,
-        "reductions that travel while the rank computes": sum(
-            timeline.computed_meanwhile("all-reduce", "reduce-scatter")
-        ),
+        "reductions that travel while the rank computes": sum(hidden),
     }
-
-
-def note_gathered(engine, gathered: list[int], *_) -> None:
-    """Add the bytes of the units' buffers (ZeRO-3) that have memory now: of those that the engine itself has gathered.
-
-    A hook before a unit's forward.
-    """
-    buffers = []
-    for unit in engine.units:
-        buffers += [bucket.flat for bucket in getattr(unit, "buckets", [unit])]
-    gathered.append(storage_bytes(buffers))
 
 
 def visit(exhibit: Exhibit, engine_cls: type, rank: int, group=None) -> dict:
@@ -181,44 +169,34 @@ def catalogue() -> str:
     return "\n".join([__doc__.splitlines()[0], "", *chapters, "", beside, "", *engines, "", more])
 
 
-def told(exhibit: Exhibit, *parts: str) -> str:
-    """The exhibit's name and symptom, and then `parts`, in lines of 100 columns at most."""
-    said = (f"The symptom: {exhibit.symptom}.", *parts)
-    lines = [textwrap.fill(part, 100, break_on_hyphens=False) for part in said]
-    return "\n".join([f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}", "", *lines])
+# {option: its help}: what is told, and nothing run.
+ASKED = {
+    "clue": "tell what to think of, and run nothing",
+    "hint": "tell where to look, and run nothing",
+    "answer": "tell what is wrong, and run nothing",
+}
 
 
-def clue(exhibit: Exhibit) -> str:
-    """What to think of: not where to look."""
-    said = told(exhibit, f"Think of this: {exhibit.clue}")
-    return f"{said}\n\nAnd if that does not help: ./launch.sh bug {exhibit.number} --hint"
-
-
-def hint(exhibit: Exhibit) -> str:
-    """In which method to look: not what is wrong there."""
-    where = f"Look at: {exhibit.read.partition(':')[0]}"
-    return f"{told(exhibit, where)}\n\nAnd if that does not help: ./launch.sh bug {exhibit.number} --answer"
-
-
-def answer(exhibit: Exhibit) -> str:
-    """All: the mistake, where to read, what a student has written, and who catches it."""
+def told(exhibit: Exhibit, asked: str) -> str:
+    """The exhibit's name and symptom. Then what to think of; or in which method to look; or all, and who catches it."""
+    parts = {
+        "clue": [f"Think of this: {exhibit.clue}"],
+        "hint": [f"Look at: {exhibit.read.partition(':')[0]}"],
+        "answer": [f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"],
+    }
+    lines = [f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}", ""]
+    for part in (f"The symptom: {exhibit.symptom}.", *parts[asked]):
+        lines.append(textwrap.fill(part, 100, break_on_hyphens=False))
+    if asked != "answer":
+        following = "hint" if asked == "clue" else "answer"
+        lines += ["", f"And if that does not help: ./launch.sh bug {exhibit.number} --{following}"]
+        return "\n".join(lines)
     marks = "" if exhibit.of_engine else " (-: the right lines, +: these)"
-    lines = [
-        told(exhibit, f"The mistake: {exhibit.diagnosis}", f"Where to read: {exhibit.read}"),
-        f"\nWhat a student has written{marks}:\n\n{exhibit.written.rstrip()}\n",
-        "Caught by (right engines have this property, this one has not):",
-    ]
+    lines += ["", f"What a student has written{marks}:", "", exhibit.written.rstrip(), ""]
+    lines.append("Caught by (right engines have this property, this one has not):")
     lines += [f"  ./launch.sh test tests/test_properties.py -k {name}" for name in exhibit.caught_by]
     lines.append(f'To see it caught: ./launch.sh test tests/test_museum.py -k "stops_it and [{exhibit.number}-"')
     return "\n".join(lines)
-
-
-# What is told, and nothing run: {option: (what it tells, in the help's words)}
-ASKED = {
-    "clue": (clue, "tell what to think of, and run nothing"),
-    "hint": (hint, "tell where to look, and run nothing"),
-    "answer": (answer, "tell what is wrong, and run nothing"),
-}
 
 
 # The command, and what it starts on every rank.
@@ -228,14 +206,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser("bug [NUMBER [N]]", description=__doc__.splitlines()[0])
     parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
     parser.add_argument("ranks", metavar="N", nargs="?", type=int, default=RANKS, help=f"ranks (default {RANKS})")
-    for name, (_, help) in ASKED.items():
-        parser.add_argument(f"--{name}", action="store_true", help=help)
+    for name, help in ASKED.items():
+        parser.add_argument(f"--{name}", action="store_const", const=name, dest="asked", help=help)
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank finds
     options = parser.parse_args(argv)
     options.exhibit = None if options.number is None else exhibit_of(options.number)
-    options.asked = [name for name in ASKED if getattr(options, name)]
     if options.exhibit is None and options.asked:
-        raise ValueError(f"--{options.asked[-1]} needs the number of a bug, 1 to {len(EXHIBITS)}")
+        raise ValueError(f"--{options.asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
     if not 2 <= options.ranks <= MOST_RANKS:
         raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks}")
     return options
@@ -289,8 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     if exhibit is None:
         print(catalogue())
     elif options.asked:
-        tell, _ = ASKED[options.asked[-1]]
-        print(tell(exhibit))
+        print(told(exhibit, options.asked))
     else:
         with one_line():
             return show(exhibit, options.ranks)

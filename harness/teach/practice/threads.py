@@ -44,7 +44,7 @@ class Collectives:
         self.rank, self._everyone = rank, everyone
         self.calls, self.works = [], []  # the n-th call of each rank is one collective
         self.filled: list[int] = []  # addresses of the storages that collectives were to write to
-        self._inputs: dict[int, Future] = {}  # number of the call -> (kind, elements), and the tensor
+        self._inputs = {}  # number of the call -> Future of ((kind, elements), the tensor)
 
     def get_rank(self) -> int:
         return self.rank
@@ -52,46 +52,40 @@ class Collectives:
     def get_world_size(self) -> int:
         return len(self._everyone)
 
+    def _input(self, number: int) -> Future:
+        """What this rank puts into its call `number`, when it has come to it. Whichever thread asks first makes it."""
+        return self._inputs.setdefault(number, Future())
+
     def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> Work | None:
         """Sum over the ranks, in place."""
         return self._start("all_reduce", tensor, tensor, sum, async_op)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """Shard `rank` of the sum of all `input`s into `output`."""
-        self._require_a_shard("reduce_scatter_single", "output", output, "input", input)
-        own = slice(self.rank * output.numel(), (self.rank + 1) * output.numel())
-        return self._start("reduce_scatter_single", output, input, lambda all_: sum(all_)[own], async_op)
+        ranks = self.get_world_size()
+        return self._start(
+            "reduce_scatter_single", output, input, lambda inputs: sum(inputs).view(ranks, -1)[self.rank], async_op
+        )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """All ranks' `input`s, one after the other, into `output`."""
-        self._require_a_shard("all_gather_single", "input", input, "output", output)
         return self._start("all_gather_single", output, input, torch.cat, async_op)
-
-    def _require_a_shard(self, kind: str, small: str, shard: torch.Tensor, large: str, whole: torch.Tensor) -> None:
-        ranks = self.get_world_size()
-        if shard.numel() * ranks != whole.numel():
-            raise ValueError(
-                f"{kind}: the {small} must have 1/{ranks} of the {large}'s {whole.numel()} elements, "
-                f"it has {shard.numel()}"
-            )
-
-    def _input(self, number: int) -> Future:
-        """What this rank puts into its call `number`, when it has come to it."""
-        return self._inputs.setdefault(number, Future())
 
     def _start(self, kind: str, output, input, result, async_op: bool) -> Work | None:
         require_memory(kind, "input", input)
         require_memory(kind, "output", output)
-        number = len(self.calls)
-        self.calls.append((kind, input.numel()))
-        self._input(number).set_result((self.calls[number], input.detach().flatten().clone()))
+        number, call = len(self.calls), (kind, input.numel())
+        self.calls.append(call)
+        self._input(number).set_result((call, input.detach().flatten().clone()))
         self.filled.append(output.untyped_storage()._cdata)
 
         def finish() -> None:
-            inputs = self._collect(number)
+            made = result(self._collect(number))
             require_memory(kind, "output, at wait(),", output)
+            if made.numel() != output.numel():
+                raise ValueError(f"{kind}: the output has {output.numel()} elements, and the result {made.numel()}")
             with torch.no_grad():
-                output.copy_(result(inputs).reshape(output.shape))
+                output.copy_(made.view(output.shape))
 
         self.works.append(Work(finish))
         return self.works[-1] if async_op else self.works[-1].wait()
