@@ -11,7 +11,7 @@ of these alone and updates these alone. Then the ranks give each other what they
     gradients        [########]   [########]   [########]   [########]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]     (1/N of every bucket, see below)
 
-One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two:
+One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two (no padding here):
 
                                  rank 0                   rank 1
     weights                      1.0  2.0  3.0  4.0       1.0  2.0  3.0  4.0
@@ -30,14 +30,14 @@ One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0
     reduce-scatter   rank r gets shard r of the sum
     all-reduce       every rank gets the whole sum: a reduce-scatter and an all-gather in one
     work             a collective that was started: it is **in flight** until `work.wait()`. On a CPU Python waits
-                     there. On a GPU the kernels queued after it wait, and Python goes on
+                     there. On a GPU the kernels queued after `wait()` wait, and Python goes on
 
 Ψ is the number of parameters. A rank holds, in bytes (float32, AdamW), and sends per step, in elements:
 
     DDP    4Ψ parameters + 4Ψ gradients + 8Ψ optimizer state      (7e9 parameters: 112 GB)       2Ψ, an all-reduce
-    here   4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state    (N = 8: 63 GB)                 3Ψ (why: step 3)
-    peak   8Ψ + 8Ψ/N + one gradient on its way into the bucket, and activations, which forward keeps for backward; or,
-           in the update: AdamW's temporary copies (on a GPU some 4Ψ/N)
+    here   4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state    (N = 8: 63 GB)     3Ψ (see `reduce_gradients`)
+    peak   8Ψ + 8Ψ/N + one gradient on its way into the bucket, and activations, which forward keeps for backward; or
+           AdamW's temporary copies in the update (on a GPU some 4Ψ/N), if these are more
 
 What is sent is really (N-1)/N of these numbers: all chapters leave the (N-1)/N out. (gloo, the library for CPUs, sends
 more: its reduce-scatter is an all-reduce.) Steps have the same numbers in all chapters. Paper: ZeRO (Rajbhandari et
@@ -57,21 +57,21 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Bucket:
     """Parameters in one flat buffer, cut into one equal shard per rank.
 
-    Say N = 4, and a to d have 15, 3, 9, 3 elements. `offsets` are 0, 16, 20, 32, and `shard_numel` is 12:
+    Say N = 4, all begins at multiples of 4, and a to d have 15, 3, 9, 3 elements. Then `offsets` are 0, 16, 20, 32:
 
         element  0         10        20        30        40
         flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.............     (a dot is padding)
         shard    000000000000111111111111222222222222333333333333     (the rank that owns it)
 
     Rank 1 has three pieces: the end of a, all of b, the start of c. Rank 3 owns padding alone, and takes part in every
-    collective. If each rank owned whole layers, some would own more than others, and all would wait for them.
+    collective. If each rank owned whole layers, some would own more than others, and all would wait for these ranks.
     """
 
     def __init__(self, named_params, group):
         self.names, self.params = zip(*named_params)  # of one dtype, on one device
         self.group = group
         self.world_size = dist.get_world_size(group)
-        align = self.alignment()  # of how many elements each beginning below is a multiple
+        align = self.alignment()  # in elements: all offsets, and the shard's size, are multiples of it
         self.offsets = []  # where each parameter begins in the flat buffer
         end = 0
         for param in self.params:
@@ -124,18 +124,18 @@ class Bucket:
         return [shard[begin:end] for _, begin, end in self.cuts]
 
     def make_pieces(self):
-        """A piece is a slice of the shard, which is a slice of `flat`, which is the weights; unseen by autograd."""
+        """A piece is a slice of the shard, which is a slice of `flat` (in ZeRO-3 a copy), which is the weights."""
         pieces = []
         for part in self.cut(self.shard):
-            piece = part.detach()
-            pieces.append(piece.requires_grad_())
+            piece = part.detach()  # autograd does not see what the optimizer writes
+            pieces.append(piece.requires_grad_())  # as optimizers expect of a parameter
         return pieces
 
     def gather(self):
         """Step 5: start to bring all shards into `flat`, and so into the weights. Returns the work."""
         return all_gather(
             self.flat,  # receives all shards
-            self.shard,  # is sent
+            self.shard,  # is sent; in ZeRO-1 and -2 from its own place in `flat`
             group=self.group,
             async_op=True,  # only start it: the caller waits
         )
@@ -162,7 +162,7 @@ class Bucket:
     def require_gradients(self):
         names = [self.names[index] for index in sorted(self.missing)]
         if names:
-            raise RuntimeError(f"no gradient for {names} since zero_grad(): use it, or freeze it before the build")
+            raise RuntimeError(f"no gradient for {names}: use it in each backward, or freeze it before the build")
 
 
 def by_size(model, bucket_mb):
@@ -192,7 +192,7 @@ def share_the_rest(model, group):
     """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone (DDP sends buffers)."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.requires_grad:
-            whole = tensor.contiguous()  # a collective reads memory from end to end, also what lies between columns
+            whole = tensor.contiguous()  # a collective reads memory from end to end, without gaps
             dist.broadcast(whole, group_src=0, group=group)
             tensor.copy_(whole)
 
@@ -219,9 +219,10 @@ class ZeRO1:
     each element by itself, as SGD and AdamW do. `group`: the ranks (default: all). In a loop of your own:
     `loss_fn(engine(x), y).backward()`, `engine.step()`, `engine.zero_grad()`. Several backwards before a step add up.
 
-    It trains any model in which a backward gives each trained parameter one gradient, on all ranks alike. It does not
-    see weights that are replaced, moved, frozen or unfrozen later, torch's clipping, `optimizer.zero_grad()`, and
-    optimizers that look at whole tensors (LAMB). Its hooks keep it alive. Its subclass `ZeRO1Engine` sees all that.
+    It trains any model, on one device, in which a backward gives each trained parameter one gradient, on all ranks
+    alike. It does not see weights that are replaced, moved, frozen or unfrozen later, a `step()` between a forward and
+    its backward, `optimizer.zero_grad()`, torch's clipping (which finds no `param.grad`), and optimizers that look at
+    whole tensors (LAMB). The model's hooks keep it alive. `ZeRO1Engine` (harness/engine/stages.py) sees all that.
     """
 
     def __init__(self, model, optimizer_cls, *, bucket_mb=None, group=None):
@@ -267,13 +268,12 @@ class ZeRO1:
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
-        Every rank receives all averages and uses 1/N of them, as in the article. The paper claims 2Ψ with step 5: that
-        takes a reduce-scatter (./launch.sh exercise zero1_2psi). Backward is over, so nothing hides what is sent.
+        Every rank receives all sums and uses 1/N of them, as in the article. The paper claims 2Ψ with step 5: that
+        takes a reduce-scatter (./launch.sh exercise zero1_2psi). Backward is over: nothing is computed meanwhile.
         """
-        works = []
         for bucket in self.buckets:
-            bucket.require_gradients()
-            works.append(dist.all_reduce(bucket.gradient, group=self.group, async_op=True))
+            bucket.require_gradients()  # of all, before anything is sent
+        works = [dist.all_reduce(bucket.gradient, group=self.group, async_op=True) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works):
             work.wait()
             bucket.gradient /= bucket.world_size
@@ -294,7 +294,7 @@ class ZeRO1:
 
     def on_gradient(self, bucket, index, param):
         """Inside step 2: `param.grad` is finished. It moves into the bucket, so it exists only once."""
-        gradient = bucket.take_gradient(index)  # if it were `place` itself, `model.zero_grad()` would cut the link
+        gradient = bucket.take_gradient(index)  # were `param.grad` this place, `model.zero_grad()` would drop it
         place = bucket.place(bucket.gradient, index)
         if index in bucket.missing:
             place.copy_(gradient)  # over what the step before has left there

@@ -2,8 +2,8 @@
 
 A rank updates its shard only. Once the gradients of all ranks are summed, it has no use for those of the other shards.
 So it should never hold all of them at once. As soon as backward has finished the last gradient of a bucket, ZeRO-2
-sends the bucket in a reduce-scatter. The rank keeps 1/N of the sum. The whole gradients are freed when the next bucket
-is sent, or, for the last one, in `step()`.
+sends the bucket in a reduce-scatter. The rank keeps 1/N of the sum. Its own, **whole** gradients are freed when the
+next bucket is sent, or, for the last one, in `step()`.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
@@ -19,12 +19,12 @@ Per rank, in bytes (float32 and AdamW, one backward per step), and sent per step
 Right before the last bucket is sent two have whole gradients: the one that backward is finishing, and the one in
 flight. The former has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more
 collectives. Activations are added, but they are largest early in backward, when there are hardly any gradients yet. So
-the peak of both together comes early as a rule, and is less than the two peaks' sum. In the update come AdamW's copies.
+the peak of gradients and activations together comes early as a rule, and is less than the sum of their two peaks.
 
 ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one, and
 here the all-gather brings parameters and not gradients.
 
-A simple version keeps all gradients until backward is over; the article says that its version does this. To do better,
+A simple version keeps all gradients until backward is over; the article says that its own does. To do better,
 step 3 must run inside step 2. Buckets are counted from the last layer, which backward reaches first:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
@@ -72,7 +72,7 @@ class Reduction:
     def finish(self):
         """The sum is there: hand this rank's part of the mean to the optimizer."""
         self.work.wait()
-        self.flat = None  # the whole gradients are gone, 1/N is left. (On a GPU the memory's next user queues behind.)
+        self.flat = None  # the whole gradients are gone, 1/N is left. (On a GPU who uses this memory next is queued.)
         self.shard /= self.bucket.world_size
         parts = self.bucket.cut(self.shard)
         for piece, part in zip(self.bucket.pieces, parts):
@@ -86,7 +86,7 @@ class ZeRO2:
     """Data-parallel training of `model` with optimizer state and gradients cut into N.
 
     Arguments, what it trains and what it cannot see are ZeRO-1's. With k backwards before a step a rank sends kΨ
-    gradients and Ψ parameters. (`ZeRO2Engine` has `no_sync()`: 2Ψ, and 4Ψ bytes of whole gradients.)
+    gradients and Ψ parameters. (`ZeRO2Engine` has `no_sync()`: 2Ψ for any k, and 4Ψ bytes of whole gradients.)
     """
 
     def __init__(self, model, optimizer_cls, *, bucket_mb=None, group=None):
@@ -156,7 +156,7 @@ class ZeRO2:
         """Inside step 2: `param.grad` is finished."""
         if self.turn == len(self.buckets):  # all were sent: this is the first gradient of another backward
             self.begin_backward()
-        bucket.missing.remove(index)
+        bucket.missing.remove(index)  # KeyError: an earlier backward was not complete, and no zero_grad() came
         self.send_complete()
 
     def send_complete(self):

@@ -10,27 +10,27 @@ keeps its shard, which has memory of its own. Backward does both once more.
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-What belongs to no unit (embedding, last norm, head) is the **root**. It stays gathered from the start of forward to the
-end of backward. **Prefetch** means to start the all-gather of the next unit before the present one computes.
+What belongs to no unit (embedding, last norm, head) is the **root**. It stays gathered from the start of forward to its
+last gradient. **Prefetch** means to start the all-gather of the next unit before the present one computes.
 
 Per rank, in bytes (float32 and AdamW, one backward per step), and sent per step, in elements:
 
     memory   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 14 GB)
-    peak     16Ψ/N + R + 4U - (R + 2U)/N (R, U: bytes of root, equal units; R < 2U); no activations, prefetch 1
+    peak     16Ψ/N + R + H + 4U - (R + 2U)/N (R, U: bytes of root, equal units; H: below); no activations, prefetch 1
     sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
 
 Late in backward these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and the
 gradients of the unit at work and of the one in flight (2U), whole. Root, the unit at work and the one prefetched have
-no gradient shard yet, so (R + 2U)/N is subtracted. The root's own gradients (last norm, head) stay whole until the
-embedding's has come: then 16Ψ/N + 2R + U - R/N are alive, which is more if R > 3U. The root is gathered once per step,
-so a little less than 3Ψ is sent.
+no gradient shard yet, so (R + 2U)/N is subtracted. The root's first gradients (H: last norm, head) stay whole until the
+embedding's has come: then 16Ψ/N + 2R + U - R/N are alive, which is more if R is large. The root is gathered once per
+step, so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
 needs it, unit by unit. In the order of time, for three units and prefetch 1, and under it what is gathered:
 
     forward   gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2, free 2
               R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
-    backward  gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | ... | compute 0 | free 0, reduce 0 | ..
+    backward  gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | ... | compute 0 | free 0, reduce 0, root
               R + U      R + U   R + 2U     R + 2U      R + U                    R + U       R                  R
 
 A gather is started before the computation that hides it, and waited for after. The last unit is freed although backward
@@ -76,7 +76,7 @@ class Unit(Bucket):
         self.following = []  # units to gather with it in forward: those that run next
         self.preceding = []  # units to gather with it in backward
         self.work = None  # its all-gather in flight
-        self.gathered = True  # `flat` has memory
+        self.gathered = True  # `flat` has memory, which `work` may still have to fill
         self.free()
 
     def start_gather(self):
@@ -143,9 +143,9 @@ def make_units(model, modules, group):
 
 def line_up(units, root, prefetch):
     """Prefetch: who is gathered with whom. The root brings the first units in forward, the last ones in backward."""
-    for place, unit in enumerate(units):
-        unit.following = units[place + 1 : place + 1 + prefetch]
-        before = units[max(0, place - prefetch) : place]
+    for index, unit in enumerate(units):
+        unit.following = units[index + 1 : index + 1 + prefetch]
+        before = units[max(0, index - prefetch) : index]
         unit.preceding = before[::-1]
     if root is not None:
         root.following = units[:prefetch]
@@ -156,10 +156,10 @@ class ZeRO3:
     """Data-parallel training of `model` with optimizer state, gradients and parameters cut into N.
 
     Arguments are ZeRO-1's, with `units`, the modules to gather and free as one (default: `default_units`), in the place
-    of buckets. `prefetch` is how many units ahead to gather. Call the engine, not the model. With k backwards before a
-    step a rank sends 3kΨ. All ranks run the units in the same order. What it cannot see, beside ZeRO-1's list: a part
+    of buckets, as they run. `prefetch` is how many units ahead to gather. Call the engine, not the model. k backwards
+    before a step send 3kΨ. What it cannot see, beside ZeRO-1's list: ranks that run units in different orders; a part
     of a unit that is recomputed alone, or by a reentrant checkpoint; weights outside their unit's forward (in the loss,
-    returned, kept without autograd) or changed in it; a backward through a backward. `ZeRO3Engine` can, or refuses.
+    returned, kept) or changed in it; gradients taken in forward, or through a backward. `ZeRO3Engine` can, or refuses.
     """
 
     def __init__(self, model, optimizer_cls, *, units=None, prefetch=1, group=None):
@@ -212,7 +212,7 @@ class ZeRO3:
         self.free_all()  # what is still gathered has the old values
 
     def reduce_gradients(self):
-        """The end of step 3: see that all units were sent. The last one was received at the end of backward."""
+        """Only a check is left: were all units sent? The last one was received at the end of backward."""
         for unit in self.all_units:
             unit.require_gradients()
 
@@ -268,8 +268,8 @@ class ZeRO3:
     def before_backward(self, unit):
         """Backward has come to `unit`: its output's gradient is there, a weight is asked for, or it runs again.
 
-        The unit before it is next. The first weight asked for is the root's, the head's: then the last unit is gathered
-        while the head computes.
+        The unit before it in forward is next. The first weight asked for is the root's, the head's: then the last unit
+        is gathered while the head computes.
         """
         self.notice_backward()
         unit.start_gather()
@@ -297,7 +297,7 @@ class ZeRO3:
             unit.watch(self.on_gradient)
 
     def on_gradient(self, unit, index, param):
-        """Inside step 2: `param.grad` is finished. With its last one a unit is done. (Else `unpack` gathers it again.)
+        """Inside step 2: `param.grad` is finished. With its last one a unit is done. (If not, `unpack` gathers again.)
 
         No turns as in ZeRO-2: units are gathered in the order of computation, so all ranks must have the same anyway.
         """
@@ -308,7 +308,7 @@ class ZeRO3:
             self.send(unit)  # `Reduction` needs only the size of `flat`, not its memory
 
     def end_backward(self):
-        """Nothing is asked for any more. Normally one reduction is left to receive, the root's, and none to free."""
+        """Nothing is asked for any more. Normally one reduction is left to receive, the root's, and no unit to free."""
         self.receive()
         self.free_all()
 
@@ -340,7 +340,7 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-# Without `clone` a shard would lie in the memory that is freed. Without `wait` a unit computes with old weights.
+# Without `clone` a shard would lie in the memory that is freed. Without `wait` a unit computes with whatever is there.
 # Without `free` in `on_gradient` all units would be whole at the end of backward. Without `free_all` in `step` the next
 # forward would find the root gathered, if a forward without backward has left it so, and use the weights of before.
 

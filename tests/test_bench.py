@@ -29,8 +29,9 @@ def test_ratios_are_of_steps_of_one_round():
 def test_engines_are_measured_beside_each_other(tmp_path):
     names, file = ["ddp", "zero1", "zero3", "fsdp2"], tmp_path / "bench.json"
     words = ["--preset", "toy", "--rounds", "1", "--engines", ",".join(names), "--json", str(file)]
-    result = forked.launch("bench", "2", *words)
-    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr[-3000:]
+    result, other = forked.on_ranks(["-m", "harness.measure.bench", *words], 2)
+    assert result.returncode == other.returncode == 0, result.stderr[-3000:]
+    assert "Warning" not in result.stderr
     rows = json.loads(file.read_text())["sweeps"]["engines"]
     assert list(rows) == ["ddp", "zero1", "zero1 engine", "zero3", "zero3 engine", "fsdp2"]
     assert all(name in result.stdout for name in rows)

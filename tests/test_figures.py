@@ -1,6 +1,7 @@
 """The figures: drawn from the committed measurements, with units on their axes, and shown in the docs."""
 
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from harness.measure.memory_parts import PARTS
 
 ROOT = Path(__file__).parent.parent
 # What has no name on an axis: categories (engines, lanes, options), or it shares another's.
-NAMED_AXES = {"stages": 5, "memory": 1, "live": 5, "lanes": 4, "losses": 3, "step-time": 3, "sweeps": 2, "scaling": 2}
-NAMED_AXES |= {"run": 2}
+NAMED_AXES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())["named_axes"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,38 +1,20 @@
 """The peak rates of GPUs, and the rates that follow from them."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from harness.measure import gpus
 from harness.run.model import preset
 
-# Near to a known one by name, and another model: there is no rate for it.
-OTHER_MODELS = (
-    "NVIDIA L40S", "NVIDIA L40", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 SUPER", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-    "NVIDIA H100 80GB HBM2e", "NVIDIA GH200 480GB", "GRID A100-40C", "", "NVIDIA GeForce GTX 1080",
-)  # fmt: skip
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 
 
-@pytest.mark.parametrize(
-    "name, bf16, fp32",
-    (
-        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
-        ("NVIDIA H100 PCIe", 756e12, 51e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
-        ("Tesla T4", None, 8.1e12),
-        ("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12),
-        ("NVIDIA A100 80GB PCIe", 312e12, 19.5e12),
-        ("NVIDIA H100 NVL", 835e12, 60e12),
-        ("NVIDIA H200", 989e12, 67e12),
-        ("NVIDIA H200 NVL", 835e12, 60e12),
-        ("NVIDIA GeForce RTX 3090", 71e12, 35.6e12),
-        ("NVIDIA L4", 121e12, 30.3e12),
-        *((name, None, None) for name in OTHER_MODELS),
-    ),
-)
-def test_peak_rates(name, bf16, fp32):
-    assert (gpus.peak_flops(name, "bf16"), gpus.peak_flops(name, "fp32")) == (bf16, fp32)
+@pytest.mark.parametrize("name, rates", TABLES["peak_rates"].items())
+def test_peak_rates(name, rates):
+    found = [gpus.peak_flops(name, dtype) for dtype in ("bf16", "fp32")]
+    assert found == [teraflops * 1e12 or None for teraflops in rates]
 
 
 def test_flops_per_token_are_those_that_torch_counts():

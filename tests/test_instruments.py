@@ -7,7 +7,6 @@ import re
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,16 +98,10 @@ def a_collectives_span() -> None:
     assert (gather.name, gather.nbytes) == ("all-gather", 256)
     assert (reduce.name, reduce.nbytes) == ("reduce-scatter", 256)
     assert issued <= gather.start + timeline.opened <= gather.end + timeline.opened <= told < patience
-    if dist.get_backend() == "gloo":  # its reduce-scatter ends inside the wait
-        assert waited <= reduce.end + timeline.opened <= done
+    assert waited <= reduce.end + timeline.opened <= done  # gloo's ends inside the wait
 
 
 # The timeline of a GPU, without one: events that are as strict as CUDA's.
-
-
-@dataclass(frozen=True)
-class Stream:
-    device: int
 
 
 class Current(threading.local):
@@ -117,63 +110,35 @@ class Current(threading.local):
     device = 0
 
 
-class Gpus(TorchDispatchMode):
-    """`with Gpus(1) as gpus:` this thread has the second of several GPUs, and `torch.cuda` these events and streams.
+@contextlib.contextmanager
+def gpus(device: int, clock=time.perf_counter):
+    """This thread has that one of several GPUs, and `torch.cuda` events by `clock`. A stream is its device's number."""
+    current = Current()
+    current.device = device
 
-    The clocks are time itself; for a GPU `speed` times as fast. Or, with `dispatch` and `kernel` (seconds), the host
-    takes so long to prepare each operation, and the GPU to run it: then both clocks go on by nothing else.
-    """
+    def stream(device=None) -> int:
+        return current.device if device is None else torch.device(device).index
 
-    def __init__(self, device: int, speed: float = 1.0, dispatch: float | None = None, kernel: float = 0.0):
-        super().__init__()
-        self.current, self.speed, self.dispatch, self.kernel = Current(), speed, dispatch, kernel
-        self.current.device, self.host, self.free, gpus = device, 0.0, 0.0, self
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
 
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
+        def record(self, stream):
+            self.device, self.moment = stream, clock()
 
-            def record(self, stream=None):
-                self.device = (stream or gpus.stream()).device
-                self.moment = gpus.now()
+        def elapsed_time(self, other) -> float:
+            assert self.device == other.device, f"events of cuda:{self.device} and cuda:{other.device}"
+            return 1e3 * (other.moment - self.moment)
 
-            def elapsed_time(self, other) -> float:
-                assert self.device == other.device, f"events of cuda:{self.device} and cuda:{other.device}"
-                return 1e3 * (other.moment - self.moment)
-
-        self.patches = contextlib.ExitStack()
-        self.new = {"Event": Event, "current_stream": self.stream, "synchronize": lambda *_: None,
-                    "get_device_name": lambda *_: "a GPU"}  # fmt: skip
-
-    def stream(self, device=None) -> Stream:
-        return Stream(self.current.device if device is None else torch.device(device).index)
-
-    def now(self) -> float:
-        """When an event happens that is recorded now."""
-        return self.speed * time.perf_counter() if self.dispatch is None else max(self.host, self.free)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.dispatch is not None:
-            self.host += self.dispatch
-            self.free = max(self.free, self.host) + self.kernel
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self):
-        self.patches.enter_context(mock.patch.multiple(torch.cuda, **self.new))
-        if self.dispatch is not None:
-            clock = SimpleNamespace(perf_counter=lambda: self.host)
-            self.patches.enter_context(mock.patch.object(timelines, "time", clock))
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        self.patches.close()
-        return super().__exit__(*exception)
+    new = {"Event": Event, "current_stream": stream, "synchronize": lambda *_: None}
+    with mock.patch.multiple(torch.cuda, get_device_name=lambda *_: "a GPU", **new):
+        yield
 
 
 def gloo_on_the_second_gpu() -> None:
     """Gloo tells of an end in a thread of its own. There is nothing to be known of the GPU there."""
     whole, shard, told = torch.zeros(64), torch.ones(32), threading.Event()
-    with Gpus(1), Timeline(device=torch.device("cuda", 1)) as timeline:
+    with gpus(1), Timeline(device=torch.device("cuda", 1)) as timeline:
         work = dist.all_gather_single(whole, shard, async_op=True)
         work.get_future().then(lambda _: told.set())  # after what the timeline may have asked for
         assert told.wait(30)
@@ -193,7 +158,7 @@ def gloo_on_the_second_gpu() -> None:
 def a_collective_without_a_work() -> None:
     """NCCL returns none if nobody is to wait later: such a collective is a wait of the stream that computes."""
     with (
-        Gpus(0),
+        gpus(0),
         Timeline(device=torch.device("cuda", 0)) as timeline,
         mock.patch.object(dist.Work, "unbox", lambda _: None),
     ):
@@ -208,7 +173,7 @@ def a_collective_without_a_work() -> None:
 
 def memory_and_spans_on_one_clock(folder: str) -> None:
     """The trace of a step on a GPU whose clock is not the host's: the memory's curve is as long as the spans."""
-    with Gpus(0, speed=1000.0):
+    with gpus(0, lambda: 1000 * time.perf_counter()):
         me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0), "gloo", "")
         config, options = PRESETS["toy"], SimpleNamespace(trace=f"{folder}/trace.json", preset="toy", accumulate=1)
         batch = Batches(torch.arange(1000) % config.vocab, 1, config.seq, 0, torch.device("cpu"))(0, me.rank)
@@ -225,9 +190,28 @@ def memory_and_spans_on_one_clock(folder: str) -> None:
         assert 0.5 < lengths[0] / lengths[1] < 2, lengths
 
 
+class Paced(TorchDispatchMode):
+    """The host takes so many seconds to prepare each operation, and the GPU to run it. Nothing else takes time."""
+
+    def __init__(self, dispatch: float, kernel: float):
+        super().__init__()
+        self.dispatch, self.kernel, self.host, self.free = dispatch, kernel, 0.0, 0.0
+
+    def now(self) -> float:
+        """When an event happens on the GPU that is recorded now."""
+        return max(self.host, self.free)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.host += self.dispatch
+        self.free = self.now() + self.kernel
+        return func(*args, **(kwargs or {}))
+
+
 def computing_with(dispatch: float, kernel: float) -> tuple[int, float, float]:
     """(operations, seconds in which the GPU computed by `operations`, and by the spans)"""
-    with Gpus(0, dispatch=dispatch, kernel=kernel), Timeline(device=torch.device("cuda", 0)) as timeline:
+    paced = Paced(dispatch, kernel)
+    host = mock.patch.object(timelines, "time", SimpleNamespace(perf_counter=lambda: paced.host))
+    with host, gpus(0, paced.now), paced, Timeline(device=torch.device("cuda", 0)) as timeline:
         values = torch.ones(8)
         for _ in range(3):
             values = values * 2

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness.properties.chapter_subjects import chapter_of, subject_class
-from harness.properties.property import Subject, examine, library
+from harness.properties.property import Subject, chapter_of, examine, library, subject_class
 from harness.teach import exercise
 from harness.teach.museum import visit as bug
 from harness.teach.museum.exhibits import EXHIBITS, STAGES

@@ -1,10 +1,15 @@
 """How many ranks, over which backend, and on which device; and no process group at all."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 
 from harness.properties import fixtures
 from harness.run import process_group
+
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 
 
 @pytest.mark.parametrize("stage", fixtures.STAGES.values(), ids=fixtures.STAGES)
@@ -13,31 +18,14 @@ def test_no_process_group(stage):
         stage(fixtures.seeded(fixtures.OddModel), fixtures.OPTIMIZERS["adamw"])
 
 
-@pytest.mark.parametrize(
-    "backend, device, ranks_here, gpus, expected",
-    (
-        ("auto", "auto", 2, 0, "gloo cpu"),
-        ("auto", "auto", 2, 8, "nccl cuda:1"),
-        ("auto", "auto", 8, 8, "nccl cuda:1"),
-        ("auto", "auto", 2, 1, "gloo cuda:0"),
-        ("auto", "auto", 1, 1, "nccl cuda:1"),
-        ("gloo", "auto", 2, 2, "gloo cuda:1"),
-        ("auto", "cpu", 2, 8, "gloo cpu"),
-        ("nccl", "auto", 2, 1, ("2 NCCL ranks", "1 GPU", "--backend gloo")),
-        ("nccl", "auto", 9, 8, ("9 NCCL ranks", "8 GPU")),
-        ("nccl", "auto", 2, 0, ("needs GPUs", "--backend gloo")),
-        ("nccl", "cpu", 2, 8, ("needs GPUs", "--device cpu")),
-        ("auto", "cuda", 2, 0, ("no GPU", "--device cpu")),
-        ("mpi", "auto", 2, 0, ("mpi", "auto, gloo or nccl")),
-        ("auto", "tpu", 2, 0, ("tpu", "auto, cpu or cuda")),
-    ),
-)
-def test_choice_of_backend_and_device(backend, device, ranks_here, gpus, expected):
+@pytest.mark.parametrize("given, expected", TABLES["choices"].items())
+def test_choice_of_backend_and_device(given, expected):
+    backend, device, ranks_here, gpus = given.split()
     if isinstance(expected, str):
-        assert " ".join(process_group.choose(backend, device, 1, ranks_here, gpus)[:2]) == expected
+        assert " ".join(process_group.choose(backend, device, 1, int(ranks_here), int(gpus))[:2]) == expected
     else:
         with pytest.raises(ValueError) as raised:
-            process_group.choose(backend, device, 1, ranks_here, gpus)
+            process_group.choose(backend, device, 1, int(ranks_here), int(gpus))
         assert all(words in str(raised.value) for words in expected)
 
 
@@ -71,10 +59,7 @@ def test_tf32_is_what_torch_says():
         products.fp32_precision = before
 
 
-def test_how_many_ranks_when_nobody_says():
-    assert process_group.default_ranks("auto", "auto", gpus=0, machines=1) == 2
-    assert process_group.default_ranks("auto", "auto", gpus=1, machines=1) == 2
-    assert process_group.default_ranks("nccl", "auto", gpus=1, machines=1) == 1
-    assert process_group.default_ranks("auto", "auto", gpus=1, machines=4) == 1
-    assert process_group.default_ranks("auto", "auto", gpus=8, machines=1) == 8
-    assert process_group.default_ranks("auto", "cpu", gpus=8, machines=1) == 2
+@pytest.mark.parametrize("given, ranks", TABLES["ranks"].items())
+def test_how_many_ranks_when_nobody_says(given, ranks):
+    backend, device, gpus, machines = given.split()
+    assert process_group.default_ranks(backend, device, int(gpus), int(machines)) == ranks

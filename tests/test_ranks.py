@@ -1,6 +1,5 @@
 """Ranks in processes of their own: what they say arrives (harness/run/ranks.py), how they end is told, and they end."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -99,23 +98,23 @@ with ranks.Ranks([{file!r}], 2, 100) as there:
 """
 STARTS_A_POOL = """
 import signal
-from pool import Pool
-ranks = Pool(2)
+import pool
+pool.IMPORTED_ONCE[:] = ["torch"]
+ranks = pool.Pool(2)
 print(*[process.pid for process in ranks._ranks], flush=True)
 ranks.run(signal.pause)
 """
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGKILL))
 @pytest.mark.parametrize("text", (STARTS_RANKS, STARTS_A_POOL), ids=("ranks", "pool"))
-def test_they_end_with_the_process_that_has_started_them(tmp_path, quick_python, text, number):
-    """Even though they are in sessions of their own, or forks of a server; and after kill -9, which nobody hears."""
+def test_they_end_with_the_process_that_has_started_them(tmp_path, quick_python, text):
+    """Even though they are in sessions of their own, or forks of a server: after kill -9, which nobody hears."""
     (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")
     program = text.format(python=quick_python, file=str(tmp_path / "ranks.py"))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) >= 2 and all(psutil.pid_exists(pid) for pid in pids)
-        process.send_signal(number)
+        process.kill()
         process.wait(100)
         assert all_end(pids)
 
@@ -126,15 +125,16 @@ def test_how_ranks_have_ended(tmp_path):
         (tmp_path / f"crash.{rank}").write_text(crash)
     Path(tmp_path, "now.0").write_text("barrier")
     there = ranks.Ranks([], 5, 1, file="a.py")
-    there.folder, there.late = tmp_path, False
+    there.folder = tmp_path
     (tmp_path / "ended").write_text('{"1": -9, "3": 5}')
-    assert there.deaths() == {
-        0: "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
+    assert [there.death(rank) for rank in range(5)] == [
+        "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
         "was in: barrier",
-        1: "was killed by SIGKILL (out of memory? kill -9?)",
-        2: "died: Segmentation fault in line 7 (is it a tensor whose memory was freed?)",
-        3: "ended with exit status 5",
-    }  # the fifth never began
+        "was killed by SIGKILL (out of memory? kill -9?)",
+        "died: Segmentation fault in line 7 (is it a tensor whose memory was freed?)",
+        "ended with exit status 5",
+        None,  # it never began
+    ]
 
 
 # A command that somebody stops, or that loses a rank (harness/run/torchrun.py): one line, and no process is left.
@@ -151,42 +151,6 @@ if sys.argv[1:] == ["--killed"] and rank == "1":
     os.kill(os.getpid(), 9)
 time.sleep(600)
 """
-# `./launch.sh zero1` with this for its Python: torch is there, the options are right, and the chapter is `SCRIPT`.
-PYTHON = """\
-#!/usr/bin/env bash
-case "$*" in -c*) exit 0 ;; esac
-[ -z "${{ZERO_PREFLIGHT:-}}" ] || {{ echo 2 && echo "two ranks" && exit 0; }}
-line=" $* "
-exec {python} ${{line/ -m zero1 / {script} }}
-"""
-
-
-@pytest.fixture
-def started(tmp_path):
-    """Starts ./launch.sh zero1 with options, waits until both ranks are there: (the process, the ranks' numbers)."""
-    script, python, processes = tmp_path / "ranks.py", tmp_path / "python", []
-    script.write_text(SCRIPT)
-    python.write_text(PYTHON.format(python=sys.executable, script=script))
-    python.chmod(0o755)
-
-    def start(*options):
-        process = subprocess.Popen(
-            [str(ranks.ROOT / "launch.sh"), "zero1", "2", *options],
-            env={**os.environ, "PYTHON": str(python)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # as a terminal starts it: Ctrl-C goes to this group
-        )
-        processes.append(process)
-        numbers = []
-        while len(numbers) < 2 and (line := process.stdout.readline()):
-            numbers += [int(line.split()[-1])] if line.startswith("rank ") else []
-        return process, numbers
-
-    yield start
-    for process in processes:
-        process.kill()
 
 
 @pytest.mark.parametrize(
@@ -194,10 +158,15 @@ def started(tmp_path):
     (([], "stopped by Ctrl-C", 130), (["--killed"], "rank 1 was killed by SIGKILL (out of memory? kill -9?)", 1)),
     ids=("Ctrl-C", "killed"),
 )
-def test_the_end_of_a_command_is_one_line(started, options, said, status):
-    process, numbers = started(*options)
-    if not options:
-        os.killpg(process.pid, signal.SIGINT)
-    _, mistake = process.communicate(timeout=300)
+def test_the_end_of_a_command_is_one_line(tmp_path, quick_python, options, said, status):
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    line = [quick_python, *ranks.torchrun(2), str(script), *options]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ranks.started(line, env=ranks.environment(), **streams) as process:
+        numbers = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        if not options:
+            process.send_signal(signal.SIGINT)
+        _, mistake = process.communicate(timeout=300)
     assert mistake.split("\n") == ["", said, ""] and process.returncode == status
-    assert len(numbers) == 2 and all_end(numbers)
+    assert all_end(numbers)

@@ -25,10 +25,10 @@ def test_what_fails_or_hangs_is_a_line_in_the_page_and_the_rest_goes_on(tmp_path
     codes = f"python -c {shlex.quote(HANGS)}", f"python -c {shlex.quote(FAILS)}"
     works = f"cp {REFEREE} {folder}/compare-1.json"
     monkeypatch.setattr(report, "commands", lambda *_: [*codes, works])
-    monkeypatch.setattr(report, "SECONDS", 5)
+    monkeypatch.setattr(report, "SECONDS", 3)
     assert report.main([str(folder)]) == 1
     page = (folder / "report.md").read_text()
-    assert f"- `{codes[0]}` ended after 5 s" in page and f"- `{codes[1]}` failed with exit status 3" in page
+    assert f"- `{codes[0]}` ended after 3 s" in page and f"- `{codes[1]}` failed with exit status 3" in page
     assert f"- `{works}`" not in page and f"## `{works}`\n\ndone" in page
     child = int(page.partition("\nchild ")[2].split()[0])
     assert "Current thread" in page

@@ -17,6 +17,8 @@ ROOMS = ("engine", "run", "measure", "properties", "teach")
 CHAPTERS = ("zero1", "zero2", "zero3")
 CORE = (*(f"{chapter}.py" for chapter in CHAPTERS), "fsdp2_compare.py", "harness", "tests")
 CORE_IN_ALL = "core in all"
+PLACES = {*ROOMS, *CHAPTERS, "harness", "fsdp2_compare", "tests", "extra"}
+DESIGN = (ROOT / "docs" / "design.md").read_text()
 WALKTHROUGH = "harness.measure.walkthrough"  # the demo's driver: a chapter starts it, and knows it nowhere else
 
 
@@ -46,33 +48,17 @@ def place_of(imported: str) -> str:
     return rest[0] if first == "harness" and rest and rest[0] in ROOMS else first
 
 
-def own(places) -> set[str]:
-    """Those of `places` that are the project's own, and not an installed package."""
-    return set(places) & {*ROOMS, *CHAPTERS, "harness", "fsdp2_compare", "tests", "extra"}
-
-
-def table_of_rooms() -> dict[str, tuple[set[str], int | None]]:
-    """{room: (places that it may import, tokens at most or None)}, from where they stand: docs/design.md."""
-    found = {}
-    for line in (ROOT / "docs" / "design.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        most = cells[-1].replace(",", "")
-        if len(cells) == 4 and (most.isdigit() or most == "none"):
-            names = " ".join(re.findall(r"`([^`]+)`", cells[0])) or cells[0]
-            found[names] = places_in(cells[2]), int(most) if most.isdigit() else None
-    return found
-
-
 def places_in(words: str) -> set[str]:
     """What a room may import: "engine, chapters, run", "everything" or "everything but extra"."""
-    everything = {*ROOMS, *CHAPTERS, "fsdp2_compare", "harness", "tests"}
     if words.startswith("everything"):
-        return everything if words.endswith("but extra") else {*everything, "extra"}
-    may = set(words.split(", "))
-    return may - {"chapters"} | set(CHAPTERS) if "chapters" in may else may
+        return PLACES - {"extra"} if words.endswith("but extra") else PLACES
+    return set(words.replace("chapters", ", ".join(CHAPTERS)).split(", "))
 
 
-TABLE = table_of_rooms()
+# {room: (places that it may import, tokens at most or None)}, from where they stand.
+TABLE = {}
+for names, may, most in re.findall(r"^\| (.*?) \| .* \| (.*?) \| ([\d,]+|none) \|$", DESIGN, re.MULTILINE):
+    TABLE[names.replace("`", "")] = places_in(may), None if most == "none" else int(most.replace(",", ""))
 
 
 def files_of(place: str) -> list[Path]:
@@ -105,17 +91,16 @@ def lines_of_docstrings(text: str) -> set[int]:
     return found
 
 
-def number_of_tokens(text: str) -> int:
+def tokens_of(text: str) -> list[tokenize.TokenInfo]:
     """Names, operators, numbers and strings of `text`; no docstrings, no comments."""
-    counted = {getattr(tokenize, name) for name in COUNTED if hasattr(tokenize, name)}
     docstrings = lines_of_docstrings(text)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type in counted and token.start[0] not in docstrings for token in tokens)
+    return [each for each in tokens if tokenize.tok_name[each.type] in COUNTED and each.start[0] not in docstrings]
 
 
 @functools.cache
 def tokens_in(file: Path) -> int:
-    return number_of_tokens(file.read_text())
+    return len(tokens_of(file.read_text()))
 
 
 @pytest.mark.parametrize("place", [place for place, (_, most) in TABLE.items() if most is not None])
@@ -131,7 +116,7 @@ def test_no_room_has_more_tokens_than_it_may_have(place):
 @pytest.mark.parametrize("place", [*(f"harness/{room}" for room in ROOMS), "fsdp2_compare.py"])
 def test_a_room_imports_only_what_it_may(place):
     for file in files_of(place):
-        found = own(map(place_of, imports_in(file)))
+        found = set(map(place_of, imports_in(file))) & PLACES
         assert found <= TABLE[place][0], f"{file.relative_to(ROOT)} imports {sorted(found - TABLE[place][0])}"
 
 
@@ -162,21 +147,18 @@ def test_a_chapter_imports_torch_and_earlier_chapters_alone(chapter):
 # How long a chapter is.
 
 
-def code_lines(text: str) -> int:
+def code_lines(text: str) -> set[int]:
     """Lines of `text` with code on them: no docstrings, comments or blank lines. A string of three lines is three."""
-    comments = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in comments:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - lines_of_docstrings(text))
+    for token in tokens_of(text):
+        lines.update(range(token.start[0], token.end[0] + 1))
+    return lines
 
 
 def code_lines_of_class(text: str, name: str) -> int:
-    """As `code_lines`, of one class with its decorators."""
+    """As `code_lines`, of one class."""
     (node,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
-    first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-    return code_lines("\n".join(text.split("\n")[first - 1 : node.end_lineno]))
+    return len(code_lines(text) & set(range(node.lineno, node.end_lineno + 1)))
 
 
 BUDGETS = {"zero1": ("ZeRO1", 60, 318), "zero2": ("ZeRO2", 65, 200), "zero3": ("ZeRO3", 115, 355)}
@@ -194,7 +176,7 @@ def test_a_chapter_is_read_in_one_sitting(chapter):
 
 def test_the_chapters_have_one_idea_in_a_line():
     texts = [(ROOT / f"{chapter}.py").read_text() for chapter in CHAPTERS]
-    tokens, lines = sum(map(number_of_tokens, texts)), sum(map(code_lines, texts))
+    tokens, lines = sum(len(tokens_of(text)) for text in texts), sum(len(code_lines(text)) for text in texts)
     assert tokens <= DENSITY * lines, f"{tokens / lines:.2f} tokens in a line of code"
 
 

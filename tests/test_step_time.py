@@ -2,8 +2,10 @@
 
 import itertools
 import time
+import tomllib
 import types
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +18,8 @@ import fsdp2_compare as referee
 from harness.measure import step_report, step_time, timeline
 from harness.measure.timeline import Span, Wait
 from harness.run.model import GPTConfig
+
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 
 # On the ranks.
 
@@ -278,19 +282,10 @@ def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
         assert max(parts["peak_bytes"], recomputed["peak_bytes"]) < plain["peak_bytes"], engine
 
 
-@pytest.mark.parametrize(
-    "given, settled",
-    (
-        ([], (4, 4, 1)),
-        (["--accumulate", "2"], (4, 2, 2)),
-        (["--batch", "6", "--micro-batch", "2"], (6, 2, 3)),
-        (["--micro-batch", "3", "--accumulate", "5"], (15, 3, 5)),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("given, settled", TABLES["batches"].items())
 def test_a_batch_is_micro_batches_times_their_number(given, settled):
-    options = referee.arguments(given)
-    assert (options.batch, options.micro_batch, options.accumulate) == settled
+    options = referee.arguments(given.split())
+    assert [options.batch, options.micro_batch, options.accumulate] == settled
 
 
 def test_out_of_memory_says_where_and_what_for(ranks):

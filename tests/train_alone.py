@@ -1,6 +1,6 @@
 """Run by torchrun in a folder that has the three chapters and nothing else: they train beside DDP, and end equal.
 
-A GPT-like model with a tied head, an MLP, a model with odd sizes, a frozen part and a buffer with gaps, and one whose
+A GPT-like model with a tied head, a model with odd sizes, a frozen part and a buffer with gaps, and an MLP whose
 units have hooks of their own; other data on each rank; two backwards in every second step; an evaluation in between.
 """
 
@@ -76,7 +76,6 @@ def vectors(width, generator):
 
 MODELS = {
     "tied": (Tied, tokens, F.cross_entropy),
-    "mlp": (lambda: nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 1)), partial(vectors, 10), F.mse_loss),
     "odd": (Odd, partial(vectors, 7), F.mse_loss),
     "hooked": (
         lambda: nn.Sequential(nn.Linear(10, 33), Halved(33, 33), Halved(33, 1)),

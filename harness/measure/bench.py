@@ -28,7 +28,6 @@ from harness.measure.sweeps import SWEEPS, prepared, with_their_engines
 from harness.measure.watched_step import allocator_of, watched_step
 from harness.run import engine_file, engines, process_group
 from harness.run import options as common
-from harness.run.command_line import one_line
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.run.process_group import Rank
@@ -223,10 +222,9 @@ def on_ranks(options: argparse.Namespace) -> None:
 
 
 def main(argv=None) -> None:
-    with one_line(ValueError):
-        options = arguments(argv)
-        if options.ratios:
-            return print("\n".join(lines_of_ratios(options.ratios)))
+    options = arguments(argv)
+    if options.ratios:
+        return print("\n".join(lines_of_ratios(options.ratios)))
     gc.collect()
     gc.disable()  # it would come in one engine's step, and not in another's
     if options.host is not None:

@@ -21,6 +21,8 @@ from harness.run.engines import DTYPES, ENGINES
 from harness.run.model import GPT, GPTConfig, next_token_loss, preset
 from harness.run.recompute import checkpoint_blocks
 
+POINTS = 120  # of a curve, in each phase
+
 
 def row_of(name: str, options: argparse.Namespace) -> dict:
     """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
@@ -110,8 +112,8 @@ def sent_by_kind(collectives: Iterable[Collective]) -> dict[str, dict]:
     return {kind: {what: round(number) for what, number in row.items()} for kind, row in found.items()}
 
 
-def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
-    """The step as a line: `points` stretches per phase, of each the moments with the most and the least alive.
+def curve(memory: PartsLedger) -> dict[str, list]:
+    """The step as a line: POINTS stretches per phase, of each the moments with the most and the least alive.
 
     {"phase": ["1 forward", ...], "progress": [0 to 1 within the phase], part: [MB], ...}, MB being 10^6 bytes.
     """
@@ -121,7 +123,7 @@ def curve(memory: PartsLedger, points: int = 120) -> dict[str, list]:
             phases.setdefault(moment.phase, []).append(moment)
     result = {"phase": [], "progress": [], **{part: [] for part in PARTS}}
     for phase, moments in phases.items():
-        stretch = -(-len(moments) // points)
+        stretch = -(-len(moments) // POINTS)
         for start in range(0, len(moments), stretch):
             numbers = range(start, min(start + stretch, len(moments)))
             ends = {pick(numbers, key=lambda number: moments[number].live) for pick in (min, max)}

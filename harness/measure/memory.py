@@ -20,7 +20,6 @@ from harness.measure.memory_tables import all_tables
 from harness.run import engines as registry
 from harness.run import micro_batches, process_group
 from harness.run import options as common
-from harness.run.command_line import one_line
 from harness.run.model import number_of_parameters, preset
 from harness.run.progress import told
 
@@ -96,8 +95,7 @@ def measure_up_to(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    with one_line(ValueError):
-        options = arguments()
+    options = arguments()
     what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""

@@ -24,8 +24,8 @@ class Span:
     in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
     `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
     not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
-    unit or bucket of a collective, where somebody has found it out (harness/measure/collective_names.py). `later`
-    says of a collective that it was issued to be waited for later (`async_op`).
+    unit or bucket of a collective, where `on_collective` has found it out (harness/measure/collective_names.py).
+    `later` says of a collective that it was issued to be waited for later (`async_op`).
 
     While the timeline is open `start` and `end` are moments of its clock, and `end` is None of what has not ended.
     """
@@ -86,6 +86,7 @@ class Timeline(TorchDispatchMode):
         self._products_at: list[list] = []  # their number when each collective was issued, and when it was waited for
         self._stream = None  # on CUDA the one that computes
         self.on_wait = lambda number: None  # called with a collective's number when somebody has waited for it
+        self.on_collective = lambda span, args: None  # called when a collective is issued
 
     def mark(self) -> None:
         """Note the time, on CUDA that of the GPU: where a step begins, say."""
@@ -153,6 +154,7 @@ class Timeline(TorchDispatchMode):
         span = Span(COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, later=later)
         self.spans.append(span)
         self.collectives.append(span)
+        self.on_collective(span, args)
         self._products_at.append([self._products, None])
         for work in works_in(result):
             if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.measure import step_report, step_time, tables
-from harness.measure.collective_names import CollectiveNames
+from harness.measure.collective_names import named_collectives
 from harness.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
 from harness.measure.memory_parts import PartsLedger
 from harness.measure.out_of_memory import explained
@@ -130,12 +130,11 @@ def _parameters(engine) -> int:
 def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Namespace) -> None:
     """One more step of all ranks, into one file; what step 0 was stands before it."""
     dist.barrier()  # the ranks' clocks start here
-    with PartsLedger(engine) as memory, CollectiveNames(engine) as names, Timeline(engine, me.device) as timeline:
+    timeline = Timeline(engine, me.device)
+    with PartsLedger(engine) as memory, named_collectives(engine, timeline), timeline:
         memory.clock = timeline.now
         _train(engine, batch, options)
         memory.clock = time.perf_counter
-    for span, name in zip(timeline.collectives, names.found):
-        span.unit = name
     # What is there already when the timeline is opened is there from its beginning.
     live = [(max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
     everyone = [None] * me.world_size

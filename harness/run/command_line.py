@@ -38,8 +38,14 @@ def one_line(*mistakes: type[Exception]):
             time.sleep(120)
         os._exit(128 + signal.SIGPIPE)
     except mistakes as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say_error(error)
         sys.exit(2)
+
+
+def say_error(error: BaseException, hint: str = "") -> None:
+    """One line on stderr. Of a rank it begins with its number."""
+    where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)
 
 
 def did_you_mean(given: str, known) -> str:

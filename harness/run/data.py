@@ -48,12 +48,12 @@ def while_all_have(batches, group=None):
         yield batch
 
 
-def hold_out(text: torch.Tensor, seq: int, part: float = 0.05) -> tuple[torch.Tensor, torch.Tensor]:
-    """(text to train on, the last `part` of the text, of which no byte is trained on).
+def hold_out(text: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(text to train on, the last twentieth of the text, of which no byte is trained on).
 
     Raises ValueError if one of them has no whole sequence of `seq` bytes with its targets.
     """
-    cut = len(text) - max(int(len(text) * part), seq + 1)
+    cut = len(text) - max(len(text) // 20, seq + 1)
     if cut <= seq:
         need = f"{seq + 1} are held out, and sequences of {seq} need as many again"
         raise ValueError(f"a text of {len(text)} bytes is too short: {need}: {SHORTER}")

@@ -64,20 +64,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, seq, width = x.shape
-        query, key, value = self._query_key_value(self.qkv(self.norm1(x)), width // self.heads)
+        heads = self.qkv(self.norm1(x)).view(batch, seq, -1, width // self.heads).transpose(1, 2)
+        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
         grouped = self.kv_heads != self.heads
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, seq, width))
         normed = self.norm2(x)
         inner = F.gelu(self.up(normed)) if self.gate is None else F.silu(self.gate(normed)) * self.up(normed)
         return x + self.down(inner)
-
-    def _query_key_value(self, qkv: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-        """(batch, seq, (heads + 2 kv_heads) size) -> three of (batch, heads or kv_heads, seq, size)."""
-        if self.kv_heads == self.heads:
-            return qkv.view(*qkv.shape[:2], 3, self.heads, size).permute(2, 0, 3, 1, 4).unbind()
-        heads = qkv.view(*qkv.shape[:2], -1, size).transpose(1, 2)
-        return heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
 
 
 class GPT(nn.Module):

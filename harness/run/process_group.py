@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness.engine import accelerator
-from harness.run.command_line import one_line
+from harness.run.command_line import one_line, say_error
 from harness.run.starter import end_with_starter
 
 TIMEOUT_SECONDS = 120
@@ -210,22 +210,20 @@ def stop() -> None:
 
 
 def run(main) -> None:
-    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1.
+    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1 or 2.
 
     The other ranks do not wait for this one in vain: torchrun stops them when it exits.
     """
     status = 1
     try:
-        with one_line():
+        with one_line(ValueError, TypeError, OSError):
             record(main)()  # `record` writes an error down for torchrun
         status = 0
     except SystemExit as leaving:
         status = leaving.code or 0
-    except (ValueError, TypeError, OSError) as error:
-        _say(error)
     except RuntimeError as error:
         hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
-        _say(error, hint if lost(str(error)) else "")
+        say_error(error, hint if lost(str(error)) else "")
     except Exception:
         traceback.print_exc()  # nothing that was foreseen: show where
     sys.stdout.flush()
@@ -236,9 +234,3 @@ def run(main) -> None:
 def lost(said: str) -> bool:
     """Whether an error's message is that of a rank which has waited for another one in vain."""
     return any(sign in said for sign in ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer"))
-
-
-def _say(error: BaseException, hint: str = "") -> None:
-    rank = os.environ.get("RANK")
-    where = f"[rank {rank}] " if rank is not None else ""
-    print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)

@@ -130,24 +130,21 @@ class Ranks:
     def __init__(self, command: list[str], world_size: int, seconds: float, quiet=False, file: str = "", **variables):
         self.command, self.world_size, self.seconds, self.quiet = command, world_size, seconds, quiet
         self.file, self.variables = file, variables
+        self.late, self.text, self._stack = False, "", contextlib.ExitStack()
 
     def __enter__(self) -> "Ranks":
-        with contextlib.ExitStack() as stack:
-            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            output = stack.enter_context(open(self.folder / "output", "w"))
-            command = [sys.executable, *torchrun(self.world_size), *self.command, str(self.folder)]
-            streams = {"stdout": output if self.quiet else None, "stderr": output}
-            self.variables[ENDED] = str(self.folder / "ended")
-            self.until, self.late, self.text = time.monotonic() + self.seconds, False, ""
-            self.process = stack.enter_context(started(command, env=environment(**self.variables), **streams))
-            self._stack = stack.pop_all()
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        output = self._stack.enter_context(open(self.folder / "output", "w"))
+        command = [sys.executable, *torchrun(self.world_size), *self.command, str(self.folder)]
+        streams = {"stdout": output if self.quiet else None, "stderr": output}
+        self.variables[ENDED] = str(self.folder / "ended")
+        self.until = time.monotonic() + self.seconds
+        self.process = self._stack.enter_context(started(command, env=environment(**self.variables), **streams))
         return self
 
     def __exit__(self, kind, *exception) -> None:
-        try:
+        with self._stack:
             self._end(0 if kind or self.late else PATIENCE)
-        finally:
-            self._stack.close()
 
     def _end(self, seconds: float) -> None:
         end(self.process, seconds)
@@ -173,10 +170,10 @@ class Ranks:
 
     def _last_verdicts(self, item) -> list[dict | None]:
         """When all have ended: what each has said by now, or how it has ended."""
-        verdicts, died = said(self.folder, item, self.world_size), self.deaths()
-        if not died and not any(verdicts):
+        verdicts, deaths = said(self.folder, item, self.world_size), list(map(self.death, range(self.world_size)))
+        if not any(deaths) and not any(verdicts):
             return verdicts
-        lost = ({"status": "died", "error": died.get(rank, "ended")} for rank in range(self.world_size))
+        lost = ({"status": "died", "error": how or "ended"} for how in deaths)
         return [verdict or instead for verdict, instead in zip(verdicts, lost)]
 
     def last_words(self) -> str:
@@ -184,15 +181,13 @@ class Ranks:
         said = re.findall(r"^\[rank \d+\] error: .*$", self.text, re.MULTILINE)
         return "\n".join(said) if said else self.text[-3000:]
 
-    def deaths(self) -> dict[int, str]:
-        """{rank: how it has ended, in words} of all that had begun, when all have ended."""
-        died = {}
-        for rank in range(self.world_size):
-            if (self.folder / f"crash.{rank}").exists():  # else it never began
-                now = self.folder / f"now.{rank}"
-                last = f"; the last collective it was in: {now.read_text().strip()}" if now.exists() else ""
-                died[rank] = self._death(rank) + last
-        return died
+    def death(self, rank: int) -> str | None:
+        """How a rank has ended, in words, when all have ended. None of one that never began."""
+        if not (self.folder / f"crash.{rank}").exists():
+            return None
+        now = self.folder / f"now.{rank}"
+        last = f"; the last collective it was in: {now.read_text().strip()}" if now.exists() else ""
+        return self._death(rank) + last
 
     def _death(self, rank: int) -> str:
         ended = self.folder / "ended"

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from harness.measure.held import storage_bytes, storage_under
 from harness.measure.traffic import sent_bytes
 from harness.properties import fixtures
-from harness.properties.chapter_subjects import subject_class
-from harness.properties.property import expect, same
+from harness.properties.property import expect, same, subject_class
 from harness.run.engines import CHAPTERS
 from harness.teach.check.cases import ADAMW, groups_of
 from harness.teach.check.recorder import Issued, Recorder
