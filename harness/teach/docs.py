@@ -26,11 +26,11 @@ from harness.measure.report import TITLES as OF_A_MACHINE
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
 from harness.run.command_line import Parser, one_line
+from harness.run.ranks import ROOT
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
 
-ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "results" / "figures"
 BLOCK = re.compile(
     r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL

@@ -219,7 +219,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """What was asked for, and where it runs. Raises ValueError."""
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("check NAME [N]", description=__doc__, formatter_class=form)
-    parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
+    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
     parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: 3, or one per GPU)")
     hint = "the next hint for the step that is not passed; twice: the next two"
     parser.add_argument("--hint", action="count", default=0, help=hint)
@@ -230,9 +230,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     common.add(parser, "seed", "json", "backend", "device")
     options = parser.parse_args(argv)
     name, gpus = options.name, accelerator.count()
-    if name not in EXERCISES:
-        not_this = f"; not {name!r}" if name else ""
-        raise ValueError(f"which one? there are: {', '.join(EXERCISES)}{not_this}")
     least = EXERCISES[name].ranks
     if options.ranks is None:  # with two, too much is alike on both
         options.ranks = max(least, gpus if gpus > 1 and options.device != "cpu" else 3)
