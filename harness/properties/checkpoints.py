@@ -34,6 +34,7 @@ from harness.engine.checkpoint.rectangles import rectangles
 from harness.properties import fixtures
 from harness.properties.fixtures import (
     ADAMW,
+    EXACT,
     SGD,
     OddModel,
     Stack,
@@ -44,8 +45,7 @@ from harness.properties.fixtures import (
     token_batch,
     vector_batch,
 )
-from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
-from harness.properties.training import EXACT
+from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
 from harness.run.shared_folder import shared_folder
 
 
@@ -159,9 +159,9 @@ def state_of(trained, buffers: bool = False) -> dict:
 @holds(
     "life",
     ask(),
-    ask("zero1", more_engines=STAGES, in_background=True),
-    ask("zero3", more_engines=STAGES, mixed=True),
-    ask("zero2", optimizer="remembers"),
+    ask("zero1", in_background=True),
+    ask("zero3", mixed=True),
+    only("zero2", optimizer="remembers"),
     *[ask_thorough("zero3", optimizer=name) for name in OPTIMIZERS],
 )
 def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_background=False, mixed=False):
@@ -179,7 +179,7 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
         train(trained, [step])
         schedule.step()
     train(other, range(7, 9))
-    extra = {"schedule": schedule.state_dict(), "rank": dist.get_rank(), "random": torch.get_rng_state()}
+    extra = {"schedule": schedule.state_dict(), "rank": engine.rank, "random": torch.get_rng_state()}
     extra["keys"] = {1: (2, [3.0]), "5": {7: None, "numpy's": numpy.bool_(True)}}
     save = engine.more.get("save") or partial(checkpoint.async_save if in_background else checkpoint.save, **extra)
     expected = state_of(trained)
@@ -193,8 +193,8 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     if optimizer == "remembers":
         read = {**OPTIONS, "number": 0.25, "numbered": {1: "a", 2: 0.5}}  # as Python's numbers
         same("the options", str({key: other.optimizer.param_groups[0][key] for key in OPTIONS}), str(read))
-    same("what save returns", (saved.rank, saved.path), (dist.get_rank(), folder / "000001"))
-    same("the caller's values", (found["rank"], found["keys"]), (dist.get_rank(), extra["keys"]))
+    same("what save returns", (saved.rank, saved.path), (engine.rank, folder / "000001"))
+    same("the caller's values", (found["rank"], found["keys"]), (engine.rank, extra["keys"]))
     same("a tensor of the caller's", found["random"], extra["random"])
     its.load_state_dict(found["schedule"])
     same("learning rates", [group["lr"] for group in other.optimizer.param_groups], its.get_last_lr())
@@ -211,14 +211,14 @@ ON_A_GRID = "grid@4 engine@4 grid@4 other@2"
 
 @holds(
     "life",
-    ask(("zero1", "zero3"), 3, more_engines=STAGES, journey=JOURNEY),
-    ask("zero2", 4, more_engines=STAGES, journey=ON_A_GRID),
+    ask(("zero1", "zero3"), 3, more_ranks=(), journey=JOURNEY),
+    ask("zero2", 4, journey=ON_A_GRID),
     ask_thorough(ranks=3, journey=BY_FSDP2),
 )
 def a_checkpoint_travels(engine, journey):
     """Loading and saving again changes no bit, whoever does it where; training comes out where one process does."""
     stations = [station.split("@") for station in journey.split()]
-    rank, everyone = dist.get_rank(), dist.get_world_size()
+    rank, everyone = engine.rank, engine.size
     groups = {size: dist.new_group(range(everyone - size, everyone)) for size in range(1, everyone + 1)}
     odd, source, steps, told = "fsdp2" not in journey, None, 0, {}
     with shared_folder() as folder:
@@ -342,11 +342,6 @@ def of_other_runs(engine, folder: Path) -> None:
         checkpoint.save(trained, folder / name)
 
 
-def flipped(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-
 NOT_LOADED = {  # checkpoint: (error, its words)
     "flipped __1_0.distcp": (checkpoint.Damaged, "__1_0.distcp' is not what was written"),
     "flipped .metadata": (checkpoint.Damaged, ".metadata' is not what was written"),
@@ -373,9 +368,12 @@ def damage(good: Path, folder: Path) -> None:
         if how in ("flipped", "cut off", "without"):
             copied = shutil.copytree(good, folder / name) / file
             content = copied.read_bytes()
-            copied.unlink()
-            if how != "without":
-                copied.write_bytes(flipped(content) if how == "flipped" else content[:-1])
+            if how == "flipped":
+                copied.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            elif how == "cut off":
+                copied.write_bytes(content[:-1])
+            else:
+                copied.unlink()
     copied = shutil.copytree(good, folder / "a list that runs")
     (copied / ".metadata").write_bytes(pickle.dumps(Runs(folder / "list ran")))
     (copied / "SHA256SUMS").unlink()
@@ -390,19 +388,20 @@ def what_cannot_be_loaded_changes_nothing(engine):
         checkpoint.save(trained, folder / "good", step=1)
         good = state_of(trained)
         of_other_runs(engine, folder)
-        if dist.get_rank() == 0:
+        if engine.rank == 0:
             damage(folder / "good" / "000001", folder)
         dist.barrier()
         train(trained, [1])
         before = state_of(trained, buffers=True)
         for name, (error, *words) in NOT_LOADED.items():
-            refused(lambda path=folder / name: checkpoint.load(trained, path), *words, error=error)
+            with refused(*words, error=error):
+                checkpoint.load(trained, folder / name)
             same(f"the engine after {name!r}", state_of(trained, buffers=True), before)
         if engine.like == "zero3":
             with torch.device("meta"):
                 model = Zoo().double()
-            path = folder / "a list that runs"
-            refused(lambda: engine(model, ADAMW, state_dict=path), "it asks for ", error=checkpoint.Unsafe)
+            with refused("it asks for ", error=checkpoint.Unsafe):
+                engine(model, ADAMW, state_dict=folder / "a list that runs")
         same("what a checkpoint has run", [path.name for path in folder.glob("* ran")], [])
         same("what was saved beside the weights", checkpoint.load(trained, folder / "good"), {"step": 1})
         same("what was loaded at last", state_of(trained), good)
@@ -437,9 +436,9 @@ def files_of_at_most(nbytes: int):
 @holds("misuse")
 def what_one_rank_cannot_write_nobody_has(engine):
     """An error in one rank's files is one on all, in the same words; nothing is left over, and the last one is good."""
-    trained, rank = zoo_under(engine), dist.get_rank()
+    trained, rank = zoo_under(engine), engine.rank
     train(trained, [0])
-    expected, said = state_of(trained), ""
+    expected, said = state_of(trained), []
     with shared_folder() as folder:
 
         def save(to: str = "run"):
@@ -456,7 +455,9 @@ def what_one_rank_cannot_write_nobody_has(engine):
         ):
             warnings.simplefilter("always")
             for each in (save_in_background, save):  # the thread warns a moment after its future has its error
-                said += refused(each, "rank 1: ", "File too large", "earlier ones are as they were", error=RuntimeError)
+                with refused("rank 1: ", "File too large", "earlier ones are as they were", error=RuntimeError) as why:
+                    each()
+                said += why
         same("warnings of what fails in the background", ["rank 1: " in str(each.message) for each in warned], [True])
         dist.barrier()
         same("checkpoints after a full disk", names_in(folder / "run"), ["000001"])
@@ -467,21 +468,26 @@ def what_one_rank_cannot_write_nobody_has(engine):
         if rank == 0:
             (folder / "file").write_text("")
         dist.barrier()
-        with patch.object(files, "_sync", no_space):
-            said += refused(lambda: save("full"), "rank 0: ", "No space left")
-        with patch.object(contents, "read", no_space):  # rank 0 looks whether the new checkpoint can be read
-            said += refused(lambda: save("unread"), error=checkpoint.Damaged)
-        said += refused(lambda: save("file"), "rank 0: ")
-        words = [None] * dist.get_world_size()
-        dist.all_gather_object(words, said)
-        same("what the ranks say", words, [said] * len(words))
+        with patch.object(files, "_sync", no_space), refused("rank 0: ", "No space left") as why:
+            save("full")
+        said += why
+        with patch.object(contents, "read", no_space), refused(error=checkpoint.Damaged) as why:
+            save("unread")  # rank 0 looks whether the new checkpoint can be read
+        said += why
+        with refused("rank 0: ") as why:
+            save("file")
+        words = [None] * engine.size
+        dist.all_gather_object(words, said + why)
+        same("what the ranks say", words, [said + why] * len(words))
         same("what is left", names_in(folder / "full") + names_in(folder / "unread"), [])
 
 
-NOT_PLAIN = {  # what the option `note` or the caller's value is, and the name by which it is refused
-    "note": (len.__call__, (x for x in ()), numpy.zeros(2)),
-    "note.a": ({"a": Runs(Path(os.devnull))},),  # whose copy opens that file
-}
+NOT_PLAIN = (  # what the option `note` or the caller's value is, and the name by which it is refused
+    (len.__call__, "note"),
+    ((x for x in ()), "note"),
+    (numpy.zeros(2), "note"),
+    ({"a": Runs(Path(os.devnull))}, "note.a"),  # whose copy opens that file
+)
 NOT_TOGETHER = (  # the optimizer's state of one parameter, on one rank alone or on all
     {"kept": torch.zeros(2, 2)},
     {"kept": [torch.zeros(2)]},
@@ -493,33 +499,38 @@ NOT_TOGETHER = (  # the optimizer's state of one parameter, on one rank alone or
 @holds("misuse")
 def what_cannot_be_loaded_is_not_saved(engine):
     """A value that could not be read again is refused by its name, on all ranks, before a folder is made."""
-    rank = dist.get_rank()
+    rank = engine.rank
     with shared_folder() as folder:
         trained = zoo_under(engine, param_groups=None)
         other = checkpoint.save(trained, folder / "other").path
         folder = folder / "new"
-        refused(lambda: checkpoint.save(trained, other), "is a checkpoint itself", error=ValueError)
-        refused(lambda: checkpoint.save(trained, folder, keep=0), "keep must be a number", error=ValueError)
+        with refused("is a checkpoint itself", error=ValueError):
+            checkpoint.save(trained, other)
+
+        def refuses(*words: str, **values):
+            with refused(*words, error=ValueError):
+                checkpoint.save(trained, folder, **values)
+
+        refuses("keep must be a number", keep=0)
         (group,) = trained.optimizer.param_groups
-        for name, values in NOT_PLAIN.items():
-            for value in values:
-                # Rank 0 alone has the option: the others say so all the same.
-                group["note"] = value if rank == 0 else 1
-                refused(lambda: checkpoint.save(trained, folder), f"'optim.param_groups.0.{name}'", error=ValueError)
-                group["note"] = 1
-                words = "'what", ": a checkpoint takes tensors"
-                refused(lambda value=value: checkpoint.save(trained, folder, what=value), *words, error=ValueError)
+        for value, name in NOT_PLAIN:
+            # Rank 0 alone has the option: the others say so all the same.
+            group["note"] = value if rank == 0 else 1
+            refuses(f"'optim.param_groups.0.{name}'")
+            group["note"] = 1
+            refuses("'what", ": a checkpoint takes tensors", what=value)
         trained = zoo_under(engine, SGD, param_groups=None)
-        for state in NOT_TOGETHER:
-            trained.optimizer.state[pieces_of(trained)[0]] = state
-            refused(lambda: checkpoint.save(trained, folder), "in the optimizer's state", error=ValueError)
-        trained.optimizer.state["of all"] = {"steps": 1}
-        refused(lambda: checkpoint.save(trained, folder), "'of all' in the optimizer's state", error=ValueError)
-        del trained.optimizer.state["of all"]
-        for state in ({"kept": rank}, {"kept": {"a": 1} if rank else {}}):  # a parameter may lie on two ranks
-            trained.optimizer.state.update(dict.fromkeys(pieces_of(trained), state))
-            refused(lambda: checkpoint.save(trained, folder), "ranks disagree on ", error=ValueError)
-        expect(not folder.exists(), "the folder of what cannot be saved", "none", "it is there")
+        state, pieces = trained.optimizer.state, pieces_of(trained)
+        for own in NOT_TOGETHER:
+            state[pieces[0]] = own
+            refuses("in the optimizer's state")
+        state["of all"] = {"steps": 1}
+        refuses("'of all' in the optimizer's state")
+        del state["of all"]
+        for own in ({"kept": rank}, {"kept": {"a": 1} if rank else {}}):  # a parameter may lie on two ranks
+            state.update(dict.fromkeys(pieces, own))
+            refuses("ranks disagree on ")
+        assert not folder.exists()
 
 
 @holds("misuse")
@@ -529,10 +540,11 @@ def learning_rates_that_part_are_noticed_at_a_save(engine):
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(trained.optimizer, patience=0)
     with shared_folder() as folder:
         checkpoint.save(trained, folder)
-        for loss in (1.0, 2.0 if dist.get_rank() == 0 else 0.5):
+        for loss in (1.0, 2.0 if engine.rank == 0 else 0.5):
             schedule.step(loss)
         for _ in range(2):
-            refused(lambda: checkpoint.save(trained, folder), "ranks disagree on 'group 0'", "lr", error=ValueError)
+            with refused("ranks disagree on 'group 0'", "lr", error=ValueError):
+                checkpoint.save(trained, folder)
         same("checkpoints", [path.name for path in checkpoint.complete(folder)], ["000001"])
         for group, lr in zip(trained.optimizer.param_groups, (0.01, 0.003)):
             group["lr"] = lr
@@ -543,35 +555,39 @@ def learning_rates_that_part_are_noticed_at_a_save(engine):
 def old_checkpoints_go(engine):
     """The newest `keep` checkpoints stay, also after kills, each loads by its name; the user's own is not touched."""
     trained = zoo_under(engine)
+    first, users = engine.rank == 0, ["3notes.partial", "3song.partial"]
     with shared_folder() as folder:
-        first = dist.get_rank() == 0
+
+        def save(step: int):
+            checkpoint.save(trained, folder, keep=2, step=step)
+
+        def there(when: str, *names: str):
+            dist.barrier()
+            same(f"what is in the folder {when}", names_in(folder), [*names, *users])
+            dist.barrier()
+
         if first:
-            (folder / "3notes.partial").mkdir()
-            (folder / "3song.partial").write_text("")
-        checkpoint.save(trained, folder, keep=2, step=1)
+            (folder / users[0]).mkdir()
+            (folder / users[1]).write_text("")
+        save(1)
         if first:
             for number in (2, 3, 4):  # what runs leave that are killed before they delete
                 shutil.copytree(folder / "000001", folder / f"{number:06d}")
-        with patch.object(files, "_finish", no_space):  # the next one dies amid its save
-            refused(lambda: checkpoint.save(trained, folder, keep=2), "No space left")
-        dist.barrier()
-        whole = ["000003", "000004", "3notes.partial", "3song.partial"]
-        same("what is in the folder after a save that failed", names_in(folder), whole)
-        dist.barrier()
-        for step in (5, 6):
-            checkpoint.save(trained, folder, keep=2, step=step)
-        dist.barrier()
-        same("what is in the folder", names_in(folder), ["000005", "000006", "3notes.partial", "3song.partial"])
+        with patch.object(files, "_finish", no_space), refused("No space left"):
+            save(4)  # which dies amid its save
+        there("after a save that failed", "000003", "000004")
+        save(5)
+        save(6)
+        there("then", "000005", "000006")
         same("what the older one holds", checkpoint.load(trained, folder / "000005"), {"step": 5})
         own = ["000008.partial", "000009.partial", "1²"]
         if first:
             (folder / own[0]).write_text("")
-            (folder / own[1]).symlink_to(folder / "3notes.partial")
+            (folder / own[1]).symlink_to(folder / users[0])
             (folder / own[2]).mkdir()
         dist.barrier()
-        checkpoint.save(trained, folder, keep=2, step=7)
-        whole = ["000006", *own[:2], "000010", own[2], "3notes.partial", "3song.partial"]
-        same("what is beside names of the user's", names_in(folder), whole)
+        save(7)
+        there("beside names of the user's", "000006", *own[:2], "000010", own[2])
         same("what the newest holds", checkpoint.load(trained, folder), {"step": 7})
 
 
@@ -583,14 +599,14 @@ def each_rank_writes_its_part(engine, hybrid=False):
     """
     model = seeded(lambda: Stack(layers=4, width=256), dtype=torch.float32)
     trained = engine(model, ADAMW, group=grid() if hybrid else None)
-    trained.training_step(*vector_batch(0, dist.get_rank(), 256), F.mse_loss)
+    trained.training_step(*vector_batch(0, engine.rank, 256), F.mse_loss)
     with shared_folder() as folder:
         written = checkpoint.save(trained, folder).nbytes
     runs = [
         rectangles(shape, first, first + piece.numel()) for _, _, piece, shape, first in layout.pieces(trained.buckets)
     ]
     own = 0
-    if not hybrid or dist.get_rank() < 2:
+    if not hybrid or engine.rank < 2:
         own = sum(3 * 4 * bucket.shard.numel() for bucket in trained.all_buckets)
     most = own + 2_000 * (sum(3 * len(run) + 1 for run in runs) + 40)
     expect(own < written < most, "bytes that this rank has written", f"{own:,} to {most:,}", f"{written:,}")

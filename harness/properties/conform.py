@@ -30,16 +30,7 @@ from pathlib import Path
 import torch
 
 from harness.measure import tables
-from harness.properties.property import (
-    CHAPTERS,
-    GROUPS,
-    HERE,
-    STAGES,
-    NotApplicable,
-    examine,
-    library,
-    subject,
-)
+from harness.properties.property import CHAPTERS, GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
 from harness.run import engine_file, engines, process_group, ranks
 from harness.run import options as common
 from harness.run.command_line import Parser, one_line

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import datetime
 import io
-import sys
 import time
 from unittest.mock import patch
 
@@ -16,9 +15,21 @@ from torch.nn import functional as F
 from harness.engine import checkpoint
 from harness.engine.safety import waiting
 from harness.measure.traffic import TrafficLedger
-from harness.properties.fixtures import ADAMW, DECAY, Lanes, OddModel, Stack, odd, own_tokens, seeded, vector_batch
-from harness.properties.property import ask, ask_thorough, expect, holds, refused, same
-from harness.properties.training import Pair
+from harness.properties.fixtures import (
+    ADAMW,
+    DECAY,
+    Lanes,
+    OddModel,
+    Pair,
+    Stack,
+    a_step,
+    alone,
+    odd,
+    own_tokens,
+    seeded,
+    vector_batch,
+)
+from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same, stages_hold
 from harness.properties.unused import forked
 from harness.run.data import while_all_have
 from harness.run.shared_folder import shared_folder
@@ -39,7 +50,7 @@ def trip(pair: Pair, where: str) -> None:
         if where == "backward":
             args[0].register_hook(tripped_in_backward)
 
-    handle = pair.trained.model.blocks[1].register_forward_pre_hook(hook)
+    handle = pair.model.blocks[1].register_forward_pre_hook(hook)
     try:
         with pair.trained.no_sync() if where == "no_sync" else contextlib.nullcontext():
             loss = pair.alone(0)
@@ -50,13 +61,12 @@ def trip(pair: Pair, where: str) -> None:
         handle.remove()
 
 
-@holds(
+@stages_hold(
     "life",
     ask(more_ranks=(1, 3)),
-    ask("zero2", more_ranks=(1, 3), bucket_mb=0),
+    only("zero2", more_ranks=(1, 3), bucket_mb=0),
     ask(more_ranks=(1, 3), build=forked),
     ask_thorough(ranks=(1, 2, 3), find_unused=True),
-    of_stages=True,
 )
 def faults_reach_the_caller_and_training_goes_on(engine, build=None, **options):
     """An exception anywhere in a step reaches the caller as it is; after `zero_grad` training goes on.
@@ -66,14 +76,16 @@ def faults_reach_the_caller_and_training_goes_on(engine, build=None, **options):
     pair = build(engine, ADAMW) if build else Pair(engine, OddModel, ADAMW, **options)
     for step, where in enumerate((None, "forward", "loss", "backward", "no_sync", "forward")):
         if where:
-            refused(lambda where=where: trip(pair, where), f"tripped in {where}", error=ZeroDivisionError)
+            with refused(f"tripped in {where}", error=ZeroDivisionError):
+                trip(pair, where)
         if where == "forward":
             pair.nothing_gathered("a fault in forward")
         if where == "backward":  # before that nothing was accumulated: the next step works as it is
             # In ZeRO-1, and where each parameter has a bucket, gradients add up whatever came before, as in torch.
             if engine.like in ("zero2", "zero3") and "bucket_mb" not in options:
                 words = "backward", "engine.zero_grad()"
-                refused(lambda: pair.alone(0).backward(), *words, error=RuntimeError)
+                with refused(*words, error=RuntimeError):
+                    pair.alone(0).backward()
             with TrafficLedger() as traffic:
                 pair.trained.zero_grad()
             same("collectives for gradients that are dropped", len(traffic.collectives), 0)
@@ -87,7 +99,7 @@ ATTRIBUTES = "shape dtype device layout ndim requires_grad is_leaf grad grad_fn"
 METHODS = "__len__ type size stride dim numel element_size is_contiguous is_shared is_inference"
 
 
-@holds("misuse", ask("zero3", more_ranks=1), of_stages=True)
+@stages_hold("misuse", only("zero3", more_ranks=1))
 def looking_at_freed_weights_is_an_error_and_no_crash(engine):
     """Every way to look at or use a freed weight says so and names the way out; what needs no values still answers."""
     trained = odd(engine)
@@ -111,7 +123,8 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
             lambda: torch.save(model, io.BytesIO()),
             lambda: model.to(torch.float32),
         ):
-            refused(action, "sharded", "full_state_dict", error=RuntimeError)
+            with refused("sharded", "full_state_dict", error=RuntimeError):
+                action()
         for name in f"{ATTRIBUTES} {METHODS}".split():
             found, expected = getattr(weight, name), getattr(whole, name)
             if callable(found):
@@ -124,7 +137,7 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
         )
         same("the bytes under a freed weight", weight.untyped_storage().nbytes(), 0)
         assert "OddBlock" in repr(model)
-        trained.training_step(*own_tokens(moment), F.cross_entropy)
+        a_step(trained, moment)
     OddModel().double().load_state_dict(trained.full_state_dict())
 
 
@@ -136,49 +149,41 @@ def short_group():
     return dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
 
 
-@holds(
+@stages_hold(
     "misuse",
-    ask("zero3", 3, more_ranks=2),
-    ask("zero3", 3, more_ranks=2, evaluation=True, prefetch=0),
+    only("zero3", 3),
+    only("zero3", 3, evaluation=True, at_step=1, skip=3, prefetch=0),
     ask_thorough("zero3", at_step=0),
     ask_thorough("zero3", skip=3),
     ask_thorough("zero3", skip=0, prefetch=0),
-    of_stages=True,
 )
 def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch=1, evaluation=False):
     """Where the last rank skips a unit in one step, there is an error on every rank, by the timeout at the latest.
 
     In an evaluation it leaves out the last unit: its next forward must not meet the others' gather.
     """
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank, last = engine.rank, engine.size - 1
     model = seeded(lambda: Lanes((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
     trained = engine(model, DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
     x, y = vector_batch(0, rank, 8)
-
-    def evaluate():
-        with torch.no_grad():
-            trained(x)
-            model.skip = 3 if rank == last else None
-            trained(x)
-            trained(x)
-
-    def train():
-        for step in range(at_step + 1):
-            model.skip = skip if rank == last and step == at_step else None
-            trained.training_step(x, y, F.mse_loss)
-
     # A rank between the first and the last may meet it a unit later.
-    unit = f" 'blocks.{3 if evaluation else skip}'" if rank in (0, last) else ""
+    unit = f" 'blocks.{skip}'" if rank in (0, last) else ""
     try:
-        refused(evaluate if evaluation else train, f"all-gather of unit{unit}", error=RuntimeError)
+        with refused(f"all-gather of unit{unit}", error=RuntimeError), torch.set_grad_enabled(not evaluation):
+            for step in range(at_step + 1 + evaluation):
+                model.skip = skip if rank == last and step >= at_step else None
+                if evaluation:
+                    trained(x)
+                else:
+                    trained.training_step(x, y, F.mse_loss)
     finally:
         dist.barrier()  # the others may still be on their way to their error
 
 
-@holds("misuse", ask("zero3", 3, more_ranks=2), of_stages=True)
+@stages_hold("misuse", only("zero3", 3))
 def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
     """The last rank alone has an error in forward, catches it and begins anew: no rank computes with mixed weights."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank, last = engine.rank, engine.size - 1
     model = seeded(lambda: Lanes([8] * 4), dtype=torch.float32)
     trained = engine(model, DECAY, group=short_group())
     x, y = vector_batch(0, rank, 8)
@@ -186,25 +191,24 @@ def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
     def trips(module, args):
         raise ZeroDivisionError("tripped")
 
-    def train():
-        trained.training_step(x, y, F.mse_loss)
+    trained.training_step(x, y, F.mse_loss)
+    try:
         if rank == last:
             hook = model.blocks[2].register_forward_pre_hook(trips)
-            refused(lambda: trained(x), "tripped", error=ZeroDivisionError)
+            with refused("tripped", error=ZeroDivisionError):
+                trained(x)
             hook.remove()
             trained.zero_grad()
-        trained.training_step(x, y, F.mse_loss)
-
-    try:
-        refused(train, "next forward" if rank == last else "waited in vain", error=RuntimeError)
+        with refused("next forward" if rank == last else "waited in vain", error=RuntimeError):
+            trained.training_step(x, y, F.mse_loss)
     finally:
         dist.barrier()
 
 
-@holds("traffic", ask("zero3"), of_stages=True)
+@stages_hold("traffic", only("zero3"))
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
-    x, y = vector_batch(0, dist.get_rank(), 8, torch.float64)
+    x, y = vector_batch(0, engine.rank, 8, torch.float64)
     groups = []
     for _ in range(2):
         trained = engine(seeded(lambda: Stack(3, 8)), DECAY, prefetch=0)
@@ -222,34 +226,31 @@ def only_the_first_step_of_a_kind_is_compared(engine):
     same("process groups with a second engine", groups[1], groups[0])
 
 
-@holds("misuse", of_stages=True)
+@stages_hold("misuse")
 def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
     """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
-    rank, late = dist.get_rank(), dist.get_world_size() - 1
+    rank, late = engine.rank, engine.size - 1
     trained = odd(engine, group=short_group())
-    trained.training_step(*own_tokens(0), F.cross_entropy)
-    where = {
+    a_step(trained)
+    first = {  # of a step
         "zero1": "all-reduce of the bucket of",
         "zero2": "reduce-scatter of the bucket of",
         "zero3": "all-gather of unit",
-    }
+    }[engine.like]
+    started = time.monotonic()
     try:
         if rank != late:
-            started = time.monotonic()
-            refused(lambda: trained.training_step(*own_tokens(1), F.cross_entropy),
-                    f"waited in vain for the {where[engine.like]} '", error=RuntimeError)  # fmt: skip
-            seconds = time.monotonic() - started
-            expect(seconds < 40, "seconds until the error", "about the timeout's one", seconds)
+            with refused(f"waited in vain for the {first} '", error=RuntimeError):
+                a_step(trained, 1)
+        assert time.monotonic() - started < 40, "the timeout is one second"
     finally:
         dist.barrier()
 
 
 class Heard(io.StringIO):
-    """In the place of stderr: what is written is kept, and a key in the ranks' store says that something was."""
+    """In the place of stderr: what is written is kept, and a `key` in the ranks' store says that something was."""
 
-    def __init__(self, key: str):
-        super().__init__()
-        self.key = key
+    key = ""
 
     def write(self, text: str) -> int:
         written = super().write(text)
@@ -259,7 +260,7 @@ class Heard(io.StringIO):
 
 # (what a rank waits for that is alone, the call), of an engine and a folder with a checkpoint
 CALLS = (
-    ("the ", lambda trained, _: trained.training_step(*own_tokens(0), F.cross_entropy)),
+    ("the ", lambda trained, _: a_step(trained)),
     ("checkpoint.save()", checkpoint.save),
     ("checkpoint.async_save()", lambda trained, folder: checkpoint.async_save(trained, folder).result()),
     ("checkpoint.load()", checkpoint.load),
@@ -270,10 +271,10 @@ CALLS = (
 )
 
 
-@holds("misuse", ask(more_ranks=3), of_stages=True)
+@stages_hold("misuse", ask())
 def a_rank_that_waits_long_says_for_what(engine):
     """After a while it says on stderr, once, what it waits for and who has come; when the others come, it goes on."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = engine.rank, engine.size
     late, trained, store = size - 1, odd(engine), dist.distributed_c10d._get_default_store()
     with shared_folder() as folder, patch.object(waiting, "NOTICE", 0.4):
         checkpoint.save(trained, folder)
@@ -285,7 +286,8 @@ def a_rank_that_waits_long_says_for_what(engine):
                 call(trained, folder)
                 same("what is said by who comes last", [key for key in keys[late:] if store.check([key])], [])
             else:
-                with patch.object(sys, "stderr", Heard(keys[rank])) as heard:
+                with contextlib.redirect_stderr(Heard()) as heard:
+                    heard.key = keys[rank]
                     call(trained, folder)
                 said = heard.getvalue()
                 same("lines that are said", said.count("\n"), 1)
@@ -298,10 +300,10 @@ def a_rank_that_waits_long_says_for_what(engine):
                 store.delete_key(key)
 
 
-@holds("life", ask(ranks=3, more_ranks=2, shift=0), ask(ranks=3, more_ranks=2, shift=1))
+@holds("life", ask(ranks=3, shift=0), ask(ranks=3, shift=1))
 def ranks_may_have_unequal_numbers_of_batches(engine, shift):
     """`while_all_have` ends on all ranks with the shortest, in order; then the ranks go on together."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = engine.rank, engine.size
     pair, made = Pair(engine, OddModel, DECAY), []
 
     def batches():
@@ -318,5 +320,4 @@ def ranks_may_have_unequal_numbers_of_batches(engine, shift):
     pair.same_weights()
     same("what is yielded, also where a batch is empty", list(while_all_have([0, [], False])), [0, [], False])
     same("batches where all but one rank have none", list(while_all_have([1] * (rank == 0))), [])
-    alone = [dist.new_group([other]) for other in range(size)][rank]
-    same("batches in a group of one", list(while_all_have(range(rank), alone)), list(range(rank)))
+    same("batches in a group of one", list(while_all_have(range(rank), alone())), list(range(rank)))

@@ -8,20 +8,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
 from harness.measure.traffic import TrafficLedger
-from harness.properties import fixtures
 from harness.properties.fixtures import (
     ADAMW,
     DECAY,
+    EXACT,
     SGD,
     Branches,
     OddModel,
+    Pair,
+    PartlyFrozen,
     byte_batch,
+    gpt,
     grid,
+    mesh,
     odd,
     of_bytes,
     pieces_of,
@@ -29,10 +34,10 @@ from harness.properties.fixtures import (
     token_batch,
     vector_batch,
 )
-from harness.properties.precision import scaler_of
-from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
-from harness.properties.training import EXACT, Pair
+from harness.properties.precision import of_tokens, scaler_of
+from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, only, refused, same, stages_hold
 from harness.run.model import next_token_loss
+from harness.run.shared_folder import shared_folder
 
 
 @holds("values", ask(ranks=4))
@@ -41,7 +46,7 @@ def groups_keep_to_themselves(engine):
 
     A collective over all ranks instead of the group's would be matched by the other group, and only its values wrong.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = engine.rank, engine.size
     groups = [dist.new_group(list(range(start, world_size, 2))) for start in (0, 1)]
     side, who = rank % 2, rank // 2
 
@@ -64,14 +69,15 @@ def groups_keep_to_themselves(engine):
     trained.load_full_state_dict(trained.full_state_dict())
     same("the buffer of the group", trained.model.shift, pair.plain.shift)
     dist.barrier()
-    refused(lambda: odd(engine, group=groups[1 - side]), "group")
+    with refused("group"):
+        odd(engine, group=groups[1 - side])
     dist.barrier()
 
 
 @holds("values", ask(ranks=4, chapters=STAGES, of_mesh=False), ask(ranks=4, of_mesh=True))
 def one_dimension_of_a_mesh_is_a_group(engine, of_mesh):
     """A mesh of one dimension, or its group, may be given: of four ranks as 2 x 2 each pair trains alone."""
-    square = fixtures.mesh(2, 2, names=("tensor", "data"))
+    square = mesh(tensor=2, data=2)
     row = square.get_local_rank("tensor")
     group = square["data"] if of_mesh else square.get_group("data")
 
@@ -86,7 +92,7 @@ def one_dimension_of_a_mesh_is_a_group(engine, of_mesh):
     pair.same_weights()
     if not (engine.foreign or engine.chapter):
         trained = pair.trained
-        same("world size and rank", (trained.world_size, trained.rank), (2, dist.get_rank() % 2))
+        same("world size and rank", (trained.world_size, trained.rank), (2, engine.rank % 2))
         shards = sum(bucket.shard_numel for bucket in trained.all_buckets)
         same("elements of all buckets", sum(bucket.numel for bucket in trained.all_buckets), 2 * shards)
 
@@ -100,9 +106,9 @@ def a_grid_trains_as_one_process(engine):
 
     Also if it clips twice in a step: what was averaged stays averaged when a later backward adds to it.
     """
-    for shape in ((2, 2),) if dist.get_world_size() == 4 else ((1, 2), (2, 1)):
-        plain, model = seeded(OddModel), seeded(OddModel, seed=dist.get_rank())
-        model.shift.add_(dist.get_rank())  # a buffer, which comes from rank 0 as well, and not from a row's first rank
+    for shape in ((2, 2),) if engine.size == 4 else ((1, 2), (2, 1)):
+        plain, model = seeded(OddModel), seeded(OddModel, seed=engine.rank)
+        model.shift.add_(engine.rank)  # a buffer, which comes from rank 0 as well, and not from a row's first rank
         pair = Pair(engine, (plain, model), DECAY, group=grid(*shape))
         same("rank and size of the row", (pair.trained.rank, pair.trained.world_size), (pair.rank % shape[1], shape[1]))
         pair.train(2)
@@ -114,21 +120,21 @@ def a_grid_trains_as_one_process(engine):
         pair.same_weights()
 
 
-@holds("life", ask("zero2", 3), of_stages=True)
+@stages_hold("life", only("zero2", 3, more_ranks=()))
 def a_grid_over_some_of_the_ranks_needs_no_other(engine):
     """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything.
 
     With NCCL and a device that the world is bound to, torch would split the new group off the world's connections, and
     wait for rank 2.
     """
-    world, bound = dist.group.WORLD, torch.device("cuda", dist.get_rank())
-    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
+    world, bound = dist.group.WORLD, torch.device("cuda", engine.rank)
+    two = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
     world.bound_device_id = bound
     try:
-        if dist.get_rank() < 2:
+        if engine.rank < 2:
             split = AssertionError("the new group would be split off the world's")
             with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=split):
-                trained = odd(engine, group=mesh)
+                trained = odd(engine, group=two)
             same("the ranks of both dimensions", dist.get_process_group_ranks(trained.placement.everyone), [0, 1])
         same("the device that the world is bound to", world.bound_device_id, bound)
     finally:
@@ -185,16 +191,16 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
 
     Products are cut, and their sums have another order: in float64, to 1e-11.
     """
-    mesh = fixtures.mesh(2, 2, names=("data", "tensor"))
-    built = seeded(small), cut_by(mesh["tensor"], sequence)
+    square = mesh(data=2, tensor=2)
+    built = seeded(small), cut_by(square["tensor"], sequence)
     pair = Pair(engine, built, ADAMW, loss=of_bytes, batch=byte_batch, atol=1e-11,
-                group=mesh["data"])  # fmt: skip
+                group=square["data"])  # fmt: skip
     trained, model = pair.trained, built[1]
     assert isinstance(model[1].up.weight, DTensor), "nothing is parallel"
 
     def spoil(trained):
         trained.clip_grad_norm_(1e9)  # the gradients are averaged then
-        if dist.get_rank() == 3:  # in one part of one rank
+        if engine.rank == 3:  # in one part of one rank
             pieces_of(trained)[0].grad[0] = torch.inf
 
     scaler = scaler_of(engine, init_scale=4.0)
@@ -213,7 +219,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     most = least + 2 * 8 * len(list(model.parameters()))  # with padding
     held = sum(bucket.shard_numel for bucket in trained.all_buckets)
     expect(least <= held <= most, "elements of this rank's shards", f"{least:.0f} to {most:.0f}", held)
-    row, column = (tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in ("data", "tensor"))
+    row, column = (tuple(dist.get_process_group_ranks(square.get_group(name))) for name in ("data", "tensor"))
     with TrafficLedger() as traffic:
         trained.training_step(*byte_batch(9, pair.rank), next_token_loss)
     own = [one for one in traffic.collectives if one.step.startswith(("3", "5"))]
@@ -225,22 +231,24 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     across = {one.whole_bytes for one in own if one.ranks == column} - ({8 * WIDTH} if sequence else set())
     same("bytes of what else crosses the tensor dimension", across, set())
     for act in (checkpoint.save, checkpoint.load):
-        refused(lambda act=act: act(trained, "/nowhere"), "full_state_dict", error=ValueError)
+        with refused("full_state_dict", error=ValueError):
+            act(trained, "/nowhere")
     trained.close()
-    expect(isinstance(model[1].up.weight, DTensor), "the closed model's weights", "DTensors", "other tensors")
+    assert isinstance(model[1].up.weight, DTensor), "the closed model's weights are no DTensors"
 
 
 # Pipelines.
 
 
-@holds(
+@stages_hold(
     "values",
-    ask(("zero1", "zero3"), 4, more_engines=STAGES, more_ranks=8, kind="GPipe", optimizer=SGD),
-    ask(("zero2", "zero3"), 4, more_engines=STAGES, more_ranks=8, kind="1F1B", optimizer=ADAMW, scaled=False),
+    ask(("zero1", "zero3"), 4, more_ranks=8, kind="GPipe", optimizer=SGD),
+    ask(("zero2", "zero3"), 4, more_ranks=8, kind="1F1B", optimizer=ADAMW, scaled=False),
     ask_thorough(ranks=(4, 8), kind="1F1B", optimizer=SGD),
     ask_thorough(ranks=(4, 8), kind="GPipe", optimizer=ADAMW),
-    ask_thorough(ranks=8, kind="1F1B", optimizer=SGD, sequence=True),
-    of_stages=True,  # who wraps the model, as DDP does, is handed over in another way
+    ask_thorough(
+        ranks=8, kind="1F1B", optimizer=SGD, sequence=True
+    ),  # who wraps the model, as DDP does, is handed over in another way
 )
 def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=True, sequence=False):
     """The parts of a pipeline train as the whole model does in one process; with 8 ranks they are cut by tensor too.
@@ -248,15 +256,15 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
     By default the schedule divides the gradients by the number of micro-batches itself, once all have come back.
     Without `scaled` the loss is divided. With `sequence` all parameters of the last part are DTensors.
     """
-    mesh = fixtures.mesh(2, 2, dist.get_world_size() // 4, names=("stages", "data", "tensor"))
-    cut = mesh["tensor"].size() > 1
-    model = cut_by(mesh["tensor"], sequence) if cut else seeded(small)
-    index, count = mesh.get_local_rank("stages"), 4
+    cube = mesh(stages=2, data=2, tensor=engine.size // 4)
+    cut = cube["tensor"].size() > 1
+    model = cut_by(cube["tensor"], sequence) if cut else seeded(small)
+    index, count = cube.get_local_rank("stages"), 4
     batch = functools.partial(byte_batch, rows=2 * count)
     built = seeded(small), (model[:2], model[2:])[index]
-    pair = Pair(engine, built, optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=mesh["data"])
+    pair = Pair(engine, built, optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=cube["data"])
     stage = pipelining.PipelineStage(
-        pair.trained.model, index, 2, torch.device("cpu"), group=mesh.get_group("stages")
+        pair.model, index, 2, torch.device("cpu"), group=cube.get_group("stages")
     )  # what the pipeline calls is the model, with the engine's hooks
 
     def loss(logits, targets):
@@ -283,16 +291,92 @@ def meshes_that_do_not_fit_are_refused(engine):
 
     All before anything could hang. Beside DTensors mixed precision is refused as well.
     """
-    cube = fixtures.mesh(2, 2, 1, names=("replicas", "shards", "c"))
-    others = {"group": cube["replicas", "shards"], "find_unused": dist.get_rank() > 1}
-    mesh = fixtures.mesh(2, 2, names=("data", "tensor"))
+    cube = mesh(replicas=2, shards=2, c=1)
+    others = {"group": cube["replicas", "shards"], "find_unused": engine.rank > 1}
+    square = mesh(data=2, tensor=2)
     for tensor, options, word in (
         (False, {"group": cube}, "3 dimensions"),
         (False, others, "rank(s) [2, 3]"),
         (True, {}, "another* dimension"),
-        (True, {"group": mesh["tensor"]}, "another* dimension"),
-        (True, {"group": mesh["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
+        (True, {"group": square["tensor"]}, "another* dimension"),
+        (True, {"group": square["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
     ):
-        model = cut_by(mesh["tensor"], sequence=False) if tensor else seeded(small)
-        refused(lambda m=model, o=options: engine(m, ADAMW, **o), word, error=ValueError)
+        model = cut_by(square["tensor"], sequence=False) if tensor else seeded(small)
+        with refused(word, error=ValueError):  # CHECK
+            engine(model, ADAMW, **options)
     engine(seeded(small), ADAMW, group=cube["replicas", "shards"])  # two of three will do
+
+
+# Offload: shards, their gradients and the optimizer state in the memory of the host (`CPUOffloadPolicy`).
+
+HALF = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
+
+
+@holds("values", ask(more_ranks=4), ask("zero3", 4, **HALF), ask_thorough(ranks=2, **HALF))
+def offload_changes_nothing(engine, **options):
+    """Losses, norms and weights are right with offload, through micro-batches, clipping, a scaler, a checkpoint.
+
+    On four ranks the shards are on a grid of 2 x 2.
+    """
+    options = {**options, "group": grid() if engine.size > 2 else None}
+    policy = CPUOffloadPolicy(pin_memory=True)
+    pair = Pair(engine, PartlyFrozen, ADAMW, loss=of_tokens, offload_policy=policy, **options)
+    scaler = scaler_of(engine, init_scale=4.0, enabled="param_dtype" in options)
+    for step in range(4):
+        # In the first steps both backwards send, and shards add up; in the others the first sends nothing.
+        scale = scaler.scale(torch.ones((), dtype=torch.float64))
+        pair.backward(2 * step, scale=scale, quiet=step > 1)
+        pair.scaled_step(2 * step + 1, scaler, 0.5)
+        if step == 1:  # saved from the host, loaded into an engine without offload, and back onto the host
+            other = engine(seeded(PartlyFrozen, seed=5), ADAMW, **options)
+            with shared_folder() as folder:
+                checkpoint.save(pair.trained, folder, step=step)
+                same("what was saved besides", checkpoint.load(other, folder), {"step": step})
+                checkpoint.save(other, folder)
+                checkpoint.load(pair.trained, folder)
+    pair.same_weights()
+    for bucket in pair.trained.all_buckets:
+        addresses = {each.untyped_storage()._cdata for each in (bucket.shard, bucket.flat)}
+        assert len(addresses) == 2, "the shard's memory is a part of the gathered buffer"
+
+
+@holds("misuse")
+def another_offload_policy_is_refused(engine):
+    """A policy that is none is refused, and so are ranks with different ones."""
+    with refused("pin_memory", error=AttributeError):
+        engine(nn.Linear(3, 3), ADAMW, offload_policy="cpu")
+    one_alone = CPUOffloadPolicy() if engine.rank == 1 else None
+    with refused("[1]", error=ValueError):
+        engine(nn.Linear(3, 3), ADAMW, offload_policy=one_alone)
+
+
+@holds("order")
+def the_host_waits_for_copies(engine):
+    """The host waits for copies before the update and before it adds to a gradient, and no copy overtakes.
+
+    A device that only notes what is asked of it stands in. On a GPU each direction has a stream of its own.
+    """
+    device, rank = mock.MagicMock(), engine.rank
+    trained = engine(gpt(), ADAMW, offload_policy=CPUOffloadPolicy())
+    trained.placement._device, trained.placement._up, trained.placement._down = device, device.up, device.down
+    trained.optimizer.register_step_pre_hook(lambda *_: device.update() and None)  # what it returns would be used
+    with mock.patch.object(torch.Tensor, "record_stream", lambda *_: device.memory_is_kept()):
+        of_bytes(trained, *byte_batch(0, rank)).backward()
+        same("waits before there is anything to add to", device.down.synchronize.call_count, 0)
+        of_bytes(trained, *byte_batch(1, rank)).backward()
+        trained.step()
+    # ZeRO-1 adds on the device.
+    same("whether the host waits before it adds", device.down.synchronize.called, engine.like != "zero1")
+    stream = {id(device.up): "copies up", id(device.down): "copies down"}
+    calls = [stream[id(args[0])] if name == "stream" else name for name, args, _ in device.mock_calls]
+    calls = [name for name in calls if name != "current_stream" and not name.startswith("stream()")]
+    assert "copies down" in calls, "nothing was copied down"
+    same("copies whose memory is kept", calls.count("memory_is_kept"), calls.count("copies down"))
+    # What is copied was computed, and what is written over is not in use.
+    for before, call in zip(calls, calls[1:]):
+        if call.startswith("copies"):
+            same(f"what comes right before {call}", before, f"{call.split()[1]}.wait_stream")
+    ends = [call for call in calls[: calls.index("update")] if call in ("copies down", "synchronize")]
+    same("the last before the update", ends[-2:], ["copies down", "synchronize"])
+    same("copies down after the update", calls[calls.index("update") :].count("copies down"), 0)
+    same("whether copies up have a stream", "copies up" in calls, engine.like == "zero3")

@@ -9,14 +9,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.held import held_bytes
+from harness.measure.held import held_bytes, storage_bytes
 from harness.measure.ledger import MemoryLedger
 from harness.measure.traffic import TrafficLedger
 from harness.measure.watched_step import watched_step
-from harness.properties import fixtures
-from harness.properties.fixtures import ADAMW, Lanes, OddModel, Stack, grid, seeded, vector_batch
-from harness.properties.property import STAGES, NotApplicable, Subject, ask, ask_each, ask_thorough, expect, holds, same
-from harness.properties.training import Pair, of_vectors, vectors
+from harness.properties.fixtures import (
+    ADAMW,
+    LOW,
+    Lanes,
+    OddModel,
+    Pair,
+    Stack,
+    grid,
+    in_float32,
+    of_all_ranks,
+    of_vectors,
+    seeded,
+    silent_group,
+    token_batch,
+    vector_batch,
+    vectors,
+)
+from harness.properties.property import (
+    STAGES,
+    NotApplicable,
+    Subject,
+    ask,
+    ask_each,
+    ask_thorough,
+    expect,
+    holds,
+    only,
+    same,
+    stages_hold,
+)
 from harness.run import engines
 
 # How parameters lie in their buffers: aligned, padded, each element owned once.
@@ -60,14 +86,10 @@ def sizes_by_bucket(model: OddModel, stage: str) -> list[list[int]]:
 # What our stages hold and send.
 
 
-LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-
-
-@holds(
+@stages_hold(
     "bytes",
     ask(more_ranks=(1, 3, 4), chapters=STAGES),
     ask(more_ranks=(1, 3, 4), **LOW),
-    of_stages=True,
 )
 def held_bytes_equal_the_theory(engine, device="cpu", **options):
     """Right before the update a rank holds what the theory says, to the byte, and nothing else is alive.
@@ -75,27 +97,20 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
     In mixed precision no float32 weights stay besides the shards.
     """
     stage, low = engine.like, "param_dtype" in options
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = engine.rank, engine.size
     model = seeded(OddModel, dtype=torch.float32, device=device)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     trainable = sizes_by_bucket(model, stage)
-    batches = [[part.to(device) for part in fixtures.token_batch(step, rank)] for step in range(2)]
-    held = {}
+    tokens, targets = (part.to(device) for part in token_batch(0, rank))
+    outside, held = [model.shift, tokens, targets], {}
     with MemoryLedger() as memory:
-        for tensor in (model.shift, *batches[0], *batches[1]):
+        for tensor in (*outside, *model.parameters()):
             memory.track(tensor)
-        outside = memory.live
-        for param in model.parameters():
-            memory.track(param)
-        trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
-        trained.training_step(*batches[0], fixtures.in_float32)
-        loss = fixtures.in_float32(trained(batches[1][0]), batches[1][1])
+        trained = engine(model, ADAMW, group=silent_group(), **options)
+        trained.training_step(tokens, targets, in_float32)
+        loss = in_float32(trained(tokens), targets)
         loss.backward()
-
-        def look(optimizer, *_):
-            held.update(held_bytes(trained), live=memory.live - outside)
-
-        trained.optimizer.register_step_pre_hook(look)
+        trained.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(trained), live=memory.live))
         trained.step()
     # (elements of the whole buffer, of a shard): all parameters, and those that are trained.
     align = alignment(device) // (2 if low else 4)  # in elements of the smallest dtype
@@ -108,32 +123,29 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
         pieces += owned(sizes, rank, world_size, align)
     in_use = 0 if stage == "zero3" else (2 if low else 4) * (whole + frozen_whole)
     expected = {
-        # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
-        "optimizer": 8 * sum(pieces) + 4 * len(pieces),
-        "gradients": 4 * (whole if stage == "zero1" else shard),
         # A shard in float32 is a part of the weights in use, where those are float32 and whole.
         "parameters": in_use + (4 * (shard + frozen_shard) if low or stage == "zero3" else 0),
+        "gradients": 4 * (whole if stage == "zero1" else shard),
+        # AdamW: two moments per element and a 4-byte counter per piece; padding has no state
+        "optimizer": 8 * sum(pieces) + 4 * len(pieces),
     }
-    live = held.pop("live")
-    for kind, nbytes in expected.items():
-        same(f"bytes of the {kind} held in step 4", held[kind], nbytes)
-    # Only the loss of the forward before.
-    same("bytes that are alive besides", live - sum(expected.values()), 4)
+    # Besides, what was outside, and the loss.
+    expected["live"] = sum(expected.values()) + storage_bytes(outside) + loss.nbytes
+    same("bytes held in step 4", held, expected)
 
 
-@holds(
+@stages_hold(
     "traffic",
     ask(ranks=(2, 3), more_ranks=1, chapters=STAGES),
     ask(ranks=4, hybrid=True),
     ask_thorough(ranks=(1, 2, 3), **LOW),
-    of_stages=True,
 )
 def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
     """Kind, bytes, order, step and ranks of every collective of a training step.
 
     On a grid of 2 x 2 it is the same within a row, and across replicas only the shards' gradients go.
     """
-    rank, layers, width, low = dist.get_rank(), 4, 12, "param_dtype" in options
+    rank, layers, width, low = engine.rank, 4, 12, "param_dtype" in options
     group = grid() if hybrid else None
     row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
     model, world_size = seeded(lambda: Stack(layers, width), dtype=torch.float32), len(row)
@@ -142,13 +154,9 @@ def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
     options |= {} if engine.like == "zero3" else {"bucket_mb": 4 * sum(sizes) / 2**20}
     trained = engine(model, ADAMW, group=group, **options)
 
-    def step(number):
-        trained.training_step(*vector_batch(number, rank, width), lambda out, y: F.mse_loss(out.float(), y))
-
-    step(0)
-    step(1)
-    with TrafficLedger() as traffic:
-        step(2)
+    for step in range(3):
+        with TrafficLedger() as traffic:  # of the last step in the end
+            trained.training_step(*vector_batch(step, rank, width), lambda out, y: F.mse_loss(out.float(), y))
     gather = ("all-gather", "5 gather parameters", (2 if low else 4) * whole)
     reduce = ("reduce-scatter", "3 reduce gradients", 4 * whole)
     expected = {
@@ -167,12 +175,12 @@ def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
     same("collectives with other ranks than the row's", across, replicas)
 
 
-@holds("order", *ask_each("reverse", (False, True), "zero2", chapters="zero2"), of_stages=True)
+@stages_hold("order", *ask_each("reverse", (False, True), "zero2", asks=only, chapters="zero2"))
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
     pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, batch=vectors(8), loss=of_vectors)
     for model, _ in pair.both:
-        model.way = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
+        model.way = range(4)[:: -1 if reverse else 1]
     params = reversed(list(pair.plain.parameters()))
     expected = [8 * padded([param.numel()], pair.size, 2)[0] for param in params]
     for step in range(4):
@@ -200,13 +208,9 @@ def seen_of_a_step(engine: Subject):
     trained = engine(seeded(lambda: Stack(4, 32), dtype=torch.float32), ADAMW)
     inner = getattr(trained, "_engine", trained) if engine.foreign else trained
 
-    def step(number):
-        trained.training_step(*vector_batch(number, dist.get_rank(), 32), F.mse_loss)
-
-    step(0)
-    step(1)
-    with MemoryLedger() as memory, watched_step(inner, memory) as seen:
-        step(2)
+    for step in range(3):
+        with MemoryLedger() as memory, watched_step(inner, memory) as seen:
+            trained.training_step(*vector_batch(step, engine.rank, 32), F.mse_loss)
     return sum(param.nbytes for param in Stack(4, 32).parameters()), seen, getattr(inner, "bucket_bytes", 0)
 
 
@@ -216,11 +220,10 @@ def what_is_shared_out_is_no_more_than_twice_there(engine):
     kinds, _ = promised(engine)
     whole, seen, buffer = seen_of_a_step(engine)
     for kind in kinds:
-        total = torch.tensor(float(seen.held[kind]))
-        dist.all_reduce(total)
+        total = of_all_ranks(torch.tensor(seen.held[kind])).sum()
         most = 2.1 * whole * (1 + (kind == "optimizer"))  # AdamW has two moments
         if kind == "gradients":  # an engine may document a buffer that gradients go through, of a size of its own
-            most += dist.get_world_size() * buffer
+            most += engine.size * buffer
         expect(total <= most, f"bytes of {kind} on all ranks", f"{most:.0f} at most", total.item())
 
 
@@ -229,7 +232,7 @@ def a_step_sends_no_more_than_is_promised(engine):
     """A step sends the 2Ψ or 3Ψ (N-1)/N elements that the engine's documentation says, and 1 % for notes."""
     _, times = promised(engine)
     whole, seen, _ = seen_of_a_step(engine)
-    most = 1.01 * times * whole * (1 - 1 / dist.get_world_size())
+    most = 1.01 * times * whole * (1 - 1 / engine.size)
     expect(seen.sent_bytes <= most, "bytes that a rank sends in a step", f"{most:.0f} at most", seen.sent_bytes)
 
 
@@ -277,7 +280,7 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
     The step may `turn`, and go through the model the other way; or be no step to `train` in, but forward alone.
     """
     with Alive() as memory:
-        trained = engine(model, ADAMW, group=fixtures.silent_group(), **options)
+        trained = engine(model, ADAMW, group=silent_group(), **options)
         found = SimpleNamespace(built=memory.live)
         for step in range(2):
             trained.training_step(*batch(step), F.mse_loss)
@@ -294,16 +297,15 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
     return found
 
 
-@holds(
+@stages_hold(
     "bytes",
-    *ask_each("reverse", (False, True), "zero2", more_ranks=(3, 4), chapters="zero2"),
-    of_stages=True,
+    *ask_each("reverse", (False, True), "zero2", asks=only, more_ranks=(3, 4), chapters="zero2"),
 )
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
     most = peaks_of(engine, stack(reverse), bucket_mb=LAYER / 2**20).backward
     activations = (4 + LAYERS) * 4 * WIDTH  # all of the layers' inputs, and the gradients between them
-    allowed = LAYERS * LAYER / dist.get_world_size() + 2 * LAYER + activations
+    allowed = LAYERS * LAYER / engine.size + 2 * LAYER + activations
     what = "gradients in backward at the worst moment"
     if reverse:  # documented: every bucket waits for bucket 0, whose gradients come last
         assert most > allowed, "in the opposite order all gradients should be whole at once"
@@ -314,18 +316,17 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
         assert most > allowed - activations - LAYER, "the bound is far from tight: what was measured here?"
 
 
-@holds(
+@stages_hold(
     "bytes",
-    ask("zero3", more_ranks=(3, 4), chapters="zero3"),
-    ask("zero3", more_ranks=(3, 4), reshard_after_forward=False),
-    ask("zero3", more_ranks=(3, 4), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    only("zero3", more_ranks=(3, 4), chapters="zero3"),
+    only("zero3", more_ranks=(3, 4), reshard_after_forward=False),
+    only("zero3", more_ranks=(3, 4), **LOW),
     ask_thorough("zero3", (2, 3, 4), prefetch=0),
     ask_thorough("zero3", (2, 3, 4), prefetch=3),
-    of_stages=True,
 )
 def zero3_has_only_the_units_in_use_gathered(engine, **options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
-    own = LAYERS * LAYER / dist.get_world_size()  # a rank's share of the parameters, or of the gradients
+    own = LAYERS * LAYER / engine.size  # a rank's share of the parameters, or of the gradients
     found = peaks_of(engine, stack(), **options)
     at_most("what is alive after the construction", found.built, own + NOISE)
     # Parameters, and AdamW's two moments with a counter for each piece.
@@ -333,7 +334,7 @@ def zero3_has_only_the_units_in_use_gathered(engine, **options):
     if "reshard_after_forward" not in options:
         units = 1 + min(options.get("prefetch", 1), LAYERS - 1)
         # In bfloat16 they are half as large, and two rounded shards may be on their way.
-        unit, sent = (LAYER / 2, LAYER / dist.get_world_size()) if "param_dtype" in options else (LAYER, 0)
+        unit, sent = (LAYER / 2, LAYER / engine.size) if "param_dtype" in options else (LAYER, 0)
         at_most("units gathered in forward", found.forward, units * unit + sent + NOISE)
         assert found.forward >= units * unit, "fewer units than promised were gathered: is prefetching on?"
         at_most("units gathered after forward", found.kept, NOISE)
@@ -363,13 +364,12 @@ class Idle(Stack):
             layer.idle = nn.Parameter(torch.ones(1))
 
 
-@holds(
+@stages_hold(
     "bytes",
-    ask("zero3", frozen=11),
-    ask("zero3", frozen=11, kind=ByKeyword),
-    ask("zero3", no_sync=True),
-    ask("zero3", kind=Idle, find_unused=True),
-    of_stages=True,
+    only("zero3", frozen=11),
+    only("zero3", frozen=11, kind=ByKeyword),
+    only("zero3", no_sync=True),
+    only("zero3", kind=Idle, find_unused=True),
 )
 def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
     """A unit without a gradient that tells when to free it, as it is frozen or unused in part, is freed in time.
@@ -379,17 +379,16 @@ def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
     model = stack(kind=kind)
     for layer in model.layers[LAYERS - frozen :]:
         layer.requires_grad_(False)
-    gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else dist.get_world_size())
+    gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else engine.size)
     allowed = gradients + (2 if "no_sync" in options else 3 + ("find_unused" in options)) * LAYER + NOISE
     most = peaks_of(engine, model, **options).backward
     at_most("units gathered in backward, and gradients", most, allowed)
 
 
-@holds(
+@stages_hold(
     "bytes",
-    ask("zero3", reshard_after_forward=False, train=False),
-    ask("zero3", turn=True),
-    of_stages=True,
+    only("zero3", reshard_after_forward=False, train=False),
+    only("zero3", turn=True),
 )
 def zero3_gathers_little_where_it_cannot_know(engine, **options):
     """Few units are gathered where no backward will come, although `reshard_after_forward=False` keeps them for it.

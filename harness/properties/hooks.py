@@ -1,20 +1,33 @@
 """Hooks of the caller's own find weights and gradients, whether they were registered before the engine or after."""
 
 import contextlib
+import copy
+import operator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.held import storage_bytes
-from harness.properties.fixtures import MOMENTUM, OddModel, hooks_on, own_tokens, seeded, token_batch
+from harness.properties.fixtures import (
+    EXACT,
+    MOMENTUM,
+    OddModel,
+    Pair,
+    a_step,
+    hooks_on,
+    of_output,
+    own_tokens,
+    seeded,
+    token_batch,
+)
 from harness.properties.overlap import late_collectives
-from harness.properties.property import NotApplicable, ask, ask_thorough, holds, same
-from harness.properties.training import EXACT, Pair
+from harness.properties.property import NotApplicable, ask, ask_thorough, holds, same, stages_hold
+
+gradient_of = operator.attrgetter("grad")
 
 
-@holds("life", ask(), ask_thorough(late=False), ask_thorough("zero2", bucket_mb=0), of_stages=True)
+@stages_hold("life", ask(), ask_thorough(late=False), ask_thorough("zero2", bucket_mb=0))
 def hooks_find_weights_and_gradients(engine, late=True, **options):
     """Hooks around forwards find weights, and hooks on parameters this rank's gradients, whenever they were registered.
 
@@ -23,39 +36,37 @@ def hooks_find_weights_and_gradients(engine, late=True, **options):
     plain, model, found = seeded(OddModel), seeded(OddModel), {}
     trainable = [name for name, param in model.named_parameters() if param.requires_grad]
 
-    def weight(name, where):
-        return lambda *_: found.update({(name, where): model.get_parameter(name).detach().clone()})
+    def noting(name, where, look=torch.Tensor.detach):
+        """A hook that notes a weight, or its gradient."""
 
-    def gradient(name, where):
-        return lambda param: found.update({(name, where): None if param.grad is None else param.grad.clone()})
+        def hook(*_):
+            found[name, where, look] = copy.deepcopy(look(model.get_parameter(name)))
+
+        return hook
 
     def register(when, first):
         unit, root = "blocks.1.up.weight", "head.weight"
-        model.blocks[1].register_forward_pre_hook(weight(unit, f"before the unit's forward, {when}"), prepend=first)
-        model.blocks[1].register_forward_hook(weight(unit, f"behind the unit's forward, {when}"), prepend=not first)
-        model.register_forward_pre_hook(weight(root, f"before the model's forward, {when}"))
-        model.register_forward_hook(weight(root, f"behind the model's forward, {when}"))
+        model.blocks[1].register_forward_pre_hook(noting(unit, f"before the unit's forward, {when}"), prepend=first)
+        model.blocks[1].register_forward_hook(noting(unit, f"behind the unit's forward, {when}"), prepend=not first)
+        model.register_forward_pre_hook(noting(root, f"before the model's forward, {when}"))
+        model.register_forward_hook(noting(root, f"behind the model's forward, {when}"))
         for name in trainable:
-            hook = gradient(name, f"gradient, {when}")
-            model.get_parameter(name).register_post_accumulate_grad_hook(hook)
+            model.get_parameter(name).register_post_accumulate_grad_hook(noting(name, when, gradient_of))
 
     register("registered before the build", first=False)
     trained = engine(model, MOMENTUM, **options)
     register("registered after the build", first=True)
     for step in range(3):
-        tokens, targets = own_tokens(step)
         plain.load_state_dict(trained.full_state_dict())
         plain.zero_grad()
-        F.cross_entropy(plain(tokens), targets).backward()
+        of_output(plain, *own_tokens(step)).backward()
         found.clear()
         with late_collectives() if late else contextlib.nullcontext():
-            trained.training_step(tokens, targets, F.cross_entropy)
+            a_step(trained, step)
         same("hooks that ran", len(found), 2 * (4 + len(trainable)))
-        for (name, where), value in found.items():
-            expected, atol = plain.get_parameter(name), 0.0  # copies of the same shards
-            if where.startswith("gradient"):
-                expected, atol = expected.grad, EXACT
-            same(f"what a hook finds of {name} ({where})", value, expected, atol)
+        for (name, where, look), value in found.items():
+            atol = EXACT if look is gradient_of else 0.0  # weights are copies of the same shards
+            same(f"what a hook finds of {name} ({where})", value, look(plain.get_parameter(name)), atol)
         if engine.like == "zero3":
             same("bytes that a hook keeps gathered", storage_bytes(model.parameters()), 0)
 
@@ -70,7 +81,7 @@ def hooks_that_change_gradients_count(engine):
         return model
 
     pair = Pair(engine, halved)
-    if not pair.trained.model.head.weight._backward_hooks:
+    if not pair.model.head.weight._backward_hooks:
         raise NotApplicable(f"{engine.name} puts parameters of its own into the model, without hooks")
     for model, _ in pair.both:
         model.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(min=0))
@@ -99,15 +110,12 @@ class PassesOn(nn.Module):
 def steps_leave_no_hooks_behind(engine, **options):
     """Steps of every kind leave as many hooks as they found; a leaf that goes through units has its gradient."""
     # The engine's, and one for each rank of the plain side.
-    leaf, *twins = (torch.zeros(5, dtype=engine.dtype, requires_grad=True) for _ in range(1 + dist.get_world_size()))
+    leaf, *twins = (torch.zeros(5, dtype=engine.dtype, requires_grad=True) for _ in range(1 + engine.size))
 
     def loss(model, tokens, targets, rank):
         own = leaf if model is pair.trained else twins[rank]
         out, passed, shift = model(tokens, own)
         return F.cross_entropy(out, targets) + passed.square().sum() + shift.square().sum()
-
-    def hooks():
-        return hooks_on(pair.trained.model, pair.trained.optimizer, leaf)
 
     pair = Pair(engine, PassesOn, loss=loss, batch=lambda step, rank: (*token_batch(step, rank), rank), **options)
     counts = []
@@ -120,7 +128,7 @@ def steps_leave_no_hooks_behind(engine, **options):
             pair.alone()
         if not engine.foreign:
             pair.trained.load_full_state_dict(pair.trained.full_state_dict())
-        counts.append(hooks())
+        counts.append(hooks_on(pair.model, pair.trained.optimizer, leaf))
     same("hooks after the other steps", counts[1:], [counts[0]] * 2)  # some engines set theirs in the first
     pair.same_weights()
     same("the gradient of the leaf", leaf.grad, twins[pair.rank].grad * pair.size, pair.atol)

@@ -2,82 +2,90 @@
 
 import copy
 import gc
-import io
 import time
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from harness.engine.gradients import GradScaler
 from harness.engine.safety.guard import EngineParameter
 from harness.properties.fixtures import (
-    ADAMW,
+    EXACT_LOW,
     MOMENTUM,
     SGD,
-    OddModel,
+    Pair,
     Twice,
+    a_step,
     hooks_on,
     in_float32,
+    odd,
     own_tokens,
     seeded,
+    through_a_file,
     vector_batch,
 )
 from harness.properties.precision import of_tokens
-from harness.properties.property import STAGES, NotApplicable, ask, ask_each, expect, holds, refused, same
-from harness.properties.training import Pair
+from harness.properties.property import (
+    STAGES,
+    NotApplicable,
+    ask,
+    ask_each,
+    holds,
+    only,
+    refused,
+    same,
+    stages_hold,
+)
+
+
+def used_up(engine, how: str) -> list[weakref.ref]:
+    """All that belongs to an engine that has trained."""
+    trained = odd(engine, **({"param_dtype": torch.bfloat16} if how == "mixed precision" else {}))
+    model, (tokens, targets) = trained.model, own_tokens(0)
+    scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
+    if how == "mixed precision":
+        scaler = GradScaler("cpu")
+        scaler.scale(in_float32(trained(tokens), targets)).backward()
+        scaler.step(trained)
+    else:
+        a_step(trained)
+    scheduler.step()
+    if how == "between forward and backward":
+        F.cross_entropy(trained(tokens), targets)
+    if how == "after an error":
+        with refused(error=Exception):
+            trained("no tokens")
+    if how == "closed":
+        trained.close()
+    things = [trained, model, model.head, *model.parameters()]
+    if how != "closed" and not engine.foreign:
+        things.append(trained.optimizer)
+        for bucket in trained.all_buckets:
+            things += [bucket.shard, bucket.flat, *bucket.pieces]
+    return [weakref.ref(thing) for thing in things]
 
 
 @holds(
     "life",
-    *ask_each("how", ("trained", "after an error"), "zero1", more_engines=STAGES),
-    *ask_each("how", ("mixed precision", "closed"), "zero2", more_engines=STAGES),
-    ask("zero3", more_engines=STAGES, how="between forward and backward"),
+    *ask_each("how", ("trained", "after an error"), "zero1"),
+    *ask_each("how", ("mixed precision", "closed"), "zero2"),
+    ask("zero3", how="between forward and backward"),
 )
 def an_engine_that_goes_leaves_nothing_alive(engine, how):
     """After `del` and a collection nothing of an engine is alive: itself, its model, parameters, shards, optimizer."""
+    if "to be destroyed" in engine.more:
+        raise NotApplicable(f"{engine.name} goes by a call, `destroy`")
     gone = []
     for _ in range(3):
-        model = seeded(OddModel)
-        options = {"param_dtype": torch.bfloat16} if how == "mixed precision" else {}
-        trained = engine(model, ADAMW, **options)
-        scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, 1)
-        tokens, targets = own_tokens(0)
-        if how == "mixed precision":
-            scaler = GradScaler("cpu")
-            scaler.scale(in_float32(trained(tokens), targets)).backward()
-            scaler.step(trained)
-            del scaler
-        else:
-            trained.training_step(tokens, targets, F.cross_entropy)
-        if how == "between forward and backward":
-            loss = F.cross_entropy(trained(tokens), targets)
-            del loss
-        if how == "after an error":
-            refused(lambda trained=trained: trained("no tokens"), error=Exception)
-        if how == "closed":
-            trained.close()
-        gone += [weakref.ref(thing) for thing in (trained, model, model.head, *model.parameters())]
-        if "to be destroyed" in engine.more:
-            raise NotApplicable(f"{engine.name} goes by a call, `destroy`")
-        if how != "closed" and not engine.foreign:
-            buckets = trained.all_buckets
-            gone += [weakref.ref(thing) for thing in (trained.optimizer,)]
-            gone += [weakref.ref(tensor) for bucket in buckets for tensor in (bucket.shard, bucket.flat)]
-            gone += [weakref.ref(piece) for bucket in buckets for piece in bucket.pieces]
-            del buckets
-        del trained, model, scheduler
+        gone += used_up(engine, how)
     gc.collect()
     deadline = time.monotonic() + 30  # a gloo thread lets go of a collective's buffers a moment after `wait()`
     while (alive := [reference() for reference in gone if reference() is not None]) and time.monotonic() < deadline:
         del alive
         time.sleep(0.05)
     same("what is alive", sorted({type(thing).__name__ for thing in alive}), [])
-
-
-LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}  # sums that plain PyTorch makes to the bit
 
 
 class Tagged(nn.Parameter):
@@ -90,17 +98,17 @@ def own_class() -> nn.Module:
     return model
 
 
-@holds("life", ask(), ask(**LOW), ask("zero3", reshard_after_forward=False), of_stages=True)
+@stages_hold("life", ask(), ask(**EXACT_LOW), only("zero3", reshard_after_forward=False))
 def closing_gives_a_plain_model(engine, **options):
     """`close()` gives a plain model with the shards' values, its objects and ties; another engine may follow.
 
     Between backward and step it leaves nothing in flight, and drops the gradients.
     """
     pair, fresh = Pair(engine, own_class, loss=of_tokens, **options), seeded(own_class)
-    model, trained, (tokens, _) = pair.trained.model, pair.trained, own_tokens(0)
+    model, trained, (tokens, _) = pair.model, pair.trained, own_tokens(0)
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
     objects = dict(model.named_parameters())
-    expect(isinstance(model.head.weight, Tagged), "the head's weight", "a Tagged", type(model.head.weight))
+    assert isinstance(model.head.weight, Tagged)
     if engine.like != "zero3":
         assert "requires_grad=True" in repr(model.head.weight)
     pair.train(2)
@@ -110,57 +118,49 @@ def closing_gives_a_plain_model(engine, **options):
     pair.alone().backward()
     trained.close()
     same("the plain model's state", model.state_dict(), before)
-    rounded = all((param == param.bfloat16().double()).all() for param in model.parameters())
-    expect(not rounded, "the plain model's values", "those of the shards", "all are bfloat16 numbers")
+    rounded = [torch.equal(param, param.bfloat16().double()) for param in model.parameters()]
+    assert not all(rounded), "the plain model's values are bfloat16 numbers, and not those of the shards"
     same("the dtype of what the model computes", model(tokens).dtype, torch.float64)  # inputs are not cast any more
     model.load_state_dict(before)  # and loading is not refused
     for name, param in model.named_parameters():
-        kept = param is objects[name] and type(param) is type(fresh.get_parameter(name)) and param.requires_grad
-        kept = kept and param.grad is None and "requires_grad=True" in repr(param)
-        expect(kept, f"the parameter {name}", "the same object, of its class, without gradient", type(param).__name__)
-        expect(not [key for key in vars(param) if key.startswith("zero_")], f"marks on {name}", "none", vars(param))
+        assert param is objects[name] and type(param) is type(fresh.get_parameter(name)), f"{name} is another object"
+        assert param.requires_grad and param.grad is None and "requires_grad=True" in repr(param), name
+        same(f"marks on {name}", [key for key in vars(param) if key.startswith("zero_")], [])
         # Memory of its own, and no bucket's: moves and `param.data` are as ever.
         same(f"bytes of the storage under {name}", param.untyped_storage().nbytes(), param.nbytes)
-    expect(model.head.weight is model.embedding.weight, "the tied weight", "one object", "two")
+    assert model.head.weight is model.embedding.weight, "the tied weight is two objects"
     same("hooks that are left", hooks_on(model), hooks_on(fresh) + 1)
-    for asked in (lambda: trained.step(), lambda: trained(1), lambda: trained.full_state_dict(), trained.close):
-        refused(asked, error=AttributeError)
+    for name in ("step", "__call__", "full_state_dict", "close"):
+        with refused(error=AttributeError):
+            getattr(trained, name)()
     twin = copy.deepcopy(model)
     Pair(engine.another(), (twin, model)).alike()
 
 
-def through_a_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@holds(
+@stages_hold(
     "life",
-    ask("zero1", more_engines=STAGES, copied=copy.deepcopy, mixed=False),
-    ask("zero2", more_engines=STAGES, copied=copy.deepcopy, mixed=True),
-    ask("zero3", more_engines=STAGES, copied=through_a_file, mixed=False),
-    ask("zero1", more_engines=STAGES, copied=through_a_file, mixed=True),
-    of_stages=True,
+    ask("zero1", copied=copy.deepcopy, mixed=False),
+    ask("zero2", copied=copy.deepcopy, mixed=True),
+    ask("zero3", copied=through_a_file, mixed=False),
+    ask("zero1", copied=through_a_file, mixed=True),
 )
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
 
-    pair = Pair(engine, OddModel, loss=of_tokens, **(LOW if mixed else {}))
-    model, (tokens, targets) = pair.trained.model, own_tokens(3)
+    pair = Pair(engine, loss=of_tokens, **(EXACT_LOW if mixed else {}))
+    model, (tokens, targets) = pair.model, own_tokens(3)
     pair.train(1)
     if engine.like == "zero3":
-        refused(lambda: copied(model), "sharded", "full_state_dict", error=RuntimeError)
+        with refused("sharded", "full_state_dict", error=RuntimeError):
+            copied(model)
     else:
         twin = copied(model)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         same("the copy's state", twin.state_dict(), before)
         for param, own in zip(twin.parameters(), model.parameters()):
             marked = engine.foreign or isinstance(own, EngineParameter)  # the copies of others must be plain, too
-            plain = type(param) is nn.Parameter and marked and param.grad is None
-            plain = plain and param.requires_grad == own.requires_grad
-            expect(plain, "the copy's parameter", "an nn.Parameter of its own", type(param).__name__)
+            plain = type(param) is nn.Parameter and param.grad is None and param.requires_grad == own.requires_grad
+            assert plain and marked, "the copy's parameter is no plain one"
         # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
         optimizer = SGD([param for param in twin.parameters() if param.requires_grad])
         in_float32(twin(tokens), targets).backward()
@@ -196,9 +196,9 @@ class Branching(nn.Module):
 
 @holds(
     "life",
-    ask("zero1", more_engines=STAGES, chapters=STAGES, way="forward alone"),
-    ask("zero2", more_engines=STAGES, way="a branch that the loss leaves out"),
-    ask("zero3", more_engines=STAGES, way="a graph that is retained"),
+    ask("zero1", chapters=STAGES, way="forward alone"),
+    ask("zero2", way="a branch that the loss leaves out"),
+    ask("zero3", way="a graph that is retained"),
 )
 def what_autograd_has_saved_goes_with_the_graph(engine, way):
     """After a forward alone, or with a branch that the loss leaves out, no result outlives its graph.
@@ -209,7 +209,7 @@ def what_autograd_has_saved_goes_with_the_graph(engine, way):
     trained = engine(seeded(Branching), MOMENTUM, **options)
     model = trained.model
     for step in range(3):
-        x, y = vector_batch(step, dist.get_rank(), 5, torch.float64)
+        x, y = vector_batch(step, engine.rank, 5, torch.float64)
         out = trained(x.requires_grad_())
         model.seen.append(weakref.ref(out))
         if way != "forward alone":

@@ -6,7 +6,6 @@ import math
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_
@@ -14,43 +13,59 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.measure.held import storage_bytes
 from harness.measure.traffic import TrafficLedger
-from harness.properties import fixtures
 from harness.properties.fixtures import (
     ADAMW,
     DECAY,
     Checkpointed,
     OddModel,
+    Pair,
     Stack,
+    Twice,
+    model_of,
     odd,
+    of_all_ranks,
+    of_output,
+    of_vectors,
     own_tokens,
     pieces_of,
     seeded,
     vector_batch,
+    vectors,
 )
-from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, refused, same
-from harness.properties.training import Pair, model_of, of_output, of_vectors, vectors
+from harness.properties.property import (
+    STAGES,
+    NotApplicable,
+    ask,
+    ask_thorough,
+    expect,
+    holds,
+    only,
+    refused,
+    same,
+    stages_hold,
+)
 
 # Clipping.
 
 
 @holds(
     "values",
-    ask(ranks=3, more_ranks=2, norm_type=2.0),
-    ask("zero2", 3, more_engines=STAGES, more_ranks=2, norm_type=math.inf),
-    ask("zero3", 3, more_engines=STAGES, more_ranks=2, norm_type=2.0, model="Twice"),
+    ask(ranks=3, norm_type=2.0),
+    ask("zero2", 3, norm_type=math.inf),
+    ask("zero3", 3, norm_type=2.0, model=Twice),
     ask_thorough(norm_type=1.0),
 )
-def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddModel", device="cpu"):
+def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model=OddModel, device="cpu"):
     """The norm is that of all gradients, on every rank: no padding, and a tied weight once."""
-    pair, clipped = Pair(engine, getattr(fixtures, model), ADAMW, device=device), 0
+    pair, clipped = Pair(engine, model, ADAMW, device=device), 0
     for step in range(5):
         max_norm = (0.05, 1e6)[step % 3 == 2]
         pair.backward(step)
         norm = pair.clip(max_norm, norm_type)
-        expect(not norm.requires_grad, "the norm", "detached", "it requires a gradient")
+        assert not norm.requires_grad
         same("the norm's device", norm.device.type, device)
         # One number, which all ranks have computed from the same numbers in the same order.
-        same("the ranks' norms", len(fixtures.of_all_ranks(norm).unique()), 1)
+        same("the ranks' norms", len(of_all_ranks(norm).unique()), 1)
         clipped += norm > max_norm
         pair.step()
     assert 0 < clipped < 5, "the norms lie on one side of what they are clipped to: this proves nothing"
@@ -60,7 +75,7 @@ def clipping_takes_the_norm_of_the_whole_model(engine, norm_type, model="OddMode
 @holds("values")
 def a_backward_after_clipping_adds_to_what_was_clipped(engine):
     """Backward, clip, backward, step: the second backward adds to clipped gradients."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     for step in range(4):
         pair.backward(2 * step)
         pair.clip(0.05)
@@ -69,7 +84,7 @@ def a_backward_after_clipping_adds_to_what_was_clipped(engine):
     pair.same_weights()
 
 
-@holds("values", ask(ranks=3, more_ranks=2))
+@holds("values", ask(ranks=3))
 def one_ranks_nan_is_in_every_ranks_norm(engine):
     """A NaN or inf in one element of one rank's gradient shows in the norm on all ranks."""
     trained = odd(engine)
@@ -78,7 +93,7 @@ def one_ranks_nan_is_in_every_ranks_norm(engine):
         trained.zero_grad()
         out = trained(tokens)
         loss = F.cross_entropy(out, targets)
-        if dist.get_rank() == 0:  # a parameter which only one rank has in its shard
+        if engine.rank == 0:  # a parameter which only one rank has in its shard
             loss = loss + (out[0, 0] if engine.foreign else trained.model.head.bias[0]) * value
         loss.backward()
         norm = trained.clip_grad_norm_(1.0, norm_type).item()
@@ -90,7 +105,7 @@ def one_ranks_nan_is_in_every_ranks_norm(engine):
 @holds("values", ask(ranks=3))
 def clipping_by_value_is_torchs_on_the_whole_model(engine):
     """`engine.clip_grad_value_` is torch's on the whole model, also between two backwards of one step."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     for step in range(3):
         for part in range(2):
             pair.backward(2 * step + part)
@@ -125,9 +140,9 @@ def a_rank_may_own_only_padding(engine):
 
 @holds(
     "values",
-    ask(ranks=3, more_ranks=2, low=None, high=torch.float32),
-    ask(ranks=3, more_ranks=2, low=torch.float32, high=torch.float64),
-    ask(ranks=3, more_ranks=2, low=torch.bfloat16, high=torch.float32),
+    ask(ranks=3, low=None, high=torch.float32),
+    ask(ranks=3, low=torch.float32, high=torch.float64),
+    ask(ranks=3, low=torch.bfloat16, high=torch.float32),
 )
 def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high):
     """Ranks that own only padding, of all buckets or of those of one dtype, have the others' norm, in its dtype."""
@@ -146,18 +161,16 @@ def a_rank_that_owns_only_padding_agrees_on_the_norm(engine, low, high):
 @holds("values", ask(chapters=STAGES))
 def backwards_before_a_step_add_up(engine):
     """Several backwards before a step add up, with evaluations in between."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     for step in range(3):
         for micro in range(2):
             pair.backward(2 * step + micro)
-            with torch.no_grad():
-                tokens = own_tokens(9)[0]
-                same("an evaluation between backwards", pair.trained(tokens), pair.plain(tokens), pair.atol)
+            pair.evaluate()
         pair.step()
     pair.same_weights()
 
 
-@holds("traffic", ask(no_sync=False), ask(no_sync=True), of_stages=True)
+@stages_hold("traffic", ask(no_sync=False), ask(no_sync=True))
 def micro_batches_send_what_they_must(engine, no_sync):
     """Under `no_sync` nothing is sent and no piece gets a gradient; without it each backward of ZeRO-2 and -3 sends.
 
@@ -196,18 +209,15 @@ def micro_batches_send_what_they_must(engine, no_sync):
 class TwoHeads(OddModel):
     """Two heads, which belong to the root, or each a unit of its `own`."""
 
-    class Heads(nn.ModuleDict):
-        def forward(self, x):
-            return [head(x) for head in self.values()]
-
-    class OwnHeads(nn.ModuleList):
-        def forward(self, x):
-            return [head(x) for head in self]
-
     def __init__(self, own: bool = False):
         super().__init__()
-        first, second = nn.Linear(5, 3), nn.Linear(5, 3)
-        self.head = self.OwnHeads([first, second]) if own else self.Heads({"first": first, "second": second})
+        self.second = nn.Linear(5, 3)
+        if own:
+            self.heads = nn.ModuleList([self.head, self.second])
+
+    def forward(self, tokens):
+        x = self.features(tokens)
+        return self.head(x), self.second(x)
 
 
 def two_losses(model, batch, scale, shift=0):
@@ -266,7 +276,7 @@ def one_backward_for_a_parameter(model, batch, scale, quiet=contextlib.nullconte
     """The last backward reaches the smallest part."""
     with quiet():
         a_backward_for_each_loss(model, batch, scale)
-    (scale * model_of(model).head["second"].bias.square().sum()).backward()
+    (scale * model_of(model).second.bias.square().sum()).backward()
 
 
 def the_others_under_no_sync(model, batch, scale):
@@ -282,9 +292,9 @@ OF_WHOLE_MODELS = (one_backward_for_a_parameter, the_others_under_no_sync)
 @holds(
     "values",
     ask(),
-    ask("zero3", prefetch=0),
-    ask("zero3", reshard_after_forward=False),
-    ask("zero2", bucket_mb=0, find_unused=True),
+    only("zero3", prefetch=0),
+    only("zero3", reshard_after_forward=False),
+    only("zero2", bucket_mb=0, find_unused=True),
     ask_thorough(find_unused=True),
 )
 def backward_may_be_called_in_any_way(engine, **options):
@@ -300,10 +310,10 @@ def backward_may_be_called_in_any_way(engine, **options):
 
 @holds(
     "misuse",
-    ask("zero1", 3, more_engines=STAGES, no_sync=True, find_unused=True),
-    ask("zero2", 3, more_engines=STAGES, no_sync=True, find_unused=False),
-    ask("zero3", 3, more_engines=STAGES, no_sync=False, find_unused=True),
-    ask("zero1", 3, more_engines=STAGES, no_sync=False, find_unused=False),
+    ask("zero1", 3, no_sync=True, find_unused=True),
+    ask("zero2", 3, no_sync=True, find_unused=False),
+    ask("zero3", 3, no_sync=False, find_unused=True),
+    ask("zero1", 3, no_sync=False, find_unused=False),
 )
 def a_backward_for_each_head_is_right_or_refused(engine, no_sync, find_unused):
     """Two backwards through one body, each by a head of its own: right, or refused with a way that is right."""
@@ -338,7 +348,7 @@ def gradients_stay_until_they_are_thrown_away(engine):
     """Steps use them again and a backward adds to them, until the engine's `zero_grad`, or its optimizer's."""
     if "drops gradients" in engine.more:
         raise NotApplicable(f"{engine.name}'s step drops the gradients")
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     for step in range(4):
         if step % 2:
             pair.alone().backward()  # another batch's gradients, thrown away
@@ -364,10 +374,12 @@ def reentrant_checkpointing_is_right_or_refused(engine):
     if engine.like == "zero3":
         other = engine(seeded(lambda: Checkpointed("around", use_reentrant=True)), DECAY)
         for _ in range(2):
-            refused(of_output(other, tokens, targets).backward, "use_reentrant=False")
+            with refused("use_reentrant=False"):
+                of_output(other, tokens, targets).backward()
             other.zero_grad()
         embedded = torch.zeros((), dtype=torch.float64, requires_grad=True)
         out = checkpoint(lambda t, e: pair.trained(t) + e, tokens, embedded, use_reentrant=True)
-        refused(F.cross_entropy(out, targets).backward, "use_reentrant=False")
+        with refused("use_reentrant=False"):
+            F.cross_entropy(out, targets).backward()
         pair.trained.zero_grad()
     pair.alike(3)

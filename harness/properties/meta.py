@@ -15,6 +15,7 @@ from harness.properties.fixtures import (
     ADAMW,
     OddBlock,
     OddModel,
+    Pair,
     byte_batch,
     in_float32,
     own_tokens,
@@ -22,8 +23,7 @@ from harness.properties.fixtures import (
     seeded,
     silent_group,
 )
-from harness.properties.property import ask, ask_each, expect, holds, refused, same, subject
-from harness.properties.training import Pair
+from harness.properties.property import ask, ask_each, expect, only, refused, same, stages_hold, subject
 from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
 from harness.run.shared_folder import shared_folder
 
@@ -33,7 +33,14 @@ def on_meta(build):
         return build()
 
 
-@holds("life", *ask_each("param_dtype", (None, torch.bfloat16), "zero3", more_ranks=(1, 3)), of_stages=True)
+def mapped(state: dict, folder) -> dict:
+    """`state`, as it is read from this rank's file."""
+    file = f"{folder}/{dist.get_rank()}.pt"
+    torch.save(state, file)
+    return torch.load(file, mmap=True)
+
+
+@stages_hold("life", *ask_each("param_dtype", (None, torch.bfloat16), "zero3", asks=only, more_ranks=(1, 3)))
 def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, device="cpu"):
     """From the same seed a model on `meta` gets the weights of the whole one, to the bit: the same operations.
 
@@ -50,9 +57,9 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
     same("the weights from the seed", trained.full_state_dict(), expected)
     devices = {tensor.device.type for tensor in (*model.parameters(), *pieces_of(trained))}
     same("the devices of parameters and their pieces", devices, {device})
-    trained.training_step(*byte_batch(0, dist.get_rank(), device), next_token_loss)
-    kept = model.head.weight is model.tokens.weight and model.blocks[0].up.weight is weight and weight.tag == "no decay"
-    expect(kept, "parameters that were on meta", "the same objects, tied as before", "others")
+    trained.training_step(*byte_batch(0, engine.rank, device), next_token_loss)
+    assert model.head.weight is model.tokens.weight and model.blocks[0].up.weight is weight
+    assert weight.tag == "no decay"
     assert not torch.equal(expected["tokens.weight"], GPT(config, seed=8).tokens.weight)
     assert not torch.equal(expected["blocks.0.up.weight"], expected["blocks.1.up.weight"])
     for name, value in expected.items():  # a GPT as it should start
@@ -65,7 +72,7 @@ def the_same_seed_gives_the_same_weights_on_meta(engine, param_dtype=None, devic
 SOURCES = ("init_fn", "state_dict", "folder", "init_fn in bfloat16")
 
 
-@holds("bytes", *ask_each("source", SOURCES, "zero3"), of_stages=True)
+@stages_hold("bytes", *ask_each("source", SOURCES, "zero3", asks=only))
 def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     """The peak while a model on `meta` is built is the shards and one unit; with a folder, three units."""
     config = GPTConfig(layers=8, width=64, heads=2, vocab=64, seq=16)
@@ -73,8 +80,7 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     options = {"init_fn": initialize, "param_dtype": torch.bfloat16 if "bfloat16" in source else None}
     with shared_folder() as folder:
         if source == "state_dict":
-            torch.save(weights, f"{folder}/{dist.get_rank()}.pt")
-            options = {"state_dict": torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)}
+            options = {"state_dict": mapped(weights, folder)}
         elif source == "folder":
             dcp.save({"model": weights}, checkpoint_id=folder)
             options = {"state_dict": folder}
@@ -87,7 +93,7 @@ def building_from_meta_takes_the_shards_and_one_unit(engine, source):
     expect(memory.peak <= most, "the peak of live bytes while it is built", f"at most {most:,}", f"{memory.peak:,}")
 
 
-@holds("life", *ask_each("source", ("file", "folder"), "zero3"), of_stages=True)
+@stages_hold("life", *ask_each("source", ("file", "folder"), "zero3", asks=only))
 def weights_on_file_are_read_into_meta(engine, source):
     """Another model's weights, memory-mapped or in a folder, are taken, and not written to; then it trains.
 
@@ -102,20 +108,16 @@ def weights_on_file_are_read_into_meta(engine, source):
 
     with shared_folder() as folder:
         if source == "file":
-            torch.save(whole.state_dict(), f"{folder}/{dist.get_rank()}.pt")
-            state = torch.load(f"{folder}/{dist.get_rank()}.pt", mmap=True)
+            state = mapped(whole.state_dict(), folder)
         else:
             state = checkpoint.save(subject("zero1")(seeded(build, seed=5), ADAMW), folder).path
-        pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=decayed_groups, find_unused=True, state_dict=state,
-                    init_fn=init_fn)  # fmt: skip
+        options = {"find_unused": True, "state_dict": state, "init_fn": init_fn}
+        pair = Pair(engine, (whole, on_meta(build)), ADAMW, groups=decayed_groups, **options)
     same("names that init_fn is asked for", asked, ["table"])
     same("the weights from the file", pair.trained.full_state_dict(), whole.state_dict())
-    model = pair.trained.model
-    same("names that are still on meta", names_on_meta(model), [])
-    if source == "file":
-        before = whole.mix.detach().clone()
-    pair.train(3)
-    pair.same_weights()
+    same("names that are still on meta", names_on_meta(pair.model), [])
+    before = whole.mix.detach().clone()
+    pair.alike(3)
     if source == "file":
         same("the file's own values", state["mix"], before)
 
@@ -124,7 +126,7 @@ class Counting(OddBlock):
     """With a buffer that two modules share."""
 
     def __init__(self):
-        super().__init__(5, 9)
+        super().__init__(9)
         self.register_buffer("count", torch.zeros(2))
         self.up.register_buffer("count", self.count)
 
@@ -133,13 +135,13 @@ def names_on_meta(model) -> list[str]:
     return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
 
 
-@holds("life", ask("zero3", more_ranks=3), of_stages=True)
+@stages_hold("life", only("zero3"))
 def init_fn_fills_what_is_on_meta(engine):
     """init_fn is asked once for what is on `meta`, and for nothing else, and rank 0's values count on all.
 
     If it raises on one rank all hear of it, and the model is as before: another try works.
     """
-    rank, last, names = dist.get_rank(), dist.get_world_size() - 1, []
+    rank, last, names = engine.rank, engine.size - 1, []
     whole = on_meta(OddModel)
     weight, missing = whole.blocks[1].up.weight, names_on_meta(whole)
 
@@ -152,34 +154,35 @@ def init_fn_fills_what_is_on_meta(engine):
         names.append(name)
         tensor.fill_(rank + len(name))
 
-    refused(lambda: engine(whole, ADAMW, init_fn=raises), f"rank {last}: ", "of the caller's own")
+    with refused(f"rank {last}: ", "of the caller's own"):
+        engine(whole, ADAMW, init_fn=raises)
     same("names on meta after the error", names_on_meta(whole), missing)
     assert whole.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
     engine(whole, ADAMW, init_fn=fills).training_step(*own_tokens(0), in_float32)
     names.clear()
     model, other = (seeded(OddModel, dtype=torch.float32) for _ in range(2))
-    before = other.state_dict()
     model.blocks[1] = on_meta(Counting)
     missing = names_on_meta(model)
     trained = engine(model, ADAMW, init_fn=fills, prefetch=0)
     same("names that init_fn is asked for", sorted(names), sorted(missing))
     same("names that are still on meta", names_on_meta(model), [])
     block = model.blocks[1]
-    expect(block.count is block.up.count, "the buffer of two modules", "one object", "two")
+    assert block.count is block.up.count, "the buffer of two modules is two objects"
     state = trained.full_state_dict()
     filled = {name: torch.full_like(state[name], len(name)) for name in missing}
     filled["blocks.1.up.count"] = filled["blocks.1.count"]
-    same("the weights", state, {name: filled[name] if name in filled else before[name] for name in state})
+    expected = other.state_dict() | filled
+    same("the weights", state, {name: expected[name] for name in state})
     trained.training_step(*own_tokens(0), in_float32)
     trained.load_full_state_dict(state)
 
 
-@holds("misuse", ask(ranks=3), of_stages=True)
+@stages_hold("misuse", ask(ranks=3))
 def what_cannot_be_materialised_is_refused(engine):
     """A model on `meta` without a source of its values, or with one that does not fit, is refused by name."""
     if engine.like != "zero3":
-        words = "materialise", "ZeRO3(model, ..., init_fn=...)"
-        refused(lambda: engine(on_meta(OddModel), ADAMW), *words, error=ValueError)
+        with refused("materialise", "ZeRO3(model, ..., init_fn=...)", error=ValueError):
+            engine(on_meta(OddModel), ADAMW)
         return
     good = OddModel().state_dict()
     less = {name: value for name, value in good.items() if name != "head.bias"}
@@ -191,12 +194,11 @@ def what_cannot_be_materialised_is_refused(engine):
         ({"state_dict": other}, "'head.weight'", "(3, 4)", "(3, 5)"),
         ({"init_fn": lambda name, tensor: torch.zeros_like(tensor)}, "init_fn returned a new tensor", "in place"),
     ):
-        kinds = ValueError, TypeError, KeyError, RuntimeError
-        refused(lambda source=source: engine(on_meta(OddModel), ADAMW, **source), *words, error=kinds)
-    words = "nothing of this one is", "load_full_state_dict"
-    refused(lambda: engine(OddModel(), ADAMW, init_fn=lambda name, tensor: None), *words)
+        with refused(*words, error=Exception):
+            engine(on_meta(OddModel), ADAMW, **source)
+    with refused("nothing of this one is", "load_full_state_dict"):
+        engine(OddModel(), ADAMW, init_fn=lambda name, tensor: None)
     # What is wrong on one rank is an error on all.
-    source, words = (
-        ({}, "init_fn=") if dist.get_rank() == 1 else ({"init_fn": lambda name, tensor: tensor.zero_()}, "rank 1: ")
-    )
-    refused(lambda: engine(on_meta(OddModel), ADAMW, **source), words)
+    init_fn = None if engine.rank == 1 else lambda name, tensor: tensor.zero_()
+    with refused("rank 1: " if init_fn else "init_fn="):
+        engine(on_meta(OddModel), ADAMW, init_fn=init_fn)

@@ -4,17 +4,40 @@ After a refusal the engine goes on, and is compared with plain PyTorch then.
 """
 
 import contextlib
-import io
+import copy
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from harness.properties.fixtures import ADAMW, SGD, OddBlock, OddModel, odd, pieces_of, seeded, token_batch
-from harness.properties.property import STAGES, ask, ask_each, ask_thorough, holds, refused, same
-from harness.properties.training import Pair
+from harness.engine import checkpoint
+from harness.engine.state import swapped
+from harness.properties.fixtures import (
+    ADAMW,
+    EXACT,
+    EXACT_LOW,
+    SGD,
+    OddBlock,
+    OddModel,
+    Pair,
+    TiedAcross,
+    all_params,
+    alone,
+    odd,
+    own_tokens,
+    pieces_of,
+    seeded,
+    through_a_file,
+)
+from harness.properties.precision import of_tokens
+from harness.properties.property import ask, ask_each, ask_thorough, holds, only, refused, same, stages_hold
+from harness.run.shared_folder import shared_folder
 
 # The standard loop.
 
@@ -34,11 +57,11 @@ TAKERS = (
 @holds("misuse")
 def who_takes_gradients_past_the_engine_is_refused(engine):
     """Torch's clipping, `zero_grad` and `step` past the engine, between backward and step, name the engine's own."""
-    pair = Pair(engine, OddModel)
+    pair = Pair(engine)
     for step, (taker, words) in enumerate(TAKERS):
         pair.backward(step)
-        errors = (RuntimeError, TypeError, ValueError, AssertionError)
-        refused(lambda taker=taker: taker(pair.trained), *words, error=errors)
+        with refused(*words, error=Exception):
+            taker(pair.trained)
         pair.step()
         pair.same_weights()
 
@@ -59,12 +82,12 @@ def backward_after_the_step(pair):
 
 def called_with_other_weights(pair):
     others = {name: torch.zeros_like(value) for name, value in pair.plain.named_parameters()}
-    torch.func.functional_call(pair.trained.model, others, (token_batch(0, pair.rank)[0],))
+    torch.func.functional_call(pair.model, others, pair.batch(0, pair.rank)[:1])
 
 
 def an_optimizer_in_a_hook(pair):
     """As in recipes for small memory: it would part the ranks."""
-    pair.trained.model.head.weight.register_post_accumulate_grad_hook(lambda p: SGD([p]).step())
+    pair.model.head.weight.register_post_accumulate_grad_hook(lambda p: SGD([p]).step())
     pair.step_alone()
 
 
@@ -79,42 +102,39 @@ class Acting(OddModel):
 
     def __init__(self, act):
         super().__init__()
-        self.blocks[1] = self.Block(5, 9)
+        self.blocks[1] = self.Block(9)
         self.blocks[1].act = act
 
 
 def under_func(pair):
     """Where ZeRO-3 cannot see what autograd saves."""
-    tokens, _ = token_batch(0, pair.rank)
+    tokens, _ = pair.batch(0, pair.rank)
     torch.func.vmap(lambda _: pair.trained(tokens))(torch.zeros(2))
 
 
-LOOPS = {
-    "vmap": (OddModel, under_func, ("torch.func", "vmap")),
-    "torch's GradScaler": (OddModel, with_torchs_scaler, ("engine.gradients", "GradScaler")),
-    "a backward after the step": (OddModel, backward_after_the_step, ("version",)),
-    "functional_call": (OddModel, called_with_other_weights, (".weight'", "functional_call")),
-}
-ENDS = {  # the model itself is of no use then
-    "an optimizer in a hook": (OddModel, an_optimizer_in_a_hook, ("'head.weight'",)),
+LOOPS = {  # and words of the error
+    under_func: ("torch.func", "vmap"),
+    with_torchs_scaler: ("engine.gradients", "GradScaler"),
+    backward_after_the_step: ("version",),
+    called_with_other_weights: (".weight'", "functional_call"),
+    an_optimizer_in_a_hook: ("'head.weight'",),
 }
 
 
-@holds(
+@stages_hold(
     "misuse",
-    *ask_each("what", ("torch's GradScaler", "an optimizer in a hook"), "zero1", more_engines=STAGES, more_ranks=3),
-    ask("zero2", more_engines=STAGES, more_ranks=3, what="a backward after the step"),
-    ask("zero3", more_engines=STAGES, more_ranks=3, what="functional_call"),
-    ask("zero3", what="vmap"),
-    of_stages=True,
+    *ask_each("act", (with_torchs_scaler, an_optimizer_in_a_hook), "zero1"),
+    ask("zero2", act=backward_after_the_step),
+    ask("zero3", act=called_with_other_weights),
+    only("zero3", act=under_func),
 )
-def loops_that_would_train_wrong_are_refused(engine, what):
+def loops_that_would_train_wrong_are_refused(engine, act):
     """What torch's loops may do and an engine cannot follow is an error that says so; training goes on after it."""
-    build, act, words = {**LOOPS, **ENDS}[what]
-    pair = Pair(engine, build)
-    refused(lambda: act(pair), *words, error=RuntimeError)
+    pair = Pair(engine)
+    with refused(*LOOPS[act], error=RuntimeError):
+        act(pair)
     pair.trained.zero_grad()
-    if what in LOOPS:
+    if act is not an_optimizer_in_a_hook:  # the model itself is of no use then
         pair.alike()
 
 
@@ -145,7 +165,7 @@ MOVES = {
     "data": (lambda model: setattr(model.head.weight, "data", zeros()), ("'",)),
     "frozen": (lambda model: model.head.bias.requires_grad_(False), ("'head.bias'", "full_state_dict")),
     "thawed": (lambda model: model.frozen.requires_grad_(True), ("'frozen'", "find_unused=True")),
-    "a new module": (lambda model: model.blocks.append(OddBlock(5, 7).double()),
+    "a new module": (lambda model: model.blocks.append(OddBlock(7).double()),
                      ("'blocks.3.up.weight'", "after the engine was built")),
 }  # fmt: skip
 CHANGES = {
@@ -157,26 +177,22 @@ CHANGES = {
 }
 
 
-@holds(
+@stages_hold(
     "misuse",
-    *ask_each("change", ("float", "channels_last", "thawed", "delattr", "weight_norm"), "zero1", more_engines=STAGES),
-    *ask_each("change", ("there and back", "data", "a new module", "None", "assign"), "zero2", more_engines=STAGES),
-    *ask_each("change", ("frozen", "setattr"), "zero3", more_engines=STAGES),
-    of_stages=True,
+    *ask_each("change", ("float", "channels_last", "thawed", "delattr", "weight_norm"), "zero1"),
+    *ask_each("change", ("there and back", "data", "a new module", "None", "assign"), "zero2"),
+    *ask_each("change", ("frozen", "setattr"), "zero3"),
 )
 def a_model_that_changes_after_the_build_is_refused(engine, change):
     """A model that is moved, or whose parameters are others, is refused at once or in forward; the shards stay."""
     pair = Pair(engine, Pictures)
     pair.alike()
-    act, words = {**MOVES, **CHANGES}[change]
-
-    def go():
-        act(pair.trained.model)
-        pair.step_alone()
-
+    act, words = (MOVES | CHANGES)[change]
     own = () if change == "weight_norm" else ("engine",)  # torch's words are of a parameter of this class
-    said = refused(go, *words, *own, error=(RuntimeError, TypeError, KeyError))
-    same("whether one that did not change is named", "'head.weight'" in said and len(words) > 1, False)
+    with refused(*words, *own, error=(RuntimeError, TypeError, KeyError)) as said:
+        act(pair.model)
+        pair.step_alone()
+    same("whether one that did not change is named", "'head.weight'" in said[0] and len(words) > 1, False)
     if change in MOVES:
         state = pair.trained.full_state_dict()
         for name, param in pair.plain.named_parameters():
@@ -197,9 +213,9 @@ MOVES_OF_FORWARD = {
 
 @holds(
     "misuse",
-    ask("zero1", more_engines=STAGES, how="data"),
-    ask("zero2", more_engines=STAGES, how="set_"),
-    ask("zero3", more_engines=STAGES, how="half and double"),
+    ask("zero1", how="data"),
+    ask("zero2", how="set_"),
+    ask("zero3", how="half and double"),
     *[ask_thorough("zero3", how=how, reshard_after_forward=False) for how in MOVES_OF_FORWARD],
 )
 def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
@@ -211,13 +227,14 @@ def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
             with contextlib.suppress(RuntimeError):
                 pair.step_alone()
         else:
-            refused(pair.step_alone, *words, error=RuntimeError)
+            with refused(*words, error=RuntimeError):
+                pair.step_alone()
         pair.trained.zero_grad()
         with contextlib.suppress(RuntimeError):  # it may say once that weights were moved
             pair.trained.full_state_dict()
         shards.append(pair.trained.full_state_dict())
     same("the weights after a refused step", shards[1], shards[0])  # no step after the first one counts
-    model = pair.trained.model
+    model = pair.model
     pair.trained.close()
     broken = [name for name, param in model.named_parameters() if param.isnan().any()]
     same("parameters with NaN after close()", broken, [])
@@ -228,7 +245,7 @@ def what_changes_nothing_is_no_misuse(engine, **options):
     """Moves to where the model is, modes and flags as they are, a look: training goes on."""
     pair = Pair(engine, lambda: Acting(there_and_back), **options)
     pair.alike()
-    model = pair.trained.model
+    model = pair.model
     for move in (
         lambda: model.type(engine.dtype),
         lambda: model.cpu(),
@@ -246,38 +263,34 @@ def what_changes_nothing_is_no_misuse(engine, **options):
 # Optimizer state.
 
 
-@holds("misuse", of_stages=True)
+@stages_hold("misuse")
 def optimizer_state_that_does_not_fit_is_refused(engine):
     """State of other ranks, another stage or layout, or of no engine is refused; what fits goes on as the old one."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    alone = [dist.new_group([each]) for each in range(size)][rank]
-    plain = seeded(OddModel)
     pair = Pair(engine, OddModel, ADAMW)
     pair.alike()
-    everyone = [None] * size
+    everyone = [None] * pair.size
     dist.all_gather_object(everyone, pair.trained.optimizer.state_dict())
-    states = [
-        everyone[rank - 1],  # of the same shapes, perhaps
-        odd(engine, group=alone).optimizer.state_dict(),
-        odd(engine.another()).optimizer.state_dict(),
-        engine(seeded(lambda: OddModel(blocks=2)), ADAMW).optimizer.state_dict(),
-        ADAMW(plain.parameters()).state_dict(),
-    ]
-    for state in states:
-        load = partial(pair.trained.optimizer.load_state_dict, state)
-        refused(load, "optimizer's state", "harness.engine.checkpoint", error=ValueError)
+    for optimizer in (
+        odd(engine, group=alone()).optimizer,
+        odd(engine.another()).optimizer,
+        engine(seeded(lambda: OddModel(blocks=2)), ADAMW).optimizer,
+        pair.optimizer,
+        None,
+    ):
+        state = optimizer.state_dict() if optimizer else everyone[pair.rank - 1]  # of the same shapes, perhaps
+        with refused("optimizer's state", "harness.engine.checkpoint", error=ValueError):
+            pair.trained.optimizer.load_state_dict(state)
         pair.alike(1)
     # Through a file into a new engine, which goes on as the old one would have.
-    weights, file = pair.trained.full_state_dict(), io.BytesIO()
-    torch.save(pair.trained.optimizer.state_dict(), file)
+    weights, state = pair.trained.full_state_dict(), through_a_file(pair.trained.optimizer.state_dict())
     pair.trained = engine(seeded(OddModel, seed=5), ADAMW)
     pair.trained.load_full_state_dict(weights)
-    file.seek(0)
-    pair.trained.optimizer.load_state_dict(torch.load(file))
+    pair.trained.optimizer.load_state_dict(state)
     pair.alike(3)
     # Rank 0 has passed a state, the others none.
     state = pair.trained.full_state_dict()
-    refused(lambda: pair.trained.load_full_state_dict(state if rank == 0 else None), "rank 1: ", "NoneType")
+    with refused("rank 1: ", "NoneType"):
+        pair.trained.load_full_state_dict(None if pair.rank else state)
     pair.alike(1)
 
 
@@ -287,8 +300,8 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
 @holds("misuse")
 def an_engine_is_like_its_model_and_says_where_not(engine):
     """Modes and lists of parameters, modules and buffers are the model's; what an engine has not is an error."""
-    pair = Pair(engine, OddModel)
-    trained, model = pair.trained, pair.trained.model
+    pair = Pair(engine)
+    trained, model = pair.trained, pair.model
     assert trained.eval() is trained and not trained.training and not model.blocks[1].training
     assert trained.train() is trained and trained.training and model.blocks[1].training
     assert not trained.train(False).training
@@ -299,5 +312,361 @@ def an_engine_is_like_its_model_and_says_where_not(engine):
         for (name, expected), ((own, first), second) in zip(named, found):
             assert own == name and first is second is expected, name
     for name in ("state_dict", "cuda", "backward", "blocks"):
-        refused(lambda name=name: getattr(trained, name), repr(name), error=AttributeError)
+        with refused(repr(name), error=AttributeError):
+            getattr(trained, name)
     pair.alike()
+
+
+# Weights, pieces, groups and modules that are changed past the engine. Ours refuse, others are compared with torch.
+
+OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+def refused_or_right(pair: Pair, right: bool, act: Callable, *words: str) -> None:
+    """`act(model, optimizer)` and a step after it: an engine of ours says `words`.
+
+    Another one, or ours where that is `right`, trains on as plain PyTorch does.
+    """
+    if pair.engine.foreign or right:
+        for side in pair.both:
+            act(*side)
+        pair.alike()
+        return
+    with refused(*words):
+        act(pair.model, pair.trained.optimizer)
+        pair.step_alone()
+    pair.trained.zero_grad()
+
+
+# Weights.
+
+
+@torch.no_grad()
+def clamp(model, _):
+    model.head.weight.clamp_(-0.1, 0.1)
+
+
+def clamp_data(model, _):
+    model.head.weight.data.clamp_(-0.1, 0.1)
+
+
+def fill_a_part(model, _):
+    model.head.weight.data.view(-1)[3:9].fill_(0.25)
+
+
+def initialize(model, _):
+    nn.init.constant_(model.head.weight, 0.1)
+
+
+def load(model, _):
+    model.load_state_dict(seeded(OddModel, seed=8, dtype=None).state_dict())
+
+
+def load_a_part(model, _):
+    model.head.load_state_dict(nn.Linear(5, 3).state_dict())
+
+
+@holds(
+    "misuse",
+    *ask_each("write", (clamp, clamp_data)),
+    *ask_each("write", (fill_a_part, initialize, load), ("zero1", "zero2")),
+    only(("zero1", "zero2"), write=clamp_data, **OFFLOAD),
+    *ask_each("write", (fill_a_part, load_a_part), ("zero1", "zero2"), **EXACT_LOW),
+    *ask_each("write", (clamp, initialize, load), asks=ask_thorough, **OFFLOAD),
+    *ask_each("write", (clamp, initialize, load), asks=ask_thorough, **EXACT_LOW),
+)
+def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
+    """Weights that are written between two steps count, as in plain PyTorch; where they would be lost it is said.
+
+    They would be where shards have memory of their own: in ZeRO-3, in mixed precision and in offload.
+    """
+    pair = Pair(engine, **options)
+    pair.train(1)
+    before, kept = pair.trained.full_state_dict(), not options and engine.like != "zero3"
+    name = "load" if write in (load, load_a_part) else "head.weight"
+    refused_or_right(pair, kept, write, name, "full_state_dict(")
+    if kept or engine.foreign:
+        return
+    if engine.like != "zero3":  # whole weights are not gathered before the next step, so they are still wrong
+        with refused("full_state_dict(", error=RuntimeError):
+            pair.alone(0)
+        pair.trained.load_full_state_dict(before)
+    same("the weights after the refusal", pair.trained.full_state_dict(), before)
+    pair.step_alone()
+
+
+@stages_hold(
+    "misuse",
+    ask(write=clamp, **OFFLOAD),
+    ask(("zero1", "zero2"), write=clamp_data, **OFFLOAD),
+    ask_thorough(write=clamp_data, **EXACT_LOW),
+)
+def what_would_be_lost_is_not_given_out(engine, write, **options):
+    """Weights that were written past the shards, and no forward since: nobody gets or saves the old ones in silence."""
+    pair = Pair(engine, **options)
+    trained, before = pair.trained, pair.trained.full_state_dict()
+    with shared_folder() as folder:
+        save = partial(checkpoint.save, trained, folder)
+        for take in (trained.full_state_dict, save, trained.step, trained.close):
+            pair.alone(0).backward()
+            with refused("'head.weight'", error=RuntimeError):
+                write(trained.model, None)
+                take()
+            trained.zero_grad()
+            trained.load_full_state_dict(before)  # the way out
+
+
+@stages_hold("misuse", only(("zero1", "zero2")))
+def moved_weights_are_not_given_out_as_they_were(engine):
+    """`param.data = ...` and no forward since: the whole state and a save refuse once, and then give the shards."""
+    pair = Pair(engine)
+    pair.train(1)
+    state = pair.trained.full_state_dict()
+    weight = pair.model.head.weight
+    weight.data = weight.detach() + 1
+    with refused("'head.weight'", "moved out of the engine's buffer", error=RuntimeError):
+        pair.trained.full_state_dict()
+    same("the shards after the refusal", pair.trained.full_state_dict(), state)
+
+
+def by_data(block):
+    block.up.weight.data.clamp_(-0.2, 0.2)
+
+
+def under_no_grad(block):
+    block.up.weight.div_(block.up.weight.norm())
+
+
+@holds(
+    "misuse",
+    *ask_each("write", (by_data, under_no_grad)),
+    ask_thorough("zero3", write=by_data, prefetch=0, reshard_after_forward=False),
+    ask_thorough(write=by_data, **EXACT_LOW),
+    ask_thorough(write=by_data, **OFFLOAD),
+)
+def a_forward_that_writes_into_its_weights_counts_or_is_refused(engine, write, **options):
+    """A forward that clamps or scales its own weights: as in plain PyTorch, and where it would be lost it is said."""
+    pair = Pair(engine, partial(Acting, write), **options)
+    right = write is by_data and not options and engine.like != "zero3"
+    refused_or_right(pair, right, lambda *_: None, "'blocks.1.up.weight'", "was written to")
+
+
+@stages_hold("misuse", ask(), ask_thorough(**EXACT_LOW), ask_thorough(**OFFLOAD))
+def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **options):
+    """A backward of a forward with other weights raises, as in plain PyTorch; the next step is right."""
+    pair = Pair(engine, **options)
+    pair.train(1)
+    with shared_folder() as folder:
+        state = pair.trained.full_state_dict()
+        checkpoint.save(pair.trained, folder)
+        for loader in (
+            partial(pair.trained.load_full_state_dict, state),
+            partial(checkpoint.load, pair.trained, folder),
+        ):
+            loss = pair.alone(0)
+            loader()
+            with refused("version", error=RuntimeError):
+                loss.backward()
+            pair.trained.zero_grad()
+    pair.alike(1)
+
+
+# The optimizer and its pieces.
+
+
+class Averaging(torch.optim.SGD):
+    """Schedule-free in its form: `eval()` puts the averages into the weights, `train()` puts back what is trained."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for param in all_params(self):
+            mean = self.state[param].setdefault("mean", param.clone())
+            mean.lerp_(param, 0.25)
+
+    @torch.no_grad()
+    def eval(self):
+        for param in all_params(self):
+            kept, mean = param.clone(), self.state[param]["mean"]
+            param.copy_(mean)
+            mean.copy_(kept)
+
+    train = eval  # it changes them back
+
+
+@holds("misuse", ask(ranks=(2, 3), more_ranks=1))
+def an_optimizer_that_swaps_its_weights_is_right(engine):
+    """Optimizers with `eval()` and `train()`, as schedule-free ones: what they write is in use at once."""
+    pair = Pair(engine, OddModel, lambda params: Averaging(params, lr=0.05))
+    for step in range(3):
+        pair.train(2)
+        for model, optimizer in pair.both:
+            optimizer.eval()
+            model.eval()
+        pair.evaluate("what the averages compute", step)
+        pair.same_weights()
+        for model, optimizer in pair.both:
+            optimizer.train()
+            model.train()
+    pair.alike()
+
+
+@torch.no_grad()
+def decay(model, optimizer):
+    for param in all_params(optimizer):
+        param.mul_(0.9)
+
+
+def decay_by_data(model, optimizer):
+    for param in all_params(optimizer):
+        param.data.mul_(0.9)
+
+
+@holds(
+    "misuse",
+    *ask_each("write", (decay, decay_by_data), ranks=(2, 3)),
+    ask_thorough(write=decay, **EXACT_LOW),
+    ask_thorough(write=decay, **OFFLOAD),
+)
+def pieces_that_are_written_outside_a_step_count_or_are_refused(engine, write, **options):
+    """Decay by hand between two steps: ZeRO-3 gathers it; in ZeRO-1 and -2 the other ranks would not have it."""
+    pair = Pair(engine, TiedAcross, **options)  # nothing is frozen: DDP's optimizer is given all parameters
+    pair.train(1)
+    right = engine.like == "zero3"
+    refused_or_right(pair, right, write, "outside of engine.step()")
+    if not (right or engine.foreign):
+        return
+    pair.backward(0)  # between backward and step everybody may
+    for side in pair.both:
+        write(*side)
+    pair.step()
+    pair.same_weights()
+
+
+def add_a_stranger(model, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
+
+
+def add_its_own(model, optimizer):
+    optimizer.add_param_group({"params": [model.frozen.requires_grad_()]})
+
+
+def append_a_group(model, optimizer):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [torch.ones(3, requires_grad=True)]})
+
+
+def lengthen_a_group(model, optimizer):
+    optimizer.param_groups[0]["params"].append(torch.ones(3, requires_grad=True))
+
+
+def lose_a_parameter(model, optimizer):
+    optimizer.param_groups[0]["params"].pop()
+
+
+def empty_a_group(model, optimizer):
+    optimizer.param_groups[0]["params"] = []
+
+
+REGROUPS = (add_a_stranger, add_its_own, append_a_group, lengthen_a_group, lose_a_parameter, empty_a_group)
+
+
+@stages_hold("misuse", *ask_each("regroup", REGROUPS))
+def groups_that_change_after_the_build_are_refused(engine, regroup):
+    """A parameter more or less in the optimizer's groups: each rank would train its own, or leave one out."""
+    pair = Pair(engine)
+    pair.train(1)
+    pair.alone(0).backward()
+    with refused("the optimizer's groups", "param_groups="):
+        regroup(pair.model, pair.trained.optimizer)
+        pair.trained.step()
+
+
+@stages_hold("values", ask(), ask(**EXACT_LOW), ask_thorough(**OFFLOAD))
+def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
+    """An average of each piece is kept by this rank, put in place for an evaluation or a save, and taken out again."""
+    pair, update = Pair(engine, loss=of_tokens, **options), get_ema_multi_avg_fn(0.9)
+    pieces, params = pieces_of(pair.trained), all_params(pair.optimizer)
+    averages, expected = ([each.detach().clone() for each in side] for side in (pieces, params))
+    for _ in range(3):
+        pair.train(1)
+        with torch.no_grad():
+            update(averages, pieces, None)
+            update(expected, params, None)
+    plain, (tokens, _) = copy.deepcopy(pair.plain), own_tokens(0)
+    for param, value in zip((param for param in plain.parameters() if param.requires_grad), expected):
+        param.data = value
+    with swapped(pair.trained, averages), torch.no_grad():
+        same("the weights", pair.trained.full_state_dict(), plain.state_dict(), EXACT)
+        # Offload computes in the dtype of the shards, mixed precision in another one.
+        same("what the averages compute", pair.trained(tokens), plain(tokens), 0.05 if options == EXACT_LOW else EXACT)
+    pair.same_weights()
+    with refused("a value for each piece", error=ValueError):
+        swapped(pair.trained, averages[:-1]).__enter__()
+    same("an average's dtype", {average.dtype for average in averages}, {torch.float64})
+    pair.alike(1)
+
+
+# Modules.
+
+
+class Wrapped(nn.Module):
+    """As LoRA's: the layer as it was, and another one beside it."""
+
+    def __init__(self, inner: nn.Module, more: bool):
+        super().__init__()
+        self.inner = inner
+        self.more = nn.Linear(5, 3).double() if more else None
+
+    def forward(self, x):
+        return self.inner(x) + (self.more(x) if self.more else 0)
+
+
+def another_head(model, _):
+    model.head = seeded(lambda: nn.Linear(5, 3), 4)
+
+
+def another_head_inside(model, _):
+    model.blocks[1].up = seeded(lambda: nn.Linear(5, 9), 4)
+
+
+def a_lora(model, _):
+    model.head = Wrapped(model.head, more=True)
+
+
+def blocks_of_another_model(model, _):
+    model.blocks = seeded(OddModel, 4).blocks
+
+
+def without_a_head(model, _):
+    model.head = nn.Flatten()
+
+
+SWAPS = {  # and whose parameter is missed or new
+    another_head: "'head.weight'",
+    another_head_inside: "'blocks.1.up.weight'",
+    a_lora: "'head.more.weight'",
+    blocks_of_another_model: "'blocks.0.up.weight'",
+    without_a_head: "'head.weight'",
+}
+
+
+@stages_hold("misuse", *ask_each("swap", SWAPS, more_ranks=()))
+def a_child_that_is_swapped_is_refused(engine, swap):
+    """Another module in the place of one, also with as many parameters: the engine would train what nobody uses."""
+    pair = Pair(engine)
+    pair.train(1)
+    refused_or_right(pair, False, swap, SWAPS[swap], "after the engine was built")
+
+
+@holds("misuse")
+def a_wrapper_around_a_child_is_no_swap(engine):
+    """Modules may be wrapped after the build, as long as parameters are the same: training goes on."""
+    pair = Pair(engine)
+    pair.train(1)
+    for model, _ in pair.both:
+        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+        model.head = Wrapped(model.head, more=False)
+    pair.train(2)
+    expected = pair.plain.state_dict()  # under other names
+    found = dict(zip(expected, pair.trained.full_state_dict().values(), strict=True))
+    same("the weights", found, expected, pair.atol)

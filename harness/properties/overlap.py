@@ -14,9 +14,19 @@ from torch.nn import functional as F
 import zero1
 import zero2
 from harness.measure.timeline import Timeline
-from harness.properties.fixtures import ADAMW, Lanes, PartlyFrozen, Stack, grid, seeded, vector_batch
-from harness.properties.property import STAGES, ask, ask_thorough, holds, same
-from harness.properties.training import Pair, of_vectors, vectors
+from harness.properties.fixtures import (
+    ADAMW,
+    Lanes,
+    Pair,
+    PartlyFrozen,
+    Stack,
+    grid,
+    of_vectors,
+    seeded,
+    vector_batch,
+    vectors,
+)
+from harness.properties.property import STAGES, ask, ask_thorough, only, same, stages_hold
 
 
 class Rooted(Stack):
@@ -44,20 +54,19 @@ def replaced(**functions):
         yield
 
 
-@holds(
+@stages_hold(
     "order",
-    ask(("zero2", "zero3"), chapters=("zero2", "zero3")),
-    ask("zero3", root=True, chapters="zero3"),
-    ask(("zero2", "zero3"), 4, hybrid=True),
+    only(("zero2", "zero3"), chapters=("zero2", "zero3")),
+    only("zero3", root=True, chapters="zero3"),
+    only(("zero2", "zero3"), 4, hybrid=True),
     ask_thorough("zero3", root=True, reverse=True),
-    of_stages=True,
 )
 def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False, hybrid=False):
     """Between issuing a reduction or a prefetched gather and waiting for it the rank computes.
 
     So it does between the replicas' all-reduce of a shard, and the wait for it.
     """
-    rank, layers = dist.get_rank(), 6
+    rank, layers = engine.rank, 6
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
     kind, group = Rooted if root else Stack, grid() if hybrid else None
     model = seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
@@ -131,12 +140,11 @@ def late_collectives():
         yield pending
 
 
-@holds(
+@stages_hold(
     "order",
-    ask("zero1", 3, more_engines=STAGES, more_ranks=2, chapters=STAGES, build=PartlyFrozen),
-    ask("zero3", 3, more_engines=STAGES, more_ranks=2, build=Lanes),
-    ask("zero2", 4, more_engines=STAGES, build=Lanes, hybrid=True),
-    of_stages=True,
+    ask("zero1", 3, chapters=STAGES, build=PartlyFrozen),
+    ask("zero3", 3, build=Lanes),
+    ask("zero2", 4, build=Lanes, hybrid=True),
 )
 def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
     """All is right on a slow network, and none is forgotten, not even of a unit that was gathered ahead for nothing.
@@ -147,10 +155,10 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
     pair = Pair(engine, build, ADAMW, group=grid() if hybrid else None, **options)
     with late_collectives() as pending:
         for step in range(4):
-            pair.plain.skip = pair.trained.model.skip = (None, 1, 3, 0)[step]
+            pair.plain.skip = pair.model.skip = (None, 1, 3, 0)[step]
             pair.backward(step)
             pair.step()
-            pair.trained.model.skip = 2  # which is then gathered ahead for nothing
+            pair.model.skip = 2  # which is then gathered ahead for nothing
             with torch.no_grad():
                 pair.trained(pair.batch(step, pair.rank)[0])
             pair.nothing_gathered("an evaluation")

@@ -14,7 +14,6 @@ from functools import partial
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -23,20 +22,23 @@ from torch.utils.checkpoint import checkpoint
 import zero1
 from harness.measure.held import storage_bytes
 from harness.properties.fixtures import (
+    EXACT,
     SGD,
     Checkpointed,
     Nested,
+    Pair,
     PartlyFrozen,
     SharedInside,
     TiedAcross,
     Twice,
     drawing,
+    model_of,
+    of_output,
     seeded,
     token_batch,
 )
 from harness.properties.overlap import late_collectives
-from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, refused, same
-from harness.properties.training import EXACT, Pair, model_of, of_output
+from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, only, refused, same
 
 
 def leaves(step: int, rank: int):
@@ -531,9 +533,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
                 same("all-gathers of a step", len(started), expected)
             pair.step()
             if path.loss is of_output:
-                x, _ = pair.batch(9, pair.rank)
-                with torch.no_grad():
-                    same("an evaluation", pair.trained(x), pair.plain(x), pair.atol)
+                pair.evaluate()
             pair.nothing_gathered("an evaluation")
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()
@@ -549,7 +549,7 @@ RARE = ({"reshard_after_forward": False}, {"late": True, "prefetch": 2}, {})
 
 def asked(name: str, path: Path) -> list:
     """The cases of a path: of ZeRO-3 on two ranks in the usual ways; with --thorough of all, on three in all ways."""
-    usual = ask_thorough if path.rare else ask
+    usual = ask_thorough if path.rare else only
     found = [usual("zero3", path=name, **way) for way in USUAL]
     found += [ask_thorough("zero3", 3, path=name, **way) for way in RARE]
     if path.everywhere:
@@ -557,7 +557,7 @@ def asked(name: str, path: Path) -> list:
     else:
         found.append(ask_thorough(("zero1", "zero2"), 3, path=name))
     if path.chapters:
-        found.append(ask((), chapters=STAGES, path=name))
+        found.append(only((), chapters=STAGES, path=name))
     return found
 
 
@@ -607,4 +607,5 @@ def written_over(unit, x):
 def what_autograd_has_saved_must_stay_as_it_was(engine):
     """A tensor that autograd has saved, and that is changed in place then, is an error in backward, as in torch."""
     trained = engine(seeded(body(plain, written_over)), SGD)
-    refused(of_output(trained, *leaves(0, dist.get_rank())).backward, "place", error=RuntimeError)
+    with refused("place", error=RuntimeError):
+        of_output(trained, *leaves(0, engine.rank)).backward()

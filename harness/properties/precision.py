@@ -4,7 +4,6 @@ import dataclasses
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,9 +11,12 @@ from harness.engine.gradients import GradScaler
 from harness.properties.fixtures import (
     ADAMW,
     DECAY,
+    EXACT_LOW,
+    LOW,
     Branches,
     Checkpointed,
     OddModel,
+    Pair,
     TiedAcross,
     Twice,
     byte_batch,
@@ -22,44 +24,39 @@ from harness.properties.fixtures import (
     grid,
     in_float32,
     of_bytes,
+    of_vectors,
     own_tokens,
     seeded,
     vector_batch,
+    vectors,
 )
-from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, refused, same
-from harness.properties.training import Pair, of_vectors, vectors
+from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-LOW = {"param_dtype": BF16, "reduce_dtype": FP32}
 
 
 def of_tokens(model, tokens, targets) -> torch.Tensor:
     return in_float32(model(tokens), targets)
 
 
-MODELS = {
-    "Twice": Twice,
-    "TiedAcross": TiedAcross,
-    "Checkpointed": lambda: Checkpointed("around"),
-}
+RECOMPUTED = partial(Checkpointed, where="around")
 
 
 @holds(
     "values",
-    ask("zero1", more_engines=STAGES, model="Twice"),
-    ask("zero2", more_engines=STAGES, model="TiedAcross"),
-    ask("zero3", more_engines=STAGES, model="Checkpointed"),
-    ask_thorough(("zero1", "zero2"), model="Twice", bucket_mb=0),
-    ask_thorough("zero3", model="TiedAcross", prefetch=0, find_unused=True),
-    ask_thorough("zero3", model="Checkpointed", reshard_after_forward=False),
+    ask("zero1", model=Twice),
+    ask("zero2", model=TiedAcross),
+    ask("zero3", model=RECOMPUTED),
+    ask_thorough(("zero1", "zero2"), model=Twice, bucket_mb=0),
+    ask_thorough("zero3", model=TiedAcross, prefetch=0, find_unused=True),
+    ask_thorough("zero3", model=RECOMPUTED, reshard_after_forward=False),
 )
 def mixed_precision_is_a_rounded_copy_that_computes(engine, model, **options):
     """Norms and weights are those of plain PyTorch with a bfloat16 copy that computes, whose gradients are handed over.
 
     Sums over ranks, and of two backwards, are in float64, and exact.
     """
-    pair = Pair(engine, MODELS[model], DECAY, loss=of_tokens, param_dtype=BF16, reduce_dtype=FP64,
-                **options)  # fmt: skip
+    pair = Pair(engine, model, DECAY, loss=of_tokens, **EXACT_LOW, **options)
     for step in range(4):
         pair.backward(2 * step)
         pair.backward(2 * step + 1)
@@ -105,7 +102,7 @@ class Mixed(nn.Module):
         return {"logits": self.head(x)}
 
 
-@holds("values", ask(), ask("zero3", own_units=True))
+@holds("values", ask(), only("zero3", own_units=True))
 def states_stay_float32_in_mixed_precision(engine, own_units=False):
     """Parameters and floating point inputs are cast, buffers are not; states are float32 and lose no small update.
 
@@ -124,8 +121,7 @@ def states_stay_float32_in_mixed_precision(engine, own_units=False):
         same("the dtype of the output", output.dtype, BF16)
         seen = [BF16, BF16, FP32, torch.int64, torch.bool, BF16, BF16]
         same("the dtypes that forward sees", model.seen, seen)
-        kept = batch.more["extra"][0] is extra and extra.dtype == FP32
-        expect(kept, "the caller's tensors", "as they were", "replaced or cast")
+        assert batch.more["extra"][0] is extra and extra.dtype == FP32, "the caller's tensors are replaced or cast"
         F.cross_entropy(output.float(), targets).backward()
         trained.step()
         trained.zero_grad()
@@ -152,7 +148,7 @@ class Given(nn.Module):
 
     def __init__(self, count: int):
         super().__init__()
-        self.rows = nn.ModuleList([nn.Linear(count, 1, bias=False), nn.Linear(count, 1, bias=False)])
+        self.rows = nn.ModuleList(nn.Linear(count, 1, bias=False) for _ in range(2))
         for row in self.rows:
             nn.init.zeros_(row.weight)
 
@@ -163,15 +159,15 @@ class Given(nn.Module):
 @holds(
     "values",
     ask(ranks=3, more_ranks=(1, 2, 4)),
-    ask("zero1", 3, more_engines=STAGES, more_ranks=(1, 2, 4), reduce_dtype=BF16),
-    ask("zero2", 3, more_engines=STAGES, more_ranks=(1, 2, 4), reduce_dtype=FP16),
+    ask("zero1", 3, more_ranks=(1, 2, 4), reduce_dtype=BF16),
+    ask("zero2", 3, more_ranks=(1, 2, 4), reduce_dtype=FP16),
 )
 def a_step_on_integers_is_exact(engine, reduce_dtype=None):
     """A step on integers is exact: their sum is so in any order, and their mean is rounded once, after the sum.
 
     In float16 there may be no place for the sum where there is one for the mean. An inf on one rank is seen by all.
     """
-    rank, size, dtype = dist.get_rank(), dist.get_world_size(), reduce_dtype or FP32
+    rank, size, dtype = engine.rank, engine.size, reduce_dtype or FP32
     most = {BF16: 256, FP16: 2048}.get(reduce_dtype, 2**24) // size  # integers that the dtype holds, and their sum
     values = torch.randint(-most, most, (size, 999), generator=torch.Generator().manual_seed(3)).to(FP64)
     divided_first = sum(each.to(dtype) / size for each in values).double()
@@ -179,10 +175,12 @@ def a_step_on_integers_is_exact(engine, reduce_dtype=None):
     # Multiples of 16 and 32, whose means are rounded once if at all.
     large = {1: (61440,), 2: (61440, 40960), 3: (20000, 30000, 40000), 4: (30000, 40000, 60000, 30000)}[size]
     assert abs(sum(large)) > torch.finfo(FP16).max or size == 1
-    rows = [large, [-value for value in large], [30000] * size] if reduce_dtype == FP16 else []
-    # With plain float32 it is left out: DeepSpeed has a right to skip such a step.
-    rows += [[torch.inf, *[1.0] * (size - 1)]] if reduce_dtype is not None else []
-    values = torch.cat([values, *(torch.tensor(row, dtype=FP64)[:, None] for row in rows)], dim=1)
+    further = []
+    if reduce_dtype == FP16:
+        further += [large, [-value for value in large], [30000] * size]
+    if reduce_dtype is not None:  # with plain float32 DeepSpeed has a right to skip such a step
+        further.append([torch.inf, *[1.0] * (size - 1)])
+    values = torch.cat([values, torch.tensor(further, dtype=FP64).reshape(-1, size).T], dim=1)
     expected = (values.sum(0) / size).to(dtype).float()
     model = seeded(lambda: Given(values.shape[1]), dtype=FP32)
     trained = engine(model, partial(torch.optim.SGD, lr=1.0), reduce_dtype=reduce_dtype)
@@ -211,9 +209,9 @@ def scaler_of(engine, device: str = "cpu", **options):
 
 @holds(
     "values",
-    ask(("zero1", "zero3"), more_engines=STAGES, of="one element"),
-    ask(("zero2", "zero3"), more_engines=STAGES, overflow_on=1, default=FP64),
-    ask("zero2", 4, more_engines=STAGES, of="branches", overflow_on=3),
+    ask(("zero1", "zero3"), of="one element"),
+    ask(("zero2", "zero3"), overflow_on=1, default=FP64),
+    ask("zero2", 4, of="branches", overflow_on=3),
     ask_thorough(overflow_on=0),
     ask_thorough(ranks=3, overflow_on=2),
 )
@@ -265,13 +263,17 @@ def a_loss_scaler_is_called_in_order(engine, enabled):
     scaler = scaler_of(engine, init_scale=2.0**8, enabled=enabled)
     for step in range(2):
         # An optimizer's step would be skipped on one rank alone.
-        refused(lambda: scaler.step(pair.trained.optimizer), "ptimizer", error=(AttributeError, RuntimeError))
+        with refused("ptimizer", error=(AttributeError, RuntimeError)):
+            scaler.step(pair.trained.optimizer)
         pair.scaled_step(step, scaler, 0.1)
     pair.same_weights()
     if enabled:
         pair.backward(2, scale=scaler.scale(torch.ones((), dtype=FP64)))
         scaler.unscale_(pair.trained)
-        refused(lambda: scaler.unscale_(pair.trained), "update()", error=RuntimeError)
+        with refused("update()", error=RuntimeError):
+            scaler.unscale_(pair.trained)
         scaler.step(pair.trained)
-        refused(lambda: scaler.step(pair.trained), "update()", error=RuntimeError)
-        refused(lambda: scaler.unscale_(pair.trained), error=RuntimeError)
+        with refused("update()", error=RuntimeError):
+            scaler.step(pair.trained)
+        with refused(error=RuntimeError):
+            scaler.unscale_(pair.trained)

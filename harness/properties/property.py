@@ -13,17 +13,19 @@ and `refused` what must be; the first that is not so ends it and becomes its `Fi
 to say. Nothing here knows pytest: tests, `check`, the museum and `conform` all ask `examine`.
 """
 
+import contextlib
 import importlib
 import pkgutil
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from harness.properties.chapter_subjects import CHAPTERS, chapter_of
+from harness.measure.held import buckets_of
 from harness.run import engines
 
 GROUPS = ("values", "bytes", "traffic", "order", "life", "misuse")
@@ -91,28 +93,28 @@ def _same_elements(what: str, found: torch.Tensor, expected: torch.Tensor, atol:
         raise Differs(what, right, f"{found[first].item():.17g} {where}, by {most:.3g} at most")
 
 
-def refused(call: Callable, *words: str, error=(ValueError, TypeError, RuntimeError)) -> str:
-    """`call()` raises one of the `error`s, with all `words` in its message, which is returned."""
+@contextlib.contextmanager
+def refused(*words: str, error=(ValueError, TypeError, RuntimeError)) -> Iterator[list[str]]:
+    """What stands inside raises one of the `error`s, with all `words` in its message: the one item of the list."""
     wanted = f"an error that says {', '.join(map(repr, words)) or 'what is wrong'}"
-    foreign = _asked is not None and _asked.foreign
-    error = Exception if foreign else error
+    foreign, said = _asked.foreign, []
+    error = Exception if foreign else error  # others have errors of their own, and words
     try:
-        call()
+        yield said
     except NotApplicable:
         raise
     except error as raised:
-        said = str(raised)
-        if foreign:  # it has errors of its own, and words
-            return said
-        missing = [word for word in words if word not in said]
-        expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said}")
-        return said
+        said.append(str(raised))
+        if not foreign:
+            missing = [word for word in words if word not in said[0]]
+            expect(not missing, "the error's words", wanted, f"{type(raised).__name__}: {said[0]}")
+        return
     if foreign:
         raise NotApplicable(f"{_asked.name} does not say that it refuses this")
     raise Differs("what cannot work", wanted, "no error")
 
 
-_asked = None  # the `Subject` that is being examined
+_asked: "Subject"  # that is being examined
 
 
 # What is examined.
@@ -151,6 +153,15 @@ class Subject:
         return subject(STAGES[STAGES.index(self.like) - 1] if self.like in STAGES else "zero1")
 
     @property
+    def rank(self) -> int:
+        """Who asks."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    @property
     def foreign(self) -> bool:
         """Whether it is none of ours: it has what it documents, under `Foreign`, and errors in words of its own."""
         return self.takes is not None
@@ -185,14 +196,14 @@ def _several(given) -> tuple:
     return given if isinstance(given, tuple) else (given,)
 
 
-def ask(engines=STAGES, ranks=2, *, more_engines=(), more_ranks=None, chapters=(), **arguments) -> list[PropertyCase]:
+def ask(engines=STAGES, ranks=2, *, more_engines=STAGES, more_ranks=None, chapters=(), **arguments):
     """Cases: these engines (one, or several) are asked on so many ranks (one number, or several).
 
-    With --thorough so are `more_engines`, and all of them on `more_ranks`: on three, if nothing is said of ranks. The
-    classes of these `chapters` are asked as their engines are: the lesson promises it, too.
+    With --thorough so are `more_engines`, and all of them on `more_ranks`: on three where it is asked on two, and the
+    other way round. The classes of these `chapters` are asked as their engines are: the lesson promises it, too.
     """
     if more_ranks is None:
-        more_ranks = 3 if ranks == 2 else ()
+        more_ranks = {2: 3, 3: 2}.get(ranks, ())
     usual, sizes = [*_several(engines), *map(chapter_of, _several(chapters))], _several(ranks)
     found = []
     for size in (*sizes, *_several(more_ranks)):
@@ -202,9 +213,12 @@ def ask(engines=STAGES, ranks=2, *, more_engines=(), more_ranks=None, chapters=(
     return found
 
 
-def ask_each(name: str, values: Iterable, *engines_and_ranks, **more) -> list[list[PropertyCase]]:
-    """What `ask` returns for each value of the argument `name`."""
-    return [ask(*engines_and_ranks, **more, **{name: value}) for value in values]
+only = partial(ask, more_engines=())  # these engines, and no others with --thorough
+
+
+def ask_each(name: str, values: Iterable, *engines_and_ranks, asks=ask, **more) -> list[list[PropertyCase]]:
+    """What `asks` returns for each value of the argument `name`."""
+    return [asks(*engines_and_ranks, **more, **{name: value}) for value in values]
 
 
 def ask_thorough(engines=STAGES, ranks=(2, 3), **arguments) -> list[PropertyCase]:
@@ -236,18 +250,22 @@ PROPERTIES: dict[str, Property] = {}
 
 
 def holds(group: str, *cases: list[PropertyCase], of_stages: bool = False, name: str = "", says: str = ""):
-    """Enter a function into the library, under its name and with the first line of its docstring, or with these."""
-    assert group in GROUPS, f"{group!r} is none of {', '.join(GROUPS)}"
+    """Enter a function into the library, under its name and with the first line of its docstring, or with these.
+
+    `stages_hold` does it for what is `of_stages` alone.
+    """
 
     def enter(check):
         own = name or check.__name__
         assert own not in PROPERTIES, f"two properties are called {own}"
-        assert says or check.__doc__, f"{own} does not say what must be true"
         sentence = says or check.__doc__.split("\n")[0]
         PROPERTIES[own] = Property(own, sentence, group, check, sum(cases or (ask(),), []), of_stages)
         return check
 
     return enter
+
+
+stages_hold = partial(holds, of_stages=True)
 
 
 def library() -> dict[str, Property]:
@@ -263,8 +281,7 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
     Only what a property says becomes a finding; other exceptions are raised, and so is `NotApplicable`.
     """
     global _asked
-    engine = subject(engine) if isinstance(engine, str) else engine
-    before, _asked = _asked, engine
+    _asked = engine = subject(engine) if isinstance(engine, str) else engine
     each = library()[name]
     if each.of_stages and engine.like not in each.engines:
         raise NotApplicable(f"{engine.name} does not promise to be {' or '.join(each.engines)}")
@@ -275,8 +292,6 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
         if engine.foreign and Path(frames[-1].filename).parent != HERE:
             raise  # another engine's own way to refuse
         return [finding_of(error)]
-    finally:
-        _asked = before
     return []
 
 
@@ -288,3 +303,34 @@ def finding_of(error: AssertionError) -> Finding:
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == HERE]
     frame, said = ours[-1], str(error) or "it does not hold"
     return Finding(f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, rank)
+
+
+# Chapters as subjects: with whole weights to compare, which a chapter does not give by itself.
+
+
+class _WithWholeWeights:
+    """What is added to a chapter's class so that a property can see its weights."""
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole weights, gathered from the shards, and this rank's buffers. A collective."""
+        whole = {}
+        for bucket in buckets_of(self):
+            flat = bucket.shard.new_empty(bucket.numel)
+            dist.all_gather_single(flat, bucket.shard.contiguous(), group=bucket.group)
+            for index, param in enumerate(bucket.params):
+                whole[id(param)] = bucket.place(flat, index).clone()
+        state = self.model.state_dict(keep_vars=True)
+        return {name: whole.get(id(tensor), tensor.detach()) for name, tensor in state.items()}
+
+
+def subject_class(chapter: type) -> type:
+    return type(chapter.__name__, (_WithWholeWeights, chapter), {})
+
+
+def chapter_of(stage: str) -> str:
+    """The name under which the class of a chapter is asked."""
+    return f"{stage}.py"
+
+
+CHAPTERS = {chapter_of(name): subject_class(chapter) for name, chapter in engines.CHAPTERS.items()}

@@ -11,10 +11,19 @@ import torch
 from torch import nn
 
 from harness.measure.traffic import TrafficLedger
-from harness.properties.fixtures import SGD, Lanes, OddModel, token_batch
+from harness.properties.fixtures import (
+    SGD,
+    Lanes,
+    OddModel,
+    Pair,
+    model_of,
+    of_output,
+    of_vectors,
+    token_batch,
+    vectors,
+)
 from harness.properties.paths import Answer, body, by, leaves, own_weights
 from harness.properties.property import HERE, ask, ask_each, ask_thorough, expect, holds, same
-from harness.properties.training import Pair, model_of, of_output, of_vectors, vectors
 
 
 def said_by_the_engine(error: Exception) -> bool:
@@ -195,20 +204,20 @@ def autograd_works() -> None:
 @holds("life", ask(), ask_thorough("zero3", prefetch=0), ask_thorough("zero3", reshard_after_forward=False))
 def an_interruption_leaves_nothing_behind(engine, **options):
     """Ctrl-C in a forward, and then `zero_grad()`: autograd is as before, training goes on; so if the engine goes."""
-    pair = Pair(engine, OddModel, **options)
+    pair = Pair(engine, **options)
     pair.train(1)
-    for module in (pair.trained.model.blocks[1], pair.trained.model.blocks[1].up, pair.trained.model.head):
+    for module in (pair.model.blocks[1], pair.model.blocks[1].up, pair.model.head):
         interrupted(pair, module)
         pair.trained.zero_grad()
         autograd_works()
         pair.alike(1)
-    interrupted(pair, pair.trained.model.head)
+    interrupted(pair, pair.model.head)
     del pair, module
     gc.collect()
     autograd_works()
 
 
-@holds("values", ask(more_ranks=3))
+@holds("values", ask())
 def a_model_may_be_frozen_for_a_while(engine):
     """A GAN's discriminator, frozen while the generator trains: its pass computes and hands on gradients, sends none.
 

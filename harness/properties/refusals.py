@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,25 +11,16 @@ from harness.properties.fixtures import (
     SGD,
     OddBlock,
     OddModel,
+    Pair,
+    a_step,
     all_params,
     hooks_on,
-    own_tokens,
+    odd,
     seeded,
     token_batch,
 )
-from harness.properties.property import ask, ask_thorough, holds, refused, same
-from harness.properties.training import Pair
+from harness.properties.property import ask, ask_thorough, refused, same, stages_hold
 from harness.properties.values import three_groups
-
-
-def odd():
-    return seeded(OddModel)
-
-
-def with_graph():
-    model = odd()
-    model.register_buffer("graph", torch.eye(3).to_sparse())
-    return model
 
 
 def raising(error_at: int):
@@ -46,37 +36,41 @@ def raising(error_at: int):
     return optimizer_cls
 
 
-# What cannot work, as a function of the engine and of a model, and words of the error.
-CONSTRUCTIONS = (
-    (lambda e, m: e(m.requires_grad_(False), ADAMW), ("empty parameter list",)),
-    (lambda e, m: e(nn.Linear(3, 3, device="meta"), ADAMW), ("'weight'", "meta")),
-    (lambda e, m: e(m, lambda shards: torch.optim.AdamW(odd().parameters())), ("not this rank's pieces",)),
-    (lambda e, m: e(m, ADAMW, group=[0, 1]), ("list",)),
-    (lambda e, m: e(nn.Sequential(m, torch.jit.script(nn.Linear(3, 3))), ADAMW), ("'1'", "scripted")),
-    (lambda e, m: e(m, torch.optim.Adafactor), ("Adafactor", "AdamW")),
-    (lambda e, m: e(nn.Linear(3, 3, bias=False), torch.optim.Muon), ("a flat part of a tensor", "AdamW")),
-    (lambda e, m: e(m, raising(1)), ("of the caller's own",)),
-    (lambda e, m: e(m, raising(2)), ("of the caller's own",)),
-    (lambda e, m: e(m, raising(4)), ("of the caller's own",)),
-    (lambda e, m: e(with_graph(), ADAMW), ("Sparse",)),
-    (lambda e, m: e(nn.Sequential(nn.Embedding(11, 3, max_norm=0.1)), ADAMW), ("'0'", "max_norm")),
-    (lambda e, m: e(nn.parallel.DistributedDataParallel(m), ADAMW), ("DistributedDataParallel", ".module")),
-)
-OPTIONS = {"param_dtype": torch.int8, "reduce_dtype": torch.int8}
-OF_UNITS = {"prefetch": -1}
-UNITS = (
-    (lambda m: [odd().blocks[0]], ("not a module of the model",)),
-    (lambda m: [m.blocks[0], m.blocks[0].up], ("'blocks.0'", "'blocks.0.up'", "overlap")),
-    (lambda m: [m.blocks[0].up, m.blocks[0]], ("'blocks.0'", "'blocks.0.up'", "overlap")),
-    (lambda m: [m.blocks[0], m.blocks[0]], ("overlap",)),
-    (lambda m: ["blocks.0"], ("'blocks.0'", "not a module of the model")),
-)
-GROUPS = (
-    (lambda m: three_groups(m)[:2], ("'head.weight'", "'head.bias'", "in no group")),
-    (lambda m: [*three_groups(m), {"params": [m.head.weight]}], ("more than one parameter group",)),
-    (lambda m: [*three_groups(m), {"params": [m.frozen]}], ("(5,)",)),
-    (lambda m: [{"params": [("theirs", torch.zeros(2))]}], ("param_groups", "(2,)")),
-)
+def constructions(model: nn.Module, frozen: nn.Module) -> list[tuple]:
+    """What cannot work, as what is given otherwise than usual, and words of the error."""
+    block, meta = model.blocks[0], nn.Linear(3, 3, device="meta")
+    scripted, matrix = torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 3, bias=False)
+    with_graph, others = seeded(OddModel), seeded(OddModel)
+    with_graph.register_buffer("graph", torch.eye(3).to_sparse())
+    strange, own = torch.zeros(2), "of the caller's own"
+    return [
+        ({"model": frozen}, "empty parameter list"),
+        ({"model": meta}, "'weight'", "meta"),
+        ({"model": nn.Sequential(model, scripted)}, "'1'", "scripted"),
+        ({"model": with_graph}, "Sparse"),
+        ({"model": nn.Sequential(nn.Embedding(11, 3, max_norm=0.1))}, "'0'", "max_norm"),
+        ({"model": nn.parallel.DistributedDataParallel(others)}, "DistributedDataParallel", ".module"),
+        ({"model": matrix, "optimizer_cls": torch.optim.Muon}, "a flat part of a tensor", "AdamW"),
+        ({"optimizer_cls": torch.optim.Adafactor}, "Adafactor", "AdamW"),
+        ({"optimizer_cls": lambda shards: ADAMW(others.parameters())}, "not this rank's pieces"),
+        ({"optimizer_cls": raising(1)}, own),
+        ({"optimizer_cls": raising(2)}, own),
+        ({"optimizer_cls": raising(4)}, own),
+        ({"group": [0, 1]}, "list"),
+        ({"param_dtype": torch.int8}, "param_dtype", "torch.int8"),
+        ({"reduce_dtype": torch.int8}, "reduce_dtype", "torch.int8"),
+        ({"param_groups": three_groups(model)[:2]}, "'head.weight'", "'head.bias'", "in no group"),
+        ({"param_groups": [*three_groups(model), {"params": [model.head.weight]}]}, "more than one parameter group"),
+        ({"param_groups": [*three_groups(model), {"params": [model.frozen]}]}, "(5,)"),
+        ({"param_groups": [{"params": [("theirs", strange)]}]}, "param_groups", "(2,)"),
+        # Of ZeRO-3 alone:
+        ({"prefetch": -1}, "prefetch", "-1"),
+        ({"units": [others.blocks[0]]}, "not a module of the model"),
+        ({"units": ["blocks.0"]}, "'blocks.0'", "not a module of the model"),
+        ({"units": [block, block.up]}, "'blocks.0'", "'blocks.0.up'", "overlap"),
+        ({"units": [block.up, block]}, "'blocks.0'", "'blocks.0.up'", "overlap"),
+        ({"units": [block, block]}, "overlap"),
+    ]
 
 
 def all_of(model: nn.Module):
@@ -88,21 +82,18 @@ def all_of(model: nn.Module):
     return params, hooks_on(model), {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-@holds("misuse", ask(ranks=3, more_ranks=1), of_stages=True)
+@stages_hold("misuse", ask(ranks=3, more_ranks=1))
 def constructions_that_cannot_work_are_refused(engine):
     """Models, optimizers, groups and options that cannot work are refused by name, and the model stays as it was."""
-    refusals = [*CONSTRUCTIONS]
-    refusals += [(lambda e, m, of=of: e(m, ADAMW, param_groups=of(m)), words) for of, words in GROUPS]
-    if engine.like == "zero3":
-        refusals += [(lambda e, m, of=of: e(m, ADAMW, units=of(m)), words) for of, words in UNITS]
-    for name, value in {**OPTIONS, **(OF_UNITS if engine.like == "zero3" else {})}.items():
-        refusals.append((lambda e, m, own={name: value}: e(m, ADAMW, **own), (name, repr(value))))
-    for build, words in refusals:
-        model = odd()
-        before = all_of(model)
-        refused(lambda build=build, model=model: build(engine, model), *words, error=Exception)
-        same("the model after the refusal", all_of(model), before)
-    plain = odd()
+    models = nn.ModuleList([seeded(OddModel), seeded(OddModel).requires_grad_(False)])
+    model, _ = models
+    before = all_of(models)
+    for given, *words in constructions(*models):
+        if engine.like == "zero3" or given.keys().isdisjoint(("prefetch", "units")):
+            with refused(*words, error=Exception):
+                engine(**{"model": model, "optimizer_cls": ADAMW, **given})
+            same("the models after the refusal", all_of(models), before)
+    plain = seeded(OddModel)
     for module in (plain, model):  # trained by plain PyTorch first, and then by an engine
         optimizer = ADAMW([param for param in module.parameters() if param.requires_grad])
         F.cross_entropy(module(token_batch(0, 0)[0]), token_batch(0, 0)[1]).backward()
@@ -110,7 +101,8 @@ def constructions_that_cannot_work_are_refused(engine):
         optimizer.zero_grad()
     pair = Pair(engine, (plain, model))
     pair.alike()
-    refused(lambda: pair.trained and engine(model, ADAMW), "sharded by another engine")
+    with refused("sharded by another engine"):
+        pair.trained and engine(model, ADAMW)
 
 
 # What the last rank has otherwise: it makes its collectives other than those of the others.
@@ -122,7 +114,7 @@ CHANGES = [
     lambda model: setattr(model.head.bias, "data", model.head.bias.data.float()),
     lambda model: model.register_buffer("more", torch.zeros(2)),
     lambda model: setattr(model, "shift", torch.zeros(1, 5)),
-    lambda model: model.blocks.extend([OddBlock(5, 7).double()]) and None,
+    lambda model: model.blocks.extend([OddBlock(7).double()]) and None,
 ]
 IN_BUCKETS = [lambda model: {"bucket_mb": 0}]
 IN_UNITS = [
@@ -133,22 +125,23 @@ IN_UNITS = [
 ]
 
 
-@holds("misuse", ask(ranks=3), of_stages=True)
+@stages_hold("misuse", ask(ranks=3))
 def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     """A model or an optimizer that is bad on one rank, or other options there: every rank says where."""
-    last = dist.get_rank() == dist.get_world_size() - 1
-    number = dist.get_world_size() - 1
-    here = f"[{number}]"
-    refused(lambda: engine(odd().requires_grad_(not last), ADAMW), f"rank {number}: ", "empty parameter list")
+    last = engine.size - 1
+    mine = engine.rank == last
+    with refused(f"rank {last}: ", "empty parameter list"):
+        engine(seeded(OddModel).requires_grad_(not mine), ADAMW)
     for error_at in (1, 2, 4):
-        optimizer_cls = raising(error_at) if last else ADAMW
-        refused(partial(engine, odd(), optimizer_cls), f"rank {number}: ", "of the caller's own")
-    refused(lambda: engine(odd(), torch.optim.AdamW if last else ADAMW), here, "another optimizer", error=ValueError)
-    for change in [*CHANGES, *(IN_UNITS if engine.like == "zero3" else IN_BUCKETS)]:
-        model = odd()
-        options = (change(model) or {}) if last else {}
-        refused(lambda model=model, options=options: engine(model, ADAMW, **options), here, "another model",
-                error=ValueError)  # fmt: skip
+        with refused(f"rank {last}: ", "of the caller's own"):
+            odd(engine, raising(error_at) if mine else ADAMW)
+    with refused(f"[{last}]", "another optimizer", error=ValueError):
+        odd(engine, torch.optim.AdamW if mine else ADAMW)
+    for change in (*CHANGES, *(IN_UNITS if engine.like == "zero3" else IN_BUCKETS)):
+        model = seeded(OddModel)
+        options = (change(model) or {}) if mine else {}
+        with refused(f"[{last}]", "another model", error=ValueError):
+            engine(model, ADAMW, **options)
 
 
 # Optimizers of the user's own, by what they look at.
@@ -157,7 +150,7 @@ def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
 class Own(torch.optim.Optimizer):
     """Its step takes `factor(weight, gradient, all weights) * lr` of each gradient."""
 
-    def __init__(self, params, factor, lr=0.01):
+    def __init__(self, params, factor, lr):
         self.factor = factor
         super().__init__(params, {"lr": lr})
 
@@ -179,40 +172,41 @@ def clips_itself(weight, gradient, everything):
     return (5 * of_the_model(weight, gradient, everything)).clamp(max=1)
 
 
-LOOKS_AT_WHOLE = {
-    "a trust ratio": lambda weight, gradient, _: weight.norm() / gradient.norm().clamp(min=1e-9),
-    "the largest element": lambda weight, gradient, _: 1 / gradient.abs().amax() if gradient.numel() else 1,
-    "the model's norm": of_the_model,
-    "a large norm": clips_itself,
-    "matrices": lambda weight, gradient, _: 1.0 if weight.ndim > 1 else 0.1,
-    "rows": lambda weight, gradient, _: 1 / gradient.norm(dim=-1, keepdim=True) if gradient.ndim else 1,
-    "the size": lambda weight, gradient, _: weight.numel() ** -0.5 if weight.numel() else 1,
-}
-BY_ELEMENT = {
-    "signs": lambda weight, gradient, _: 1 / gradient.abs().clamp(min=1e-9),
-    "weights": lambda weight, gradient, _: weight.abs().clamp(max=1),
-    "chance": lambda weight, gradient, _: torch.rand_like(weight),
-}
+def trust_ratio(weight, gradient, _):
+    return weight.norm() / gradient.norm().clamp(min=1e-9)
 
 
-@holds("misuse", ask(lr=0.01), ask_thorough(lr=0.0), ask_thorough(lr=1e-9), of_stages=True)
+LOOKS_AT_WHOLE = (
+    trust_ratio,
+    of_the_model,
+    clips_itself,
+    # The largest element, matrices, rows, the size.
+    lambda weight, gradient, _: 1 / gradient.abs().amax() if gradient.numel() else 1,
+    lambda weight, gradient, _: 1.0 if weight.ndim > 1 else 0.1,
+    lambda weight, gradient, _: 1 / gradient.norm(dim=-1, keepdim=True) if gradient.ndim else 1,
+    lambda weight, gradient, _: weight.numel() ** -0.5 if weight.numel() else 1,
+)
+BY_ELEMENT = (  # signs, weights, chance
+    lambda weight, gradient, _: 1 / gradient.abs().clamp(min=1e-9),
+    lambda weight, gradient, _: weight.abs().clamp(max=1),
+    lambda weight, gradient, _: torch.rand_like(weight),
+)
+
+
+@stages_hold("misuse", ask(lr=0.01), ask_thorough(lr=0.0), ask_thorough(lr=1e-9))
 def optimizers_that_look_at_whole_tensors_are_refused(engine, lr):
     """An optimizer whose step is another one on a part of a tensor is refused at the build, whatever it is called."""
-
-    def optimizer_of(factor):
-        return lambda params: Own(params, factor, lr)
-
-    for what, factor in LOOKS_AT_WHOLE.items():
-        said = refused(partial(engine, odd(), optimizer_of(factor)), "Own", "each element", error=ValueError)
-        assert "SGD" in said, what
-    model = odd()
-    optimizer = optimizer_of(LOOKS_AT_WHOLE["a trust ratio"])
-    refused(lambda: engine(model, optimizer, param_groups=three_groups(model)), "each element", error=ValueError)
-    for factor in BY_ELEMENT.values():
+    for factor in LOOKS_AT_WHOLE:
+        with refused("Own", "each element", "SGD", error=ValueError):
+            odd(engine, partial(Own, factor=factor, lr=lr))
+    model = seeded(OddModel)
+    with refused("each element", error=ValueError):
+        engine(model, partial(Own, factor=trust_ratio, lr=lr), param_groups=three_groups(model))
+    for factor in BY_ELEMENT:
         random = torch.get_rng_state()
-        trained = engine(odd(), optimizer_of(factor))
+        trained = odd(engine, partial(Own, factor=factor, lr=lr))
         same("the state of the user's random numbers after the build", torch.get_rng_state(), random)
-        trained.training_step(*own_tokens(0), F.cross_entropy)
+        a_step(trained)
 
 
 # Memory that two tensors of the model have together.
@@ -258,18 +252,15 @@ class Beside(OddModel):
         return super().forward(tokens) + (self.left * self.right).sum()
 
 
-@holds("misuse", of_stages=True)
+@stages_hold("misuse")
 def memory_that_is_shared_before_the_build_is_refused(engine):
     """Two tensors of the model in one memory would be two after the build; views beside each other are right."""
     for share in SHARED:
-        model = odd()
+        model = seeded(OddModel)
         words = share(model)
-        refused(lambda model=model: engine(model, ADAMW), *words, "memory", error=ValueError)
-    pair = Pair(engine, Beside, SGD)
-    pair.train(2)
-    state = pair.trained.full_state_dict()
-    for name in ("left", "right", "blocks.1.up.weight"):
-        same(name, state[name], pair.plain.state_dict()[name], pair.atol)
+        with refused(*words, "memory", error=ValueError):
+            engine(model, ADAMW)
+    Pair(engine, Beside, SGD).alike()
 
 
 # What only the optimizer's groups of the last rank have otherwise.
@@ -291,20 +282,22 @@ REGROUPED = (
 )
 
 
-@holds("misuse", ask(ranks=3), of_stages=True)
+@stages_hold("misuse", ask(ranks=3))
 def groups_that_differ_between_ranks_are_refused(engine):
     """Another learning rate in one group, a tensor as one, or a parameter in another group: every rank says where."""
-    last, refusals = dist.get_rank() == dist.get_world_size() - 1, []
+    last, builds = engine.size - 1, []
+    mine = engine.rank == last
     for change in REGROUPED:
-        model = odd()
+        model = seeded(OddModel)
         groups = told_groups(model)
-        if last:
+        if mine:
             change(*groups)
-        refusals.append(partial(engine, model, ADAMW, param_groups=groups))
+        builds.append(partial(engine, model, ADAMW, param_groups=groups))
     for usual, other in ((0.01, 0.02), (torch.tensor(0.01), torch.tensor(0.02))):
-        refusals.append(partial(engine, odd(), partial(torch.optim.AdamW, lr=other if last else usual)))
-    for build in refusals:
-        refused(build, f"[{dist.get_world_size() - 1}]", "another optimizer", error=ValueError)
-    model = odd()
+        builds.append(partial(odd, engine, partial(torch.optim.AdamW, lr=other if mine else usual)))
+    for build in builds:
+        with refused(f"[{last}]", "another optimizer", error=ValueError):
+            build()
+    model = seeded(OddModel)
     trained = engine(model, ADAMW, param_groups=told_groups(model))
-    trained.training_step(*own_tokens(0), F.cross_entropy)
+    a_step(trained)

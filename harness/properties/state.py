@@ -1,7 +1,8 @@
 """Whole weights, buffers and what modules keep besides: what an engine gives out and takes in."""
 
+from functools import partial
+
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -10,9 +11,18 @@ from torch.nn import functional as F
 from harness.engine import checkpoint
 from harness.measure.held import storage_bytes
 from harness.properties.checkpoints import state_by_torch
-from harness.properties.fixtures import DECAY, OddModel, in_float32, odd, own_tokens, seeded, vector_batch
-from harness.properties.property import ask, holds, refused, same
-from harness.properties.training import EXACT
+from harness.properties.fixtures import (
+    DECAY,
+    EXACT,
+    OddModel,
+    a_step,
+    in_float32,
+    odd,
+    own_tokens,
+    seeded,
+    vector_batch,
+)
+from harness.properties.property import ask, holds, refused, same, stages_hold
 from harness.run.shared_folder import shared_folder
 
 
@@ -26,7 +36,7 @@ def the_state_of_one_engine_is_taken_in_by_another(engine):
     with torch.no_grad():
         source.frozen.copy_(torch.linspace(2, 3, 5))
         source.shift.add_(0.5)
-    trained.training_step(*own_tokens(0), F.cross_entropy)
+    a_step(trained)
     trained.load_full_state_dict(source.state_dict())
     state = trained.full_state_dict()
     same("the state that was loaded", state, source.state_dict())
@@ -40,16 +50,23 @@ def the_state_of_one_engine_is_taken_in_by_another(engine):
         ({**state, "nobody": torch.ones(1)}, "nobody"),
         ({**state, "head.bias": torch.ones(4)}, "head.bias"),
     ):
-        refused(lambda broken=broken: trained.load_full_state_dict(broken), name, error=(KeyError, ValueError))
+        with refused(name, error=(KeyError, ValueError)):
+            trained.load_full_state_dict(broken)
     same("the state after what was refused", trained.full_state_dict(), state)
 
 
+def as_bytes(tensor: torch.Tensor) -> tuple:
+    """What it is, to the bit, in a form that can be compared."""
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), values.tolist()
+
+
 def buffers_of(model) -> dict:
-    return as_bytes(list(model.named_buffers()))
+    return {name: as_bytes(buffer) for name, buffer in model.named_buffers()}
 
 
-def quantized_of(block) -> dict:
-    return as_bytes([(name, getattr(block, name)) for name in QUANTIZED])
+def quantized_of(state: dict) -> dict:
+    return {name: as_bytes(state[f"blocks.0.{name}"]) for name in QUANTIZED}
 
 
 QUANTIZED = {"q8": torch.int8, "u8": torch.uint8, "q16": torch.int16}
@@ -94,41 +111,34 @@ class Buffered(nn.Module):
         return self.blocks[1](torch.tanh(x))
 
 
-def as_bytes(named) -> dict:
-    """What tensors are, to the bit, in a form that can be compared."""
-    values = {name: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name, tensor in named}
-    return {name: (tuple(tensor.shape), str(tensor.dtype), values[name].tolist()) for name, tensor in named}
-
-
-@holds("life", ask(), ask(param_dtype=torch.bfloat16), of_stages=True)
+@stages_hold("life", ask(), ask(param_dtype=torch.bfloat16))
 def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None):
     """All ranks get rank 0's buffers, however they lie in memory; the whole state has them, and loading gives them.
 
     So it is with quantized frozen weights, in every forward, while a layer beside them trains. ZeRO-3 shards and frees
     them as all others.
     """
-    model, first, seen = Buffered(dist.get_rank()), Buffered(0), []
-    block, expected, own = model.blocks[0], buffers_of(first), buffers_of(model)
-    quantized = quantized_of(first.blocks[0])
+    model, first, seen = Buffered(engine.rank), Buffered(0), []
+    expected, own = buffers_of(first), buffers_of(model)
+    quantized, params = quantized_of(first.state_dict()), dict(model.named_parameters())
     alike = sum(own[name] == expected[name] for name in own)
-    assert dist.get_rank() == 0 or alike < 4, "the ranks have the same buffers: this proves nothing"
-    block.register_forward_hook(lambda *_: seen.append(quantized_of(block)))
+    assert engine.rank == 0 or alike < 4, "the ranks have the same buffers: this proves nothing"
+    model.blocks[0].register_forward_hook(lambda *_: seen.append(quantized_of(params)))
     trained = engine(model, DECAY, param_dtype=param_dtype)
     same("buffers of the model", buffers_of(model), expected)
     for step in range(2):
-        inputs, _ = vector_batch(step, dist.get_rank(), 5, batch=2)
+        inputs, _ = vector_batch(step, engine.rank, 5, batch=2)
         trained.training_step(inputs, torch.tensor([0, 1]), in_float32)
     same("quantized weights in forward", seen, [quantized] * 2)
     if engine.like == "zero3":
-        held = storage_bytes([getattr(block, name) for name in QUANTIZED])
-        same("bytes of quantized weights that are gathered", held, 0)
-    model.int16_scalar.add_(dist.get_rank())  # own again, as running statistics are
+        same("bytes of weights that are gathered", storage_bytes(params.values()), 0)
+    model.int16_scalar.add_(engine.rank)  # own again, as running statistics are
     own = buffers_of(model)
     state = trained.full_state_dict()
     same("this rank's own buffers, when the state was asked for", buffers_of(model), own)
     saved = [name for name in first.state_dict() if name in expected]
-    same("buffers in the state", as_bytes([(n, state[n]) for n in saved]), {n: expected[n] for n in saved})
-    same("quantized weights", as_bytes([(name, state[f"blocks.0.{name}"]) for name in QUANTIZED]), quantized)
+    same("buffers in the state", {n: as_bytes(state[n]) for n in saved}, {n: expected[n] for n in saved})
+    same("quantized weights", quantized_of(state), quantized)
     changed = {**state, "blocks.0.q8": state["blocks.0.q8"] - 1}
     trained.load_full_state_dict(changed)
     same("buffers after loading", buffers_of(model), expected)
@@ -152,19 +162,19 @@ class Keeps(nn.Module):
         self.kept = state
 
 
-KINDS = {
-    "number": lambda rank: 3 + rank,
-    "tensor": lambda rank: torch.arange(4.0) + rank,
-    "dictionary": lambda rank: {"seen": rank, "sums": {"a": torch.ones(2) + rank, f"only {rank}": [rank]}},
-    "empty": lambda rank: {} if rank == 0 else {"rank": rank},
-    "numbered": lambda rank: {rank: "a", 7: torch.zeros(1) + rank},
-    "list": lambda rank: [rank, torch.full((3,), rank), (1, 2)],
-}
-
-
 def keeping(rank: int) -> nn.Module:
     """As they are, in activation checkpointing, compiled, and the model's own."""
-    model = nn.Sequential(*(Keeps(kind(rank)) for kind in KINDS.values()), Keeps({"wrapped": rank}), Keeps([rank]))
+    values = (
+        3 + rank,
+        torch.arange(4.0) + rank,
+        {"seen": rank, "sums": {"a": torch.ones(2) + rank, f"only {rank}": [rank]}},
+        {"rank": rank} if rank else {},
+        {rank: "a", 7: torch.zeros(1) + rank},
+        [rank, torch.full((3,), rank), (1, 2)],
+        {"wrapped": rank},
+        [rank],
+    )
+    model = nn.Sequential(*map(Keeps, values))
     model[6] = checkpoint_wrapper(model[6])
     model[7] = torch.compile(model[7])
     return seeded(lambda: model, rank)
@@ -175,13 +185,13 @@ def kept(model) -> str:
     return str([module.kept for module in model.modules() if isinstance(module, Keeps)])
 
 
-@holds("life", of_stages=True)
+@stages_hold("life")
 def what_modules_keep_besides_tensors_is_rank_0s(engine):
     """What `get_extra_state` gives goes through the whole state and checkpoints, and all ranks get rank 0's.
 
     Of an empty dictionary torch saves nothing, so nobody misses it.
     """
-    rank, expected = dist.get_rank(), kept(keeping(0))
+    rank, expected = engine.rank, kept(keeping(0))
     trained, other = engine(keeping(rank), DECAY), engine(keeping(rank + 5), DECAY)
     state, own = trained.full_state_dict(), kept(trained.model)
     found = [value for key, value in state.items() if key.endswith("_extra_state")]
@@ -198,17 +208,17 @@ def what_modules_keep_besides_tensors_is_rank_0s(engine):
         checkpoint.load(engine(nn.Sequential(Keeps({})), DECAY), folder / "theirs")
 
 
-@holds("life", of_stages=True)
+@stages_hold("life")
 def a_module_that_does_not_take_its_state_changes_nothing(engine):
     """If `set_extra_state` raises on one rank, all ranks raise, and weights, modules and optimizer are as they were."""
-    rank, model = dist.get_rank(), seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
+    rank, model = engine.rank, seeded(lambda: nn.Sequential(Keeps(1), Keeps(2)))
     trained = engine(model, DECAY)
-    state, refuses = trained.full_state_dict(), {"now": False}
+    state, refuses = trained.full_state_dict(), []
     take = model[1].set_extra_state
 
     def set_extra_state(value):
-        if rank == 1 and refuses["now"]:
-            refuses["now"] = False
+        if rank == 1 and refuses:
+            refuses.clear()
             raise ValueError("not mine")
         take(value)
 
@@ -218,9 +228,10 @@ def a_module_that_does_not_take_its_state_changes_nothing(engine):
         trained.training_step(*[torch.ones(2, 3, dtype=torch.float64)] * 2, F.mse_loss)
         model[0].kept = model[1].kept = 5
         before, moments = trained.full_state_dict(), str(trained.optimizer.state_dict())
-        for load in (lambda: trained.load_full_state_dict(state), lambda: checkpoint.load(trained, folder)):
-            refuses["now"] = True
-            refused(load, "not mine", error=ValueError)
+        for load in (partial(trained.load_full_state_dict, state), partial(checkpoint.load, trained, folder)):
+            refuses.append("once")
+            with refused("not mine", error=ValueError):
+                load()
             same("the whole state", trained.full_state_dict(), before)
             same("the optimizer's state", str(trained.optimizer.state_dict()), moments)
         checkpoint.load(trained, folder)
@@ -237,16 +248,17 @@ OTHER_BUFFERS = (
 )
 
 
-@holds("life", ask(ranks=3, more_ranks=2), of_stages=True)
+@stages_hold("life", ask(ranks=3))
 def buffers_of_other_shapes_are_an_error_on_all_ranks(engine):
     """Where ranks' buffers are not alike, the whole state is refused on all ranks, and names the buffer."""
-    last = dist.get_world_size() - 1
+    last = engine.size - 1
     for name, other in OTHER_BUFFERS:
         model = seeded(OddModel)
         trained, usual = engine(model, DECAY), dict(model.named_buffers()).get(name)
         expected = trained.full_state_dict()
-        if dist.get_rank() == last:
+        if engine.rank == last:
             model.register_buffer(name, other)
-        refused(trained.full_state_dict, repr(name), f"rank {last}", error=ValueError)
+        with refused(repr(name), f"rank {last}", error=ValueError):
+            trained.full_state_dict()
         model.register_buffer(name, usual)
         same("the state with the buffers as they were", trained.full_state_dict(), expected)

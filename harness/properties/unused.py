@@ -3,23 +3,21 @@
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from harness.measure.traffic import TrafficLedger
-from harness.properties.fixtures import DECAY, odd, own_tokens, seeded, token_batch
-from harness.properties.property import STAGES, ask, ask_thorough, holds, refused, same
-from harness.properties.training import Pair
+from harness.properties.fixtures import DECAY, Pair, a_step, odd, own_tokens, seeded, token_batch
+from harness.properties.property import STAGES, ask, ask_thorough, holds, only, refused, same, stages_hold
 
 
 class Adapted(nn.Module):
     """A block with adapters, of which a forward uses one or none. With a single one some ranks use all there is."""
 
-    def __init__(self, width: int, adapters: int):
+    def __init__(self, adapters: int):
         super().__init__()
-        self.base = nn.Linear(width, width)
-        self.adapters = nn.ParameterList([nn.Parameter(torch.randn(width)) for _ in range(adapters)])
+        self.base = nn.Linear(5, 5)
+        self.adapters = nn.ParameterList([torch.randn(5) for _ in range(adapters)])
 
     def forward(self, x, choice):
         x = torch.tanh(self.base(x))
@@ -29,13 +27,13 @@ class Adapted(nn.Module):
 class Forked(nn.Module):
     """Parts that a step may leave unused: adapters in units, a whole unit, an early and a late root parameter."""
 
-    def __init__(self, width: int = 5):
+    def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        self.early = nn.Parameter(torch.randn(width))
-        self.blocks = nn.ModuleList([Adapted(width, 4), Adapted(width, 1), Adapted(width, 4)])
-        self.spare = nn.ModuleList([nn.Linear(width, 3)])  # a unit of its own, that only some steps run
-        self.heads = nn.ModuleDict({"a": nn.Linear(width, 3), "b": nn.Linear(width, 3)})
+        self.embedding = nn.Embedding(11, 5)
+        self.early = nn.Parameter(torch.randn(5))
+        self.blocks = nn.ModuleList(map(Adapted, (4, 1, 4)))
+        self.spare = nn.ModuleList([nn.Linear(5, 3)])  # a unit of its own, that only some steps run
+        self.heads = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)})
 
     def forward(self, tokens, choice=None, early=False, spare=False):
         x = self.embedding(tokens).mean(1)
@@ -72,8 +70,8 @@ IN_ALL = {"ranks": (1, 2, 3)}
 @holds(
     "values",
     ask(more_ranks=(1, 3)),
-    ask("zero2", more_engines=STAGES, more_ranks=(1, 3), **SEVERAL),
-    ask("zero3", more_engines=STAGES, more_ranks=(1, 3), alike=True),
+    ask("zero2", more_ranks=(1, 3), **SEVERAL),
+    ask("zero3", more_ranks=(1, 3), alike=True),
     ask_thorough(**IN_ALL, **SEVERAL, alike=True),
     ask_thorough(**IN_ALL, micro_batches=3),
     ask_thorough("zero2", **IN_ALL, **SEVERAL, bucket_mb=0),
@@ -105,13 +103,13 @@ def what_nobody_used_is_left_out_of_the_step(engine, alike=False, micro_batches=
     pair.same_weights()
 
 
-@holds("traffic", of_stages=True)
+@stages_hold("traffic")
 def finding_the_unused_costs_one_small_all_reduce(engine):
     """A step with `find_unused` sends what one without it sends, and one byte for each trained parameter."""
     batch, found = own_tokens(0), []
     for option in (False, True):
         trained = odd(engine, find_unused=option)
-        trained.training_step(*batch, F.cross_entropy)
+        a_step(trained)
         with TrafficLedger() as traffic:
             F.cross_entropy(trained(batch[0]), batch[1]).backward()
             trained.clip_grad_norm_(1e9)
@@ -122,17 +120,19 @@ def finding_the_unused_costs_one_small_all_reduce(engine):
     same("the collectives of a step with find_unused", sorted(found[1]), sorted([*found[0], small]))
 
 
-@holds("misuse", ask(more_ranks=(1, 3)), of_stages=True)
+@stages_hold("misuse", ask(more_ranks=(1, 3)))
 def unused_parameters_are_named_by_default(engine):
     """Without `find_unused` the step names parameters that this rank's backward did not reach, no others, and it."""
     trained = engine(seeded(Forked), DECAY)
     tokens, targets = own_tokens(0)
-    refused(trained.step, "no backward() was called", error=RuntimeError)
+    with refused("no backward() was called", error=RuntimeError):
+        trained.step()
     F.cross_entropy(trained(tokens, choice=1, early=True, spare=True)["a"], targets).backward()
     # ZeRO-3 names them unit by unit, the root at the end.
     words = "'blocks.0.adapters.0', 'blocks.0.adapters.2'" if engine.like == "zero3" else "'heads.b.weight'", " more"
-    said = refused(trained.step, *words, "find_unused=True", "requires_grad_(False)", error=RuntimeError)
-    others = [name for name in ("adapters.1", "'early'", "heads.a") if name in said]
+    with refused(*words, "find_unused=True", "requires_grad_(False)", error=RuntimeError) as said:
+        trained.step()
+    others = [name for name in ("adapters.1", "'early'", "heads.a") if name in said[0]]
     same("parameters that are named and were used", others, [])
 
 
@@ -141,17 +141,21 @@ class Sparse(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.spare = nn.Parameter(torch.ones(11, 3)), nn.Parameter(torch.ones(3))
+        # The first one's bucket is the last.
+        self.spare, self.table = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(11, 3))
 
     def forward(self, tokens, spare: bool, sparse: bool):
         x = F.embedding(tokens, self.table, sparse=sparse).mean(1)
         return x * self.spare if spare else x
 
 
-@holds("misuse", ask(chapters=STAGES))
-def a_gradient_that_is_missing_or_sparse_is_refused(engine):
-    """A parameter without a gradient at the step, and a sparse gradient, are errors in words; then training goes on."""
-    trained = engine(seeded(Sparse), DECAY)
+@holds("misuse", ask(chapters=STAGES), ask("zero1", chapters="zero1", bucket_mb=0))
+def a_gradient_that_is_missing_or_sparse_is_refused(engine, **options):
+    """A parameter without a gradient at the step, and a sparse gradient, are errors in words; then training goes on.
+
+    No chapter's step sends anything before it has found that out: who goes on would write into what is in flight.
+    """
+    trained = engine(seeded(Sparse), DECAY, **options)
     tokens, targets = own_tokens(0)
 
     def train(spare, sparse):
@@ -159,21 +163,25 @@ def a_gradient_that_is_missing_or_sparse_is_refused(engine):
         trained.step()
 
     for _ in range(2):
-        refused(lambda: train(spare=False, sparse=False), "'spare'", error=RuntimeError)
+        F.cross_entropy(trained(tokens, False, False), targets).backward()
+        with TrafficLedger() as traffic, refused("'spare'", error=RuntimeError):
+            trained.step()
+        if engine.chapter:
+            same("what a step sends that is refused", len(traffic.collectives), 0)
         trained.zero_grad()
         train(spare=True, sparse=False)
         trained.zero_grad()
-    refused(lambda: train(spare=True, sparse=True), "'table'", "sparse=False", error=RuntimeError)
+    with refused("'table'", "sparse=False", error=RuntimeError):
+        train(spare=True, sparse=True)
 
 
-@holds("misuse", ask(("zero2", "zero3")), of_stages=True)
+@stages_hold("misuse", only(("zero2", "zero3")))
 def gradients_that_wait_are_not_left_out(engine):
     """A step after a backward under `no_sync` alone is an error: the gradients that wait are not taken for unused."""
-    trained, rank = engine(seeded(Forked), DECAY, find_unused=True), dist.get_rank()
-    with trained.no_sync():
-        loss_of(trained, 0, 0, rank, alike=True).backward()
-    refused(trained.step, "gradient", "no_sync", error=RuntimeError)
-    trained.zero_grad()
-    loss_of(trained, 0, 0, rank, alike=True).backward()
-    trained.step()
-    trained.zero_grad()
+    pair = forked(engine, alike=True)
+    with pair.trained.no_sync():
+        pair.alone(0).backward()
+    with refused("gradient", "no_sync", error=RuntimeError):
+        pair.trained.step()
+    pair.trained.zero_grad()
+    pair.step_alone()

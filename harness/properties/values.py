@@ -1,17 +1,47 @@
 """A training step computes what plain PyTorch, DDP and FSDP2 compute on the whole batch."""
 
 import contextlib
+import itertools
 import warnings
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from harness.properties.fixtures import OPTIMIZERS, OddModel, byte_batch, gpt, seeded, token_batch
-from harness.properties.property import STAGES, ask, ask_each, ask_thorough, holds, same, subject
-from harness.properties.training import Pair
+from harness.measure.ledger import MemoryLedger
+from harness.measure.watched_step import watched_step
+from harness.properties.fixtures import (
+    ADAMW,
+    LOW,
+    OPTIMIZERS,
+    Lanes,
+    OddModel,
+    Pair,
+    TiedAcross,
+    byte_batch,
+    gpt,
+    pieces_of,
+    seeded,
+    silent_group,
+    token_batch,
+    vector_batch,
+)
+from harness.properties.property import (
+    CHAPTERS,
+    STAGES,
+    ask,
+    ask_each,
+    ask_thorough,
+    chapter_of,
+    holds,
+    only,
+    same,
+    stages_hold,
+    subject,
+)
 from harness.run.model import next_token_loss
 
 ZERO12 = ("zero1", "zero2")
@@ -36,13 +66,13 @@ FURTHER = {"more_ranks": (1, 2, 4)}
 @holds(
     "values",
     ask(STAGES, 3, chapters=STAGES, **FURTHER),
-    *laid_out(ask, 3, **FURTHER),
-    *ask_each("optimizer", OPTIMIZERS, "zero2", 3, more_engines=STAGES, chapters="zero3", **FURTHER),
+    *laid_out(only, 3, **FURTHER),
+    *ask_each("optimizer", OPTIMIZERS, "zero2", 3, chapters="zero3", **FURTHER),
 )
 def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     """Losses and weights equal those of one process on the whole batch, from rank 0's start, under any optimizer."""
     # Rank 0 has the right start, and every other rank something else, where the engine is to mend that.
-    own = dist.get_rank() if engine.broadcasts else 0
+    own = engine.rank if engine.broadcasts else 0
     model = seeded(OddModel, own)
     with torch.no_grad():
         model.shift.add_(own)
@@ -54,14 +84,29 @@ def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     assert len(losses.unique()) == pair.size, "the ranks had the same data: this proves nothing"
 
 
-LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+def trained_on_bytes(engine, dtype, device, micro_batches, **options) -> tuple[torch.Tensor, dict]:
+    """The losses of a GPT in four steps, and its weights then."""
+    trained = engine(gpt(dtype, device), partial(torch.optim.AdamW, lr=1e-2, fused=device != "cpu"), **options)
+    losses = []
+    for step in range(4 * micro_batches):
+        last = step % micro_batches == micro_batches - 1
+        tokens, targets = byte_batch(step, engine.rank, device)
+        with contextlib.nullcontext() if last else trained.no_sync():
+            outputs = trained(tokens)
+            same("the dtype of what the model computes", outputs.dtype, options["param_dtype"] or dtype)
+            losses.append(next_token_loss(outputs, targets) / micro_batches)
+            losses[-1].backward()
+        if last:
+            trained.step()
+            trained.zero_grad()
+    return torch.stack(losses), trained.full_state_dict()
 
 
 @holds(
     "values",
     ask(chapters=STAGES),
-    ask("zero1", more_engines=STAGES, **LOW, micro_batches=3),
-    ask(("zero2", "zero3"), more_engines=STAGES, param_dtype=torch.bfloat16),
+    ask("zero1", **LOW, micro_batches=3),
+    ask(("zero2", "zero3"), param_dtype=torch.bfloat16),
     *laid_out(ask_thorough, 2),
     ask_thorough(**LOW),
     ask_thorough(reduce_dtype=torch.bfloat16),
@@ -73,34 +118,17 @@ def equals_ddp_and_fsdp2(engine, device="cpu", micro_batches=1, param_dtype=None
     With more ranks the order of a sum is the library's: then in float64, where three bfloat16 numbers add up exactly in
     any order, unless one is a million million times another, and equal to 1e-10.
     """
-    rank, exact = dist.get_rank(), dist.get_world_size() <= 2
+    exact = engine.size <= 2
     own, atol = (torch.float32, 0.0) if exact else (torch.float64, 1e-10)
     mixed = param_dtype is not None or reduce_dtype is not None
     of_all = {"param_dtype": param_dtype, "reduce_dtype": own if mixed and not exact else reduce_dtype}
-    adamw = partial(torch.optim.AdamW, lr=1e-2, fused=device != "cpu")
-    trained = engine(gpt(own, device), adamw, **of_all, **options)
-    names = ("fsdp2",) if mixed else ("ddp", "fsdp2")  # DDP has no such options
-    others = {name: subject(name)(gpt(own, device), adamw, **of_all) for name in names}
-    for step in range(4):
-        for micro in range(micro_batches):
-            tokens, targets = byte_batch(step * micro_batches + micro, rank, device)
-            losses = {}
-            for name, each in {"": trained, **others}.items():
-                with each.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
-                    outputs = each(tokens)
-                    same("the dtype of what the model computes", outputs.dtype, param_dtype or own)
-                    losses[name] = next_token_loss(outputs, targets) / micro_batches
-                    losses[name].backward()
-            for name in others:
-                same(f"the loss of step {step}, beside {name}'s", losses[""], losses[name], atol)
-        for each in (trained, *others.values()):
-            each.step()
-            each.zero_grad()
-    state = trained.full_state_dict()
+    losses, state = trained_on_bytes(engine, own, device, micro_batches, **of_all, **options)
     # The weights that the optimizer updates, not the low-precision ones that compute.
     same("the dtypes of the weights", {value.dtype for value in state.values()}, {own})
-    for name, each in others.items():
-        same(f"the weights, beside {name}'s", state, each.full_state_dict(), atol)
+    for name in ("fsdp2",) if mixed else ("ddp", "fsdp2"):  # DDP has no such options
+        expected = trained_on_bytes(subject(name), own, device, micro_batches, **of_all)
+        same(f"the losses, beside {name}'s", losses, expected[0], atol)
+        same(f"the weights, beside {name}'s", state, expected[1], atol)
 
 
 def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
@@ -120,6 +148,10 @@ def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
     ]
 
 
+def by_keyword(model, x, y):
+    return F.cross_entropy(model(tokens=x), y)
+
+
 @holds(
     "values",
     ask(more_ranks=(1, 3)),
@@ -128,7 +160,7 @@ def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
 )
 def a_loop_of_ones_own_trains_alike(engine, named=False, **options):
     """Parameter groups, a scheduler, keyword arguments, and evaluations between two steps act as in plain PyTorch."""
-    pair = Pair(engine, OddModel, groups=partial(three_groups, named=named), **options)
+    pair = Pair(engine, groups=partial(three_groups, named=named), loss=by_keyword, **options)
     same("groups of the engine's optimizer", len(pair.trained.optimizer.param_groups), 3)
     # It changes the rate and the momentum of each group, and warns if it does not see the optimizer's steps.
     schedules = [
@@ -136,7 +168,7 @@ def a_loop_of_ones_own_trains_alike(engine, named=False, **options):
     ]
     for step in range(5):
         tokens, _ = token_batch(step, pair.rank)
-        pair.backward(step, loss=lambda model, x, y: F.cross_entropy(model(tokens=x), y))
+        pair.backward(step)
         pair.trained(tokens)  # a forward without backward, right before the weights change: nothing may survive it
         pair.step()
         with warnings.catch_warnings():
@@ -146,8 +178,97 @@ def a_loop_of_ones_own_trains_alike(engine, named=False, **options):
         same("the rates", schedules[1].get_last_lr(), schedules[0].get_last_lr())
         with torch.no_grad():
             first = pair.trained(tokens)
-        pair.trained.model.eval()
+        pair.model.eval()
         # The same weights, and the same operations on them.
         same("an evaluation", pair.trained(tokens).detach(), first)
-        pair.trained.model.train()
+        pair.model.train()
     pair.same_weights()
+
+
+# The chapters and the engines that build on them.
+
+# {name: (model, its batch in a step on a rank, the loss)}. The MLP's units, and its buckets, have different sizes.
+MODELS = {
+    "gpt": (gpt, byte_batch, next_token_loss),
+    "mlp": (lambda: Lanes((8, 16, 24, 32)), partial(vector_batch, width=8), nn.functional.mse_loss),
+    "tied": (TiedAcross, token_batch, nn.functional.cross_entropy),
+}
+
+
+@contextlib.contextmanager
+def waits_noted(note):
+    """`note()` is called before this rank waits for a collective."""
+    plain = dist.Work.wait
+
+    def wait(work, *timeout):
+        note()
+        return plain(work, *timeout)
+
+    with mock.patch.object(dist.Work, "wait", wait):
+        yield
+
+
+EVENTS = "collectives, waits, and the bytes that live then"
+
+
+def watched(build, model: str, silent: bool, **options) -> dict:
+    """Three steps of what `build` puts around the model: what happened in the last one, in its order.
+
+    `silent`: the bytes of what it keeps alive itself, and no values.
+    """
+    make, batch, loss_fn = MODELS[model]
+    module, rank = seeded(make, dtype=torch.float32), dist.get_rank()
+    group, gradients, events = silent_group() if silent else None, [], []
+
+    def note(what="wait", depth=0, collective=None):
+        if what == "wait" or collective is not None:  # and no label alone: a unit without parameters has one, too
+            events.append((collective or what, memory.live if silent else None))
+
+    def copy_gradients(*_):
+        gradients.extend(piece.grad.clone() for piece in pieces_of(engine))
+
+    with MemoryLedger() as memory:
+        engine = build(module, ADAMW, group=group, **options)
+        for step in range(2):  # AdamW makes its state in the first
+            engine.training_step(*batch(step, rank), loss_fn)
+        if not silent:
+            engine.optimizer.register_step_pre_hook(copy_gradients)
+        with watched_step(engine, memory, on_event=note) as seen, waits_noted(note):
+            loss = engine.training_step(*batch(2, rank), loss_fn)
+    if silent:
+        return {EVENTS: events, "bytes held before the update": seen.held, "the peak of a step": seen.peak}
+    state = engine.full_state_dict()
+    return {
+        EVENTS: events,
+        "the loss": loss,
+        "gradients before the update": dict(enumerate(gradients)),
+        "weights": state,
+    }
+
+
+@stages_hold(
+    "traffic",
+    only("zero3", (1, 2, 3, 4), model="mlp"),
+    only(("zero1", "zero2"), (1, 2, 3, 4), model="mlp", bucket_mb=0.001),  # nine buckets
+    ask(model="gpt", more_ranks=(1, 3, 4)),
+    ask(ranks=3, model="tied", more_ranks=(1, 2, 4)),
+    *ask_each("prefetch", (0, 2), "zero3", asks=only, model="mlp"),
+    ask_thorough(("zero1", "zero2"), model="gpt", bucket_mb=0),
+)
+def an_engine_does_what_its_chapter_does(engine, model, **options):
+    """Without options of its own an engine sends, holds and computes what its chapter does, to the bit.
+
+    That is in models whose forward runs the units in the order in which they are declared. In others an engine
+    remembers the order of the last forward and prefetches by that; a chapter does not.
+
+    Once with all ranks: collectives and waits come in the same order, and values are equal to the bit, as both hand
+    the same numbers to the same operations. And once where collectives move nothing and keep nothing alive: there the
+    same bytes live at each of these moments.
+    """
+    for silent in (False, True):
+        chapter = watched(CHAPTERS[chapter_of(engine.like)], model, silent, **options)
+        found = watched(engine, model, silent, **options)
+        for number, pair in enumerate(itertools.zip_longest(found.pop(EVENTS), chapter.pop(EVENTS))):
+            same(f"event {number} of {EVENTS}", *pair)
+        for what, expected in chapter.items():
+            same(what, found[what], expected)
