@@ -172,9 +172,8 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     options = {"dtype": torch.float32, "param_dtype": torch.bfloat16} if mixed else {}
     trained, other = (zoo_under(engine, OPTIMIZERS[optimizer], seed, **options) for seed in (0, 3))
     schedule, its = (torch.optim.lr_scheduler.StepLR(each.optimizer, 2) for each in (trained, other))
-    if optimizer == "remembers":
-        trained.optimizer.param_groups[0].update(OPTIONS)
-        other.optimizer.param_groups[0].update(dict.fromkeys(OPTIONS))
+    trained.optimizer.param_groups[0].update(OPTIONS)
+    other.optimizer.param_groups[0].update(dict.fromkeys(OPTIONS))
     for step in range(3):
         train(trained, [step])
         schedule.step()
@@ -190,9 +189,8 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
         found = engine.more.get("load", checkpoint.load)(other, folder)
     # What is written is read: the same bytes, as text where it is none, which tells kinds as well.
     same("what was loaded", state_of(other), expected)
-    if optimizer == "remembers":
-        read = {**OPTIONS, "number": 0.25, "numbered": {1: "a", 2: 0.5}}  # as Python's numbers
-        same("the options", str({key: other.optimizer.param_groups[0][key] for key in OPTIONS}), str(read))
+    read = {**OPTIONS, "number": 0.25, "numbered": {1: "a", 2: 0.5}}  # as Python's numbers
+    same("the options", str({key: other.optimizer.param_groups[0][key] for key in OPTIONS}), str(read))
     same("what save returns", (saved.rank, saved.path), (engine.rank, folder / "000001"))
     same("the caller's values", (found["rank"], found["keys"]), (engine.rank, extra["keys"]))
     same("a tensor of the caller's", found["random"], extra["random"])
@@ -217,15 +215,15 @@ ON_A_GRID = "grid@4 engine@4 grid@4 other@2"
 )
 def a_checkpoint_travels(engine, journey):
     """Loading and saving again changes no bit, whoever does it where; training comes out where one process does."""
-    stations = [station.split("@") for station in journey.split()]
-    rank, everyone = engine.rank, engine.size
-    groups = {size: dist.new_group(range(everyone - size, everyone)) for size in range(1, everyone + 1)}
+    # The last ranks: in a group of some a rank has another number.
+    groups = {size: dist.new_group(range(engine.size - size, engine.size)) for size in range(1, engine.size + 1)}
     odd, source, steps, told = "fsdp2" not in journey, None, 0, {}
     with shared_folder() as folder:
-        for number, (kind, size) in enumerate(stations):
+        for number, station in enumerate(journey.split()):
+            kind, size = station.split("@")
             here, copied, group = folder / f"{number}", folder / f"{number} again", groups[int(size)]
             todo = range(steps, steps + 2 * (kind != "file"))
-            if rank >= everyone - int(size):  # the last ones: in a group of some a rank has another number
+            if engine.rank >= engine.size - int(size):
                 if kind in ("engine", "other", "grid"):
                     own = engine if kind != "other" else engine.another()
                     group = grid() if kind == "grid" else group

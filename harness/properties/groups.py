@@ -302,7 +302,7 @@ def meshes_that_do_not_fit_are_refused(engine):
         (True, {"group": square["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
     ):
         model = cut_by(square["tensor"], sequence=False) if tensor else seeded(small)
-        with refused(word, error=ValueError):  # CHECK
+        with refused(word, error=ValueError):
             engine(model, ADAMW, **options)
     engine(seeded(small), ADAMW, group=cube["replicas", "shards"])  # two of three will do
 
