@@ -359,7 +359,7 @@ EXACT = 1e-12  # in float64, where another order of a sum makes some 1e-15
 
 
 def of_output(model, inputs, targets) -> torch.Tensor:
-    return F.cross_entropy(model(inputs), targets)
+    return F.cross_entropy(model(inputs).double(), targets)  # outputs may be of low precision
 
 
 def model_of(model) -> nn.Module:

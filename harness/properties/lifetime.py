@@ -26,7 +26,6 @@ from harness.properties.fixtures import (
     through_a_file,
     vector_batch,
 )
-from harness.properties.precision import of_tokens
 from harness.properties.property import (
     STAGES,
     NotApplicable,
@@ -104,7 +103,7 @@ def closing_gives_a_plain_model(engine, **options):
 
     Between backward and step it leaves nothing in flight, and drops the gradients.
     """
-    pair, fresh = Pair(engine, own_class, loss=of_tokens, **options), seeded(own_class)
+    pair, fresh = Pair(engine, own_class, **options), seeded(own_class)
     model, trained, (tokens, _) = pair.model, pair.trained, own_tokens(0)
     model.head.register_forward_hook(lambda *_: None)  # the caller's own stays
     objects = dict(model.named_parameters())
@@ -147,7 +146,7 @@ def closing_gives_a_plain_model(engine, **options):
 def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     """A deep copy, or one through a file, is a plain model with its own memory (or refused), and the engine goes on."""
 
-    pair = Pair(engine, loss=of_tokens, **(EXACT_LOW if mixed else {}))
+    pair = Pair(engine, **(EXACT_LOW if mixed else {}))
     model, (tokens, targets) = pair.model, own_tokens(3)
     pair.train(1)
     if engine.like == "zero3":

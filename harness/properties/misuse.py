@@ -35,7 +35,6 @@ from harness.properties.fixtures import (
     seeded,
     through_a_file,
 )
-from harness.properties.precision import of_tokens
 from harness.properties.property import ask, ask_each, ask_thorough, holds, only, refused, same, stages_hold
 from harness.run.shared_folder import shared_folder
 
@@ -584,7 +583,7 @@ def groups_that_change_after_the_build_are_refused(engine, regroup):
 @stages_hold("values", ask(), ask(**EXACT_LOW), ask_thorough(**OFFLOAD))
 def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
     """An average of each piece is kept by this rank, put in place for an evaluation or a save, and taken out again."""
-    pair, update = Pair(engine, loss=of_tokens, **options), get_ema_multi_avg_fn(0.9)
+    pair, update = Pair(engine, **options), get_ema_multi_avg_fn(0.9)
     pieces, params = pieces_of(pair.trained), all_params(pair.optimizer)
     averages, expected = ([each.detach().clone() for each in side] for side in (pieces, params))
     for _ in range(3):
