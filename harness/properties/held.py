@@ -48,11 +48,6 @@ from harness.run import engines
 # How parameters lie in their buffers: aligned, padded, each element owned once.
 
 
-def alignment(device: str) -> int:
-    """Parameters and shards start on multiples of so many bytes."""
-    return 16 if device == "cpu" else 256
-
-
 def padded(sizes, world_size: int, align: int = 4) -> tuple[int, int]:
     """(elements of the buffer, elements of a shard) of these sizes; each starts on a multiple of `align`."""
     end = sum(math.ceil(size / align) * align for size in sizes)
@@ -113,7 +108,8 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
         trained.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(trained), live=memory.live))
         trained.step()
     # (elements of the whole buffer, of a shard): all parameters, and those that are trained.
-    align = alignment(device) // (2 if low else 4)  # in elements of the smallest dtype
+    # Parameters and shards start on multiples of so many bytes, here in elements of the smallest dtype.
+    align = (16 if device == "cpu" else 256) // (2 if low else 4)
     lengths = [padded(sizes, world_size, align) for sizes in trainable]
     whole, shard = (sum(each) for each in zip(*lengths))
     # A chapter leaves what is frozen as it is.

@@ -371,10 +371,10 @@ def gradients_stay_until_they_are_thrown_away(engine):
 @holds("misuse")
 def reentrant_checkpointing_is_right_or_refused(engine):
     """ZeRO-3 refuses reentrant checkpointing, around a unit and around the model, and trains on; the others take it."""
-    pair = Pair(engine, lambda: Checkpointed("around", use_reentrant=engine.like != "zero3"), DECAY)
+    pair = Pair(engine, partial(Checkpointed, use_reentrant=engine.like != "zero3"), DECAY)
     tokens, targets = own_tokens(0)
     if engine.like == "zero3":
-        other = engine(seeded(lambda: Checkpointed("around", use_reentrant=True)), DECAY)
+        other = engine(seeded(partial(Checkpointed, use_reentrant=True)), DECAY)
         for _ in range(2):
             with refused("use_reentrant=False"):
                 of_output(other, tokens, targets).backward()

@@ -215,19 +215,15 @@ MOVES_OF_FORWARD = {
     ask("zero1", how="data"),
     ask("zero2", how="set_"),
     ask("zero3", how="half and double"),
-    *[ask_thorough("zero3", how=how, reshard_after_forward=False) for how in MOVES_OF_FORWARD],
+    *ask_each("how", MOVES_OF_FORWARD, "zero3", asks=ask_thorough, reshard_after_forward=False),
 )
 def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
     """A forward that gives its weights other memory: the first step trains right or is refused, later ones are."""
     pair, shards = Pair(engine, lambda: Acting(MOVES_OF_FORWARD[how]), **options), []
     words = "'blocks.1.up.weight'", "moved out of the engine's buffer"
     for step in range(3):
-        if step == 0:
-            with contextlib.suppress(RuntimeError):
-                pair.step_alone()
-        else:
-            with refused(*words, error=RuntimeError):
-                pair.step_alone()
+        with refused(*words, error=RuntimeError) if step else contextlib.suppress(RuntimeError):
+            pair.step_alone()
         pair.trained.zero_grad()
         with contextlib.suppress(RuntimeError):  # it may say once that weights were moved
             pair.trained.full_state_dict()

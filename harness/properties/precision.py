@@ -34,17 +34,14 @@ from harness.properties.property import ask, ask_thorough, expect, holds, only, 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-RECOMPUTED = partial(Checkpointed, where="around")
-
-
 @holds(
     "values",
     ask("zero1", model=Twice),
     ask("zero2", model=TiedAcross),
-    ask("zero3", model=RECOMPUTED),
+    ask("zero3", model=Checkpointed),
     ask_thorough(("zero1", "zero2"), model=Twice, bucket_mb=0),
     ask_thorough("zero3", model=TiedAcross, prefetch=0, find_unused=True),
-    ask_thorough("zero3", model=RECOMPUTED, reshard_after_forward=False),
+    ask_thorough("zero3", model=Checkpointed, reshard_after_forward=False),
 )
 def mixed_precision_is_a_rounded_copy_that_computes(engine, model, **options):
     """Norms and weights are those of plain PyTorch with a bfloat16 copy that computes, whose gradients are handed over.

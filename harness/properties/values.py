@@ -23,6 +23,7 @@ from harness.properties.fixtures import (
     TiedAcross,
     byte_batch,
     gpt,
+    of_all_ranks,
     pieces_of,
     seeded,
     silent_group,
@@ -79,7 +80,15 @@ def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
         model.frozen.add_(own)  # no seed makes these differ
     pair = Pair(engine, (seeded(OddModel), model), OPTIMIZERS[optimizer], **options)
     for step in range(4):
-        losses = pair.training_step(step)
+        expected = torch.stack(pair.backward_of_plain(step))
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        found = pair.trained.training_step(*pair.batch(step, pair.rank), F.cross_entropy)
+        assert not found.requires_grad, "the loss that training_step returns is not detached"
+        # All are compared on every rank: where one is wrong, no rank waits for another that has left.
+        losses = of_all_ranks(found)
+        same(f"the ranks' losses of step {step}", losses, expected, pair.atol)
+        pair.nothing_gathered("the step")
     pair.same_weights()
     assert len(losses.unique()) == pair.size, "the ranks had the same data: this proves nothing"
 
