@@ -202,6 +202,10 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype=torch.float64, d
         return build().to(dtype).to(device)
 
 
+def stack(layers: int, width: int, reverse: bool = False, kind=Stack) -> nn.Module:
+    return seeded(lambda: kind(layers, width, reverse), dtype=torch.float32)
+
+
 # Data.
 
 
