@@ -38,6 +38,8 @@ from harness.properties.fixtures import (
     OddModel,
     all_params,
     grid,
+    in_float64,
+    of_output,
     pieces_of,
     seeded,
     stack,
@@ -137,7 +139,7 @@ def zoo_under(engine, optimizer=ADAMW, seed: int = 0, odd: bool = True, dtype=to
 def train(trained, steps, rank: int | None = None) -> list:
     """A step on the batch of each of `steps`, which is another on every rank, or that of `rank`; returns the losses."""
     batches = [token_batch(step, dist.get_rank() if rank is None else rank) for step in steps]
-    return [trained.training_step(*batch, lambda out, y: F.cross_entropy(out.double(), y)) for batch in batches]
+    return [trained.training_step(*batch, in_float64) for batch in batches]
 
 
 def state_of(trained, buffers: bool = False) -> dict:
@@ -257,8 +259,7 @@ def a_checkpoint_travels(engine, journey):
 
 
 def plain_step(model, optimizer, step: int) -> None:
-    tokens, targets = token_batch(step, 0)
-    F.cross_entropy(model(tokens).double(), targets).backward()
+    of_output(model, *token_batch(step, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
 

@@ -54,18 +54,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     common.add(parser, "json")
     parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
     options = parser.parse_args(argv)
-    options.ranks = 2
-    if options.engines and options.engines[-1].isdecimal():
-        options.ranks = int(options.engines.pop())
+    given, options.ranks = options.engines, 2
+    if given and given[-1].isdecimal():
+        options.ranks = int(given.pop())
     if not 1 <= options.ranks <= 8:
         raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
-    files = [given for given in options.engines if given.endswith(".py") and given not in CHAPTERS]
+    files = [name for name in given if name.endswith(".py") and name not in CHAPTERS]
     os.environ.setdefault("ZERO_TIMEOUT", str(COLLECTIVE))
     process_group.timeout()  # raises, too
-    own = engine_file.enter(files, "conform")
-    named = [given for given in options.engines if given not in files] + own
-    if not named:
-        named = [*CHAPTERS, *filter(engines.installed, engines.named("conform"))]
+    named = [name for name in given if name not in files] + engine_file.enter(files, "conform")
+    named = named or [*CHAPTERS, *filter(engines.installed, engines.named("conform"))]
     options.names = [name for name in named if name in CHAPTERS]
     if others := [name for name in named if name not in CHAPTERS]:
         options.names += engines.chosen(",".join(others), "conform")

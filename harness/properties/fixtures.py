@@ -281,9 +281,9 @@ def odd(engine, optimizer=ADAMW, **options):
 # What is asked of models, ranks and engines.
 
 
-def in_float32(outputs, targets) -> torch.Tensor:
+def in_float64(outputs, targets) -> torch.Tensor:
     """The loss of outputs that may be of low precision."""
-    return F.cross_entropy(outputs.float(), targets)
+    return F.cross_entropy(outputs.double(), targets)
 
 
 def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -357,7 +357,7 @@ EXACT = 1e-12  # in float64, where another order of a sum makes some 1e-15
 
 
 def of_output(model, inputs, targets) -> torch.Tensor:
-    return F.cross_entropy(model(inputs).double(), targets)  # outputs may be of low precision
+    return in_float64(model(inputs), targets)
 
 
 def model_of(model) -> nn.Module:

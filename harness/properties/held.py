@@ -21,8 +21,9 @@ from harness.properties.fixtures import (
     Pair,
     Stack,
     grid,
-    in_float32,
+    in_float64,
     of_all_ranks,
+    of_output,
     of_vectors,
     seeded,
     silent_group,
@@ -103,8 +104,8 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
         for tensor in (*outside, *model.parameters()):
             memory.track(tensor)
         trained = engine(model, ADAMW, group=silent_group(), **options)
-        trained.training_step(tokens, targets, in_float32)
-        loss = in_float32(trained(tokens), targets)
+        trained.training_step(tokens, targets, in_float64)
+        loss = of_output(trained, tokens, targets)
         loss.backward()
         trained.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(trained), live=memory.live))
         trained.step()
