@@ -139,8 +139,9 @@ class Referee:
 
     def timed_step(self, engine, batch) -> None:
         """The same, after the delay of `--slow-rank`."""
-        if self.options.slow_rank is not None and self.options.slow_rank[0] == self.me.rank:
-            time.sleep(self.options.slow_rank[1])
+        slow, seconds = self.options.slow_rank or (None, 0)
+        if self.me.rank == slow:
+            time.sleep(seconds)
         with explained("a timed step, beside the other engines", engine):
             self.step(engine, batch)
 
@@ -171,6 +172,8 @@ class Referee:
             "held_bytes": dict(zip(HELD, held)),
             "peak_bytes": peak,
             "sent_bytes": sent,
+            "step_ms": None,  # until it is timed
+            "tokens_per_s": None,
         }
         if self.me.device.type != "cpu":
             result["reserved_bytes"] = reserved
@@ -324,8 +327,6 @@ def main() -> None:
     me.print(tables.wrapped(headline(about, options, me)))
     runs = first_pass(referee, me)
     reference, match = referee.compare(runs)
-    for run in runs.values():
-        run["step_ms"] = run["tokens_per_s"] = None
     result = about | {"runs": runs, "match": match}
     file = common.file_of_results(options.json, "compare") if me.rank == 0 else None
     common.write_json(file, result, whole=False)  # for whoever has no time for the second pass

@@ -1,14 +1,13 @@
 """An engine of a file under the referee: docs/your-engine.md's own, with bugs put into it, and what is no engine."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import forked
 import pytest
 import torch
 
@@ -23,10 +22,7 @@ STEP = "    def step(self):\n"
 DIES = "        if dist.get_rank() == 1:\n            raise LookupError('out of luck')\n"
 
 
-def compare(quick_python, files, *options) -> subprocess.CompletedProcess:
-    given = [word for file in files for word in ("--engine-file", str(file))]
-    command = ["./launch.sh", "compare", "2", "--preset", "toy", "--steps", "4", "--timed-steps", "1", *given, *options]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHON": quick_python}, capture_output=True, text=True)
+OPTIONS = ["--preset", "toy", "--steps", "4", "--timed-steps", "1", "--engines"]
 
 
 @pytest.fixture
@@ -38,15 +34,13 @@ def engine_file(tmp_path):
     return write
 
 
-def test_a_right_and_a_wrong_engine_each_get_their_line(quick_python, engine_file, tmp_path):
+def test_a_right_and_a_wrong_engine_each_get_their_line(engine_file, tmp_path):
     gather = "        dist.all_gather_single(self.weights, self.shard)\n"
     assert gather in LISTING
-    files = [
-        engine_file("my_zero1.py", LISTING),
-        engine_file("no_gather.py", LISTING.replace(gather, "")),
-        engine_file("diverges.py", LISTING.replace("self.model(*inputs)", "self.model(*inputs) * float('nan')")),
-    ]
-    run = compare(quick_python, files, "--engines", "ddp,zero1", "--json", str(tmp_path / "seen.json"))
+    nan = LISTING.replace("self.model(*inputs)", "self.model(*inputs) * float('nan')")
+    files = {"my_zero1.py": LISTING, "no_gather.py": LISTING.replace(gather, ""), "diverges.py": nan}
+    given = [f"--engine-file={engine_file(name, text)}" for name, text in files.items()]
+    run = forked.launch("compare", "2", *OPTIONS, "ddp,zero1", *given, "--json", str(tmp_path / "seen.json"))
     assert run.returncode == 1 and "the first to fail" not in run.stderr, run.stdout + run.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     right, chapter, wrong, nan = (seen["runs"][name] for name in ("my_zero1", "zero1", "no_gather", "diverges"))
@@ -58,10 +52,11 @@ def test_a_right_and_a_wrong_engine_each_get_their_line(quick_python, engine_fil
     assert "DOES NOT MATCH: no_gather" in run.stdout
 
 
-def test_an_engine_that_fails_on_a_rank_ends_the_run_with_its_line(quick_python, engine_file):
-    run = compare(quick_python, [engine_file("dies.py", LISTING.replace(STEP, STEP + DIES))], "--engines", "ddp")
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert re.search(r"^\[rank 1\] error: dies.py, line \d+: LookupError: out of luck$", run.stderr, re.MULTILINE)
+def test_an_engine_that_fails_on_a_rank_ends_the_run_with_its_line(engine_file):
+    dies = engine_file("dies.py", LISTING.replace(STEP, STEP + DIES))
+    _, rank = forked.on_ranks(["fsdp2_compare.py", *OPTIONS, "ddp", "--engine-file", str(dies)], 2)
+    assert rank.returncode == 1, rank.stdout + rank.stderr
+    assert re.search(r"^\[rank 1\] error: dies.py, line \d+: LookupError: out of luck$", rank.stderr, re.MULTILINE)
 
 
 NO_ENGINES = [

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import inspect
 import itertools
 import json
 import shutil
@@ -10,6 +9,8 @@ import sys
 import tempfile
 import textwrap
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from harness.teach.museum.exhibits import EXHIBITS
 DATA = tomllib.loads(Path(__file__).with_name("exercises.toml").read_text())
 SOLVED = {name: each["solution"] for name, each in DATA.items()}
 CHAPTERS = [name for name, each in EXERCISES.items() if each.blanks]
-SLIPS = [(name, slip) for name, each in DATA.items() for slip in each["slips"]]
+TASKS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text())
 
 
 def wheres(name: str) -> dict[str, str]:
@@ -144,17 +145,6 @@ def changed(name: str, method: str, *changes: tuple[str, str]) -> str:
 
 
 WAYS = [(name, way) for name, each in DATA.items() for way in each["otherwise"]]
-PLANTED = []  # mistakes of the museum that a blank may have
-for number, exhibit in EXHIBITS.items():
-    for change in exhibit.changes:
-        if change.where in [blank.where for blank in EXERCISES[exhibit.stage].blanks]:
-            PLANTED.append((number, change.where))
-
-
-TASKS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text())
-MISSED = [
-    (name, each["solution"].replace(*wrong[:2]), wrong[2]) for name, each in TASKS.items() for wrong in each["wrong"]
-]
 
 
 def on_task(name: str, body: str) -> str:
@@ -169,10 +159,16 @@ def number_of(name: str, method: str) -> int:
     return [*wheres(name)].index(method)
 
 
-@pytest.mark.parametrize("name", CHAPTERS)
+def ranks_for(ranks, name: str):
+    """With two, too much is alike on both."""
+    return ranks(max(3, EXERCISES[name].ranks))
+
+
+@pytest.mark.parametrize("name", [*CHAPTERS, *TASKS])
 def test_right_solutions_pass(ranks, tmp_path, capsys, name):
     numbers = list(range(len(check_steps.checks_of(name))))
-    verdicts = examine(ranks(3), tmp_path, name, solution(name), numbers)
+    text = on_task(name, TASKS[name]["solution"]) if name in TASKS else solution(name)
+    verdicts = examine(ranks_for(ranks, name), tmp_path, name, text, numbers)
     assert [verdict["status"] for verdict in verdicts] == ["passed"] * len(numbers), capsys.readouterr().out
 
 
@@ -202,49 +198,42 @@ def test_blanks_are_judged_one_by_one(ranks, tmp_path, capsys, name):
         assert statuses == ["passed", "open"][: len(statuses)], capsys.readouterr().out
 
 
-def found_at(verdict: dict, printed: str, *said: str) -> None:
-    """A mistake is found, by the words that the report must have."""
-    assert verdict["status"] in ("failed", "error"), printed
+# Mistakes: (exercise, numbers of the checks, the file, what is said of it).
+MISTAKES = []
+
+
+def mistake(name: str, numbers: list[int], where: str, file: Callable, *said: str) -> None:
+    MISTAKES.append(pytest.param(name, numbers, file, said, id=f"{name}-{where}"))
+
+
+def slip(name: str, method: str, right: str, wrong: str) -> str:
+    return solution(name, **{method: changed(name, method, (right, wrong))})
+
+
+for name, each in DATA.items():
+    for method, right, wrong, *said in each["slips"]:
+        mistake(name, [number_of(name, method)], method, partial(slip, name, method, right, wrong), *said)
+for number, exhibit in EXHIBITS.items():  # the museum's, of functions that a student may have to write
+    for change in exhibit.changes:
+        places = [blank.where for blank in EXERCISES[exhibit.stage].blanks]
+        if change.where in places:
+            file = partial(getattr, exhibit, "text")
+            mistake(exhibit.stage, [places.index(change.where)], f"bug {number}", file)
+for name, each in TASKS.items():
+    for right, wrong, said in each["wrong"]:
+        body = each["solution"].replace(right, wrong)
+        mistake(name, list(range(len(EXERCISES[name].targets))), "target", partial(on_task, name, body), said)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name, numbers, file, said", MISTAKES)
+def test_mistakes_are_found_at_their_own_blank_or_target(ranks, tmp_path, capsys, name, numbers, file, said):
+    verdicts = examine(ranks_for(ranks, name), tmp_path, name, file(), numbers)
+    printed = capsys.readouterr().out
+    wrong = next(verdict for verdict in verdicts if verdict["status"] != "passed")
+    assert wrong["status"] in ("failed", "error"), printed
     for each in said:
         assert " ".join(each.split()) in " ".join(printed.split()), printed
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name, slip", SLIPS)
-def test_slips_are_found_at_their_blank(ranks, tmp_path, capsys, name, slip):
-    method, right, wrong, *said = slip
-    text = solution(name, **{method: changed(name, method, (right, wrong))})
-    (verdict,) = examine(ranks(3), tmp_path, name, text, [number_of(name, method)])
-    found_at(verdict, capsys.readouterr().out, *said)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number, where", PLANTED)
-def test_the_museums_mistakes_are_found_at_their_blank(ranks, tmp_path, capsys, number, where):
-    exhibit = EXHIBITS[number]
-    text, chapter = inspect.getsource(inspect.getmodule(exhibit.right)), inspect.getmodule(exhibit.right)
-    for change in exhibit.changes:
-        text, _ = change.of(text, chapter)
-    place = [blank.where for blank in EXERCISES[exhibit.stage].blanks].index(where)
-    (verdict,) = examine(ranks(3), tmp_path, exhibit.stage, text, [place])
-    found_at(verdict, capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_solutions_of_tasks_reach_their_targets(ranks, tmp_path, capsys, name):
-    numbers = list(range(len(EXERCISES[name].targets)))
-    text = on_task(name, TASKS[name]["solution"])
-    verdicts = examine(ranks(max(3, EXERCISES[name].ranks)), tmp_path, name, text, numbers)
-    assert [verdict["status"] for verdict in verdicts] == ["passed"] * len(numbers), capsys.readouterr().out
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name, body, said", MISSED)
-def test_what_misses_a_target_of_a_task_is_told(ranks, tmp_path, capsys, name, body, said):
-    numbers = list(range(len(EXERCISES[name].targets)))
-    verdicts = examine(ranks(max(3, EXERCISES[name].ranks)), tmp_path, name, on_task(name, body), numbers)
-    wrong = next(verdict for verdict in verdicts if verdict["status"] != "passed")
-    found_at(wrong, capsys.readouterr().out, said)
 
 
 def test_every_task_is_solved_here():

@@ -51,11 +51,7 @@ def arguments(argv=None) -> argparse.Namespace:
     common.add(parser, "preset", *SHAPE, "engines", "engine-file", "rounds", "batch", "seq", batch=4)
     common.add(parser, "backend", "device", "json", "anyway")
     instead = parser.add_mutually_exclusive_group()
-    help = f"what options cost; those with WORDS in their name: {'; '.join(SWEEPS)}"
-    instead.add_argument("--sweeps", nargs="?", const="", metavar="WORDS", help=help)
-    help = "the host's time per step, on many small parameters; of ENGINE also where it goes"
-    instead.add_argument("--host", nargs="?", const="", metavar="ENGINE", help=help)
-    instead.add_argument("--ratios", nargs="+", metavar="FILE", help="of step times, out of files of compare --json")
+    common.add(instead, "sweeps", "host", "ratios")
     options = parser.parse_args(argv)
     parser.beside("--ratios")
     parser.beside("--host", "--rounds", "--json")

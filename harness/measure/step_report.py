@@ -38,6 +38,10 @@ NO_RESHARD = (
 SENT = "Sent: logical bytes of the collectives issued, per rank."
 MFU = """MFU: the model's FLOPs (6 per parameter and token, and attention in full; not what is recomputed) as a share of
 what the GPU can do at most, by its data sheet; -: a GPU that is not in the list. Reserved: by the allocator."""
+LOOK_AT_OWN_WORK = """\
+Look at own work: in synchronous training all ranks take as long as the slowest, so their step times are
+equal; but a slow rank works longer, and the others wait for it.
+"""
 PARTS_OF_A_STEP = """\
 own work: computation, optimizer, and the host between operations. waiting: another rank has not come to the
 collective yet. exposed: bytes are on their way, and nothing is computed. overlapped: bytes are on their way
@@ -69,15 +73,8 @@ def where_time_goes(result: dict) -> str:
             clear.append(f"{name}: {slowest_words(found)}")
         elif name != "single":
             unclear.append(name)
-    lines = [
-        f"Where the time of a step goes, per rank, in ms: means of {steps} more step(s), which were watched.",
-        "Look at own work: in synchronous training all ranks take as long as the slowest, so their step times are",
-        "equal; but a slow rank works longer, and the others wait for it.",
-        "",
-        *tables.text(tables.rows_of(rows)),
-        PARTS_OF_A_STEP,
-        *clear,
-    ]
+    begin = f"Where the time of a step goes, per rank, in ms: means of {steps} more step(s), which were watched."
+    lines = [begin, LOOK_AT_OWN_WORK, *tables.text(tables.rows_of(rows)), PARTS_OF_A_STEP, *clear]
     if unclear:
         lines.append(f"No rank stands out: {', '.join(unclear)}.")
     if result["slow_rank"]:

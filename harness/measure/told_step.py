@@ -10,6 +10,33 @@ from harness.measure.ledger import MemoryLedger
 
 BAR = 24  # characters for the most that was alive
 
+# How the lines are to be read: of buckets, and of units.
+BUCKETS = """\
+buffer  the whole tensor of a collective: the ranks sum it, or put it together from their shards
+sent    what this rank sends for it: (N-1)/N of the buffer, in an all-reduce twice as much
+live    all bytes alive on this rank when the event begins, activations included
+holds   parameters, gradients and optimizer state that this rank keeps when this numbered step ends
+"""
+BUFFERS_STAY = """\
+        (the gradients' buffers stay from step to step, whatever is in them)
+"""
+REDUCED_INSIDE = """\
+3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final
+"""
+COUNTED = """\
+x 2     two equal events in a row; live is that of the second
+"""
+UNITS = """\
+gather   5 gather parameters: all-gather of a unit or of the root, inside step 1 or 2. Here it is started
+compute  the unit's forward or backward. What stands left of it travels while it computes. The root has
+         two turns each way: what the model computes before its units, and behind them (head, loss)
+free     the gathered parameters give their memory back
+reduce   3 reduce gradients: reduce-scatter of the unit's gradients, inside step 2. Here it is started
+sent     what this rank sends for the collectives of the line: (N-1)/N of each buffer
+peak     the most that was alive on this rank at once during the line, activations included; and as a bar
+holds    parameters, gradients and optimizer state that this rank keeps when this numbered step ends
+"""
+
 
 def held_in_words(engine) -> str:
     return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
@@ -51,21 +78,11 @@ class BucketStory(Story):
         self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
         self._last, self._count = None, 0
 
-    def how_to_read(self) -> list[str]:
+    def how_to_read(self) -> str:
         """The words, columns and marks of the lines. Call it after the step: it explains what there is."""
-        lines = [
-            "buffer  the whole tensor of a collective: the ranks sum it, or put it together from their shards",
-            "sent    what this rank sends for it: (N-1)/N of the buffer, in an all-reduce twice as much",
-            "live    all bytes alive on this rank when the event begins, activations included",
-            "holds   parameters, gradients and optimizer state that this rank keeps when this numbered step ends",
-        ]
-        if has_gradient_buffers(self.engine):
-            lines += ["        (the gradients' buffers stay from step to step, whatever is in them)"]
-        else:
-            lines += ["3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final"]
-        if any("  x " in line for line in self.lines):
-            lines += ["x 2     two equal events in a row; live is that of the second"]
-        return lines
+        kept = has_gradient_buffers(self.engine)
+        counted = any("  x " in line for line in self.lines)
+        return BUCKETS + (BUFFERS_STAY if kept else REDUCED_INSIDE) + (COUNTED if counted else "")
 
     def begin(self, line: str) -> None:
         self._line(line)
@@ -128,17 +145,8 @@ class UnitStory(Story):
 
         self._watching.enter_context(mock.patch.object(thing, method, watched))
 
-    def how_to_read(self) -> list[str]:
-        return [
-            "gather   5 gather parameters: all-gather of a unit or of the root, inside step 1 or 2. Here it is started",
-            "compute  the unit's forward or backward. What stands left of it travels while it computes. The root has",
-            "         two turns each way: what the model computes before its units, and behind them (head, loss)",
-            "free     the gathered parameters give their memory back",
-            "reduce   3 reduce gradients: reduce-scatter of the unit's gradients, inside step 2. Here it is started",
-            "sent     what this rank sends for the collectives of the line: (N-1)/N of each buffer",
-            "peak     the most that was alive on this rank at once during the line, activations included; and as a bar",
-            "holds    parameters, gradients and optimizer state that this rank keeps when this numbered step ends",
-        ]
+    def how_to_read(self) -> str:
+        return UNITS
 
     @property
     def lines(self) -> list[str]:

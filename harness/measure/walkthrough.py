@@ -59,7 +59,10 @@ def _walk(engine_cls, doc: str) -> None:
     me = process_group.start(options.backend, options.device, options)
     batches = Batches(text, options.batch, seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
-    say = partial(_say, me)
+
+    def say(text: str) -> None:
+        me.print(tables.wrapped(text))
+
     say(doc.splitlines()[0])
     say(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
@@ -80,10 +83,6 @@ def _walk(engine_cls, doc: str) -> None:
     if options.trace:
         _trace(engine, partition.spans, ready[-1], me, options)
     process_group.stop()
-
-
-def _say(me: Rank, text: str) -> None:
-    me.print(tables.wrapped(text))
 
 
 def _own(options: argparse.Namespace) -> dict:
@@ -112,7 +111,7 @@ def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) 
     with watched_step(engine, memory, on_event=story.event) as seen, told:
         loss = _train(engine, batch, options)
     story.close()
-    say("\n".join([*story.how_to_read(), "", *story.lines]))
+    say("\n".join([story.how_to_read(), *story.lines]))
     say(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
     say(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     times = ""

@@ -87,7 +87,7 @@ class DDPStandIn(PlainStep):
     A test compares it with the real one, byte for byte.
     """
 
-    def __init__(self, model: nn.Module, optimizer_cls, bucket_mb: float = 25):
+    def __init__(self, model: nn.Module, optimizer_cls, bucket_mb: float):
         super().__init__(model, optimizer_cls)
         self.sends, self._works, self._flats = True, [], []
         params = [param for param in model.parameters() if param.requires_grad][::-1]
@@ -97,20 +97,21 @@ class DDPStandIn(PlainStep):
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
         flat = params[0].new_zeros(sum(param.numel() for param in params))
+        parts = flat.split([param.numel() for param in params])
+        views = {param: part.view(param.shape) for param, part in zip(params, parts)}
         missing = set(params)
-        for param, part in zip(params, flat.split([param.numel() for param in params])):
-            view = part.view(param.shape)
-
-            def on_gradient(param, view=view):
-                self._take(param, view)
-                missing.discard(param)
-                if not missing:
-                    missing.update(params)
-                    if self.sends:
-                        self._send(flat)
-
-            param.register_post_accumulate_grad_hook(on_gradient)
         self._flats.append(flat)
+
+        def on_gradient(param):
+            self._take(param, views[param])
+            missing.discard(param)
+            if not missing:
+                missing.update(params)
+                if self.sends:
+                    self._send(flat)
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(on_gradient)
 
     def _take(self, param: nn.Parameter, view: torch.Tensor) -> None:
         """The gradient of `param` has come, and goes to its place in the bucket."""

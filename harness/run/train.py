@@ -31,25 +31,22 @@ EARLY = 0.9  # of the collectives' timeout: their error would end a rank that ha
 PATIENCE = 0.8  # of it, for the folder: a network's file system may keep a dead machine's lock for some 90 seconds
 
 
-class Asked:
-    """Whether somebody wants this rank to stop: SIGTERM, Ctrl-C or SIGUSR1. A second signal ends it at once.
+def listen():
+    """What says from now on whether somebody wants this rank to stop: SIGTERM, Ctrl-C or SIGUSR1.
 
-    Signals within a second are one: torchrun passes on what Slurm and systemd send to all processes.
+    A second signal ends it at once. Signals within a second are one: torchrun passes on what Slurm and systemd send to
+    all processes.
     """
+    heard = []
 
-    def __init__(self):
-        self._since = None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._heard)
-
-    def _heard(self, number: int, frame) -> None:
-        if self._since is None:
-            self._since = time.monotonic()
-        elif time.monotonic() > self._since + 1:
+    def hear(number: int, frame) -> None:
+        heard.append(time.monotonic())
+        if heard[-1] > heard[0] + 1:
             os._exit(128 + number)
 
-    def __call__(self) -> bool:
-        return self._since is not None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, hear)
+    return lambda: bool(heard)
 
 
 class Training:
@@ -226,7 +223,7 @@ def main(argv=None) -> None:
     held = on_all(lambda: me.rank == 0 and lock(options.folder, seconds), None)  # noqa: F841  until this process ends
     title = engines.ENGINES[options.stage].title
     me.print(f"{title}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
-    Training(options, me, text, held_out).run(Asked())
+    Training(options, me, text, held_out).run(listen())
     process_group.stop()
 
 

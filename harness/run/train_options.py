@@ -19,13 +19,11 @@ KEPT = ("data", "steps", "global_batch", "accumulate", "dtype", "lr", "warmup", 
 def arguments(argv=None) -> argparse.Namespace:
     about = "A training run that comes back: the same line goes on."
     parser = common.Parser("train STAGE [N]", description=about)
-    parser.add_argument("stage", help=", ".join(STAGES))
+    parser.add_argument("stage", choices=STAGES)
     common.add(parser, "folder", "preset", "steps", "global-batch", "accumulate", "dtype", steps=200, accumulate=1)
     common.add(parser, "lr", "warmup", "clip", "save-every", "keep", "evaluate-every", "print-every")
     common.add(parser, "data", "seed", "backend", "device", "anyway")
     options = parser.parse_args(argv)
-    if options.stage not in STAGES:
-        raise ValueError(f"no stage {options.stage!r}; there are: {', '.join(STAGES)}")
     common.settle(options)
     options.folder = Path(options.folder or f"runs/{options.stage}-{options.preset}")
     if "ZERO_PREFLIGHT" in os.environ:

@@ -5,85 +5,70 @@ methods of the same name. "The same" means the same code; words about it (docstr
 """
 
 import ast
-import copy
 import difflib
+import inspect
 import sys
 import textwrap
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from itertools import pairwise
 
 from harness.run.command_line import Parser, one_line
-
-ROOT = Path(__file__).resolve().parents[2]
-CHAPTERS = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
-STEPS = (("zero1", "zero2"), ("zero2", "zero3"))
+from harness.run.engines import CHAPTERS
 
 
-@dataclass(frozen=True)
-class Chapter:
-    """A stage file: the methods of its class, in the order of the file, and the names of what else it defines."""
-
-    text: str
-    methods: dict[str, ast.FunctionDef]
-    beside: list[str]
-
-    def source(self, method: str) -> list[str]:
-        """The lines of a method, as they stand in the file."""
-        node = self.methods[method]
-        return self.text.split("\n")[node.lineno - 1 : node.end_lineno]
-
-    def words(self, method: str) -> str:
-        """The first line of a method's docstring."""
-        return (ast.get_docstring(self.methods[method]) or "").partition("\n")[0]
+def methods_of(chapter: type) -> dict[str, Callable]:
+    """The methods of a chapter's class, in the order of the file."""
+    return {name: one for name, one in vars(chapter).items() if inspect.isfunction(one)}
 
 
-def read(name: str) -> Chapter:
-    """The chapter "zero1", "zero2" or "zero3"."""
-    text = (ROOT / f"{name}.py").read_text()
-    defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    defined.pop("main", None)
-    stage = defined.pop(CHAPTERS[name])
-    methods = {node.name: node for node in stage.body if isinstance(node, ast.FunctionDef)}
-    return Chapter(text, methods, list(defined))
+def beside(chapter: type) -> list[str]:
+    """What else its file defines."""
+    defined = vars(inspect.getmodule(chapter)).items()
+    own = [name for name, one in defined if getattr(one, "__module__", None) == chapter.__module__]
+    return [name for name in own if name not in (chapter.__name__, "main")]
 
 
-def code(method: ast.FunctionDef) -> str:
+def words(method: Callable) -> str:
+    """The first line of a method's docstring."""
+    return (method.__doc__ or "").partition("\n")[0]
+
+
+def code(method: Callable) -> str:
     """A method's code alone, without its docstring and its comments."""
-    alone = copy.deepcopy(method)
+    alone = ast.parse(textwrap.dedent(inspect.getsource(method)))
     for node in ast.walk(alone):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(alone)
 
 
-def sort(old: Chapter, new: Chapter) -> dict[str, list[str]]:
+def sort(first: str, second: str) -> dict[str, list[str]]:
     """{"the same", "changed", "new", "gone": names of methods}, each in the order of its chapter."""
-    both = [name for name in new.methods if name in old.methods]
-    same = [name for name in both if code(new.methods[name]) == code(old.methods[name])]
-    return {
-        "the same": same,
-        "changed": [name for name in both if name not in same],
-        "new": [name for name in new.methods if name not in old.methods],
-        "gone": [name for name in old.methods if name not in new.methods],
-    }
+    old, new = methods_of(CHAPTERS[first]), methods_of(CHAPTERS[second])
+    kinds = {"the same": [], "changed": [], "new": [], "gone": [name for name in old if name not in new]}
+    for name in new:
+        same = name in old and code(new[name]) == code(old[name])
+        kinds["the same" if same else "changed" if name in old else "new"].append(name)
+    return kinds
 
 
 def report(first: str, second: str) -> str:
     """What `./launch.sh changes zero1 zero2` prints."""
-    old, new = read(first), read(second)
-    kinds = sort(old, new)
-    lines = [f"{CHAPTERS[first]} -> {CHAPTERS[second]}, method by method (the same: but for words about it)", ""]
-    for kind, names in {**kinds, "beside it": new.beside}.items():
+    old, new = CHAPTERS[first], CHAPTERS[second]
+    kinds = sort(first, second)
+    lines = [f"{old.__name__} -> {new.__name__}, method by method (the same: but for words about it)", ""]
+    for kind, names in {**kinds, "beside it": beside(new)}.items():
         lines += textwrap.wrap(f"{kind:<10}{', '.join(names) or 'nothing'}", 118, subsequent_indent=" " * 10)
     for name in kinds["changed"]:
-        diff = difflib.unified_diff(old.source(name), new.source(name), n=2, lineterm="")
+        before, after = (inspect.getsource(getattr(chapter, name)).splitlines() for chapter in (old, new))
+        diff = difflib.unified_diff(before, after, n=2, lineterm="")
         lines += ["", f"{name}, changed"]
         for line in list(diff)[3:]:  # without the lines that name files and places
             lines.append(" ..." if line.startswith("@@") else line.rstrip())
     if kinds["new"]:
         lines += ["", "New methods:"]
     for name in kinds["new"]:
-        lines += textwrap.wrap(f"  {name:<26}{new.words(name)}", 118, subsequent_indent=" " * 28)
+        lines += textwrap.wrap(f"  {name:<26}{words(getattr(new, name))}", 118, subsequent_indent=" " * 28)
     return "\n".join(lines)
 
 
@@ -94,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     chapters = parser.parse_args(argv).chapters
     if chapters and (len(chapters) != 2 or not set(chapters) <= set(CHAPTERS)):
         raise ValueError(f"changes needs two of {', '.join(CHAPTERS)}, got {' '.join(chapters)!r}")
-    print("\n\n".join(report(*pair) for pair in ([chapters] if chapters else STEPS)))
+    print("\n\n".join(report(*pair) for pair in ([chapters] if chapters else pairwise(CHAPTERS))))
     return 0
 
 

@@ -26,11 +26,11 @@ from harness.measure.report import TITLES as OF_A_MACHINE
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
 from harness.run.command_line import Parser, one_line
+from harness.run.ranks import ROOT
 from harness.teach import articles, changes
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
 
-ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "results" / "figures"
 BLOCK = re.compile(
     r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
@@ -144,15 +144,16 @@ def memory_state() -> str:
 # Sweeps.
 
 
-def sweep(words: str) -> str:
-    """One sweep: a row per choice. `words`: its name, without commas."""
+def sweep(*words: str) -> str:
+    """One sweep: a row per choice. `words`: those of its name, without commas."""
+    sweep = " ".join(words)
     names = {name.replace(",", ""): rows for name, rows in result("sweeps-cpu-2ranks.json")["sweeps"].items()}
     rows = []
-    for choice, row in names[words].items():
+    for choice, row in names[sweep].items():
         times = [f"{row[time]:.0f}" for time in ("step_ms", "step_ms_lowest", "step_ms_highest")]
         peaks = [f"{row[peak] / 1e6:,.1f}" for peak in ("peak_bytes", "short_peak_bytes")]
         rows.append([choice, f"{row['collectives']}", *times, f"{row['ratio']:.2f}", *peaks])
-    return table(f"{words} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens", rows)
+    return table(f"{sweep} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens", rows)
 
 
 # The machines that a report was sent from.
@@ -187,9 +188,11 @@ def changes_between(first: str, second: str) -> str:
 
 def outline(name: str) -> str:
     """The methods of a chapter's class that say what they do, in the order of its file."""
-    chapter = changes.read(name)
-    rows = [[f"`{method}`", chapter.words(method)] for method in chapter.methods if chapter.words(method)]
-    return table(f"class `{changes.CHAPTERS[name]}` | what it does", rows)
+    chapter, rows = changes.CHAPTERS[name], []
+    for method, function in changes.methods_of(chapter).items():
+        if said := changes.words(function):
+            rows.append([f"`{method}`", said])
+    return table(f"class `{chapter.__name__}` | what it does", rows)
 
 
 def exhibits() -> str:
@@ -259,12 +262,10 @@ def generate(text: str, where: str = "a page", blocks: dict[str, Callable[..., s
     """`text` with every block written anew. Raises ValueError for a block that nobody can write."""
 
     def write(block: re.Match) -> str:
-        name, arguments = block["name"], block["arguments"]
+        name = block["name"]
         if name not in blocks:
             raise ValueError(f"{where}: no block {name!r}; there are: {', '.join(blocks)}")
-        # A sweep's name has spaces in it; all other arguments are words.
-        given = [] if arguments is None else [arguments] if name == "sweep" else arguments.split()
-        made = blocks[name](*given)
+        made = blocks[name](*(block["arguments"] or "").split())
         # GitHub wants empty lines around a table; what is one line stays in its sentence.
         return block["begin"] + (f"\n\n{made.strip()}\n\n" if "\n" in made else made) + block["end"]
 

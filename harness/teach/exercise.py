@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.run.command_line import Parser, one_line
+from harness.run.ranks import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises"
 HINTS = 1  # of each blank's two, unless another number is asked for
 
@@ -240,14 +240,11 @@ def told(name: str, text: str) -> str:
 @one_line(ValueError, OSError)
 def main(argv=None) -> None:
     parser = Parser("exercise NAME", description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
+    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
     hints = f"hints above each blank; 0: its target alone (default {HINTS})"
     parser.add_argument("--hints", type=int, choices=(0, 1, 2), default=HINTS, help=hints)
     parser.add_argument("--force", action="store_true", help="write it anew even if the file was edited")
     options = parser.parse_args(argv)
-    if options.name not in EXERCISES:
-        not_this = f"; not {options.name!r}" if options.name else ""
-        raise ValueError(f"which one? there are: {', '.join(EXERCISES)}{not_this}")
     file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=options.hints)
     shown = file.relative_to(ROOT)
     if file.exists() and edited(file.read_text(errors="replace")) and not options.force:

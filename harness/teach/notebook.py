@@ -1,6 +1,5 @@
 """What the notebooks share: the project's commands, run as a reader would type them, and text that fits a screen."""
 
-import functools
 import inspect
 import json
 import re
@@ -16,21 +15,17 @@ from pathlib import Path
 from harness.measure import memory as memory_command
 from harness.measure import tables
 from harness.run import ranks
+from harness.run.ranks import ROOT
 from harness.teach import practice
 
-ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = 99  # the widest line that a notebook shows without scrolling
+_FOLDER = tempfile.TemporaryDirectory(prefix="zero-notebook-")
 DOTS = 5  # seconds from one sign of life of a quiet command to the next
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="zero-notebook-")
 
 
 def scratch() -> Path:
     """The folder for what the commands of a notebook write; it goes with the kernel."""
-    return Path(_folder().name)
+    return Path(_FOLDER.name)
 
 
 def run(line: str) -> str:

@@ -3,23 +3,32 @@
 from harness.measure.style import BELOW, COLOURS, INK, PAPER, look, new
 
 
+def curves(x, lines: dict[str, tuple], **said):
+    """The axes of a new picture with these lines: {name: (numbers, how they are drawn, colour)}."""
+    _, axes = new(1, height=3.6)
+    for width, (name, (numbers, style, colour)) in zip((4, 3, 2), lines.items()):  # what lies below can be seen
+        axes.plot(x, numbers, style, color=colour, linewidth=width, label=name)
+    axes.grid()
+    axes.legend(loc="upper left")
+    axes.set(**said)
+    return axes
+
+
 def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
     """What one rank sends, in buffers, against the number of ranks: counted in the ring, and everyone to everyone."""
-    figure, axes = new(1, height=3.6)
-    simple = [ranks - 1 for ranks in numbers]
-    axes.plot(numbers, simple, "o:", color=INK, label="all-reduce, everyone to everyone")
-    axes.plot(numbers, all_reduce, "s-", color=INK, label="all-reduce, ring")
-    axes.plot(numbers, halves, "^-", color=COLOURS["reduce"], label="reduce-scatter or all-gather, ring")
+    lines = {
+        "all-reduce, everyone to everyone": ([ranks - 1 for ranks in numbers], "o:", INK),
+        "all-reduce, ring": (all_reduce, "s-", INK),
+        "reduce-scatter or all-gather, ring": (halves, "^-", COLOURS["reduce"]),
+    }
+    title = "In a ring an all-reduce never costs two buffers (counted in the lists above)"
+    axes = curves(numbers, lines, xlabel="ranks N", ylabel="sent per rank, in buffers", title=title)
     for ranks, ring in zip(numbers, all_reduce):
         axes.annotate(f"{ring:.4g}", (ranks, ring), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.loglog(base=2)
-    axes.set_xticks(numbers, [str(ranks) for ranks in numbers])
-    axes.set_yticks([0.5, 1, 2, 8, 32], ["0.5", "1", "2", "8", "32"])
-    axes.grid()
-    axes.legend(loc="upper left")
-    title = "In a ring an all-reduce never costs two buffers (counted in the lists above)"
-    axes.set(xlabel="ranks N", ylabel="sent per rank, in buffers", title=title)
-    return figure
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    return axes.figure
 
 
 def layout(bucket, ranks: int):
@@ -39,34 +48,32 @@ def layout(bucket, ranks: int):
 
 def bucket_sizes(sizes: list[float], peaks: list[float], counts: list[int], held: float, title: str):
     """ZeRO-2's peak without activations, in bytes per parameter, for every size of bucket (MiB)."""
-    figure, axes = new(1, height=3.6)
-    axes.axhline(held, color=INK, linewidth=0.8, linestyle=":")
-    text = "held between backward and update: 4Ψ + 12Ψ/N bytes"
-    axes.text(len(sizes) - 1, held, text, ha="right", va="bottom", fontsize=8)
-    axes.plot(range(len(sizes)), peaks, "^", color=INK, markersize=8)
+    lines = {
+        "peak": (peaks, "^", INK),
+        "held between backward and update: 4Ψ + 12Ψ/N bytes": ([held] * len(sizes), ":", INK),
+    }
+    ylabel = "peak without activations,\nbytes per parameter"
+    ylim = (0, 1.4 * max(peaks))
+    axes = curves(range(len(sizes)), lines, xlabel="bucket size, MiB", ylabel=ylabel, ylim=ylim, title=title)
     for place, (peak, count) in enumerate(zip(peaks, counts)):
         axes.text(place, peak + 0.04 * max(peaks), f"{count} collectives", ha="center", fontsize=8)
     axes.set_xticks(range(len(sizes)), ["one per\nparameter", *(f"{size:.2g}" for size in sizes[1:-1]), "one\nfor all"])
     axes.margins(x=0.08)
-    axes.grid(axis="y")
-    ylabel = "peak without activations,\nbytes per parameter"
-    axes.set(xlabel="bucket size, MiB", ylabel=ylabel, ylim=(0, max(peaks) * 1.15), title=title)
-    return figure
+    return axes.figure
 
 
 def freed(alive: dict[str, list[float]]):
     """MiB alive after each layer's forward, for each way to free: {way: a number per layer}."""
-    figure, axes = new(1, height=3.2)
     colours = INK, COLOURS["waiting"], COLOURS["parameters"]
-    for (name, live), marker, colour, width in zip(alive.items(), ("o-", "s--", "D-"), colours, (4, 2, 2)):
-        axes.plot(live, marker, color=colour, linewidth=width, label=name)
-    axes.grid()
-    axes.legend(loc="upper left")
-    useless = [name for name, live in alive.items() if name != "keep" and live[-1] > 0.9 * alive["keep"][-1]]
+    lines = {}
+    for (way, live), style, colour in zip(alive.items(), ("o-", "s--", "D-"), colours):
+        lines[way] = live, style, colour
+    useless = [way for way, live in alive.items() if way != "keep" and live[-1] > 0.9 * alive["keep"][-1]]
     title = f"{' and '.join(useless).capitalize()} frees nothing" if useless else "Ways to free a gathered weight"
+    layers = range(len(alive["keep"]))
     xlabel = "layers whose forward is over, and whose weight was freed"
-    axes.set(xticks=range(len(live)), xlabel=xlabel, ylabel="live MiB (2²⁰ bytes)\nbeyond the shards", title=title)
-    return figure
+    ylabel = "live MiB (2²⁰ bytes)\nbeyond the shards"
+    return curves(layers, lines, xticks=layers, xlabel=xlabel, ylabel=ylabel, title=title).figure
 
 
 def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, float], title: str):
@@ -76,9 +83,8 @@ def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, floa
     for (label, milliseconds), line in zip(gathers.items(), ("-", "--", "-.", ":")):
         axes.axhline(milliseconds, color=COLOURS["gather"], linewidth=1.6, linestyle=line, label=label)
     figure.legend(**BELOW)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(tokens, [f"{number:,}" for number in tokens], fontsize=8)
+    axes.loglog()
+    axes.set_xticks(tokens, tokens, fontsize=8)
     axes.minorticks_off()
     axes.grid()
     axes.set(xlabel="tokens per rank and step", ylabel="ms, by the formula", title=title)

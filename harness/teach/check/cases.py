@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -64,31 +65,17 @@ def tokens(case: Case, step: int):
     return fixtures.token_batch(step + 10 * case.seed, dist.get_rank())
 
 
-class OneWeight(nn.Module):
+def backward(engine, case: Case, step: int = 0) -> None:
+    inputs, targets = tokens(case, step)
+    F.cross_entropy(engine(inputs), targets).backward()
+
+
+def one_weight_of(more: bool) -> nn.Module:
     """Its one bucket is so small that all ranks but the first own only padding."""
-
-    def __init__(self, more: bool = True):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(2, 1, bias=False)])
-        if more:
-            self.blocks.append(nn.Linear(1, 40))
-
-    def forward(self, x):
-        return fixtures.through(x, self.blocks)
-
-
-class Crossing(nn.Module):
-    """Branches that every other rank runs in the opposite order: so their gradients are finished."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x):
-        order = list(self.blocks)
-        if dist.get_rank() % 2:
-            order.reverse()
-        return sum(block(x) for block in order)
+    layers = [nn.Linear(2, 1, bias=False)]
+    if more:
+        layers.append(nn.Linear(1, 40))
+    return nn.Sequential(*layers)
 
 
 odd_model = partial(fixtures.OddModel, frozen_block=1)
@@ -116,23 +103,25 @@ def two_steps(cls, case: Case, dtype=torch.float64, model=odd_model) -> None:
     engine.training_step(*tokens(case, 0), F.cross_entropy)
     with torch.no_grad():
         engine(tokens(case, 1)[0])
-    F.cross_entropy(engine(tokens(case, 2)[0]), tokens(case, 2)[1]).backward()
+    backward(engine, case, 2)
     engine.training_step(*tokens(case, 3), F.cross_entropy)
 
 
 def crossing(cls, case: Case) -> None:
-    engine = build(cls, case, Crossing)
+    """Every other rank runs the layers in the opposite order: so their gradients are finished."""
+    engine = build(cls, case, fixtures.Lanes)
+    if dist.get_rank() % 2:
+        engine.model.way = engine.model.way[::-1]
     for step in range(2):
-        inputs, targets = fixtures.vector_batch(step, dist.get_rank(), 6, torch.float64)
+        inputs, targets = fixtures.vector_batch(step, dist.get_rank(), 8, torch.float64)
         engine.training_step(inputs, targets, F.mse_loss)
 
 
 def one_weight(cls, case: Case, more: bool = True, clip: bool = False) -> None:
-    engine = build(cls, case, partial(OneWeight, more))
+    engine = build(cls, case, partial(one_weight_of, more))
     inputs = fixtures.vector_batch(case.seed, dist.get_rank(), 2, torch.float64)[0]
     for _ in range(2):
-        loss = engine(inputs).square().sum()
-        loss.backward()
+        engine(inputs).square().sum().backward()
         if clip:
             engine.clip_grad_norm_(0.01)
         engine.step()
@@ -160,21 +149,19 @@ def no_backward(cls, case: Case) -> None:
 def clipping(cls, case: Case) -> None:
     for max_norm, norm_type in ((0.05, 2.0), (1e6, 2.0), (0.05, math.inf), (0.05, 1.0)):
         engine = build(cls, case, odd_model)
-        F.cross_entropy(engine(tokens(case, 0)[0]), tokens(case, 0)[1]).backward()
+        backward(engine, case)
         engine.clip_grad_norm_(max_norm, norm_type)
         engine.step()
 
 
 def clipping_what_is_no_number(cls, case: Case) -> None:
-    for rank in range(case.group.size()):
-        for value in (math.nan, math.inf):
-            for norm_type in (2.0, math.inf):
-                engine = build(cls, case, odd_model)
-                F.cross_entropy(engine(tokens(case, 0)[0]), tokens(case, 0)[1]).backward()
-                engine.reduce_gradients()
-                if dist.get_rank() == rank:
-                    engine.buckets[0].pieces[-1].grad[-1] = value
-                engine.clip_grad_norm_(0.05, norm_type)
+    for rank, value, norm_type in product(range(case.group.size()), (math.nan, math.inf), (2.0, math.inf)):
+        engine = build(cls, case, odd_model)
+        backward(engine, case)
+        engine.reduce_gradients()
+        if dist.get_rank() == rank:
+            engine.buckets[0].pieces[-1].grad[-1] = value
+        engine.clip_grad_norm_(0.05, norm_type)
 
 
 def count_bytes(cls, case: Case) -> None:

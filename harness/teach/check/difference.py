@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from harness.properties.held import Alive
+from harness.measure.ledger import MemoryLedger
 from harness.properties.property import Differs, expect
 from harness.run import process_group
 from harness.teach.check.cases import Case
@@ -76,12 +76,12 @@ class Comparison:
             self._same_kinds(call, right.issued[place : place + 1], [issued])
 
         inside = []
-        memory = Alive()
+        memory = MemoryLedger()  # which is open in some cases only, and elsewhere says 0
 
         @functools.wraps(real)
         def watched(*args, **kwargs):
             first, recorder.most = len(recorder.issued), {}
-            before = memory.live if self.case.memory else 0
+            before = memory.live
             inside.append(name)
             try:
                 result = real(*args, **kwargs)
@@ -89,7 +89,7 @@ class Comparison:
                 found.half_made = self._state({"self": args[0]}) if name == "__init__" else None
                 raise
             inside.pop()
-            kept = memory.live - before if self.case.memory else 0
+            kept = memory.live - before
             in_flight = [str(each) for each in recorder.issued if each.in_flight]
             state = self._state({f"what {name} returns": result, "self": args[0]})
             found.calls.append(Call(state, recorder.issued[first:], in_flight, dict(recorder.most), kept))
@@ -110,7 +110,7 @@ class Comparison:
             else:
                 found.ended = error  # what has differed before may be why
         found.issued = list(recorder.issued)
-        found.most = memory.peak if self.case.memory else 0
+        found.most = memory.peak
         return found
 
     def _state(self, things: dict) -> State:

@@ -176,14 +176,10 @@ def tell_rest(report: Report, name: str, hints: int) -> None:
         print(f"then      {report.checks[-1].title}")
 
 
-def conformed(file: Path, only: str | None = None) -> dict:
+def conformed(file: Path) -> dict:
     """The score of an engine of one's own: how many properties it has, of those that two ranks can ask it."""
     (name,) = engine_file.enter([str(file)], "conform")
-    names = []
-    for each in library().values():
-        if conform.size_of(each, 2) == 2 and conform.wanted(each, only):
-            names.append(each.name)
-
+    names = [each.name for each in library().values() if conform.size_of(each, 2) == 2]
     outcomes = conform.outcomes_of(name, names, 2)
     asked = [each for each in outcomes.values() if each["outcome"] != "not applicable"]
     points = sum(each["outcome"] == "right" for each in asked)
@@ -223,7 +219,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """What was asked for, and where it runs. Raises ValueError."""
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("check NAME [N]", description=__doc__, formatter_class=form)
-    parser.add_argument("name", nargs="?", help=", ".join(EXERCISES))
+    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
     parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: 3, or one per GPU)")
     hint = "the next hint for the step that is not passed; twice: the next two"
     parser.add_argument("--hint", action="count", default=0, help=hint)
@@ -234,9 +230,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     common.add(parser, "seed", "json", "backend", "device")
     options = parser.parse_args(argv)
     name, gpus = options.name, accelerator.count()
-    if name not in EXERCISES:
-        not_this = f"; not {name!r}" if name else ""
-        raise ValueError(f"which one? there are: {', '.join(EXERCISES)}{not_this}")
     least = EXERCISES[name].ranks
     if options.ranks is None:  # with two, too much is alike on both
         options.ranks = max(least, gpus if gpus > 1 and options.device != "cpu" else 3)

@@ -19,7 +19,7 @@ from harness.teach.check.recorder import Issued, Recorder
 from harness.teach.exercise import Exercise, Target
 
 NODE = 2  # ranks that count as one machine
-WIDTH, BACKWARDS = 16, 4
+WIDTH = 16
 
 
 class Uneven(nn.Module):
@@ -36,29 +36,21 @@ class Uneven(nn.Module):
         return fixtures.through(x, self.blocks)
 
 
-class Seen:
-    """The numbers of a run: what was issued is read from the recorder."""
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
+    """Yields (bytes, buffers) of the parameters that have memory, whenever a layer begins to compute, also backward."""
+    found, hooks = [], []
 
-    def __init__(self):
-        self.numbers = {"bytes gathered at once": 0, "buffers gathered at once": 0}
-
-    def note_gathered(self, model: nn.Module, *_) -> None:
-        """What of the parameters has memory now."""
+    def look(*_) -> None:
         places = {storage._cdata for storage in map(storage_under, model.parameters()) if storage.nbytes()}
-        for name, found in (("bytes", storage_bytes(model.parameters())), ("buffers", len(places))):
-            name += " gathered at once"
-            self.numbers[name] = max(self.numbers[name], found)
+        found.append((storage_bytes(model.parameters()), len(places)))
 
-    @contextlib.contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
-        """Look whenever a layer begins to compute, in forward and in backward."""
-        look, hooks = partial(self.note_gathered, model), []
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                hooks += [layer.register_forward_pre_hook(look), layer.register_full_backward_pre_hook(look)]
-        yield
-        for hook in hooks:
-            hook.remove()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            hooks += [layer.register_forward_pre_hook(look), layer.register_full_backward_pre_hook(look)]
+    yield found
+    for hook in hooks:
+        hook.remove()
 
 
 def crosses(issued: Issued) -> bool:
@@ -72,7 +64,7 @@ def sent(issued: list[Issued]) -> float:
 
 def trained(task: Exercise, cls: type, recorder: Recorder, seed: int) -> tuple[dict, dict[str, float]]:
     """(whole weights after two steps, numbers of the second step), on this rank."""
-    rank, seen = dist.get_rank(), Seen()
+    rank, numbers = dist.get_rank(), {}
     model = fixtures.seeded(Uneven, 100 * seed + rank, torch.float64)
     engine = subject_class(cls)(model, ADAMW, group=groups_of(dist.group.WORLD).all, **task.options)
     for step in range(2):
@@ -80,28 +72,24 @@ def trained(task: Exercise, cls: type, recorder: Recorder, seed: int) -> tuple[d
         for number in range(task.backwards):
             batches.append(fixtures.vector_batch(10 * step + number + 100 * seed, rank, WIDTH, torch.float64))
         recorder.forget()
-        with seen.watch(model):
+        with gathered(model) as found:
             if hasattr(engine, "accumulate"):
                 engine.accumulate(batches, F.mse_loss)
                 continue
             for inputs, targets in batches:
                 (F.mse_loss(engine(inputs), targets) / task.backwards).backward()
-            inside, most = len(recorder.issued), recorder.most
-            waiting = sum(each.in_flight for each in recorder.issued)
+            numbers["collectives in backward"] = len(recorder.issued)
+            numbers["in flight behind it"] = sum(each.in_flight for each in recorder.issued)
             engine.step()
             engine.zero_grad()
-            seen.numbers |= {
-                "collectives in backward": inside,
-                "in flight at once": most,
-                "in flight behind it": waiting,
-            }
     across = [each for each in recorder.issued if crosses(each) and "reduce" not in each.kind]
-    seen.numbers |= {"bytes sent": sent(recorder.issued), "collectives": len(recorder.issued)}
-    seen.numbers["bytes gathered across machines"] = sent(across)
+    numbers |= {"bytes sent": sent(recorder.issued), "collectives": len(recorder.issued)}
+    numbers["bytes gathered across machines"] = sent(across)
+    numbers["bytes gathered at once"], numbers["buffers gathered at once"] = map(max, zip(*found))
     left = [each.what for each in recorder.issued if each.in_flight]
     expect(not left, "collectives that nobody has waited for", "none", ", ".join(left))
     recorder.forget()
-    return engine.full_state_dict(), seen.numbers
+    return engine.full_state_dict(), numbers
 
 
 def judge(task: Exercise, target: Target, cls: type, recorder: Recorder, seed: int) -> None:

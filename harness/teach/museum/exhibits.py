@@ -7,6 +7,7 @@ properties that it names.
 """
 
 import difflib
+import functools
 import inspect
 import linecache
 import tomllib
@@ -30,17 +31,12 @@ class Change:
     right: str
     written: str = ""
 
-    def of(self, text: str, chapter: ModuleType) -> tuple[str, str]:
-        """(the text of a chapter with this change, what differs). Raises LookupError if it cannot be made."""
-        function = chapter
-        for name in self.where.split("."):
-            function = getattr(function, name)
-        before = inspect.getsource(function)
-        if before.count(self.right) != 1 or text.count(before) != 1:
+    def of(self, chapter: ModuleType) -> tuple[str, str]:
+        """The function's lines, and with this change. Raises LookupError if it cannot be made."""
+        before = inspect.getsource(functools.reduce(getattr, self.where.split("."), chapter))
+        if before.count(self.right) != 1:
             raise LookupError(f"{self.right!r} stands {before.count(self.right)} times in {self.where}, and must once")
-        after = before.replace(self.right, self.written)
-        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=2, lineterm="")
-        return text.replace(before, after), "\n".join([f"{chapter.__name__}.py, {self.where}", *list(lines)[3:]])
+        return before, before.replace(self.right, self.written)
 
 
 def run(text: str, name: str, file: str) -> dict:
@@ -86,31 +82,42 @@ class Exhibit:
     def right(self) -> type:
         return STAGES[self.stage] if self.of_engine else CHAPTERS[self.stage]
 
-    @cached_property
-    def planted(self) -> tuple[type, str]:
-        """(the wrong engine, what a student has written)"""
-        file = f"{self.stage} with bug {self.number}"
-        if self.of_engine:
-            names = run(self.code, file, file)
-            written = {name: value for name, value in names.items() if getattr(value, "__module__", None) == file}
-            if "Placement" in written:  # an engine makes its own in `prepare`, by this name
-                written["prepare"] = patch.object(base, "Placement", written["Placement"])(self.right.prepare)
-            return type(self.right.__name__, (self.right,), written), self.code
-        chapter, told = inspect.getmodule(self.right), []
-        text = inspect.getsource(chapter)
-        for change in self.changes:
-            text, differs = change.of(text, chapter)
-            told.append(differs)
-        return run(text, self.stage, file)[self.right.__name__], "\n\n".join(told)
+    @property
+    def chapter(self) -> ModuleType:
+        return inspect.getmodule(self.right)
 
     @property
+    def text(self) -> str:
+        """A chapter's text with the mistake in it."""
+        text = inspect.getsource(self.chapter)
+        for change in self.changes:
+            before, after = change.of(self.chapter)
+            if before not in text:
+                raise LookupError(f"{change.where} has two changes, and can have one")
+            text = text.replace(before, after)
+        return text
+
+    @cached_property
     def wrong(self) -> type:
-        return self.planted[0]
+        """The wrong engine."""
+        name, file = self.right.__name__, f"{self.stage} with bug {self.number}"
+        if not self.of_engine:
+            return run(self.text, self.stage, file)[name]
+        names = run(self.code, file, file)
+        written = {name: value for name, value in names.items() if getattr(value, "__module__", None) == file}
+        if "Placement" in written:  # an engine makes its own in `prepare`, by this name
+            written["prepare"] = patch.object(base, "Placement", written["Placement"])(self.right.prepare)
+        return type(name, (self.right,), written)
 
     @property
     def written(self) -> str:
         """What a student has written: a chapter's lines that differ, or functions."""
-        return self.planted[1]
+        told = [self.code] if self.of_engine else []
+        for change in self.changes:
+            before, after = map(str.splitlines, change.of(self.chapter))
+            lines = list(difflib.unified_diff(before, after, n=2, lineterm=""))[3:]
+            told.append("\n".join([f"{self.stage}.py, {change.where}", *lines]))
+        return "\n\n".join(told)
 
 
 def load(file: Path) -> dict[int, Exhibit]:

@@ -35,7 +35,7 @@ RANKS, MOST_RANKS = 2, 16
 
 
 def nothing_yet() -> dict:
-    return {"losses": [], "norms": [], "scales": [], "error": None, "finished": False}
+    return {"losses": [], "norms": [], "scales": [], "error": None, "counted": None}
 
 
 def train(loop: Loop, found: dict) -> None:
@@ -62,7 +62,6 @@ def train(loop: Loop, found: dict) -> None:
             counted = train_a_step(loop, engine, step, memory, found)
     sizes = counted.pop("sizes") | saved
     found["counted"] = {f"{line}, kB": round(nbytes / 1e3) for line, nbytes in sizes.items()} | counted
-    found["finished"] = True
 
 
 def train_a_step(loop: Loop, engine, step: int, memory: PartsLedger, found: dict) -> dict:
@@ -99,7 +98,7 @@ def visit(exhibit: Exhibit, engine_cls: type, rank: int, group=None) -> dict:
     try:
         train(Loop(exhibit, engine_cls, rank, group), found)
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"
+        found["error"] = f"stopped after {len(found['losses'])} losses: {type(error).__name__}: {error}"
     gc.collect()
     return found
 
@@ -144,14 +143,12 @@ def report(right: list[dict], wrong: list[dict]) -> str:
             values = [f"{found[key][step]:.5f}" if step < len(found[key]) else "-" for found in (*right, *wrong)]
             table.append([f"{label}, step {step + 1}", *values])
     lines = tables.text(table, rule=False)
-    if wrong[0]["finished"]:
+    if wrong[0]["counted"]:
         counted = [(line, f"{ours:,}", f"{theirs:,}") for line, ours, theirs in rows(right, wrong)]
         lines += ["", *tables.text([("rank 0, last step", "right", "this"), *counted], rule=False)]
     for rank in numbers:
         if wrong[rank]["error"]:
-            lines += ["", f"rank {rank} stopped after {len(wrong[rank]['losses'])} losses: {wrong[rank]['error']}"]
-        elif not wrong[rank]["finished"]:
-            lines += ["", f"rank {rank} {wrong[rank]['died']}"]
+            lines += ["", f"rank {rank} {wrong[rank]['error']}"]
     return "\n".join(lines)
 
 
@@ -239,11 +236,11 @@ def show(exhibit: Exhibit, world_size: int = RANKS) -> int:
     command = ["-m", "harness.teach.museum", str(exhibit.number), "--on-ranks"]
     with ranks.Ranks(command, world_size, seconds=300, quiet=True, ZERO_TIMEOUT="60") as started:
         found = dict(started.verdicts(["right", "wrong"]))
-    if not all(each.get("finished") for each in found.get("right", [{}])):
+    if not all(each.get("counted") for each in found.get("right", [{}])):
         print(started.text, *found.get("right", ()), sep="\n", file=sys.stderr)
         print("error: the right engine did not come to its end, see above", file=sys.stderr)
         return 1
-    wrong = [each if "losses" in each else {**nothing_yet(), "died": each["error"]} for each in found["wrong"]]
+    wrong = [nothing_yet() | each for each in found["wrong"]]  # a rank that died has its error alone
     training = Training(**exhibit.training)
     print(f"A GPT of {SHAPE.layers} layers, {world_size} gloo ranks on the CPU; {training.steps} steps, {training}.")
     print(
